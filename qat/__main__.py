@@ -1,0 +1,5 @@
+"""`python -m qat` is `qat`."""
+
+from qat.cli import main
+
+main()

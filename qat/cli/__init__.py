@@ -1,0 +1,70 @@
+"""The command line: each verb parses into a typed config, makes one call, prints JSON last.
+
+A recipe (`--recipe FILE.toml`) holds one table per verb with the names of its flags; flags win.
+Nothing heavy is imported before a verb runs.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+from cyclopts import App, Parameter
+from pydantic import ValidationError
+
+import qat
+from qat import logs
+from qat.cli.cache import cache_app
+from qat.cli.convert import convert
+from qat.cli.demo import demo
+from qat.cli.eval import evaluate
+from qat.cli.export import export
+from qat.cli.generate import generate
+from qat.cli.report import report
+from qat.cli.train import train
+from qat.config import explain
+from qat.errors import QatError
+
+app = App(
+    name="qat",
+    help="Quantization-aware distillation: causal language models at 2-4 bits per weight.",
+    version=qat.__version__,
+)
+app.command(cache_app, name="cache")
+app.command(convert)
+app.command(train)
+app.command(evaluate, name="eval")
+app.command(generate)
+app.command(export)
+app.command(report)
+app.command(demo)
+
+
+@app.meta.default
+def _launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    recipe: Annotated[Path | None, Parameter(help="TOML file with one table per verb.")] = None,
+    verbose: Annotated[bool, Parameter(help="Log more.", negative=())] = False,
+) -> None:
+    logs.configure(verbose)
+    if recipe is not None:
+        app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
+    app(tokens, exit_on_error=False, print_error=False)
+
+
+def main() -> None:
+    """Run the verb named on the command line; a user's mistake is one line and exit code 1."""
+    try:
+        app.meta(exit_on_error=False, print_error=False)
+    except QatError as error:
+        _fail(str(error))
+    except cyclopts.CycloptsError as error:
+        cause = error.__cause__
+        _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))
+    except KeyboardInterrupt:
+        _fail("stopped by the keyboard", code=130)
+
+
+def _fail(message: str, code: int = 1) -> None:
+    sys.stderr.write(f"qat: {' '.join(message.split())}\n")
+    sys.exit(code)

@@ -1,0 +1,5 @@
+"""`qat convert`."""
+
+
+def convert() -> None:
+    """convert (being built)."""

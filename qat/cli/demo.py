@@ -1,0 +1,5 @@
+"""`qat demo`."""
+
+
+def demo() -> None:
+    """demo (being built)."""

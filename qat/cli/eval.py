@@ -1,0 +1,5 @@
+"""`qat eval`."""
+
+
+def evaluate() -> None:
+    """eval (being built)."""

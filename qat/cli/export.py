@@ -1,0 +1,5 @@
+"""`qat export`."""
+
+
+def export() -> None:
+    """export (being built)."""

@@ -1,0 +1,5 @@
+"""`qat generate`."""
+
+
+def generate() -> None:
+    """generate (being built)."""

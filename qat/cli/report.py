@@ -1,0 +1,5 @@
+"""`qat report`."""
+
+
+def report() -> None:
+    """report (being built)."""

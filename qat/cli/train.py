@@ -1,0 +1,5 @@
+"""`qat train`."""
+
+
+def train() -> None:
+    """train (being built)."""

@@ -1,0 +1,38 @@
+"""What a cache hands to whoever learns from it or is judged against it.
+
+Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_LABEL = -100
+
+
+class Batch(NamedTuple):
+    """Sequences with the teacher's targets; a kind of target that the cache lacks has width 0."""
+
+    input_ids: Tensor
+    """`(B, S)` int64."""
+    position_ids: Tensor
+    """`(B, S)` int64, restarting at 0 with each document: models then attend within documents."""
+    mask: Tensor
+    """`(B, S)` bool: the prediction made at this position counts."""
+    labels: Tensor
+    """`(B, S)` int64: the next token, `NO_LABEL` where the sequence does not hold it."""
+    topk_ids: Tensor
+    """`(B, S, K)` int64, most likely first."""
+    topk_logprobs: Tensor
+    """`(B, S, K)` float32, nats, normalised over the whole vocabulary at temperature 1."""
+    tail_logprob: Tensor
+    """`(B, S)` float32: log of the teacher's mass outside its top K."""
+    sample_ids: Tensor
+    """`(B, S, D)` int64: distinct tokens drawn from the teacher."""
+    sample_counts: Tensor
+    """`(B, S, D)` float32: how often each was drawn; 0 where padded."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`."""
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))

@@ -1,0 +1,28 @@
+"""The errors that a user can cause and mend. Everything else is our bug and keeps its traceback.
+
+A message has three parts: what was found, what was expected, what to do.
+"""
+
+
+class QatError(Exception):
+    """A mistake in the input: the command line prints it as one line and exits with 1."""
+
+
+class ConfigError(QatError):
+    """A setting, a recipe or a combination of flags that cannot work."""
+
+
+class DataError(QatError):
+    """A dataset or text file that cannot be read as what it was said to be."""
+
+
+class CacheError(QatError):
+    """A teacher cache that is missing, damaged, or not the one that this student needs."""
+
+
+class CheckpointError(QatError):
+    """A model directory that is missing, damaged, or of an unknown format."""
+
+
+class ExportError(QatError):
+    """A model that the wished deployable form cannot hold."""

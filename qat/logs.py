@@ -1,0 +1,76 @@
+"""One logger, one progress bar, one metrics file: how a run tells what it does."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+console = Console(stderr=True)
+
+
+def configure(verbose: bool = False) -> None:
+    """Send the package's log lines to stderr; called by the command line only."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        format="%(message)s",
+        level=logging.WARNING,
+    )
+    logging.getLogger("qat").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+@contextmanager
+def progress(description: str, total: int | None, unit: str = "") -> Iterator["Ticker"]:
+    """A progress bar on stderr, shown on a terminal only, that `advance` moves."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        yield Ticker(bar, bar.add_task(description, total=total, note=""))
+
+
+class Ticker:
+    """The handle of one progress bar."""
+
+    def __init__(self, bar: Progress, task: int) -> None:
+        self._bar = bar
+        self._task = task
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Move the bar by `count` and show `note` behind it."""
+        self._bar.update(self._task, advance=count, note=note)
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line, flushed at every line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, **values: float | int | str | bool | None) -> None:
+        """Append one object; keys carry their unit (`loss_nats`, `tokens_per_s`)."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; later writes fail."""
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    """The objects of a JSON-lines file; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,22 @@
+"""Linear layer with fixed, packed indices: its scales, codebook and bias may learn."""
+
+import torch
+from torch import Tensor
+
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.pack import pack, unpack
+from qat.quant.spec import LutSpec
+from qat.quant.weight import QuantizedWeight
+
+
+class FrozenLutLinear(QuantLinear):
+    """The form of a checkpoint: `bits` bits per index in memory, a fraction of a latent weight."""
+
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
+        super().__init__(quantized, bias, spec)
+        self.register_buffer("packed", pack(quantized.indices, spec.bits))
+
+    @torch.no_grad()
+    def indices(self) -> Tensor:
+        """The stored index of each weight: `(O, I)` uint8."""
+        return unpack(self.packed, self.spec.bits, self.in_features)

@@ -1,0 +1,129 @@
+"""What both quantized linears share: form the weight, run one matmul, pull its gradient back.
+
+Shapes: O out_features, I in_features, C codebook entries.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qat.kernels.lut_weight import form, pull_back
+from qat.quant.spec import LutSpec
+from qat.quant.weight import QuantizedWeight, Scales, round_as_stored
+
+SCALE_NAMES = Scales._fields
+
+
+class QuantLinear(nn.Module):
+    """`y = x @ W.T + bias` with `W = codebook[indices] * S`; a subclass says what `indices` is.
+
+    Used alone, forward forms `W` and backward pulls its gradient back inside one autograd function.
+    In a training step `form_` writes `W` once; every forward until the next `form_` is then a plain
+    matmul with it, and as soon as its gradient is complete it is pulled back and freed.
+    """
+
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.out_features, self.in_features = quantized.indices.shape
+        self.codebook = nn.Parameter(quantized.codebook.float().clone())
+        for name, tensor in quantized.scales.present().items():
+            self.register_parameter(name, nn.Parameter(tensor.float().clone()))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.register_buffer("formed", None, persistent=False)
+
+    def indices(self) -> Tensor:
+        """Which level each weight takes: `(O, I)` uint8, no gradient."""
+        raise NotImplementedError
+
+    def scale_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the scale, by name."""
+        return {name: self._parameters[name] for name in SCALE_NAMES if name in self._parameters}
+
+    def scales_as_stored(self) -> Scales:
+        """The scales, rounded as a checkpoint stores them, float32, no gradient."""
+        named = self.scale_parameters().items()
+        return Scales(**{name: round_as_stored(name, p.detach()) for name, p in named})
+
+    def quantized(self) -> QuantizedWeight:
+        """What a checkpoint would hold now: exactly what forward computes with."""
+        return QuantizedWeight(self.indices(), self.codebook.detach(), self.scales_as_stored())
+
+    @torch.no_grad()
+    def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
+        return form(self.quantized(), dtype)
+
+    @torch.no_grad()
+    def form_(self, dtype: torch.dtype) -> None:
+        """Write `W` for the coming forwards; what learns gets its gradient through it."""
+        weight = self.quantized_weight(dtype)
+        if self.formed is None or self.formed.dtype != dtype:
+            self.formed = weight
+        else:
+            self.formed.copy_(weight)
+        learns = any(p.requires_grad for p in self.weight_parameters().values())
+        if learns and not self.formed.requires_grad:
+            self.formed.requires_grad_(True)
+            self.formed.register_post_accumulate_grad_hook(self._pull_back_formed)
+
+    def release_(self) -> None:
+        """Drop the formed weight: the next forward forms its own."""
+        self.formed = None
+
+    def weight_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters that the weight is made of, by name; the bias is not among them."""
+        return {"codebook": self.codebook, **self.scale_parameters()}
+
+    def pulled_back(self, dW: Tensor) -> dict[str, Tensor]:
+        """The gradient that `dW` implies for each of `weight_parameters`, by name."""
+        pulled = pull_back(dW, self.quantized())
+        return {"codebook": pulled.codebook, **pulled.scales.present()}
+
+    def _pull_back_formed(self, formed: Tensor) -> None:
+        gradients = self.pulled_back(formed.grad)
+        formed.grad = None
+        for name, parameter in self.weight_parameters().items():
+            if parameter.requires_grad:
+                gradient = gradients[name].to(parameter.dtype)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        if self.formed is not None:
+            return F.linear(x, self.formed, self.bias)
+        parameters = self.weight_parameters()
+        weight = _FormedWeight.apply(self, tuple(parameters), x.dtype, *parameters.values())
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        """Shape and format, for `print(model)`."""
+        scale = f"group_size={self.spec.group_size}"
+        if self.spec.scale == "low_rank":
+            scale = f"rank={self.spec.rank}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bits={self.spec.bits}, codebook={self.spec.codebook}, {scale}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class _FormedWeight(torch.autograd.Function):
+    """Form in forward, pull back in backward: the step's three acts for a linear used alone."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        linear: QuantLinear,
+        names: tuple[str, ...],
+        dtype: torch.dtype,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.linear, ctx.names = linear, names
+        return linear.quantized_weight(dtype)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, dW: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.linear.pulled_back(dW)
+        return None, None, None, *(gradients[name] for name in ctx.names)

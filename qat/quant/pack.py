@@ -1,0 +1,37 @@
+"""Indices of 1 to 4 bits, packed into bytes row by row, least significant bit first."""
+
+import torch
+from torch import Tensor
+
+
+def packed_width(in_features: int, bits: int) -> int:
+    """Bytes that one row of indices takes."""
+    return -(-in_features * bits // 8)
+
+
+def pack(indices: Tensor, bits: int) -> Tensor:
+    """`(O, I)` indices below `2**bits` as `(O, ceil(I * bits / 8))` uint8.
+
+    Index i of a row lies in its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
+    with zeros. Eight indices fill `bits` whole bytes, so a row is packed eight at a time.
+    """
+    O, I = indices.shape
+    padded = torch.nn.functional.pad(indices, (0, -I % 8)).view(O, -1, 8).int()
+    word = (padded << _shifts(bits, indices.device)).sum(-1, dtype=torch.int32)
+    byte_shifts = torch.arange(0, 8 * bits, 8, device=indices.device)
+    octets = (word[..., None] >> byte_shifts) & 255
+    return octets.view(O, -1)[:, : packed_width(I, bits)].to(torch.uint8).contiguous()
+
+
+def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
+    """The `(O, in_features)` uint8 indices that `pack` packed."""
+    O, width = packed.shape
+    octets = torch.nn.functional.pad(packed, (0, -width % bits)).view(O, -1, bits).int()
+    byte_shifts = torch.arange(0, 8 * bits, 8, device=packed.device)
+    word = (octets << byte_shifts).sum(-1, dtype=torch.int32)
+    indices = (word[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
+    return indices.view(O, -1)[:, :in_features].to(torch.uint8).contiguous()
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8 * bits, bits, device=device)

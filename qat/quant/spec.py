@@ -1,0 +1,123 @@
+"""How one linear layer is quantized, and which layer gets which way."""
+
+from fnmatch import fnmatchcase
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from qat.config import Settings
+from qat.errors import ConfigError
+
+CodebookKind = Literal["lut", "seq", "int", "ternary"]
+
+
+class LutSpec(Settings):
+    """One weight format: `W = codebook[indices] * S`.
+
+    A `group` scale is shared by `group_size` consecutive input features of one row; a `low_rank`
+    scale is `A diag(g) B` of rank `rank` (of the reference system and the Apple Neural Engine).
+    """
+
+    bits: int = Field(ge=1, le=4)
+    """Bits per index; the codebook has `2**bits` entries (three when ternary)."""
+    codebook: CodebookKind = "lut"
+    """lut: k-means levels that may learn; seq, int, ternary: fixed grids."""
+    scale: Literal["group", "low_rank"] = "group"
+    """Form of the scale."""
+    group_size: int = Field(32, gt=0)
+    """Input features that share a scale; also where a low-rank fit starts from."""
+    rank: int = Field(0, ge=0)
+    """Rank of a low-rank scale; 0 with group scales."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.codebook == "ternary" and self.bits != 2:
+            raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
+        if self.codebook == "int" and self.bits == 1:
+            raise ValueError("codebook=int needs bits >= 2; use codebook=seq for one bit")
+        if (self.scale == "low_rank") != (self.rank > 0):
+            raise ValueError(f"scale={self.scale} does not go with rank={self.rank}")
+        return self
+
+    @property
+    def num_levels(self) -> int:
+        """Entries of the codebook."""
+        return 3 if self.codebook == "ternary" else 2**self.bits
+
+    def check_shape(self, name: str, in_features: int) -> None:
+        """Refuse a layer whose rows do not split into whole groups.
+
+        Raises:
+            ConfigError: `group_size` does not divide `in_features`.
+        """
+        if in_features % self.group_size:
+            raise ConfigError(
+                f"{name}: group_size={self.group_size} does not divide its {in_features} input "
+                f"features; choose a divisor of {in_features}"
+            )
+
+
+class PlanRule(Settings):
+    """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one."""
+
+    pattern: str
+    spec: LutSpec | None
+
+
+class QuantPlan(Settings):
+    """Rules in order: the first whose pattern matches a module's name decides."""
+
+    name: str
+    rules: tuple[PlanRule, ...]
+
+    def spec_for(self, module_name: str) -> LutSpec | None:
+        """The spec of that module, or None if it stays in floating point."""
+        for rule in self.rules:
+            if fnmatchcase(module_name, rule.pattern):
+                return rule.spec
+        return None
+
+    def assign(self, module_names: list[str]) -> dict[str, LutSpec]:
+        """The modules to quantize and how.
+
+        Raises:
+            ConfigError: a pattern matches no module at all.
+        """
+        for rule in self.rules:
+            if not any(fnmatchcase(name, rule.pattern) for name in module_names):
+                raise ConfigError(
+                    f"plan {self.name}: pattern {rule.pattern!r} matches none of the model's "
+                    f"{len(module_names)} linear layers (such as {module_names[0]!r}); mend the "
+                    "pattern"
+                )
+        specs = {name: self.spec_for(name) for name in module_names}
+        return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _preset(name: str, mlp: LutSpec, attention: LutSpec) -> QuantPlan:
+    rules = (
+        PlanRule(pattern="*.mlp.*", spec=mlp),
+        PlanRule(pattern="*.self_attn.*", spec=attention),
+    )
+    return QuantPlan(name=name, rules=rules)
+
+
+def _group(bits: int) -> LutSpec:
+    return LutSpec(bits=bits)
+
+
+def _low_rank(bits: int, rank: int) -> LutSpec:
+    return LutSpec(bits=bits, scale="low_rank", rank=rank)
+
+
+PRESETS = {
+    plan.name: plan
+    for plan in (
+        _preset("q4a4", _group(4), _group(4)),
+        _preset("q2a4", _group(2), _group(4)),
+        _preset("q2a2", _group(2), _group(2)),
+        _preset("q4a4_r4", _low_rank(4, 4), _low_rank(4, 4)),
+        _preset("q4a4_r32", _low_rank(4, 32), _low_rank(4, 32)),
+        _preset("q2a4_r32", _low_rank(2, 32), _low_rank(4, 8)),
+    )
+}

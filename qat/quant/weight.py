@@ -1,0 +1,80 @@
+"""The one representation of a quantized weight: `W = codebook[indices] * S`.
+
+Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STORED_DTYPES = {
+    "codebook": torch.float32,
+    "scales": torch.float16,
+    "scale_out": torch.float16,
+    "rank_gain": torch.float32,
+    "scale_in": torch.float16,
+}
+"""What a checkpoint stores each tensor in; training computes with the same rounded values."""
+
+
+class Scales(NamedTuple):
+    """The scale of a weight in one of its two forms; the other form's fields are None."""
+
+    scales: Tensor | None = None
+    """`(O, G)`, the group form."""
+    scale_out: Tensor | None = None
+    """`A`, `(O, R)`."""
+    rank_gain: Tensor | None = None
+    """`g`, `(R,)`."""
+    scale_in: Tensor | None = None
+    """`B`, `(R, I)`."""
+
+    def present(self) -> dict[str, Tensor]:
+        """The tensors of the form in use, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight as indices, levels and scales."""
+
+    indices: Tensor
+    """`(O, I)` uint8."""
+    codebook: Tensor
+    """`(C,)` float32, ascending."""
+    scales: Scales
+
+
+def expand_scales(scales: Scales, in_features: int) -> Tensor:
+    """`S`, `(O, I)`: each group's scale repeated over its features, or `A diag(g) B`."""
+    if scales.scales is not None:
+        group_size = in_features // scales.scales.shape[1]
+        return scales.scales.repeat_interleave(group_size, dim=1)
+    return (scales.scale_out * scales.rank_gain) @ scales.scale_in
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """`codebook[indices] * S`, `(O, I)` in the codebook's dtype."""
+    S = expand_scales(weight.scales, weight.indices.shape[1])
+    return weight.codebook[weight.indices.int()] * S
+
+
+def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
+    """Which level times `S` lies nearest to each weight: `(O, I)` uint8, no gradient.
+
+    `levels` ascend. Where `S` is zero the choice does not matter and is the one for a zero weight.
+    """
+    scaled = torch.where(S == 0, 0.0, weight / S)
+    return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+
+
+def round_as_stored(name: str, value: Tensor) -> Tensor:
+    """`value` in float32 after rounding to the dtype that a checkpoint stores `name` in."""
+    return value.to(STORED_DTYPES[name]).float()
+
+
+def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight after a round trip through a checkpoint's dtypes."""
+    scales = {name: round_as_stored(name, t) for name, t in weight.scales.present().items()}
+    codebook = round_as_stored("codebook", weight.codebook)
+    return QuantizedWeight(weight.indices, codebook, Scales(**scales))
