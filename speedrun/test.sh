@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# From a fresh clone to the tests, in an environment of its own. Arguments go to pytest.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+setup_env dev
+cd "$ROOT"
+exec "$PYTHON" -m pytest "$@"
