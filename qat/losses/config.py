@@ -1,0 +1,70 @@
+"""Which losses there are, what each needs from a cache, and how a weighted sum is written."""
+
+import difflib
+
+from qat.errors import ConfigError
+
+NEEDS = {
+    "tail": "topk",
+    "sampled": "draws",
+    "candidates": "topk",
+    "reverse_kl": "topk",
+    "jsd": "topk",
+    "cakld": "topk",
+    "hard_ce": "labels",
+}
+"""Each loss by name, and the kind of target that it reads: `topk`, `draws` or `labels`."""
+
+
+def parse_losses(text: str) -> dict[str, float]:
+    """Weights by loss name: `"tail"` is `{"tail": 1.0}`, `"tail:1.0,hard_ce:0.1"` a sum of two.
+
+    Raises:
+        ConfigError: an unknown or repeated name, or a weight that is not a positive number.
+    """
+    terms: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, weight = part.strip().partition(":")
+        if name not in NEEDS:
+            raise ConfigError(_unknown(name, text))
+        if name in terms:
+            raise ConfigError(f"losses={text!r} names {name} twice; give each loss one weight")
+        terms[name] = _weight(weight, name) if colon else 1.0
+    return terms
+
+
+def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:
+    """Refuse losses whose targets the cache does not hold; `top_k` and `draws` describe the cache.
+
+    Raises:
+        ConfigError: a term reads the teacher's top K or draws, and the cache holds none.
+    """
+    held = {"topk": top_k > 0, "draws": draws > 0, "labels": True}
+    flags = {"topk": "--top-k 64", "draws": "--draws 50"}
+    fitting = ", ".join(name for name, need in NEEDS.items() if held[need])
+    for name in terms:
+        need = NEEDS[name]
+        if not held[need]:
+            raise ConfigError(
+                f"losses={name} reads the teacher's {need}, but the cache has top_k={top_k} and "
+                f"draws={draws}; rebuild it with 'qat cache build {flags[need]}' or choose among "
+                f"{fitting}"
+            )
+
+
+def _unknown(name: str, text: str) -> str:
+    near = difflib.get_close_matches(name, NEEDS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
+    return f"losses={text!r} has no loss called {name!r}; there are {', '.join(NEEDS)}; {hint}"
+
+
+def _weight(text: str, name: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = float("nan")
+    if not 0 < weight < float("inf"):
+        raise ConfigError(
+            f"losses: {name} has weight {text!r}; expected a positive number, as in {name}:0.5"
+        )
+    return weight

@@ -1,0 +1,74 @@
+"""Cross-entropies: the textbook, and that draws teach what the whole teacher would."""
+
+import pytest
+import torch
+from teacher_targets import targets_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.losses.cross_entropy import hard_ce, sampled
+from qat.losses.divergences import tail
+
+T, V = 12, 17
+
+
+def logits_pair() -> tuple[Tensor, Tensor]:
+    student = torch.randn(T, V, dtype=torch.float64) * 2
+    return student.requires_grad_(), torch.randn(T, V, dtype=torch.float64) * 2
+
+
+def test_hard_ce_equals_the_textbook() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, 4)
+    labels = targets.labels.masked_fill(~targets.mask, -100)
+    expected = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
+    actual = hard_ce(student, targets)
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual, student)
+    (expected_gradient,) = torch.autograd.grad(expected, student)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_sampled_equals_soft_label_cross_entropy() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, 4, draws=9)
+    soft = torch.zeros(T, V, dtype=torch.float64)
+    soft.scatter_add_(1, targets.sample_ids, targets.sample_counts.double() / 9)
+    expected = F.cross_entropy(student[targets.mask], soft[targets.mask], reduction="sum")
+    torch.testing.assert_close(sampled(student, targets), expected)
+    assert torch.autograd.gradcheck(lambda z: sampled(z, targets), student)
+
+
+def test_sampled_is_unbiased_for_value_and_gradient() -> None:
+    """The mean over many draws meets the full cross-entropy within 5 standard errors."""
+    student, teacher = (x.detach()[:2] for x in logits_pair())
+    student.requires_grad_()
+    values, gradients = [], []
+    for seed in range(400):
+        loss = sampled(student, targets_of(teacher, 1, draws=20, seed=seed))
+        values.append(loss.detach())
+        gradients.append(torch.autograd.grad(loss, student)[0])
+    full = F.cross_entropy(student, teacher.softmax(1), reduction="sum").detach()
+    (kl_gradient,) = torch.autograd.grad(tail(student, targets_of(teacher, V)), student)
+    for draws, exact in [(values, full), (gradients, kl_gradient)]:
+        stacked = torch.stack(draws)
+        error = (stacked.mean(0) - exact).abs()
+        assert (error <= 5 * stacked.std(0) / len(draws) ** 0.5 + 1e-6).all()
+    entropy = -(teacher.softmax(1) * teacher.log_softmax(1)).sum()
+    kl = tail(student, targets_of(teacher, V)).item()
+    assert (full - entropy).item() == pytest.approx(kl, rel=1e-5)
+
+
+def test_words_know_no_temperature_and_no_draws_add_zero() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, 4)
+    for loss in (sampled, hard_ce):
+        assert torch.equal(loss(student, targets, temperature=3.0), loss(student, targets))
+    silent = targets._replace(sample_counts=torch.zeros_like(targets.sample_counts))
+    assert sampled(student, silent).item() == 0
+
+
+def test_sampled_refuses_targets_without_draws() -> None:
+    student, teacher = logits_pair()
+    with pytest.raises(ValueError, match="hold none"):
+        sampled(student, targets_of(teacher, 4, draws=0))

@@ -1,0 +1,224 @@
+"""Divergences against textbook PyTorch, and the promises that a trainer relies on."""
+
+import pytest
+import torch
+from teacher_targets import targets_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.losses.divergences import cakld, candidates, jsd, reverse_kl, tail
+from qat.losses.registry import LOSSES
+from qat.losses.targets import Targets
+
+T, V, K = 12, 17, 5
+TAILED = {"tail": tail, "reverse_kl": reverse_kl, "jsd": jsd, "cakld": cakld}
+DIVERGENCES = {**TAILED, "candidates": candidates}
+
+
+def logits_pair(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    student, teacher = torch.randn(T, V).to(dtype) * 2, torch.randn(T, V).to(dtype) * 2
+    return student.requires_grad_(), teacher
+
+
+def textbook(name: str, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Full-vocabulary divergence of each row, `(T,)`."""
+    log_p, log_q = (teacher / temperature).log_softmax(1), (student / temperature).log_softmax(1)
+
+    def kl(target: Tensor, other: Tensor) -> Tensor:
+        return F.kl_div(other, target, log_target=True, reduction="none").sum(1)
+
+    if name == "reverse_kl":
+        return kl(log_q, log_p)
+    if name == "jsd":
+        log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+        return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
+    if name == "cakld":
+        c = teacher.softmax(1).square().sum(1)
+        return c * kl(log_q, log_p) + (1 - c) * kl(log_p, log_q)
+    return kl(log_p, log_q)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_full_topk_equals_the_textbook(name: str, dtype: torch.dtype, temperature: float) -> None:
+    student, teacher = logits_pair(dtype)
+    targets = targets_of(teacher, V)
+    rows = temperature**2 * textbook(name, student, teacher, temperature)
+    expected = rows[targets.mask].sum()
+    actual = DIVERGENCES[name](student, targets, temperature=temperature)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(actual, student)
+    (expected_gradient,) = torch.autograd.grad(expected, student)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", TAILED)
+def test_tail_is_one_outcome_of_the_textbook(name: str) -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+
+    def merged(logits: Tensor) -> Tensor:
+        probabilities = logits.softmax(1)
+        head = probabilities.gather(1, targets.topk_ids)
+        return torch.cat([head, 1 - head.sum(1, keepdim=True)], dim=1).log()
+
+    rows = textbook(name, merged(student), merged(teacher), 1.0)
+    if name == "cakld":  # the tail is many words: it adds nothing to the confidence
+        p, q = merged(teacher), merged(student)
+        c = p[:, :-1].exp().square().sum(1)
+        rows = c * textbook("reverse_kl", q, p, 1.0) + (1 - c) * textbook("tail", q, p, 1.0)
+    actual = TAILED[name](student, targets)
+    torch.testing.assert_close(actual, rows[targets.mask].sum(), rtol=2e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(actual, student)
+    (expected,) = torch.autograd.grad(rows[targets.mask].sum(), student)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_gradcheck(name: str, temperature: float) -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+    check = lambda z: DIVERGENCES[name](z, targets, temperature=temperature)  # noqa: E731
+    assert torch.autograd.gradcheck(check, student)
+
+
+@pytest.mark.parametrize("name", ["tail", "reverse_kl", "jsd"])
+def test_bound_grows_with_k_up_to_the_full_divergence(name: str) -> None:
+    student, teacher = logits_pair()
+    values = [TAILED[name](student, targets_of(teacher, k)).item() for k in range(1, V + 1)]
+    exact = textbook(name, student, teacher, 1.0)[targets_of(teacher, V).mask].sum().item()
+    assert values[0] > 0
+    assert all(a <= b + 1e-6 for a, b in zip(values, values[1:], strict=False))
+    assert values[-1] == pytest.approx(exact, rel=1e-5)
+
+
+def test_candidates_is_blind_to_the_tail_and_tail_is_not() -> None:
+    _, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+    adrift = teacher + 12.0  # all mass on the words the teacher left out
+    adrift = adrift.scatter(1, targets.topk_ids, teacher.gather(1, targets.topk_ids))
+    assert candidates(adrift, targets).item() == pytest.approx(0, abs=1e-6)
+    assert tail(adrift, targets).item() > 1.0
+
+
+def test_candidates_is_the_reference_formula() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+    p = F.softmax(targets.topk_logprobs.double() / 2, 1)
+    log_q = F.log_softmax(student.gather(1, targets.topk_ids) / 2, 1)
+    rows = 4 * (p * (p.log() - log_q)).sum(1)
+    actual = candidates(student, targets, temperature=2.0)
+    torch.testing.assert_close(actual, rows[targets.mask].sum())
+
+
+@pytest.mark.parametrize("mass", [1e-3, 1e-12, 1e-30])
+def test_tail_gradient_is_right_where_the_tail_is_tiny(mass: float) -> None:
+    head = torch.tensor([[2.0, 1.0]])
+    others = torch.full((1, 6), float(torch.tensor(mass, dtype=torch.float64).log()))
+    student32 = torch.cat([head, others], 1).requires_grad_()
+    student64 = student32.detach().double().requires_grad_()
+    targets = targets_of(torch.randn(1, 8, dtype=torch.float64) * 3, 2)._replace(
+        topk_ids=torch.tensor([[0, 1]])
+    )
+    (gradient,) = torch.autograd.grad(tail(student32, targets), student32)
+    (exact,) = torch.autograd.grad(tail(student64, targets), student64)
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-7)
+    assert exact[0, 2:].abs().min() > 1e-4, "the teacher's tail pulls on the words outside"
+
+
+@pytest.mark.parametrize("name", TAILED)
+@pytest.mark.parametrize("top_k", [K, V])
+def test_a_tail_of_zero_gives_no_nan(name: str, top_k: int) -> None:
+    student, teacher = logits_pair(torch.float32)
+    targets = targets_of(teacher, top_k)
+    targets = targets._replace(tail_logprob=torch.full((T,), -torch.inf))
+    loss = TAILED[name](student, targets)
+    (gradient,) = torch.autograd.grad(loss, student)
+    assert loss.isfinite() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
+def test_padding_changes_nothing(name: str, junk: float) -> None:
+    student, teacher = logits_pair(torch.float32)
+    clean = targets_of(teacher, K)
+    hidden = ~clean.mask
+    dirty = Targets(
+        mask=clean.mask,
+        labels=clean.labels.masked_fill(hidden, 10**6),
+        topk_ids=clean.topk_ids.masked_fill(hidden[:, None], 10**6),
+        topk_logprobs=clean.topk_logprobs.masked_fill(hidden[:, None], junk),
+        tail_logprob=clean.tail_logprob.masked_fill(hidden, junk),
+        sample_ids=clean.sample_ids.masked_fill(hidden[:, None], -1),
+        sample_counts=clean.sample_counts.masked_fill(hidden[:, None], junk),
+    )
+    noisy = student.detach().masked_fill(hidden[:, None], junk).requires_grad_()
+    expected, actual = LOSSES[name](student, clean), LOSSES[name](noisy, dirty)
+    assert torch.equal(actual, expected)
+    (expected_gradient,) = torch.autograd.grad(expected, student)
+    (gradient,) = torch.autograd.grad(actual, noisy)
+    assert torch.equal(gradient, expected_gradient)
+    assert not gradient[hidden].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_sum_to_the_batch(name: str) -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+    pieces = zip(student.split(5), *(t.split(5) for t in targets), strict=True)
+    parts = sum(LOSSES[name](z, Targets(*rows), temperature=2.0) for z, *rows in pieces)
+    torch.testing.assert_close(parts, LOSSES[name](student, targets, temperature=2.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_empty_mask_is_zero(name: str) -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)._replace(mask=torch.zeros(T, dtype=torch.bool))
+    assert LOSSES[name](student, targets).item() == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_logits_are_computed_in_float32(name: str) -> None:
+    student, teacher = logits_pair(torch.bfloat16)
+    targets = targets_of(teacher, K)
+    loss = LOSSES[name](student, targets)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, LOSSES[name](student.float(), targets))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_zero_exactly_at_the_teacher_and_temperature_matters(name: str) -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+    at_one, at_two = (DIVERGENCES[name](student, targets, temperature=t) for t in (1.0, 2.0))
+    assert at_one.item() > 0.1
+    assert abs(at_one.item() - at_two.item()) > 0.1
+    assert DIVERGENCES[name](teacher, targets).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_jsd_leans_as_beta_says() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, K)
+    near_one = jsd(student, targets, beta=1 - 1e-6) / 1e-6  # GKD: the ends are the two KLs
+    near_zero = jsd(student, targets, beta=1e-6) / 1e-6
+    assert near_one.item() == pytest.approx(reverse_kl(student, targets).item(), rel=1e-3)
+    assert near_zero.item() == pytest.approx(tail(student, targets).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.5])
+def test_jsd_refuses_beta_outside(beta: float) -> None:
+    student, teacher = logits_pair()
+    with pytest.raises(ValueError, match="must lie inside"):
+        jsd(student, targets_of(teacher, K), beta=beta)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_refuses_a_bad_temperature_and_a_missing_topk(name: str) -> None:
+    student, teacher = logits_pair()
+    with pytest.raises(ValueError, match="temperature=0 must be positive"):
+        DIVERGENCES[name](student, targets_of(teacher, K), temperature=0)
+    with pytest.raises(ValueError, match="hold none"):
+        DIVERGENCES[name](student, targets_of(teacher, 0))

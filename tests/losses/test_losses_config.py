@@ -1,0 +1,43 @@
+"""How a weighted sum of losses is written, and what is refused."""
+
+import pytest
+
+from qat.errors import ConfigError
+from qat.losses.config import NEEDS, check_targets, parse_losses
+from qat.losses.registry import LOSSES
+
+
+def test_the_names_are_listed_once() -> None:
+    assert set(LOSSES) == set(NEEDS)
+
+
+def test_parse_losses() -> None:
+    assert parse_losses("tail") == {"tail": 1.0}
+    assert parse_losses("tail:2, hard_ce:0.1") == {"tail": 2.0, "hard_ce": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tial", "has no loss called 'tial'.*did you mean tail"),
+        ("", "has no loss called ''.*NAME:WEIGHT"),
+        ("tail,tail:2", "names tail twice"),
+        ("tail:0", "weight '0'; expected a positive number"),
+        ("tail:much", "weight 'much'"),
+        ("tail:nan", "weight 'nan'"),
+        ("tail:inf", "weight 'inf'"),
+        ("tail:", "weight ''"),
+    ],
+)
+def test_parse_losses_refuses(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_losses(text)
+
+
+def test_check_targets() -> None:
+    check_targets({"tail": 1.0, "hard_ce": 1.0}, top_k=8, draws=0)
+    check_targets({"sampled": 1.0}, top_k=0, draws=12)
+    with pytest.raises(ConfigError, match="jsd reads the teacher's topk.*'qat cache build --top-k"):
+        check_targets({"jsd": 1.0}, top_k=0, draws=12)
+    with pytest.raises(ConfigError, match="draws=0; rebuild.*--draws 50' or choose among tail,"):
+        check_targets({"sampled": 1.0}, top_k=8, draws=0)
