@@ -1,5 +1,240 @@
-"""Registers packed checkpoints with transformers."""
+"""Packed checkpoints as transformers sees them: a quantization method called `qat`.
+
+Importing this module registers it. `from_pretrained` then builds the model on the meta device,
+this quantizer swaps in `FrozenLutLinear` modules, and the stored tensors are loaded into them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qat.errors import CheckpointError, ConfigError
+from qat.models.swap import ascending, replace_module
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
+from qat.quant.pack import pack
+from qat.quant.spec import LutSpec
+from qat.quant.weight import STORED_DTYPES, QuantizedWeight, Scales
+
+if TYPE_CHECKING:  # this file is imported while transformers itself still is
+    from transformers import PreTrainedModel
+
+QUANT_METHOD = "qat"
+FORMAT = 1
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
 
 
-def register(_module: object) -> None:
-    """Being built."""
+@register_quantization_config(QUANT_METHOD)
+class QatConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a packed checkpoint: its format and each module's spec."""
+
+    def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
+        others.pop("quant_method", None)
+        if format != FORMAT:
+            raise CheckpointError(
+                f"quantization_config has format={format}, expected format={FORMAT}; use the "
+                "version of qat that wrote this checkpoint, or convert the model anew"
+            )
+        if others or not modules:
+            raise CheckpointError(
+                f"quantization_config has keys {sorted(others)} and {len(modules or {})} modules, "
+                "expected only format and a table of modules; convert the model anew"
+            )
+        self.quant_method = QUANT_METHOD
+        self.format = format
+        self.modules = modules
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """What to write about `model` as it is now.
+
+        Raises:
+            CheckpointError: it has no quantized linear.
+        """
+        linears = quant_linears(model)
+        if not linears:
+            raise CheckpointError(
+                f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
+                "'qat convert' first"
+            )
+        return cls(FORMAT, {name: m.spec.model_dump() for name, m in linears.items()})
+
+    def specs(self) -> dict[str, LutSpec]:
+        """Each quantized module's spec.
+
+        Raises:
+            CheckpointError: a spec has unknown keys or values out of range.
+        """
+        try:
+            return {
+                name: LutSpec.parse(values, f"quantization_config of {name}")
+                for name, values in self.modules.items()
+            }
+        except ConfigError as error:
+            raise CheckpointError(f"{error}; convert the model anew") from None
+
+
+@register_quantizer(QUANT_METHOD)
+class QatHfQuantizer(HfQuantizer):
+    """Loads and saves packed checkpoints, strictly: every tensor in its place and no other."""
+
+    requires_calibration = True
+    is_trainable = True
+
+    def is_serializable(self, **_: object) -> bool:
+        """`save_pretrained` writes a packed checkpoint."""
+        return True
+
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors that a packed checkpoint holds, for `save_pretrained`."""
+        model.config.quantization_config = QatConfig.of(model)
+        return packed_state_dict(model), {}
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        for name, spec in self.quantization_config.specs().items():
+            replace_module(model, name, _empty_linear(model, name, spec))
+        if checkpoint_files is not None:
+            check_tensors(model, checkpoint_files)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        for name, linear in quant_linears(model).items():
+            for parameter in linear.weight_parameters().values():
+                parameter.data = parameter.data.float()
+            _check_indices(name, linear)
+
+
+def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state as a packed checkpoint stores it.
+
+    Of each quantized linear: `packed` (uint8), `codebook` (float32, ascending), its scales
+    (float16, `rank_gain` float32) and the bias. Everything else as it is.
+
+    Raises:
+        CheckpointError: a scale or level is not finite in the dtype it is stored in.
+    """
+    state = model.state_dict()
+    for name, linear in quant_linears(model).items():
+        for key in ("weight", "packed", *linear.weight_parameters()):
+            state.pop(f"{name}.{key}", None)
+        for key, tensor in _stored_tensors(linear).items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{name}.{key} holds values that are not finite in {tensor.dtype}, expected "
+                    "finite ones; lower the learning rate of that kind of parameter"
+                )
+            state[f"{name}.{key}"] = tensor
+    return state
+
+
+def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
+    """Compare names, shapes and stored dtypes in safetensors `files` with what `model` needs.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor is missing, extra or of another shape.
+    """
+    found = _read_headers(files)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing = expected.keys() - found.keys() - set(model.all_tied_weights_keys)
+    _refuse("misses", sorted(missing))
+    _refuse("holds tensors that the model has no place for:", sorted(found.keys() - expected))
+    shared = sorted(found.keys() & expected.keys())
+    _refuse(
+        "holds wrong shapes:",
+        [
+            f"{k} {found[k][0]} instead of {expected[k]}"
+            for k in shared
+            if found[k][0] != expected[k]
+        ],
+    )
+    dtypes = _stored_dtypes(model)
+    _refuse(
+        "holds wrong dtypes:",
+        [f"{k} {found[k][1]} instead of {dtypes[k]}" for k in dtypes if found[k][1] != dtypes[k]],
+    )
+
+
+def _stored_tensors(linear: QuantLinear) -> dict[str, Tensor]:
+    quantized = ascending(linear.quantized())
+    tensors = {"codebook": quantized.codebook, **quantized.scales.present()}
+    stored = {name: tensor.to(STORED_DTYPES[name]) for name, tensor in tensors.items()}
+    return {"packed": pack(quantized.indices, linear.spec.bits), **stored}
+
+
+def _stored_dtypes(model: nn.Module) -> dict[str, str]:
+    dtypes = {}
+    for name, linear in quant_linears(model).items():
+        dtypes[f"{name}.packed"] = SAFETENSORS_NAMES[torch.uint8]
+        for key in linear.weight_parameters():
+            dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[STORED_DTYPES[key]]
+    return dtypes
+
+
+def _empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutLinear:
+    """A linear without values, of the shape of the one called `name`."""
+    try:
+        linear = model.get_submodule(name)
+    except AttributeError:
+        linear = None
+    if not isinstance(linear, nn.Linear):
+        raise CheckpointError(
+            f"quantization_config names {name}, but {type(model).__name__} has no linear layer of "
+            "that name; load the checkpoint with AutoModelForCausalLM, or convert the model anew"
+        )
+    O, I = linear.weight.shape
+    with torch.device("meta"):
+        if spec.scale == "low_rank":
+            R = spec.rank
+            scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
+        else:
+            scales = Scales(torch.empty(O, I // spec.group_size))
+        indices = torch.empty(O, I, dtype=torch.uint8)
+        quantized = QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
+        return FrozenLutLinear(quantized, linear.bias, spec)
+
+
+def _check_indices(name: str, linear: QuantLinear) -> None:
+    if linear.spec.num_levels == 2**linear.spec.bits or linear.codebook.is_meta:
+        return
+    largest = int(linear.indices().max())
+    if largest >= linear.spec.num_levels:
+        raise CheckpointError(
+            f"{name}.packed holds index {largest}, but the codebook has {linear.spec.num_levels} "
+            "levels; the file is damaged: copy it anew"
+        )
+
+
+def _read_headers(files: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor in `files`, by name; no data is read."""
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    view = tensors.get_slice(name)
+                    found[name] = (tuple(view.get_shape()), view.get_dtype())
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error}); the file is damaged: copy it anew"
+            ) from None
+    return found
+
+
+def _refuse(fault: str, items: list[str]) -> None:
+    if items:
+        shown = ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+        raise CheckpointError(
+            f"the checkpoint {fault} {shown}; expected exactly the tensors that its config.json "
+            "describes: copy it anew or convert the model anew"
+        )

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.errors import CheckpointError
+
+SPLIT_TOLERANCE = 0.02
+"""Largest difference that two orders of the same sums may make, relative to the largest logit."""
+
 
 class LanguageModel:
     """Splits a Hugging Face causal LM into its body and its head.
@@ -36,6 +41,29 @@ class LanguageModel:
         return body(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
+
+    @torch.no_grad()
+    def check_split(self) -> None:
+        """Compare body and head with the whole model on four tokens.
+
+        Raises:
+            CheckpointError: the model does something to its logits that `logits` does not know.
+        """
+        if self.head is None:
+            raise CheckpointError(
+                f"{type(self.model).__name__} has no output embedding, expected a causal language "
+                "model; choose another model"
+            )
+        ids = torch.arange(4, device=self.device)[None] % self.config.vocab_size
+        split = self.logits(self.hidden(ids, torch.arange(4, device=self.device)[None])).float()
+        whole = self.model(input_ids=ids, use_cache=False).logits.float().to(split.device)
+        # negated, so that a NaN counts as different
+        if not (split - whole).abs().max() <= SPLIT_TOLERANCE * whole.abs().max():
+            raise CheckpointError(
+                f"{type(self.model).__name__} changes its logits behind the head (by up to "
+                f"{(split - whole).abs().max().item():.3g}), expected a plain or soft-capped head; "
+                "choose another model"
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(..., D)` to `(..., V)`, soft-capped if the model does so."""

@@ -1,0 +1,99 @@
+"""Packed checkpoints: Hugging Face directories with bit-packed linears (checkpoints/README.md)."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import CheckpointError, ConfigError
+from qat.models.directory import atomic_directory
+from qat.models.hf_quantizer import QUANT_METHOD, QatConfig, QatHfQuantizer
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    out: Path,
+    *,
+    replace: bool = False,
+) -> None:
+    """Write `model` as a packed checkpoint that appears at `out` whole or not at all.
+
+    Raises:
+        ConfigError: `out` is not empty; with `replace`, it is not a packed checkpoint either.
+        CheckpointError: it cannot be written, or a scale is not finite as stored.
+    """
+    if replace and out.is_dir() and any(out.iterdir()) and not is_packed(out):
+        raise ConfigError(
+            f"out={out} holds something that is not a packed checkpoint, so it is not replaced; "
+            "remove it or choose another --out"
+        )
+    with atomic_directory(out, replace=replace) as partial:
+        write_checkpoint(model, tokenizer, partial)
+
+
+def write_checkpoint(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write the files of a packed checkpoint into `directory`, which exists.
+
+    For callers that write more beside them inside one `atomic_directory`.
+
+    Raises:
+        CheckpointError: the model has no quantized linear, or a scale is not finite as stored.
+    """
+    model.hf_quantizer = QatHfQuantizer(QatConfig.of(model))
+    model.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def load_checkpoint(
+    path: Path,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    device_map: str | dict | None = None,
+) -> PreTrainedModel:
+    """The model of a packed checkpoint, its quantized linears as `FrozenLutLinear`, in eval mode.
+
+    `dtype` is that of everything but packed indices, codebooks and scales; `auto` takes the one it
+    was saved in. Exactly `AutoModelForCausalLM.from_pretrained`, with errors in one line.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, incomplete or of an unknown format.
+    """
+    if not is_packed(path):
+        raise CheckpointError(
+            f"{path} is not a packed checkpoint (no quantization_config of method "
+            f"{QUANT_METHOD!r} in its config.json); make one with 'qat convert'"
+        )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, device_map=device_map, local_files_only=True
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded ({error}); expected a whole packed checkpoint: copy it anew"
+        ) from error
+
+
+def is_packed(path: Path) -> bool:
+    """Whether `path` is a directory that calls itself a packed checkpoint.
+
+    Raises:
+        CheckpointError: its config.json is not JSON.
+    """
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{config} is not JSON ({error}), expected a model's configuration; copy it anew"
+        ) from None
+    return (values.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD

@@ -1,0 +1,183 @@
+"""Opens whatever a user may call a model: a directory, a run, or a hub id."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as hf_logging
+
+from qat.backend import Backend, select
+from qat.errors import CheckpointError
+from qat.models.checkpoint import is_packed, load_checkpoint
+from qat.models.language_model import LanguageModel
+
+logger = logging.getLogger(__name__)
+
+RUN_POINTERS = ("best", "latest")
+"""Files of a run directory that name one of its checkpoints, in order of preference."""
+CHUNK_BYTES = 2**24
+
+
+def load_model(source: str, *, device: str = "auto", dtype: str = "auto") -> LanguageModel:
+    """The model that `source` names, packed or float, on `device` and in eval mode.
+
+    `source` is a model directory, a run directory (its best checkpoint, else its latest) or a hub
+    id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a hub.
+
+    Raises:
+        CheckpointError: there is no such model, or it is damaged, or its head is not understood.
+        ConfigError: the device is not there or cannot compute in `dtype`.
+    """
+    backend = select(device)
+    return _open(source, backend, backend.dtype(dtype), None)
+
+
+def load_teacher(
+    source: str, *, device: str = "auto", dtype: str = "auto", device_map: str | None = None
+) -> LanguageModel:
+    """As `load_model`, without gradients; `device_map` (`auto`) spreads it over all devices."""
+    backend = select(device)
+    teacher = _open(source, backend, backend.dtype(dtype), device_map)
+    teacher.model.requires_grad_(False)
+    return teacher
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model that `source` names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    source = resolve(source)
+    with _hub_errors_as_one_line(source, "a tokenizer"):
+        return AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+
+
+def resolve(source: str) -> str:
+    """The model directory or hub id behind `source`: a run directory gives one of its checkpoints.
+
+    Raises:
+        CheckpointError: `source` is a path without a model.
+    """
+    path = Path(source)
+    if (path / "config.json").is_file():
+        return source
+    for pointer in RUN_POINTERS:
+        if (path / pointer).is_file():
+            checkpoint = path / (path / pointer).read_text(encoding="utf-8").strip()
+            if not (checkpoint / "config.json").is_file():
+                raise CheckpointError(
+                    f"{path / pointer} names {checkpoint}, which holds no config.json; expected a "
+                    "checkpoint: name one of the run's checkpoints yourself"
+                )
+            logger.info("%s: taking its %s checkpoint, %s", source, pointer, checkpoint.name)
+            return str(checkpoint)
+    if path.exists():
+        raise CheckpointError(
+            f"{source} holds neither config.json nor a run's checkpoint; expected a model "
+            "directory, a run directory or a hub id: check the path"
+        )
+    if not _may_be_hub_id(source):
+        raise CheckpointError(
+            f"{source} does not exist; expected a model directory, a run directory or a hub id: "
+            "check the path"
+        )
+    return source
+
+
+def model_identity(source: str) -> str:
+    """What changes exactly when the model does: a content hash, or a hub id's commit.
+
+    The hash (xxh3-128, 32 hex digits) covers names and bytes of config.json and the safetensors
+    files of a directory.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    source = resolve(source)
+    if not Path(source).is_dir():
+        with _hub_errors_as_one_line(source, "a model"):
+            return AutoConfig.from_pretrained(source)._commit_hash
+    digest = xxhash.xxh3_128()
+    for path in [Path(source, "config.json"), *sorted(Path(source).glob("*.safetensors"))]:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0")
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _may_be_hub_id(source: str) -> bool:
+    """Whether `source` looks like `name` or `owner/name`, not like a path below what is here."""
+    path = Path(source)
+    is_inside = len(path.parts) == 2 and path.parent.is_dir()
+    return not source.startswith((".", "/", "~")) and len(path.parts) <= 2 and not is_inside
+
+
+def _open(
+    source: str, backend: Backend, dtype: torch.dtype, device_map: str | None
+) -> LanguageModel:
+    source = resolve(source)
+    placement = device_map or ({"": backend.device} if backend.device.type != "cpu" else None)
+    if is_packed(Path(source)):
+        with _quiet():
+            model = load_checkpoint(Path(source), dtype, placement)
+    else:
+        model = _load_float(source, dtype, placement)
+    language_model = LanguageModel(model.eval())
+    language_model.check_split()
+    return language_model
+
+
+def _load_float(
+    source: str, dtype: torch.dtype, device_map: str | dict[str, torch.device] | None
+) -> PreTrainedModel:
+    with _hub_errors_as_one_line(source, "a causal language model"), _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            device_map=device_map,
+            local_files_only=Path(source).is_dir(),
+            output_loading_info=True,
+        )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{source} misses {len(missing)} tensors (such as {missing[0]}), expected a whole "
+            "model; copy or download it anew"
+        )
+    return model
+
+
+@contextmanager
+def _hub_errors_as_one_line(source: str, wished: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{source} does not give {wished} ({error}); expected a model directory, a run "
+            "directory or a hub id: check the name, or copy the files anew"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers: a loaded model says so itself."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,73 @@
+"""Random quantized weights and models for the tests: no fitting, any values will do."""
+
+import torch
+from tiny import tiny_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qat.models.swap import linear_names, replace_module
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.lut_linear import LutLinear
+from qat.quant.spec import LutSpec
+from qat.quant.weight import QuantizedWeight, Scales, as_stored
+
+SPECS = {
+    "lut1": LutSpec(bits=1, group_size=8),
+    "lut2": LutSpec(bits=2, group_size=16),
+    "lut3": LutSpec(bits=3, group_size=32),
+    "lut4": LutSpec(bits=4, group_size=8),
+    "seq2": LutSpec(bits=2, codebook="seq", group_size=16),
+    "int3": LutSpec(bits=3, codebook="int", group_size=8),
+    "ternary": LutSpec(bits=2, codebook="ternary", group_size=16),
+    "lut2_r4": LutSpec(bits=2, scale="low_rank", rank=4, group_size=16),
+    "lut4_r1": LutSpec(bits=4, scale="low_rank", rank=1, group_size=8),
+    "int4_r3": LutSpec(bits=4, codebook="int", scale="low_rank", rank=3, group_size=8),
+    "ternary_r2": LutSpec(bits=2, codebook="ternary", scale="low_rank", rank=2, group_size=8),
+}
+
+
+def random_codebook(spec: LutSpec) -> Tensor:
+    """Ascending levels of the spec's kind."""
+    if spec.codebook == "lut":
+        return torch.randn(spec.num_levels).sort().values
+    if spec.codebook == "ternary":
+        return torch.tensor([-1.0, 0.0, 1.0])
+    half = 2 ** (spec.bits - 1)
+    levels = torch.arange(-half, half).float()
+    return levels if spec.codebook == "int" else levels + 0.5
+
+
+def random_scales(O: int, I: int, spec: LutSpec) -> Scales:
+    """Scales of the spec's form: a low-rank `S` has both signs."""
+    if spec.scale == "group":
+        return Scales(torch.rand(O, I // spec.group_size) * 0.1 + 0.01)
+    R = spec.rank
+    return Scales(None, torch.randn(O, R) * 0.3, torch.rand(R), torch.randn(R, I) * 0.3)
+
+
+def random_weight(O: int, I: int, spec: LutSpec) -> QuantizedWeight:
+    """A quantized weight of random indices, levels and scales, as a checkpoint stores them."""
+    indices = torch.randint(spec.num_levels, (O, I), dtype=torch.uint8)
+    return as_stored(QuantizedWeight(indices, random_codebook(spec), random_scales(O, I, spec)))
+
+
+def frozen_linear(O: int, I: int, spec: LutSpec, bias: bool = False) -> FrozenLutLinear:
+    """A random linear with packed indices."""
+    return FrozenLutLinear(random_weight(O, I, spec), torch.randn(O) if bias else None, spec)
+
+
+def latent_linear(O: int, I: int, spec: LutSpec, bias: bool = False) -> LutLinear:
+    """A random linear with a latent weight."""
+    quantized = random_weight(O, I, spec)
+    return LutLinear(torch.randn(O, I) * 0.1, quantized, torch.randn(O) if bias else None, spec)
+
+
+def tiny_quantized(architecture: str, spec: LutSpec, **overrides: object) -> PreTrainedModel:
+    """A tiny model whose block linears are all quantized at random."""
+    model = tiny_model(architecture, **overrides)
+    for name in linear_names(model):
+        linear: nn.Linear = model.get_submodule(name)
+        bias = None if linear.bias is None else torch.randn_like(linear.bias)
+        quantized = random_weight(*linear.weight.shape, spec)
+        replace_module(model, name, FrozenLutLinear(quantized, bias, spec).eval())
+    return model
