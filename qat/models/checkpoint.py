@@ -1,12 +1,15 @@
 """Packed checkpoints: Hugging Face directories with bit-packed linears (checkpoints/README.md)."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.directory import atomic_directory
@@ -46,7 +49,8 @@ def write_checkpoint(
         CheckpointError: the model has no quantized linear, or a scale is not finite as stored.
     """
     model.hf_quantizer = QatHfQuantizer(QatConfig.of(model))
-    model.save_pretrained(directory)
+    with quiet_transformers():
+        model.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
@@ -97,3 +101,15 @@ def is_packed(path: Path) -> bool:
             f"{config} is not JSON ({error}), expected a model's configuration; copy it anew"
         ) from None
     return (values.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """A block without the progress bars of transformers, which outlive their work on a terminal."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

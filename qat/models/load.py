@@ -15,11 +15,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as hf_logging
 
 from qat.backend import Backend, select
 from qat.errors import CheckpointError
-from qat.models.checkpoint import is_packed, load_checkpoint
+from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,6 @@ def resolve(source: str) -> str:
                     f"{path / pointer} names {checkpoint}, which holds no config.json; expected a "
                     "checkpoint: name one of the run's checkpoints yourself"
                 )
-            logger.info("%s: taking its %s checkpoint, %s", source, pointer, checkpoint.name)
             return str(checkpoint)
     if path.exists():
         raise CheckpointError(
@@ -111,7 +109,7 @@ def model_identity(source: str) -> str:
             return AutoConfig.from_pretrained(source)._commit_hash
     digest = xxhash.xxh3_128()
     for path in [Path(source, "config.json"), *sorted(Path(source).glob("*.safetensors"))]:
-        digest.update(f"{path.name}\0{path.stat().st_size}\0")
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
@@ -128,13 +126,15 @@ def _may_be_hub_id(source: str) -> bool:
 def _open(
     source: str, backend: Backend, dtype: torch.dtype, device_map: str | None
 ) -> LanguageModel:
-    source = resolve(source)
+    path = resolve(source)
+    if path != source:
+        logger.info("%s: loading %s", source, path)
     placement = device_map or ({"": backend.device} if backend.device.type != "cpu" else None)
-    if is_packed(Path(source)):
-        with _quiet():
-            model = load_checkpoint(Path(source), dtype, placement)
+    if is_packed(Path(path)):
+        with quiet_transformers():
+            model = load_checkpoint(Path(path), dtype, placement)
     else:
-        model = _load_float(source, dtype, placement)
+        model = _load_float(path, dtype, placement)
     language_model = LanguageModel(model.eval())
     language_model.check_split()
     return language_model
@@ -143,7 +143,7 @@ def _open(
 def _load_float(
     source: str, dtype: torch.dtype, device_map: str | dict[str, torch.device] | None
 ) -> PreTrainedModel:
-    with _hub_errors_as_one_line(source, "a causal language model"), _quiet():
+    with _hub_errors_as_one_line(source, "a causal language model"), quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -169,15 +169,3 @@ def _hub_errors_as_one_line(source: str, wished: str) -> Iterator[None]:
             f"{source} does not give {wished} ({error}); expected a model directory, a run "
             "directory or a hub id: check the name, or copy the files anew"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of transformers: a loaded model says so itself."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
