@@ -1,0 +1,54 @@
+"""Settings of `qat eval` and `qat generate`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from qat.config import Settings
+
+
+class EvalConfig(Settings):
+    """What to judge a student against: a cache, a teacher, a text."""
+
+    cache_dir: Path | None = None
+    """Teacher cache: KD, tail KL, top-1 agreement and perplexity on its held-out split."""
+    teacher: str | None = None
+    """Teacher, directory or hub id: exact KL and its own perplexity, on the cache or the text."""
+    text: Path | None = None
+    """UTF-8 text file for sliding-window perplexity."""
+    context: int = Field(256, ge=2)
+    """Tokens in a window of the text."""
+    stride: int = Field(128, ge=1)
+    """Tokens from one window to the next; each token is scored once."""
+    split: Literal["held_out", "train"] = "held_out"
+    """Split of the cache to judge on."""
+    batch_size: int = Field(8, ge=1)
+    """Sequences in one forward."""
+    max_sequences: int = Field(0, ge=0)
+    """Judge on the first so many sequences of the split; 0 for all."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype; auto is bf16 where it is native."""
+
+
+class GenerateConfig(Settings):
+    """How to continue a prompt."""
+
+    prompt: str = "Once upon a time"
+    """What to continue or to answer."""
+    max_new_tokens: int = Field(128, ge=1)
+    """Stop after so many tokens, if the model does not end before."""
+    temperature: float = Field(0.7, ge=0)
+    """Sampling temperature; 0 takes the most likely token."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Sample from the smallest set of tokens that holds this mass."""
+    seed: int = 0
+    """Seed of the sampling."""
+    raw: bool = False
+    """Continue the prompt as it is, without the tokenizer's chat template."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype; auto is bf16 where it is native."""

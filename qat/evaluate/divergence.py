@@ -1,0 +1,215 @@
+"""How far a student is from its teacher: against a cache, or exactly, with both at hand.
+
+Shapes: B sequences, S positions, D model width, V vocabulary, T valid tokens.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.data.batch import Batch
+from qat.errors import ConfigError, DataError
+from qat.evaluate.targets import to_targets
+from qat.losses.cross_entropy import hard_ce, sampled
+from qat.losses.divergences import candidates, tail
+from qat.losses.targets import NO_LABEL, Targets
+from qat.models.language_model import LanguageModel
+
+KD_TEMPERATURE = 2.0
+"""The temperature of the reference system's published KD numbers."""
+
+CHUNK_TOKENS = 1024
+"""Rows of logits that exist together: 0.6 GB in float32 at a vocabulary of 150,000."""
+
+
+class Divergence(NamedTuple):
+    """Means over valid tokens; None where the batches hold nothing to measure it by."""
+
+    num_tokens: int
+    """Valid tokens."""
+    kd_nats: float | None
+    """The loss `candidates` at temperature 2: the reference system's KD number."""
+    kl_tail_nats: float | None
+    """KL over the teacher's top K and one outcome for the rest: a lower bound on the KL."""
+    sampled_ce_nats: float | None
+    """Cross-entropy with the teacher's draws: the KL plus the teacher's entropy, in expectation."""
+    top1_frac: float | None
+    """Share of tokens where student and teacher find the same word most likely."""
+    ppl: float | None
+    """Perplexity on the labels."""
+
+
+class ExactDivergence(NamedTuple):
+    """Means over valid tokens, over the whole vocabulary."""
+
+    num_tokens: int
+    """Valid tokens."""
+    kl_nats: float
+    """KL(teacher || student)."""
+    top1_frac: float
+    """Share of tokens where student and teacher find the same word most likely."""
+    ppl: float | None
+    """The student's perplexity on the labels; None without labels."""
+    teacher_ppl: float | None
+    """The teacher's perplexity on the labels; None without labels."""
+
+
+def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Divergence:
+    """Judge a student by what a cache holds: whatever the batches lack comes back as None.
+
+    Logits are formed for valid tokens only, `CHUNK_TOKENS` at a time. A quantized student should
+    have its weights formed (`qat.nn.step.form_weights`) before, or each forward forms them again.
+
+    Raises:
+        DataError: the batches hold no valid token.
+    """
+    totals: Counter[str] = Counter()
+    with judging(student):
+        for batch in batches:
+            _add(totals, _cached_sums(student, batch.to(student.device)))
+    num_tokens = _num_tokens(totals)
+
+    def mean(name: str) -> float | None:
+        return totals[name] / num_tokens if name in totals else None
+
+    return Divergence(
+        num_tokens=num_tokens,
+        kd_nats=mean("kd"),
+        kl_tail_nats=mean("kl_tail"),
+        sampled_ce_nats=mean("sampled_ce"),
+        top1_frac=mean("top1"),
+        ppl=_perplexity(totals, "label_ce"),
+    )
+
+
+def exact_divergence(
+    student: LanguageModel, teacher: LanguageModel, batches: Iterable[Batch]
+) -> ExactDivergence:
+    """Judge a student by its teacher itself, over the whole vocabulary; caches are not read.
+
+    Only the tokens, the mask and the labels of the batches count. Both sets of logits exist for
+    `CHUNK_TOKENS` valid tokens at a time.
+
+    Raises:
+        ConfigError: the two vocabularies differ in size.
+        DataError: the batches hold no valid token.
+    """
+    totals: Counter[str] = Counter()
+    with judging(student), judging(teacher):
+        for batch in batches:
+            _add(totals, _exact_sums(student, teacher, batch.to(student.device)))
+    num_tokens = _num_tokens(totals)
+    return ExactDivergence(
+        num_tokens=num_tokens,
+        kl_nats=totals["kl"] / num_tokens,
+        top1_frac=totals["top1"] / num_tokens,
+        ppl=_perplexity(totals, "label_ce"),
+        teacher_ppl=_perplexity(totals, "teacher_label_ce"),
+    )
+
+
+@contextmanager
+def judging(model: LanguageModel) -> Iterator[None]:
+    """Run a block without gradients and dropout; the model's mode is put back afterwards."""
+    was_training = model.model.training
+    model.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.model.train(was_training)
+
+
+def _cached_sums(student: LanguageModel, batch: Batch) -> list[dict[str, Tensor]]:
+    targets, valid = _valid_targets(batch)
+    chunks = zip(_logits(student, batch, valid), _split(targets), strict=True)
+    return [_sums_by_cache(logits, rows) for logits, rows in chunks]
+
+
+def _sums_by_cache(logits: Tensor, rows: Targets) -> dict[str, Tensor]:
+    sums = _label_sums(logits, rows, "label_ce")
+    if rows.topk_ids.shape[1] > 0:
+        sums["kd"] = candidates(logits, rows, temperature=KD_TEMPERATURE)
+        sums["kl_tail"] = tail(logits, rows)
+        sums["top1"] = (logits.argmax(1) == rows.topk_ids[:, 0]).sum()
+    if rows.sample_ids.shape[1] > 0:
+        sums["sampled_ce"] = sampled(logits, rows)
+    return sums
+
+
+def _exact_sums(
+    student: LanguageModel, teacher: LanguageModel, batch: Batch
+) -> list[dict[str, Tensor]]:
+    targets, valid = _valid_targets(batch)
+    sides = _logits(student, batch, valid), _logits(teacher, batch, valid)
+    return [_sums_by_teacher(*chunk) for chunk in zip(*sides, _split(targets), strict=True)]
+
+
+def _sums_by_teacher(logits: Tensor, teacher_logits: Tensor, rows: Targets) -> dict[str, Tensor]:
+    V, teacher_V = logits.shape[1], teacher_logits.shape[1]
+    if V != teacher_V:
+        raise ConfigError(
+            f"the student's vocabulary has {V} words and the teacher's {teacher_V}; an exact KL "
+            "needs the same one; give the teacher that this student came from"
+        )
+    log_q, log_p = logits.float().log_softmax(1), teacher_logits.float().log_softmax(1)
+    return {
+        **_label_sums(logits, rows, "label_ce"),
+        **_label_sums(teacher_logits, rows, "teacher_label_ce"),
+        "kl": (log_p.exp() * (log_p - log_q)).sum(),
+        "top1": (logits.argmax(1) == teacher_logits.argmax(1)).sum(),
+    }
+
+
+def _label_sums(logits: Tensor, rows: Targets, name: str) -> dict[str, Tensor]:
+    return {
+        "tokens": rows.mask.sum(),
+        "labels": (rows.labels != NO_LABEL).sum(),
+        name: hard_ce(logits, rows),
+    }
+
+
+def _valid_targets(batch: Batch) -> tuple[Targets, Tensor]:
+    """The targets of the valid tokens, and which of the `B * S` rows those are, `(T,)`."""
+    targets = to_targets(batch)
+    valid = targets.mask.nonzero()[:, 0]
+    return Targets(*(value[valid] for value in targets)), valid
+
+
+def _logits(model: LanguageModel, batch: Batch, valid: Tensor) -> Iterator[Tensor]:
+    """Logits of the valid rows in pieces of `CHUNK_TOKENS`, on the batch's device."""
+    batch_device, inputs = batch.mask.device, batch.to(model.device)
+    hidden = model.hidden(inputs.input_ids, inputs.position_ids).flatten(0, 1)
+    for rows in hidden[valid.to(hidden.device)].split(CHUNK_TOKENS):
+        yield model.logits(rows).to(batch_device)
+
+
+def _split(targets: Targets) -> Iterator[Targets]:
+    return map(Targets, *(value.split(CHUNK_TOKENS) for value in targets))
+
+
+def _add(totals: Counter[str], chunks: list[dict[str, Tensor]]) -> None:
+    """Add device sums in the host's double precision."""
+    for sums in chunks:
+        totals.update({name: value.item() for name, value in sums.items()})
+
+
+def _num_tokens(totals: Counter[str]) -> int:
+    if totals["tokens"] == 0:
+        raise DataError(
+            "there is no valid token to judge by; expected sequences whose loss mask is true "
+            "somewhere; choose another split or text"
+        )
+    return totals["tokens"]
+
+
+def _perplexity(totals: Counter[str], name: str) -> float | None:
+    if totals["labels"] == 0:
+        return None
+    nats = totals[name] / totals["labels"]
+    return math.exp(nats) if nats < 700 else math.inf

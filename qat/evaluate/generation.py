@@ -1,0 +1,123 @@
+"""Continue a prompt, piece by piece, and see whether the result is language."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+
+from qat.backend import seeded
+from qat.errors import ConfigError
+from qat.evaluate.divergence import judging
+from qat.models.language_model import LanguageModel
+
+
+class Generated(NamedTuple):
+    """What a model said."""
+
+    text: str
+    """Without the prompt and special tokens."""
+    num_tokens: int
+    """Tokens generated, the closing one included."""
+    repeated_frac: float
+    """Share of 4-grams that were said before: above a half, the model goes in circles."""
+    distinct_frac: float
+    """Distinct tokens over tokens."""
+
+
+def generate_text(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Tensor,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    seed: int = 0,
+    stream: Callable[[str], None] | None = None,
+) -> Generated:
+    """Continue `prompt`: a text, or the ids that `encode_prompt` made of one.
+
+    A text is put as a user's message if the tokenizer has a chat template. Sampling is by
+    `temperature` and `top_p` alone, whatever the checkpoint's generation settings say, and depends
+    only on `seed`; temperature 0 takes the most likely token. `stream` gets the text in pieces as
+    soon as they are final.
+
+    Raises:
+        ConfigError: the prompt holds no token.
+    """
+    ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    ids = ids.to(model.device)
+    streamer = None if stream is None else _Pieces(tokenizer, stream)
+    config = _generation_config(model, max_new_tokens, temperature, top_p)
+    with judging(model), seeded(seed):
+        answer = model.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            streamer=streamer,
+        )
+    new_ids = answer[0, ids.shape[1] :].tolist()
+    text = tokenizer.decode(new_ids, skip_special_tokens=True)
+    return Generated(text, len(new_ids), repeated_frac(new_ids), _distinct_frac(new_ids))
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:
+    """Token ids `(1, N)` of a prompt, in the chat template unless there is none or `raw` is set.
+
+    Raises:
+        ConfigError: the prompt holds no token.
+    """
+    if tokenizer.chat_template and not raw:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(
+            f"prompt={prompt!r} holds no token; expected something to continue; use --prompt TEXT"
+        )
+    return torch.tensor([ids])
+
+
+def repeated_frac(ids: list[int], n: int = 4) -> float:
+    """Share of the n-grams of `ids` that occurred before; 0 if there are none."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _distinct_frac(ids: list[int]) -> float:
+    return len(set(ids)) / len(ids)
+
+
+def _generation_config(
+    model: LanguageModel, max_new_tokens: int, temperature: float, top_p: float
+) -> GenerationConfig:
+    """A fresh configuration that takes from the checkpoint only how a text ends."""
+    eos = model.model.generation_config.eos_token_id
+    eos = model.config.eos_token_id if eos is None else eos
+    pad = eos[0] if isinstance(eos, list) else eos
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        **sampling,
+    )
+
+
+class _Pieces(TextStreamer):
+    """Hands finished pieces of text to a function instead of printing them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stream = stream
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by the streamer whenever words are complete."""
+        if text:
+            self._stream(text)

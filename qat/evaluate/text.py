@@ -1,0 +1,117 @@
+"""A text as batches of overlapping windows in which each token is scored once.
+
+Shapes: N tokens of the text, B windows, S tokens in a window.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qat.data.batch import NO_LABEL, Batch
+from qat.errors import ConfigError, DataError
+
+
+class Text(NamedTuple):
+    """A text as a tokenizer sees it."""
+
+    ids: Tensor
+    """`(N,)` int64, with the tokens that the tokenizer puts around a text."""
+    num_bytes: int
+    """Length in UTF-8."""
+
+
+class Window(NamedTuple):
+    """Tokens `begin` to `end` of a text; those from `first_scored` on are predicted."""
+
+    begin: int
+    end: int
+    first_scored: int
+
+
+def read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Read and tokenize a UTF-8 file.
+
+    Raises:
+        DataError: no such file, not UTF-8, or fewer than two tokens.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; expected a UTF-8 text file; check --text"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start} is not UTF-8; expected a UTF-8 text file; convert it first"
+        ) from None
+    ids = torch.tensor(tokenizer(content, verbose=False)["input_ids"], dtype=torch.int64)
+    if len(ids) < 2:
+        raise DataError(f"{path}: holds {len(ids)} tokens; expected at least 2; give a longer text")
+    return Text(ids, len(content.encode()))
+
+
+def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
+    """Windows of `context` tokens every `stride` that score each token but the first once.
+
+    All but the last have `context` tokens; each token after the first window sees at least
+    `context - stride` tokens before it.
+
+    Raises:
+        ConfigError: `stride` leaves tokens out because it is not less than `context`.
+    """
+    if stride >= context:
+        raise ConfigError(
+            f"stride={stride} with context={context}; expected a stride below the context, so that "
+            f"every token has one before it; use --stride {max(context // 2, 1)}"
+        )
+    found = [Window(0, min(context, num_tokens), 1)]
+    while found[-1].end < num_tokens:
+        begin = found[-1].begin + stride
+        found.append(Window(begin, min(begin + context, num_tokens), found[-1].end))
+    return found
+
+
+def text_batches(ids: Tensor, context: int, stride: int, batch_size: int) -> Iterator[Batch]:
+    """The windows of a text as batches without a teacher's word; windows of one batch are as long.
+
+    The mask is true where a window's prediction is scored.
+
+    Args:
+        ids: `(N,)` int64.
+        context: tokens in a window.
+        stride: tokens from one window to the next, below `context`.
+        batch_size: windows in a batch.
+
+    Raises:
+        ConfigError: `stride` is not less than `context`.
+    """
+    spans = windows(len(ids), context, stride)
+    # the last window may be shorter: it goes alone
+    whole, last = spans[:-1], spans[-1:]
+    groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
+    for group in [*groups, last]:
+        yield _window_batch(ids, group)
+
+
+def _window_batch(ids: Tensor, group: list[Window]) -> Batch:
+    input_ids = torch.stack([ids[window.begin : window.end] for window in group])
+    B, S = input_ids.shape
+    position_ids = torch.arange(S).expand(B, S)
+    labels = torch.cat([input_ids[:, 1:], torch.full((B, 1), NO_LABEL)], dim=1)
+    predicted = position_ids + 1 + torch.tensor([[window.begin] for window in group])
+    is_scored = predicted >= torch.tensor([[window.first_scored] for window in group])
+    return Batch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        mask=is_scored & (labels != NO_LABEL),
+        labels=labels,
+        topk_ids=torch.empty(B, S, 0, dtype=torch.int64),
+        topk_logprobs=torch.empty(B, S, 0),
+        tail_logprob=torch.zeros(B, S),
+        sample_ids=torch.empty(B, S, 0, dtype=torch.int64),
+        sample_counts=torch.empty(B, S, 0),
+    )

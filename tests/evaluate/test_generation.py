@@ -1,0 +1,81 @@
+"""Generation: seeded, streamed, chat template or not, and a look at whether it is language."""
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from qat.errors import ConfigError
+from qat.evaluate.generation import encode_prompt, generate_text, repeated_frac
+from qat.models.language_model import LanguageModel
+
+PROMPT = "the cat sat"
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    return LanguageModel(tiny_model(initializer_range=0.3))
+
+
+def test_greedy_equals_a_plain_loop(model: LanguageModel) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = encode_prompt(tokenizer, PROMPT, raw=True)
+    said = generate_text(model, tokenizer, ids, max_new_tokens=8, temperature=0.0)
+    expected = ids
+    for _ in range(said.num_tokens):
+        with torch.no_grad():
+            following = model.model(expected).logits[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat([expected, following], dim=1)
+    assert said.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_stream_is_the_text_in_pieces(model: LanguageModel) -> None:
+    pieces = []
+    said = generate_text(model, tiny_tokenizer(), PROMPT, max_new_tokens=12, stream=pieces.append)
+    assert "".join(pieces) == said.text
+    assert said.num_tokens <= 12
+
+
+def test_sampling_settings_all_matter_and_the_seed_decides(model: LanguageModel) -> None:
+    def said(**settings: float) -> str:
+        settings = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 1.0, "seed": 3, **settings}
+        return generate_text(model, tiny_tokenizer(), PROMPT, **settings).text
+
+    state = torch.get_rng_state()
+    assert said() == said()
+    assert torch.equal(state, torch.get_rng_state()), "the caller's generator stays untouched"
+    assert len({said(), said(seed=4), said(temperature=3.0), said(temperature=0.0)}) == 4
+    assert said(top_p=0.01) == said(temperature=0.0)
+
+
+def test_the_checkpoints_sampling_settings_do_not_leak_in(model: LanguageModel) -> None:
+    before = generate_text(model, tiny_tokenizer(), PROMPT, max_new_tokens=12, temperature=1.0)
+    model.model.generation_config.top_k = 1
+    model.model.generation_config.repetition_penalty = 5.0
+    after = generate_text(model, tiny_tokenizer(), PROMPT, max_new_tokens=12, temperature=1.0)
+    assert after == before
+
+
+def test_the_prompt_is_a_users_message_unless_raw() -> None:
+    tokenizer = tiny_tokenizer()
+    chat = tokenizer.decode(encode_prompt(tokenizer, PROMPT)[0])
+    assert chat == f"<|user|>{PROMPT}<|end|><|assistant|>"
+    assert tokenizer.decode(encode_prompt(tokenizer, PROMPT, raw=True)[0]) == PROMPT
+    tokenizer.chat_template = None
+    assert tokenizer.decode(encode_prompt(tokenizer, PROMPT)[0]) == PROMPT
+    with pytest.raises(ConfigError, match="prompt='' holds no token"):
+        encode_prompt(tokenizer, "")
+
+
+def test_generation_stops_at_the_end_token(model: LanguageModel) -> None:
+    tokenizer = tiny_tokenizer()
+    free = generate_text(model, tokenizer, PROMPT, max_new_tokens=6, temperature=0.0)
+    first = tokenizer(free.text, add_special_tokens=False)["input_ids"][0]
+    model.model.generation_config.eos_token_id = [first, 1]
+    assert generate_text(model, tokenizer, PROMPT, temperature=0.0).num_tokens == 1
+
+
+def test_repetition_is_told() -> None:
+    assert repeated_frac([1, 2, 3]) == 0.0
+    assert repeated_frac(list(range(20))) == 0.0
+    assert repeated_frac([7] * 13) == pytest.approx(0.9)
+    assert repeated_frac([1, 2] * 4, n=2) == pytest.approx(1 - 2 / 7)
