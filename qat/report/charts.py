@@ -1,0 +1,237 @@
+"""The report's pictures, each in a light and a dark dress: data in, bytes of an image out."""
+
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from qat.report.runs import Conversion, Run
+
+SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
+MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
+MAX_POINTS = 800
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one dress."""
+
+    ink: str
+    muted: str
+    grid: str
+    paper: str
+
+
+LIGHT = Theme(ink="#1c2430", muted="#5c6776", grid="#e3e7ec", paper="#ffffff")
+DARK = Theme(ink="#e6eaf0", muted="#9aa5b4", grid="#2c3440", paper="#171c24")
+
+Painter = Callable[[Axes], None]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture: a file-name stem, a heading, a sentence that says how to read it, a painter."""
+
+    name: str
+    title: str
+    caption: str
+    paint: Painter
+
+    def render(self, theme: Theme, form: str) -> bytes:
+        """The picture as `svg` or `png`; the same input gives the same bytes."""
+        with matplotlib.rc_context(_style(theme)):
+            figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+            axes = figure.subplots()
+            self.paint(axes)
+            buffer = io.BytesIO()
+            metadata = {"Date": None} if form == "svg" else {"Software": None}
+            figure.savefig(buffer, format=form, dpi=200, metadata=metadata)
+        return buffer.getvalue()
+
+
+def run_charts(runs: list[Run]) -> list[Chart]:
+    """Loss, held-out divergence and speed of all runs together, where measured."""
+    charts = []
+    if any(run.steps for run in runs):
+        charts.append(
+            Chart(
+                "loss",
+                "Training loss",
+                "Nats a token at each optimizer step; the bold line is a running mean.",
+                lambda axes: _paint_loss(axes, runs),
+            )
+        )
+    if any(run.evals for run in runs):
+        charts.append(
+            Chart(
+                "held-out",
+                "Held-out divergence from the teacher",
+                "On documents never trained on. Solid: KL with the tail; dashed: KD over the "
+                "teacher's candidates.",
+                lambda axes: _paint_evals(axes, runs),
+            )
+        )
+        charts.append(
+            Chart(
+                "perplexity",
+                "Held-out perplexity",
+                "Of the student on the same documents; lower is better.",
+                lambda axes: _paint_perplexity(axes, runs),
+            )
+        )
+    if any(run.heartbeats for run in runs):
+        charts.append(
+            Chart(
+                "speed",
+                "Speed",
+                "Input positions a second, padding included, over all micro-batches of a step.",
+                lambda axes: _paint_speed(axes, runs),
+            )
+        )
+    return charts
+
+
+def conversion_charts(conversion: Conversion) -> list[Chart]:
+    """Error by layer, and bits against error, of one conversion."""
+    kind = "weighted" if conversion.modules[0].weighted_error is not None else "relative"
+    return [
+        Chart(
+            f"{conversion.label}-layers",
+            f"{conversion.label}: error by layer",
+            f"The {kind} error of each quantized linear; the marker tells its bits.",
+            lambda axes: _paint_layers(axes, conversion),
+        ),
+        Chart(
+            f"{conversion.label}-bits",
+            f"{conversion.label}: bits against error",
+            "One dot a linear; bits a weight include scales and codebook. Down and left is better.",
+            lambda axes: _paint_bits(axes, conversion),
+        ),
+    ]
+
+
+def smooth(values: Iterable[float], weight: float) -> list[float]:
+    """Exponential running mean, unbiased at the start; `weight` in [0, 1) is the memory."""
+    mean, scale, result = 0.0, 0.0, []
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        scale = weight * scale + (1 - weight)
+        result.append(mean / scale)
+    return result
+
+
+def thin(rows: list[Any], limit: int = MAX_POINTS) -> list[Any]:
+    """At most about `limit` rows, evenly spaced, the last one kept."""
+    stride = max(1, -(-len(rows) // limit))
+    kept = rows[::stride]
+    return kept if not rows or kept[-1] is rows[-1] else [*kept, rows[-1]]
+
+
+def _paint_loss(axes: Axes, runs: list[Run]) -> None:
+    for run, color in zip(runs, _colors(), strict=False):
+        losses = [row["loss_nats"] for row in run.steps]
+        means = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
+        points = thin(list(zip((row["step"] for row in run.steps), losses, means, strict=True)))
+        if not points:
+            continue
+        steps, raw, mean = zip(*points, strict=True)
+        axes.plot(steps, raw, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, mean, color=color, label=run.label)
+    _finish(axes, "step", "nats a token")
+
+
+def _paint_evals(axes: Axes, runs: list[Run]) -> None:
+    for run, color in zip(runs, _colors(), strict=False):
+        for key, dash in (("kl_tail_nats", "-"), ("kd_nats", "--")):
+            rows = [row for row in run.evals if row.get(key) is not None]
+            steps, values = [row["step"] for row in rows], [row[key] for row in rows]
+            label = run.label if dash == "-" else None
+            axes.plot(steps, values, dash, color=color, marker="o", label=label)
+    _finish(axes, "step", "nats a token")
+
+
+def _paint_perplexity(axes: Axes, runs: list[Run]) -> None:
+    for run, color in zip(runs, _colors(), strict=False):
+        rows = [row for row in run.evals if row.get("ppl") is not None]
+        steps, values = [row["step"] for row in rows], [row["ppl"] for row in rows]
+        axes.plot(steps, values, color=color, marker="o", label=run.label)
+    _finish(axes, "step", "perplexity")
+
+
+def _paint_speed(axes: Axes, runs: list[Run]) -> None:
+    for run, color in zip(runs, _colors(), strict=False):
+        rows = thin(run.heartbeats)
+        steps = [row["step"] for row in rows]
+        axes.plot(steps, [row["tokens_per_s"] for row in rows], color=color, label=run.label)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _finish(axes, "step", "tokens/s")
+
+
+def _paint_layers(axes: Axes, conversion: Conversion) -> None:
+    for kind, color in zip(_kinds(conversion), _colors(), strict=False):
+        modules = [module for module in conversion.modules if module.kind == kind]
+        layers, errors = [m.layer for m in modules], [m.error for m in modules]
+        marker = MARKERS.get(modules[0].bits, "s")
+        label = f"{kind} ({modules[0].bits} bit)"
+        axes.plot(layers, errors, marker=marker, color=color, alpha=0.9, label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _finish(axes, "layer", "error")
+
+
+def _paint_bits(axes: Axes, conversion: Conversion) -> None:
+    for kind, color in zip(_kinds(conversion), _colors(), strict=False):
+        modules = [module for module in conversion.modules if module.kind == kind]
+        bits, errors = [m.bits_per_weight for m in modules], [m.error for m in modules]
+        axes.plot(bits, errors, "o", color=color, alpha=0.75, label=kind)
+    axes.set_xlim(0, 1.06 * max(module.bits_per_weight for module in conversion.modules))
+    _finish(axes, "bits a weight", "error")
+
+
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        axes.figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
+
+
+def _kinds(conversion: Conversion) -> list[str]:
+    return list(dict.fromkeys(module.kind for module in conversion.modules))
+
+
+def _colors() -> tuple[str, ...]:
+    return SERIES * 4
+
+
+def _style(theme: Theme) -> dict[str, Any]:
+    return {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.muted,
+        "axes.edgecolor": theme.grid,
+        "axes.facecolor": theme.paper,
+        "figure.facecolor": theme.paper,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 4.5,
+        "legend.frameon": False,
+        "legend.labelcolor": theme.ink,
+        "svg.hashsalt": "qat",
+    }

@@ -1,0 +1,230 @@
+"""The report: one self-contained HTML page, and its pictures as PNG files beside it."""
+
+import base64
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
+from qat.report.runs import Conversion, Module, Run, read_directory
+
+COLUMNS = (
+    ("run", ""),
+    ("steps", ""),
+    ("loss", "nats, last"),
+    ("KL", "nats, best"),
+    ("KD", "nats, best"),
+    ("top-1", "%, last"),
+    ("perplexity", "best"),
+    ("speed", "tokens/s"),
+    ("memory", "GiB, peak"),
+    ("device", ""),
+)
+BEST_COLUMNS = (3, 4, 6)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of a report."""
+
+    page: Path
+    pictures: list[Path]
+
+
+def write_report(directories: list[Path], out: Path) -> Written:
+    """Read runs and conversions, write the page to `out` and `<stem>-<chart>.png` beside it.
+
+    The page asks no server for anything; it follows the reader's light or dark setting.
+
+    Raises:
+        CheckpointError: a directory is missing, foreign or damaged.
+    """
+    sources = with_unique_labels([read_directory(path) for path in directories])
+    runs = [source for source in sources if isinstance(source, Run)]
+    conversions = [source for source in sources if isinstance(source, Conversion)]
+    curves = run_charts(runs)
+    layers = {each.label: conversion_charts(each) for each in conversions}
+    html = _template().render(
+        title="qat report" if len(sources) > 1 else f"qat report: {sources[0].label}",
+        subtitle=_subtitle(runs, conversions),
+        columns=COLUMNS,
+        table=run_table(runs),
+        curves=[_image(chart) for chart in curves],
+        runs=[_run_view(run) for run in runs],
+        conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    for chart in [*curves, *(chart for charts in layers.values() for chart in charts)]:
+        pictures.append(out.with_name(f"{out.stem}-{chart.name}.png"))
+        _write(pictures[-1], chart.render(LIGHT, "png"))
+    _write(out, html.encode("utf-8"))
+    return Written(out, pictures)
+
+
+def with_unique_labels(sources: list[Run | Conversion]) -> list[Run | Conversion]:
+    """The same sources, a number behind the label of each that repeats an earlier one."""
+    seen: dict[str, int] = {}
+    result = []
+    for source in sources:
+        count = seen[source.label] = seen.get(source.label, 0) + 1
+        label = source.label if count == 1 else f"{source.label} ({count})"
+        if isinstance(source, Run):
+            result.append(Run(**{**vars(source), "label": label}))
+        else:
+            result.append(source.model_copy(update={"label": label}))
+    return result
+
+
+def run_table(runs: list[Run]) -> list[list[dict[str, Any]]]:
+    """One row a run under `COLUMNS`: cells with a text and whether it is the best of several."""
+    values = [
+        [
+            run.label,
+            run.steps[-1]["step"] if run.steps else None,
+            run.steps[-1]["loss_nats"] if run.steps else None,
+            run.best("kl_tail_nats"),
+            run.best("kd_nats"),
+            _percent(run.evals[-1].get("top1_frac") if run.evals else None),
+            run.best("ppl"),
+            run.tokens_per_s(),
+            run.peak_gib(),
+            run.info.get("device"),
+        ]
+        for run in runs
+    ]
+    best = {column: _lowest(row[column] for row in values) for column in BEST_COLUMNS}
+    return [
+        [
+            {"text": number(value), "best": len(runs) > 1 and best.get(i) == value is not None}
+            for i, value in enumerate(row)
+        ]
+        for row in values
+    ]
+
+
+def number(value: float | int | str | None) -> str:
+    """A value for a reader: 3 significant digits, thousands grouped, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == 0:
+        return "0"
+    return f"{value:.3g}" if abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
+
+
+def _run_view(run: Run) -> dict[str, Any]:
+    last = run.evals[-1] if run.evals else {}
+    first = run.evals[0] if run.evals else {}
+    tiles = [
+        ("held-out KL, first to last (nats)", _change(first, last, "kl_tail_nats")),
+        ("perplexity, first to last", _change(first, last, "ppl")),
+        ("same first choice as the teacher", _with_percent(last.get("top1_frac"))),
+        ("tokens/s, median", number(run.tokens_per_s())),
+    ]
+    return {
+        "label": run.label,
+        "tiles": [(label, value) for label, value in tiles if value != "-"],
+        "sample": last.get("sample"),
+        "sample_step": last.get("step"),
+        "facts": list(_flatten(run.info)),
+        "recipe": run.recipe,
+    }
+
+
+def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, Any]:
+    modules = conversion.modules
+    mean = sum(module.relative_error for module in modules) / len(modules)
+    worst = max(modules, key=lambda module: module.relative_error)
+    return {
+        "label": conversion.label,
+        "tiles": [
+            ("plan", conversion.plan),
+            ("bits a weight", number(conversion.bits_per_weight)),
+            ("mean relative error", number(mean)),
+            (f"worst, {worst.kind} of layer {worst.layer}", number(worst.relative_error)),
+            ("seconds", number(conversion.seconds)),
+        ],
+        "images": [_image(chart) for chart in charts],
+        "rows": [_module_row(module) for module in modules],
+    }
+
+
+def _module_row(module: Module) -> list[str]:
+    numbers = (
+        module.bits,
+        module.bits_per_weight,
+        module.relative_error,
+        module.weighted_error,
+        module.seconds,
+    )
+    return [module.name, *map(number, numbers)]
+
+
+def _subtitle(runs: list[Run], conversions: list[Conversion]) -> str:
+    parts = [(len(runs), "training run"), (len(conversions), "conversion")]
+    return ", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in parts if n)
+
+
+def _image(chart: Chart) -> dict[str, str]:
+    return {
+        "title": chart.title,
+        "caption": chart.caption,
+        "light": _data_uri(chart.render(LIGHT, "svg")),
+        "dark": _data_uri(chart.render(DARK, "svg")),
+    }
+
+
+def _data_uri(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _template() -> Any:
+    source = resources.files("qat.report").joinpath("page.html").read_text(encoding="utf-8")
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else number(value)
+            yield f"{prefix}{key}", text
+
+
+def _change(first: dict[str, Any], last: dict[str, Any], key: str) -> str:
+    if last.get(key) is None:
+        return "-"
+    if first is last or first.get(key) is None:
+        return number(last[key])
+    return f"{number(first[key])} \u2192 {number(last[key])}"
+
+
+def _percent(fraction: float | None) -> float | None:
+    return None if fraction is None else 100 * fraction
+
+
+def _with_percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def _lowest(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

@@ -1,0 +1,134 @@
+"""What a run or a conversion left in its directory, read back and checked."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qat.config import explain
+from qat.errors import CheckpointError
+from qat.logs import read_json_lines
+
+METRICS = "metrics.jsonl"
+HEARTBEAT = "heartbeat-rank0.jsonl"
+CONVERSION = "convert_report.json"
+
+
+class Module(BaseModel):
+    """One quantized linear: what it costs and what it lost."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    """Full name in the model, e.g. `model.layers.3.mlp.up_proj`."""
+    bits: int
+    """Bits of an index."""
+    bits_per_weight: float
+    """Bits a weight with scales and codebook."""
+    relative_error: float
+    """`|W - W_q| / |W|`, a fraction."""
+    weighted_error: float | None = None
+    """The same with each input weighted by its importance; None without calibration."""
+    seconds: float = 0.0
+    """Time to quantize it."""
+
+    @property
+    def kind(self) -> str:
+        """The last part of the name: `up_proj`."""
+        return self.name.rsplit(".", 1)[-1]
+
+    @property
+    def layer(self) -> int:
+        """The block it sits in: the first number in the name; 0 without one."""
+        return next((int(part) for part in self.name.split(".") if part.isdigit()), 0)
+
+    @property
+    def error(self) -> float:
+        """The weighted error where there is one, else the plain one."""
+        return self.relative_error if self.weighted_error is None else self.weighted_error
+
+
+class Conversion(BaseModel):
+    """A converted checkpoint's `convert_report.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    label: str
+    source: str
+    plan: str
+    seconds: float
+    bits_per_weight: float
+    modules: list[Module]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: settings, and its metrics split by kind."""
+
+    label: str
+    info: dict[str, Any]
+    recipe: str
+    steps: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    heartbeats: list[dict[str, Any]]
+
+    def best(self, key: str) -> float | None:
+        """The lowest held-out `key` (`kl_tail_nats`, `ppl`), None if never measured."""
+        return min((row[key] for row in self.evals if row.get(key) is not None), default=None)
+
+    def tokens_per_s(self) -> float | None:
+        """The median speed, the first beat (warm-up) left out."""
+        beats = sorted(row["tokens_per_s"] for row in self.heartbeats[1:] or self.heartbeats)
+        return beats[len(beats) // 2] if beats else None
+
+    def peak_gib(self) -> float | None:
+        """The most device memory seen, None where nobody counts."""
+        peaks = [row["peak_gib"] for row in self.heartbeats if row.get("peak_gib") is not None]
+        return max(peaks, default=None)
+
+
+def read_directory(path: Path) -> Run | Conversion:
+    """The run or the conversion that `path` holds.
+
+    Raises:
+        CheckpointError: there is no such directory, it holds neither, or a file is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no directory {path}; expected a run or a converted checkpoint; check the path"
+        )
+    try:
+        if (path / METRICS).is_file():
+            return _read_run(path)
+        if (path / CONVERSION).is_file():
+            return _read_conversion(path)
+    except ValidationError as error:
+        raise CheckpointError(f"{path / CONVERSION} is damaged: {explain(error)}") from None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} holds a damaged JSON file ({error}); restore it or leave this run out"
+        ) from None
+    raise CheckpointError(
+        f"{path} holds neither {METRICS} nor {CONVERSION}; expected a directory made by "
+        "'qat train' or 'qat convert'; name one of those"
+    )
+
+
+def _read_run(path: Path) -> Run:
+    rows = read_json_lines(path / METRICS)
+    beats, info, recipe = path / HEARTBEAT, path / "run.json", path / "recipe.toml"
+    return Run(
+        label=path.resolve().name,
+        info=json.loads(info.read_text(encoding="utf-8")) if info.is_file() else {},
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        steps=[row for row in rows if row["kind"] == "train"],
+        evals=[row for row in rows if row["kind"] == "eval"],
+        heartbeats=read_json_lines(beats) if beats.is_file() else [],
+    )
+
+
+def _read_conversion(path: Path) -> Conversion:
+    values = json.loads((path / CONVERSION).read_text(encoding="utf-8"))
+    return Conversion.model_validate({**values, "label": path.resolve().name})

@@ -1,0 +1,202 @@
+"""The report: what it reads, what it shows, and that it asks no server for anything."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+from report.synthetic import write_conversion, write_run
+
+from qat.errors import CheckpointError, ConfigError
+from qat.report.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
+from qat.report.page import number, run_table, with_unique_labels, write_report
+from qat.report.runs import Conversion, Module, Run, read_directory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "first")
+
+
+@pytest.fixture
+def conversion(tmp_path: Path) -> Path:
+    return write_conversion(tmp_path / "checkpoints" / "q2")
+
+
+def test_run_is_read_by_kind(run: Path) -> None:
+    first = read_directory(run)
+    assert isinstance(first, Run)
+    assert (len(first.steps), len(first.evals), len(first.heartbeats)) == (200, 5, 20)
+    assert first.best("kl_tail_nats") == min(row["kl_tail_nats"] for row in first.evals)
+    assert first.peak_gib() == 1.5
+    assert first.best("never_measured") is None
+
+
+def test_warm_up_does_not_count_as_speed(run: Path) -> None:
+    beats = [{"step": i, "tokens_per_s": speed} for i, speed in enumerate([1.0, 100.0, 102.0])]
+    first = read_directory(run)
+    assert Run(**{**vars(first), "heartbeats": beats}).tokens_per_s() == 102.0
+    assert Run(**{**vars(first), "heartbeats": []}).tokens_per_s() is None
+
+
+def test_last_line_cut_by_a_crash_is_left_out(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert len(read_directory(run).steps) == 200
+
+
+def test_module_knows_its_kind_layer_and_error() -> None:
+    module = Module(
+        name="model.layers.13.mlp.up_proj", bits=2, bits_per_weight=2.5, relative_error=0.3
+    )
+    assert (module.kind, module.layer, module.error) == ("up_proj", 13, 0.3)
+    assert module.model_copy(update={"weighted_error": 0.2}).error == 0.2
+
+
+def test_page_is_self_contained(run: Path, conversion: Path, tmp_path: Path) -> None:
+    written = write_report([run, conversion], tmp_path / "out" / "report.html")
+    html = written.page.read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href|srcset)=["'](?!data:)""", html)
+    assert "@import" not in html and "url(" not in html and "<script" not in html
+    for picture in re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", html):
+        assert base64.b64decode(picture).startswith(b"<?xml")
+
+
+def test_page_shows_what_was_measured(run: Path, conversion: Path, tmp_path: Path) -> None:
+    html = write_report([run, conversion], tmp_path / "report.html").page.read_text("utf-8")
+    for text in ("first", "q2a4", "2.98", "0123abc", "Return &lt;the&gt; list.", "max_steps = 200"):
+        assert text in html
+    assert html.count("<tr><td>model.layers.") == 42
+
+
+def test_pictures_lie_beside_the_page(run: Path, conversion: Path, tmp_path: Path) -> None:
+    written = write_report([run, conversion], tmp_path / "page.html")
+    names = {path.name for path in written.pictures}
+    assert names == {
+        "page-loss.png",
+        "page-held-out.png",
+        "page-perplexity.png",
+        "page-speed.png",
+        "page-q2-layers.png",
+        "page-q2-bits.png",
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_same_input_gives_the_same_page(run: Path, tmp_path: Path) -> None:
+    first = write_report([run], tmp_path / "a.html").page.read_bytes()
+    assert write_report([run], tmp_path / "b.html").page.read_bytes() == first
+
+
+def test_run_without_evaluations_or_heartbeats_has_a_page(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    row = {"kind": "train", "step": 1, "loss_nats": 1.0}
+    (bare / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    written = write_report([bare], tmp_path / "report.html")
+    assert [path.name for path in written.pictures] == ["report-loss.png"]
+
+
+def test_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert write_report([tmp_path], tmp_path / "report.html").pictures == []
+
+
+def test_lowest_of_several_is_marked(run: Path, tmp_path: Path) -> None:
+    better = read_directory(write_run(tmp_path / "better", floor=0.1))
+    table = run_table([read_directory(run), better])
+    assert [cell["best"] for cell in table[1]] == [i in (3, 4, 6) for i in range(10)]
+    assert not any(cell["best"] for cell in table[0])
+    assert not any(cell["best"] for cell in run_table([better])[0])
+
+
+def test_equal_names_are_told_apart(run: Path, conversion: Path) -> None:
+    sources = [read_directory(run), read_directory(run), read_directory(conversion)]
+    assert [each.label for each in with_unique_labels(sources)] == ["first", "first (2)", "q2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (0.0, "0"),
+        (12345, "12,345"),
+        (12345.6, "12,346"),
+        (0.20512, "0.205"),
+        (14.66, "14.7"),
+        (128.4, "128"),
+        (0.000123, "0.000123"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_number(value: object, text: str) -> None:
+    assert number(value) == text
+
+
+def test_smooth_of_a_constant_is_the_constant() -> None:
+    assert smooth([2.0] * 5, 0.9) == pytest.approx([2.0] * 5)
+    assert smooth([1.0, 3.0], 0.0) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 800, 801, 5000])
+def test_thin_keeps_the_ends(count: int) -> None:
+    rows = [(i,) for i in range(count)]
+    kept = thin(rows)
+    assert len(kept) <= 801
+    assert kept[:1] == rows[:1] and kept[-1:] == rows[-1:]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_charts_wear_the_theme(run: Path, theme: object) -> None:
+    svg = run_charts([read_directory(run)])[0].render(theme, "svg").decode()
+    assert theme.paper in svg and theme.muted in svg
+
+
+def test_charts_without_calibration_show_the_plain_error(conversion: Path) -> None:
+    report = read_directory(conversion)
+    assert isinstance(report, Conversion)
+    plain = [m.model_copy(update={"weighted_error": None}) for m in report.modules]
+    charts = conversion_charts(report.model_copy(update={"modules": plain}))
+    assert "relative error" in charts[0].caption
+
+
+def test_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no directory .*nowhere; expected a run or"):
+        write_report([tmp_path / "nowhere"], tmp_path / "report.html")
+
+
+def test_foreign_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds neither metrics.jsonl nor convert_report"):
+        write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_damaged_metrics_are_named(run: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").write_text("{broken\n")
+    with pytest.raises(CheckpointError, match="first holds a damaged JSON file"):
+        write_report([run], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_damaged_conversion_is_named(conversion: Path, tmp_path: Path) -> None:
+    (conversion / "convert_report.json").write_text('{"source": "x"}')
+    with pytest.raises(CheckpointError, match="convert_report.json is damaged: plan: Field req"):
+        write_report([conversion], tmp_path / "report.html")
+
+
+def test_verb_writes_into_the_first_directory(run: Path, capsys: pytest.CaptureFixture) -> None:
+    from qat.cli.report import report
+
+    report(run)
+    result = json.loads(capsys.readouterr().out)
+    assert result["page"] == str(run / "report.html")
+    assert len(result["pictures"]) == 4
+
+
+def test_verb_wants_a_run() -> None:
+    from qat.cli.report import report
+
+    with pytest.raises(ConfigError, match="no RUN was named"):
+        report()
