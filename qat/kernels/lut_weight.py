@@ -6,7 +6,7 @@ The pull-back is linear in `dW`, so micro-batches add up.
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
 """
 
-from typing import NamedTuple
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -14,45 +14,42 @@ from torch import Tensor
 from qat.quant.weight import QuantizedWeight, Scales, dequantize, expand_scales
 
 
-class PulledBack(NamedTuple):
-    """Gradients of what a linear's weight is made of, in float32."""
-
-    codebook: Tensor
-    scales: Scales
-
-
 def form(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """`W = codebook[indices] * S`, `(O, I)`: computed in float32, rounded once to `dtype`."""
     return dequantize(weight).to(dtype)
 
 
-def pull_back(dW: Tensor, weight: QuantizedWeight) -> PulledBack:
-    """The gradients of the codebook and the scales that `dW` `(O, I)` implies.
+def pull_back(dW: Tensor, weight: QuantizedWeight, wanted: Collection[str]) -> dict[str, Tensor]:
+    """The gradients that `dW` `(O, I)` implies, in float32, of those parts that are `wanted`.
 
-    `dS = dW * codebook[indices]`; group scales sum it over the group; with `S = A diag(g) B`:
+    `wanted` holds names of parts: `codebook` and the fields of `Scales`. With
+    `dS = dW * codebook[indices]`: group scales sum `dS` over the group; with `S = A diag(g) B`,
     `dA = (dS B^T) diag(g)`, `dg = sum_o A * (dS B^T)`, `dB = (A diag(g))^T dS`.
     `d_codebook[c]` sums `dW * S` over the places whose index is `c`.
     """
     dW = dW.float()
     index = weight.indices.int()
-    dS = dW * weight.codebook[index]
-    S = expand_scales(weight.scales, index.shape[1])
-    # one masked sum per level: deterministic on every device, unlike a scatter
-    products = dW * S
-    d_codebook = torch.stack(
-        [torch.where(index == c, products, 0.0).sum() for c in range(weight.codebook.numel())]
-    )
-    return PulledBack(d_codebook, _pull_back_scales(dS, weight.scales))
+    gradients = {}
+    if "codebook" in wanted:
+        dWS = dW * expand_scales(weight.scales, index.shape[1])
+        # one masked sum per level: deterministic on every device, unlike a scatter
+        levels = range(weight.codebook.numel())
+        sums = [torch.where(index == level, dWS, 0.0).sum() for level in levels]
+        gradients["codebook"] = torch.stack(sums)
+    if any(name in wanted for name in Scales._fields):
+        gradients |= _pull_back_scales(dW * weight.codebook[index], weight.scales, wanted)
+    return gradients
 
 
-def _pull_back_scales(dS: Tensor, scales: Scales) -> Scales:
+def _pull_back_scales(dS: Tensor, scales: Scales, wanted: Collection[str]) -> dict[str, Tensor]:
     if scales.scales is not None:
         O, G = scales.scales.shape
-        return Scales(scales=dS.view(O, G, -1).sum(-1))
-    dSB = dS @ scales.scale_in.T
-    gained = scales.scale_out * scales.rank_gain
-    return Scales(
-        scale_out=dSB * scales.rank_gain,
-        rank_gain=(scales.scale_out * dSB).sum(0),
-        scale_in=gained.T @ dS,
-    )
+        return {"scales": dS.view(O, G, -1).sum(-1)}
+    gradients = {}
+    if "scale_in" in wanted:
+        gradients["scale_in"] = (scales.scale_out * scales.rank_gain).T @ dS
+    if "scale_out" in wanted or "rank_gain" in wanted:
+        dSB = dS @ scales.scale_in.T
+        both = {"scale_out": dSB * scales.rank_gain, "rank_gain": (scales.scale_out * dSB).sum(0)}
+        gradients |= {name: both[name] for name in both if name in wanted}
+    return gradients

@@ -1,5 +1,7 @@
 """Linear layer that trains a latent weight and computes with its nearest look-up-table value."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ class LutLinear(QuantLinear):
         """The latent weight, the codebook and the scales, by name."""
         return {"weight": self.weight, **super().weight_parameters()}
 
-    def pulled_back(self, dW: Tensor) -> dict[str, Tensor]:
+    def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
         """As for any quantized linear; the latent weight gets `dW` itself."""
-        return {"weight": dW, **super().pulled_back(dW)}
+        straight_through = {"weight": dW} if "weight" in wanted else {}
+        return straight_through | super().pulled_back(dW, wanted)

@@ -3,6 +3,8 @@
 Shapes: O out_features, I in_features, C codebook entries.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,18 +54,19 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
-        return form(self.quantized(), dtype)
+        with _full_precision(self.codebook):
+            return form(self.quantized(), dtype)
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
         """Write `W` for the coming forwards; what learns gets its gradient through it."""
         weight = self.quantized_weight(dtype)
-        if self.formed is None or self.formed.dtype != dtype:
-            self.formed = weight
-        else:
+        learns = bool(self._learning())
+        if self.formed is not None and _kind(self.formed) == (dtype, weight.device, learns):
             self.formed.copy_(weight)
-        learns = any(p.requires_grad for p in self.weight_parameters().values())
-        if learns and not self.formed.requires_grad:
+            return
+        self.formed = weight
+        if learns:
             self.formed.requires_grad_(True)
             self.formed.register_post_accumulate_grad_hook(self._pull_back_formed)
 
@@ -75,26 +78,34 @@ class QuantLinear(nn.Module):
         """All parameters that the weight is made of, by name; the bias is not among them."""
         return {"codebook": self.codebook, **self.scale_parameters()}
 
-    def pulled_back(self, dW: Tensor) -> dict[str, Tensor]:
-        """The gradient that `dW` implies for each of `weight_parameters`, by name."""
-        pulled = pull_back(dW, self.quantized())
-        return {"codebook": pulled.codebook, **pulled.scales.present()}
+    def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
+        """The gradient that `dW` implies for each of `weight_parameters` that is `wanted`."""
+        wanted = [name for name in ("codebook", *SCALE_NAMES) if name in wanted]
+        if not wanted:
+            return {}
+        with _full_precision(dW):
+            return pull_back(dW, self.quantized(), wanted)
 
+    def _learning(self) -> dict[str, nn.Parameter]:
+        named = self.weight_parameters().items()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @torch.no_grad()
     def _pull_back_formed(self, formed: Tensor) -> None:
-        gradients = self.pulled_back(formed.grad)
+        learning = self._learning()
+        gradients = self.pulled_back(formed.grad, learning.keys())
         formed.grad = None
-        for name, parameter in self.weight_parameters().items():
-            if parameter.requires_grad:
-                gradient = gradients[name].to(parameter.dtype)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        for name, parameter in learning.items():
+            gradient = gradients[name].to(parameter.dtype)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.formed is not None:
-            return F.linear(x, self.formed, self.bias)
+            return F.linear(x, self.formed, bias)
         parameters = self.weight_parameters()
         weight = _FormedWeight.apply(self, tuple(parameters), x.dtype, *parameters.values())
-        bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, weight, bias)
 
     def extra_repr(self) -> str:
@@ -125,5 +136,16 @@ class _FormedWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, dW: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.linear.pulled_back(dW)
-        return None, None, None, *(gradients[name] for name in ctx.names)
+        needed = ctx.needs_input_grad[3:]
+        wanted = [name for name, is_needed in zip(ctx.names, needed, strict=True) if is_needed]
+        gradients = ctx.linear.pulled_back(dW, wanted)
+        return None, None, None, *(gradients.get(name) for name in ctx.names)
+
+
+def _full_precision(tensor: Tensor) -> torch.autocast:
+    """No mixed precision inside: what is formed must not depend on where it is formed."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _kind(formed: Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    return formed.dtype, formed.device, formed.requires_grad

@@ -1,0 +1,250 @@
+"""The three-act step against autograd through the textbook formula `codebook[indices] * S`."""
+
+import copy
+
+import pytest
+import torch
+from quantized import SPECS, frozen_linear, latent_linear
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import form_weights, quant_linears, release_weights
+from qat.quant.spec import LutSpec
+
+LINEARS = {"frozen": frozen_linear, "latent": latent_linear}
+MODES = ["formed", "alone", "formed_checkpointed", "alone_checkpointed"]
+
+
+class Oracle(nn.Module):
+    """The same linear by plain autograd; the latent weight gets a straight-through gradient."""
+
+    def __init__(self, linear: QuantLinear) -> None:
+        super().__init__()
+        self.indices = linear.indices().long()
+        self.named = {
+            name: nn.Parameter(parameter.detach().half().float() if "scale" in name else parameter)
+            for name, parameter in linear.weight_parameters().items()
+        }
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+
+    def weight(self) -> Tensor:
+        n = self.named
+        if "scales" in n:
+            O, I = self.indices.shape
+            G = n["scales"].shape[1]
+            S = n["scales"][:, :, None].expand(O, G, I // G).reshape(O, I)
+        else:
+            S = n["scale_out"] @ torch.diag(n["rank_gain"]) @ n["scale_in"]
+        W = n["codebook"][self.indices] * S
+        return W + (n["weight"] - n["weight"].detach()) if "weight" in n else W
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight(), self.bias)
+
+
+class Pair(nn.Module):
+    """Two quantized linears around a nonlinearity, the second used twice."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.is_checkpointed = is_checkpointed
+
+    def _body(self, x: Tensor) -> Tensor:
+        h = F.silu(self.first(x))
+        return self.second(torch.tanh(self.second(h)) + h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            return checkpoint(self._body, x, use_reentrant=False)
+        return self._body(x)
+
+
+def run_step(model: Pair, micro_batches: list[Tensor]) -> list[float]:
+    """Losses of two micro-batches whose gradients add up."""
+    losses = []
+    for x in micro_batches:
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_losses_and_gradients_equal_autograd(
+    spec: LutSpec, kind: str, bias: bool, mode: str
+) -> None:
+    make = LINEARS[kind]
+    group = spec.group_size
+    first, second = make(group, 3 * group, spec, bias), make(group, group, spec, bias)
+    oracle = Pair(Oracle(first), Oracle(second), False)
+    model = Pair(first, second, "checkpointed" in mode)
+    micro_batches = [torch.randn(5, 3 * group), torch.randn(2, 3, 3 * group)]
+    if "formed" in mode:
+        form_weights(model, torch.float32)
+    torch.testing.assert_close(
+        run_step(model, micro_batches), run_step(oracle, micro_batches), rtol=1e-5, atol=1e-6
+    )
+    for linear, plain in ((first, oracle.first), (second, oracle.second)):
+        for name, parameter in linear.weight_parameters().items():
+            expected = plain.named[name].grad
+            torch.testing.assert_close(
+                parameter.grad, expected, rtol=1e-4, atol=2e-6 * expected.abs().max().item() + 1e-7
+            )
+        if bias:
+            torch.testing.assert_close(linear.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-6)
+        assert linear.formed is None or linear.formed.grad is None
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_forward_computes_with_the_exported_weight(
+    spec: LutSpec, dtype: torch.dtype, kind: str
+) -> None:
+    linear = LINEARS[kind](11, 2 * spec.group_size, spec)
+    exported = linear.quantized_weight(dtype)
+    x = torch.randn(3, 2 * spec.group_size, dtype=dtype)
+    alone = linear(x)
+    form_weights(linear, dtype)
+    assert torch.equal(linear.formed, exported)
+    assert torch.equal(linear(x), F.linear(x, exported))
+    assert torch.equal(alone, F.linear(x, exported))
+
+
+def test_autocast_does_not_reach_the_formed_weight() -> None:
+    linear = frozen_linear(16, 32, SPECS["lut4_r1"], bias=True)
+    x = torch.randn(3, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(x)
+        expected = F.linear(x, linear.quantized_weight(), linear.bias)
+        y.square().sum().backward()
+    assert torch.equal(y, expected)
+    under_autocast = linear.scale_in.grad.clone()
+    linear.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(x)
+    y.square().sum().backward()
+    assert torch.equal(under_autocast, linear.scale_in.grad)
+
+
+def test_formed_weight_in_bf16_takes_a_float32_bias() -> None:
+    linear = frozen_linear(16, 32, SPECS["lut2"], bias=True)
+    form_weights(linear, torch.bfloat16)
+    assert linear(torch.randn(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_indices_follow_the_latent_weight() -> None:
+    linear = latent_linear(8, 32, SPECS["lut2"])
+    form_weights(linear, torch.float32)
+    before = linear.formed.clone()
+    with torch.no_grad():
+        linear.weight.neg_()
+    form_weights(linear, torch.float32)
+    distances = (linear.weight[..., None] - linear.codebook * _expanded(linear)[..., None]).abs()
+    assert torch.equal(linear.indices().long(), distances.argmin(-1))
+    assert not torch.equal(linear.formed, before)
+
+
+def _expanded(linear: LutLinear) -> Tensor:
+    return linear.scales.half().float().repeat_interleave(linear.spec.group_size, dim=1)
+
+
+@pytest.mark.parametrize("spec", [SPECS["lut4"], SPECS["lut2_r4"]], ids=["group", "low_rank"])
+def test_order_of_a_latent_codebook_is_irrelevant(spec: LutSpec) -> None:
+    linear = latent_linear(8, 32, spec)
+    shuffled = copy.deepcopy(linear)
+    order = torch.randperm(spec.num_levels)
+    with torch.no_grad():
+        shuffled.codebook.copy_(linear.codebook[order])
+    assert torch.equal(shuffled.quantized_weight(), linear.quantized_weight())
+    x = torch.randn(4, 32)
+    for module in (linear, shuffled):
+        module(x).square().sum().backward()
+    torch.testing.assert_close(shuffled.codebook.grad, linear.codebook.grad[order])
+
+
+@pytest.mark.parametrize("is_formed", [True, False])
+@pytest.mark.parametrize("frozen", ["codebook", "scales", "weight"])
+def test_frozen_parameters_get_no_gradient(frozen: str, is_formed: bool) -> None:
+    linear = latent_linear(8, 32, SPECS["lut2"])
+    linear.get_parameter(frozen).requires_grad_(False)
+    if is_formed:
+        linear.form_(torch.float32)
+    linear(torch.randn(4, 32)).square().sum().backward()
+    has_gradient = {n: p.grad is not None for n, p in linear.weight_parameters().items()}
+    assert has_gradient == {n: n != frozen for n in has_gradient}
+
+
+@pytest.mark.parametrize("frozen", ["scale_out", "rank_gain", "scale_in"])
+def test_each_part_of_a_low_rank_scale_freezes_alone(frozen: str) -> None:
+    linear = frozen_linear(8, 32, SPECS["lut2_r4"])
+    linear.get_parameter(frozen).requires_grad_(False)
+    linear.form_(torch.float32)
+    linear(torch.randn(4, 32)).square().sum().backward()
+    has_gradient = {n: p.grad is not None for n, p in linear.weight_parameters().items()}
+    assert has_gradient == {n: n != frozen for n in has_gradient}
+
+
+def test_where_nothing_learns_the_formed_weight_needs_no_gradient() -> None:
+    linear = frozen_linear(8, 32, SPECS["lut2"], bias=True)
+    linear.form_(torch.float32)
+    assert linear.formed.requires_grad
+    for parameter in linear.weight_parameters().values():
+        parameter.requires_grad_(False)
+    linear.form_(torch.float32)
+    assert not linear.formed.requires_grad
+    linear(torch.randn(2, 32)).sum().backward()
+    assert linear.bias.grad is not None
+
+
+def test_formed_memory_is_used_again() -> None:
+    linear = frozen_linear(8, 32, SPECS["lut2"])
+    x = torch.randn(2, 32)
+    linear(x).sum().backward()
+    alone = linear.scales.grad.clone()
+    linear.zero_grad()
+    linear.form_(torch.float32)
+    address = linear.formed.data_ptr()
+    linear.form_(torch.float32)
+    assert linear.formed.data_ptr() == address
+    linear(x).sum().backward()
+    assert torch.equal(linear.scales.grad, alone)  # pulled back once, not once per form_
+    with torch.no_grad():
+        linear.scales.mul_(2)
+    linear.form_(torch.float32)
+    assert torch.equal(linear.formed, linear.quantized_weight())
+
+
+def test_quant_linears_are_named_and_released() -> None:
+    model = nn.Sequential(
+        nn.Linear(32, 32), frozen_linear(32, 32, SPECS["lut2"]), latent_linear(8, 32, SPECS["lut4"])
+    )
+    assert list(quant_linears(model)) == ["1", "2"]
+    form_weights(model, torch.bfloat16)
+    assert all(m.formed.dtype == torch.bfloat16 for m in quant_linears(model).values())
+    assert not any("formed" in key for key in model.state_dict())
+    release_weights(model)
+    assert all(m.formed is None for m in quant_linears(model).values())
+
+
+def test_scaling_the_scales_scales_the_output() -> None:
+    linear = frozen_linear(8, 32, SPECS["lut3"])
+    x = torch.randn(4, 32)
+    before = linear(x)
+    with torch.no_grad():
+        linear.scales.mul_(2)
+    torch.testing.assert_close(linear(x), 2 * before)
+
+
+@pytest.mark.parametrize("name", ["lut3", "ternary_r2"])
+def test_print_tells_the_format(name: str) -> None:
+    text = repr(frozen_linear(8, 32, SPECS[name]))
+    assert f"bits={SPECS[name].bits}" in text
+    assert ("rank=2" if "r2" in name else "group_size=32") in text

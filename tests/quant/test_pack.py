@@ -1,0 +1,35 @@
+"""Bit packing: every width of index, odd rows, and the layout against Python's integers."""
+
+import pytest
+import torch
+
+from qat.quant.pack import pack, packed_width, unpack
+
+WIDTHS = [1, 2, 3, 5, 7, 8, 9, 13, 16, 31, 64, 100]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("I", WIDTHS)
+def test_round_trip(bits: int, I: int) -> None:
+    indices = torch.randint(2**bits, (5, I), dtype=torch.uint8)
+    packed = pack(indices, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (5, packed_width(I, bits)) and packed.is_contiguous()
+    assert torch.equal(unpack(packed, bits, I), indices)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("I", WIDTHS)
+def test_a_row_is_one_little_endian_integer(bits: int, I: int) -> None:
+    indices = torch.randint(2**bits, (3, I), dtype=torch.uint8)
+    for row, packed in zip(indices.tolist(), pack(indices, bits).tolist(), strict=True):
+        value = sum(index << (i * bits) for i, index in enumerate(row))
+        assert bytes(packed) == value.to_bytes(packed_width(I, bits), "little")
+
+
+def test_width_counts_whole_bytes() -> None:
+    assert [packed_width(10, bits) for bits in (1, 2, 3, 4)] == [2, 3, 4, 5]
+
+
+def test_shapes_follow_without_data() -> None:
+    assert pack(torch.empty(4, 10, dtype=torch.uint8, device="meta"), 3).shape == (4, 4)
