@@ -1,13 +1,13 @@
 """Continue a prompt, piece by piece, and see whether the result is language."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
-from qat.backend import seeded
 from qat.errors import ConfigError
 from qat.evaluate.divergence import judging
 from qat.models.language_model import LanguageModel
@@ -29,34 +29,29 @@ class Generated(NamedTuple):
 def generate_text(
     model: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Tensor,
+    prompt: str,
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.7,
     top_p: float = 0.95,
-    seed: int = 0,
+    raw: bool = False,
     stream: Callable[[str], None] | None = None,
 ) -> Generated:
-    """Continue `prompt`: a text, or the ids that `encode_prompt` made of one.
+    """Continue `prompt`, as a user's message if the tokenizer has a chat template and not `raw`.
 
-    A text is put as a user's message if the tokenizer has a chat template. Sampling is by
-    `temperature` and `top_p` alone, whatever the checkpoint's generation settings say, and depends
-    only on `seed`; temperature 0 takes the most likely token. `stream` gets the text in pieces as
-    soon as they are final.
+    Sampling is by `temperature` and `top_p` alone, whatever the checkpoint's generation settings
+    say, and draws from torch's generator (`qat.backend.seeded`); temperature 0 takes the most
+    likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
 
     Raises:
         ConfigError: the prompt holds no token.
     """
-    ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
-    ids = ids.to(model.device)
+    ids = encode_prompt(tokenizer, prompt, raw=raw).to(model.device)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
     config = _generation_config(model, max_new_tokens, temperature, top_p)
-    with judging(model), seeded(seed):
+    with judging(model), _generating_by(model, config):
         answer = model.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=config,
-            streamer=streamer,
+            input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer
         )
     new_ids = answer[0, ids.shape[1] :].tolist()
     text = tokenizer.decode(new_ids, skip_special_tokens=True)
@@ -108,6 +103,17 @@ def _generation_config(
         pad_token_id=pad,
         **sampling,
     )
+
+
+@contextmanager
+def _generating_by(model: LanguageModel, config: GenerationConfig) -> Iterator[None]:
+    """Lend the model a configuration: handed to `generate`, it would be filled up from the old."""
+    own = model.model.generation_config
+    model.model.generation_config = config
+    try:
+        yield
+    finally:
+        model.model.generation_config = own
 
 
 class _Pieces(TextStreamer):

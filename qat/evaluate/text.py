@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.batch import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
+from qat.logs import progress
 
 
 class Text(NamedTuple):
@@ -76,7 +77,7 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
 
 
 def text_batches(ids: Tensor, context: int, stride: int, batch_size: int) -> Iterator[Batch]:
-    """The windows of a text as batches without a teacher's word; windows of one batch are as long.
+    """The windows of a text as batches without a teacher's word, with a progress bar.
 
     The mask is true where a window's prediction is scored.
 
@@ -93,8 +94,10 @@ def text_batches(ids: Tensor, context: int, stride: int, batch_size: int) -> Ite
     # the last window may be shorter: it goes alone
     whole, last = spans[:-1], spans[-1:]
     groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
-    for group in [*groups, last]:
-        yield _window_batch(ids, group)
+    with progress("judging on the text", len(spans), "windows") as ticker:
+        for group in [*groups, last]:
+            yield _window_batch(ids, group)
+            ticker.advance(len(group))
 
 
 def _window_batch(ids: Tensor, group: list[Window]) -> Batch:
