@@ -33,7 +33,7 @@ def textbook(weight: QuantizedWeight, parts: dict[str, Tensor]) -> Tensor:
 def gradients(weight: QuantizedWeight, dW: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The weight and all gradients by autograd, in the dtype of `dW`."""
     tensors = {"codebook": weight.codebook, **weight.scales.present()}
-    parts = {name: t.to(dW.dtype).requires_grad_() for name, t in tensors.items()}
+    parts = {name: t.to(dW.dtype, copy=True).requires_grad_() for name, t in tensors.items()}
     W = textbook(weight, parts)
     W.backward(dW)
     return W.detach(), {name: part.grad for name, part in parts.items()}
