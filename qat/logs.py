@@ -49,9 +49,13 @@ class Ticker:
         self._bar = bar
         self._task = task
 
-    def advance(self, count: int = 1, note: str = "") -> None:
-        """Move the bar by `count` and show `note` behind it."""
-        self._bar.update(self._task, advance=count, note=note)
+    def advance(self, count: int = 1) -> None:
+        """Move the bar by `count`."""
+        self._bar.update(self._task, advance=count)
+
+    def note(self, text: str) -> None:
+        """Show `text` behind the bar."""
+        self._bar.update(self._task, note=text)
 
 
 class JsonLines:

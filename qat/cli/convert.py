@@ -1,5 +1,82 @@
-"""`qat convert`."""
+"""`qat convert`: float weights to look-up tables, or to smaller ones."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qat.cli.result import print_result
+from qat.errors import ConfigError
+from qat.models.config import ConvertConfig
+
+if TYPE_CHECKING:
+    pass
 
 
-def convert() -> None:
-    """convert (being built)."""
+def convert(
+    source: str,
+    *,
+    config: Annotated[ConvertConfig, Parameter(name="*")],
+    out: Path,
+    evaluate: Annotated[bool, Parameter(name="--eval", negative=())] = False,
+    cache_dir: Path | None = None,
+) -> None:
+    """Quantize SOURCE without training and write a packed checkpoint.
+
+    Args:
+        source: hub id or directory of a float or packed model.
+        config: settings.
+        out: checkpoint directory to make.
+        evaluate: print KD, KL and perplexity before and after, on a cache's held-out split.
+        cache_dir: the cache to evaluate on.
+    """
+    if evaluate and cache_dir is None:
+        raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
+    from qat.evaluate.judge_cache import held_out_divergence
+    from qat.models.convert import convert_checkpoint
+
+    verdicts = {}
+    if evaluate:
+        verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
+    report = convert_checkpoint(source, config, out)
+    if evaluate:
+        after = held_out_divergence(str(out), cache_dir, device=config.device)
+        verdicts["after"] = after._asdict()
+    _show(report, verdicts)
+    print_result(
+        out=out,
+        plan=report.plan,
+        linears=len(report.modules),
+        kept=report.kept,
+        bits_per_weight=round(report.bits_per_weight, 4),
+        seconds=round(report.seconds, 2),
+        **verdicts,
+    )
+
+
+def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = f"{report.plan}: {report.bits_per_weight:.3f} bits per weight, {report.seconds:.1f} s"
+    table = Table("linear", "format", "bits per weight", "error", "output error", title=title)
+    for module in report.modules:
+        scale = f"group {module.group_size}" if module.scale == "group" else f"rank {module.rank}"
+        output_error = "" if module.weighted_error is None else f"{module.weighted_error:.4f}"
+        table.add_row(
+            module.name,
+            f"{module.codebook} {module.bits} bit, {scale}",
+            f"{module.bits_per_weight:.3f}",
+            f"{module.relative_error:.4f}",
+            output_error,
+        )
+    console.print(table)
+    if report.kept:
+        console.print(f"{report.kept} linears had their format already and were kept")
+    if verdicts:
+        table = Table("held-out", "KD (nats)", "KL (nats)", "top-1", "perplexity")
+        for when, found in verdicts.items():
+            keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
+            table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))
+        console.print(table)

@@ -1,5 +1,30 @@
-"""`qat train`."""
+"""`qat train`: teach a quantized student from a teacher cache."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from qat.cli.result import print_result
+from qat.train.config import TrainConfig
 
 
-def train() -> None:
-    """train (being built)."""
+def train(
+    student: str,
+    *,
+    config: Annotated[TrainConfig, Parameter(name="*")],
+    out: Path,
+    resume: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Train STUDENT, a packed checkpoint, against a teacher cache.
+
+    Args:
+        student: checkpoint directory that 'qat convert' wrote (or a run, for its best one).
+        config: settings.
+        out: run directory to make.
+        resume: go on with the run in OUT from its latest checkpoint, if it has one.
+    """
+    from qat.train.start import train_student
+
+    report = train_student(config, student, out, resume=resume)
+    print_result(run=out, final=report.final, steps=report.steps, best_nats=report.best)

@@ -1,9 +1,9 @@
 """Quantize a weight against its layer's inputs: rounding errors are paid back by later columns.
 
 With `H = mean(x x^T)` over the layer's inputs the layer's output error is
-`tr((W - W_q) H (W - W_q)^T)`. Indices are chosen column by column in falling order of `diag(H)`, each
-error compensated in the columns to come (GPTQ, arXiv:2210.17323); then, by turns, scales and levels
-are solved exactly against `H` and the indices improved by coordinate descent (as in LNQ,
+`tr((W - W_q) H (W - W_q)^T)`. Indices are chosen column by column in falling order of `diag(H)`,
+each error compensated in the columns to come (GPTQ, arXiv:2210.17323); then, by turns, scales and
+levels are solved exactly against `H` and the indices improved by coordinate descent (as in LNQ,
 arXiv:2505.07004).
 
 Shapes: O out_features, I in_features, G groups per row, C codebook entries.

@@ -44,7 +44,7 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
     for _ in range(ROUNDS):
         S = expand_scales(scales, weight.shape[1])
         if spec.codebook == "lut":
-            levels = _learn_levels(weight, S, h, spec.num_levels, levels)
+            levels = _learn_levels(weight, S, h, num_levels=spec.num_levels, levels=levels)
         indices = nearest_indices(weight, S, levels)
         scales = refit_scales(weight, levels[indices.int()], h, scales)
         candidate = settle(weight, scales, levels, spec)
@@ -92,7 +92,7 @@ def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
 
 
 def _learn_levels(
-    weight: Tensor, S: Tensor, importance: Tensor, num_levels: int, levels: Tensor | None
+    weight: Tensor, S: Tensor, importance: Tensor, *, num_levels: int, levels: Tensor | None
 ) -> Tensor:
     # an error of the scaled weight counts S^2 times as much in the weight itself
     values = torch.where(S == 0, 0.0, weight / S).flatten()

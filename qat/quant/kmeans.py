@@ -1,8 +1,8 @@
 """Importance-weighted k-means in one dimension: the levels of a look-up table.
 
-Lloyd's algorithm alone ends up to 20 % above the optimum at 16 levels, so it gets an exact start: the
-values go into a histogram, a dynamic programme finds the best split of its bins, and scikit-learn's
-weighted KMeans polishes the centres on a finer histogram.
+Lloyd's algorithm alone ends up to 20 % above the optimum at 16 levels, so it gets an exact start:
+the values go into a histogram, a dynamic programme finds the best split of its bins, and
+scikit-learn's weighted KMeans polishes the centres on a finer histogram.
 
 Shapes: N values, B bins, C levels.
 """

@@ -1,0 +1,26 @@
+"""Settings of `qat convert`."""
+
+from pydantic import Field
+
+from qat.config import Settings
+
+
+class ConvertConfig(Settings):
+    """How to quantize a model without training it."""
+
+    to: str
+    """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
+    group_size: int | None = Field(None, gt=0)
+    """Input features that share a scale; the plan's own if not given."""
+    base: str | None = None
+    """Float model to take weights from, where the source is already quantized."""
+    calibration: str | None = None
+    """Teacher cache or text file whose tokens show what each layer's inputs look like."""
+    calibration_sequences: int = Field(256, gt=0)
+    """Sequences of it to use."""
+    calibration_length: int = Field(256, gt=1)
+    """Tokens per sequence of a text file (a cache has its own)."""
+    workers: int = Field(0, ge=0)
+    """Layers quantized at a time; 0 for one per core."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""

@@ -1,0 +1,133 @@
+"""`qat convert`: from a model directory to a packed checkpoint with fewer bits per weight."""
+
+import json
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qat.config import Settings
+from qat.data.cache import MANIFEST
+from qat.data.chat import render
+from qat.data.packing import Packer, position_ids
+from qat.data.reader import TeacherCache
+from qat.data.sources import open_source
+from qat.data.text import encode, end_token, tokenizer_hash
+from qat.errors import ConfigError
+from qat.models.calibrate import TokenBatch
+from qat.models.checkpoint import write_checkpoint
+from qat.models.config import ConvertConfig
+from qat.models.directory import atomic_directory, check_free
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_tokenizer
+from qat.models.quantize import QuantizeReport, quantize_model
+from qat.quant.spec import PRESETS, PlanRule, QuantPlan
+
+REPORT_NAME = "convert_report.json"
+BATCH = 16
+
+
+class PlanFile(Settings):
+    """A plan in a TOML file: `name` and a list of `rules`, each a `pattern` and a `spec`."""
+
+    name: str
+    rules: tuple[PlanRule, ...]
+
+
+def read_plan(config: ConvertConfig) -> QuantPlan:
+    """The plan that `config.to` names, with its group size if one is given.
+
+    Raises:
+        ConfigError: neither a preset nor a readable plan file.
+    """
+    plan = PRESETS.get(config.to)
+    if plan is None:
+        path = Path(config.to)
+        if not path.is_file():
+            known = ", ".join(PRESETS)
+            raise ConfigError(f"to={config.to} is neither a file nor a preset; use one of {known}")
+        try:
+            values = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not a TOML file ({error})") from None
+        plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
+    if config.group_size is None:
+        return plan
+    rules = tuple(
+        rule.model_copy(
+            update={
+                "spec": rule.spec and rule.spec.model_copy(update={"group_size": config.group_size})
+            }
+        )
+        for rule in plan.rules
+    )
+    return plan.model_copy(update={"rules": rules})
+
+
+def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> QuantizeReport:
+    """Quantize the model `source` by the plan of `config` and write it to `out` with its report.
+
+    Raises:
+        ConfigError, CheckpointError, CacheError: see their messages.
+    """
+    check_free(out)
+    plan = read_plan(config)
+    student = load_model(source, device=config.device, dtype="fp32")
+    tokenizer = load_tokenizer(source)
+    base = None
+    if config.base is not None:
+        base = load_model(config.base, device=config.device, dtype="fp32")
+    calibration = []
+    if config.calibration is not None:
+        calibration = calibration_batches(config, student, tokenizer)
+    report = quantize_model(
+        student, plan, base=base, calibration=calibration, workers=config.workers
+    )
+    with atomic_directory(out) as partial:
+        write_checkpoint(student.model, tokenizer, partial)
+        values = {"source": source, **asdict(report)}
+        (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
+    return report
+
+
+def calibration_batches(
+    config: ConvertConfig, student: LanguageModel, tokenizer: PreTrainedTokenizerBase
+) -> list[TokenBatch]:
+    """The first `calibration_sequences` sequences of the calibration cache or text.
+
+    Raises:
+        CacheError, DataError: it cannot be read, or a cache is of another tokenizer.
+    """
+    path = Path(config.calibration)
+    if (path / MANIFEST).exists():
+        count = config.calibration_sequences
+        tokens = _cached_tokens(path, count, student, tokenizer_hash(tokenizer))
+    else:
+        tokens = _packed_text(config, tokenizer)
+    pairs = zip(*(ids.split(BATCH) for ids in tokens), strict=True)
+    return [TokenBatch(*pair) for pair in pairs]
+
+
+def _cached_tokens(
+    path: Path, num_sequences: int, student: LanguageModel, tokenizer: str
+) -> TokenBatch:
+    cache = TeacherCache.open(path)
+    config = student.config
+    cache.check_student(tokenizer, config.vocab_size, config.max_position_embeddings)
+    batch = cache.batch(np.arange(min(num_sequences, cache.num_sequences("train"))))
+    return TokenBatch(batch.input_ids, batch.position_ids)
+
+
+def _packed_text(config: ConvertConfig, tokenizer: PreTrainedTokenizerBase) -> TokenBatch:
+    packer = Packer(config.calibration_length, end_token(tokenizer))
+    for document in open_source(config.calibration).documents:
+        for ids in encode(render(document, tokenizer, "none"), tokenizer):
+            packer.push(ids)
+        if packer.num_full >= config.calibration_sequences:
+            break
+    packed = packer.take(min(config.calibration_sequences, packer.num_left))
+    starts = torch.from_numpy(packed.starts)
+    return TokenBatch(torch.from_numpy(packed.tokens).long(), position_ids(starts))

@@ -1,0 +1,114 @@
+"""Settings of `qat train`."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from qat.config import Settings
+from qat.losses.config import parse_losses
+
+KINDS = ("weights", "scales", "codebook", "norms")
+"""What may learn; each kind has its own learning rate."""
+
+Scope = Literal["mlp", "attention", "e2e"]
+
+
+class TrainConfig(Settings):
+    """How a student learns from a teacher cache.
+
+    Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
+    root mean square that it started with, so one value serves models of any size.
+    """
+
+    cache_dir: Path
+    """Teacher cache to learn from (see qat cache)."""
+    mlp_only: bool = False
+    """Train the quantized linears of the MLPs only."""
+    attention_only: bool = False
+    """Train the quantized linears of the attention only."""
+    e2e: bool = False
+    """Train all quantized linears (the default)."""
+    learn: str = "weights,scales,codebook"
+    """What learns: any of weights, scales, codebook, norms, joined by commas."""
+    base: str | None = None
+    """Float model in whose weights the latent weights start; each stays inside its code's cell."""
+    loss: str = "tail"
+    """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce; or a sum: tail:1,hard_ce:0.1."""
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
+    max_steps: int = Field(1000, gt=0)
+    """Optimizer steps."""
+    batch_size: int = Field(16, gt=0)
+    """Sequences in one forward (the micro-batch)."""
+    grad_accum_steps: int = Field(1, gt=0)
+    """Micro-batches per optimizer step."""
+    lr: float = Field(4e-3, ge=0)
+    """Peak learning rate of the latent weights."""
+    lr_scales: float = Field(1e-3, ge=0)
+    """Peak learning rate of the scales."""
+    lr_codebook: float = Field(1e-3, ge=0)
+    """Peak learning rate of the codebooks."""
+    lr_norms: float = Field(1e-3, ge=0)
+    """Peak learning rate of the normalisation weights."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
+    warmup_steps: int = Field(50, ge=0)
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    """Where the schedule ends, as a share of the peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decay of the latent weights; quantizer parameters and norms never decay."""
+    beta2: float = Field(0.99, gt=0, lt=1)
+    """AdamW's memory of squared gradients."""
+    clip_grad_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute dtype; masters are fp32 always."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    seed: int = 0
+    """Decides the order of the data and the samples."""
+    eval_every: int = Field(100, gt=0)
+    """Steps between evaluations on the held-out split."""
+    eval_sequences: int = Field(256, gt=0)
+    """Held-out sequences per evaluation."""
+    sample_prompt: str = "The"
+    """Text that the generated sample of each evaluation continues."""
+    save_every: int = Field(100, gt=0)
+    """Steps between checkpoints."""
+    keep: int = Field(2, gt=0)
+    """Periodic checkpoints kept, besides the best one."""
+    log_every: int = Field(10, gt=0)
+    """Steps between lines of metrics."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.mlp_only + self.attention_only + self.e2e > 1:
+            raise ValueError("mlp_only, attention_only and e2e exclude each other; give one")
+        unknown = set(self.kinds) - set(KINDS)
+        if unknown or not self.learn:
+            raise ValueError(f"learn={self.learn!r}: choose among {', '.join(KINDS)}")
+        return self
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of parameter that learn."""
+        return tuple(self.learn.split(","))
+
+    @property
+    def scope(self) -> Scope:
+        """Which quantized linears learn."""
+        return "mlp" if self.mlp_only else "attention" if self.attention_only else "e2e"
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Weight by name of loss."""
+        return parse_losses(self.loss)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that one optimizer step sees."""
+        return self.batch_size * self.grad_accum_steps

@@ -1,0 +1,62 @@
+"""Judges a student during training: on the cache's held-out split, and by a sample of its text."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qat import backend as backends
+from qat.data.batch import Batch
+from qat.data.reader import TeacherCache
+from qat.evaluate.divergence import cached_divergence
+from qat.evaluate.generation import generate_text
+from qat.models.language_model import LanguageModel
+from qat.nn.step import form_weights
+from qat.train.config import TrainConfig
+
+SAMPLE_TOKENS = 32
+
+
+class Judge:
+    """Evaluates one student on the same held-out sequences every time."""
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: TeacherCache,
+        config: TrainConfig,
+    ) -> None:
+        self.student = student
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.config = config
+        self.backend = backends.select(config.device)
+
+    def verdict(self, dtype: torch.dtype) -> dict[str, float | str | None]:
+        """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`."""
+        form_weights(self.student.model, dtype)
+        with self.backend.autocast(dtype):
+            divergence = cached_divergence(self.student, self._batches())
+            sample = generate_text(
+                self.student,
+                self.tokenizer,
+                self.config.sample_prompt,
+                max_new_tokens=SAMPLE_TOKENS,
+                temperature=0.0,
+                raw=True,
+            )
+        return {**divergence._asdict(), "sample": sample.text}
+
+    def _batches(self) -> Iterator[Batch]:
+        count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))
+        for start in range(0, count, self.config.batch_size):
+            indices = np.arange(start, min(start + self.config.batch_size, count))
+            yield self.cache.batch(indices, split="held_out")
+
+
+def score(verdict: dict[str, float | str | None]) -> float:
+    """The number that decides which checkpoint is best (lower is better)."""
+    tail, sampled = verdict["kl_tail_nats"], verdict["sampled_ce_nats"]
+    return tail if tail is not None else sampled

@@ -1,0 +1,240 @@
+"""The one training loop.
+
+Each optimizer step forms every quantized weight once, runs micro-batches through an ordinary model,
+and divides the summed loss by the step's count of valid tokens.
+"""
+
+import logging
+import math
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat import backend as backends
+from qat.data.batch import Batch
+from qat.data.reader import TeacherCache
+from qat.data.sampler import sequence_indices
+from qat.errors import TrainingError
+from qat.evaluate.targets import to_targets
+from qat.logs import JsonLines, progress
+from qat.losses.chunked import loss_from_hidden
+from qat.models.language_model import LanguageModel
+from qat.models.swap import decoder_layers
+from qat.nn.step import form_weights, release_weights
+from qat.train.config import TrainConfig
+from qat.train.judge import Judge, score
+from qat.train.optim import Optimizer
+from qat.train.run import HEARTBEAT, METRICS, Run, save_training_state
+
+logger = logging.getLogger(__name__)
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step saw; tensors stay on the device until somebody logs them."""
+
+    sums: dict[str, Tensor]
+    """Nats summed over valid tokens, by loss, and their weighted sum as `loss`."""
+    grad_norm: Tensor
+    """Before clipping."""
+    valid_tokens: int
+    positions: int
+    """Tokens including those that do not count."""
+
+
+class Trainer:
+    """Everything one run needs, and the loop over its steps."""
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        cache: TeacherCache,
+        optimizer: Optimizer,
+        judge: Judge,
+        *,
+        run: Run,
+        config: TrainConfig,
+    ) -> None:
+        self.student = student
+        self.cache = cache
+        self.optimizer = optimizer
+        self.judge = judge
+        self.config = config
+        self.run = run
+        self.backend = backends.select(config.device)
+        self.dtype = self.backend.dtype(config.dtype)
+        self.step = 0
+        self.best = math.inf
+        if config.gradient_checkpointing:
+            student.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def train(self) -> None:
+        """Run until `max_steps`, from wherever the run stands.
+
+        Raises:
+            TrainingError: the loss is not finite; the last good checkpoint is kept.
+        """
+        metrics = JsonLines(self.run.path / METRICS)
+        speed = _Speed(JsonLines(self.run.path / HEARTBEAT), self.backend)
+        try:
+            with progress("training", self.config.max_steps, "steps") as ticker:
+                ticker.advance(self.step)
+                if self.step == 0:
+                    self._evaluate(metrics)
+                while self.step < self.config.max_steps:
+                    result = self._take_step()
+                    self.step += 1
+                    speed.count(result.positions)
+                    if self._is_due(self.config.log_every):
+                        ticker.note(self._log(metrics, speed, result))
+                    ticker.advance()
+                    if self._is_due(self.config.eval_every):
+                        self._evaluate(metrics)
+                    if self._is_due(self.config.save_every):
+                        self._save(result.grad_norm)
+                    if self._is_due(self.config.eval_every, self.config.save_every):
+                        speed.restart()
+        finally:
+            metrics.close()
+            speed.close()
+            release_weights(self.student.model)
+
+    def _is_due(self, *periods: int) -> bool:
+        is_last = self.step == self.config.max_steps
+        return is_last or any(self.step % period == 0 for period in periods)
+
+    def _take_step(self) -> StepResult:
+        batches = self._micro_batches()
+        valid = sum(int(batch.mask.sum()) for batch in batches)
+        form_weights(self.student.model, self.dtype)
+        for layer in decoder_layers(self.student.model):
+            # transformers checkpoints a layer in training mode; its children, and with them
+            # dropout, stay in eval mode
+            layer.training = self.config.gradient_checkpointing
+        sums: dict[str, Tensor] = {}
+        for batch in batches:
+            parts = self._losses(batch.to(self.student.device))
+            (parts["loss"] / max(valid, 1)).backward()
+            sums = {name: sums.get(name, 0) + part.detach() for name, part in parts.items()}
+        norm = self.optimizer.step(self.step)
+        return StepResult(sums, norm, valid, sum(b.mask.numel() for b in batches))
+
+    def _micro_batches(self) -> list[Batch]:
+        """This step's sequences, on the host: which ones depends on seed and step alone."""
+        config = self.config
+        indices = sequence_indices(
+            config.seed, self.step, config.sequences_per_step, self.cache.num_sequences("train")
+        )
+        parts = indices.reshape(config.grad_accum_steps, config.batch_size)
+        return [self.cache.batch(part) for part in parts]
+
+    def _losses(self, batch: Batch) -> dict[str, Tensor]:
+        with self.backend.autocast(self.dtype):
+            hidden = self.student.hidden(batch.input_ids, batch.position_ids)
+            return loss_from_hidden(
+                hidden.flatten(0, 1),
+                self.student.logits,
+                to_targets(batch),
+                self.config.losses,
+                temperature=self.config.temperature,
+            )
+
+    def _log(self, metrics: JsonLines, speed: "_Speed", result: StepResult) -> str:
+        """Write the step's lines; returns what the progress line shows."""
+        count = max(result.valid_tokens, 1)
+        means = {f"{name}_nats": part.item() / count for name, part in result.sums.items()}
+        self._check_finite(result.grad_norm, means["loss_nats"])
+        metrics.write(
+            kind="train",
+            step=self.step,
+            **means,
+            grad_norm=result.grad_norm.item(),
+            lr_share=self.optimizer.lr_share(self.step - 1),
+            valid_tokens=result.valid_tokens,
+        )
+        tokens_per_s = speed.write(self.step)
+        return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
+
+    def _evaluate(self, metrics: JsonLines) -> None:
+        verdict = self.judge.verdict(self.dtype)
+        metrics.write(kind="eval", step=self.step, **verdict)
+        logger.info(
+            "step %d: %s",
+            self.step,
+            "  ".join(f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float)),
+        )
+        if self.step and score(verdict) < self.best:
+            self.best = score(verdict)
+            self._write(is_best=True)
+
+    def _save(self, grad_norm: Tensor) -> None:
+        self._check_finite(grad_norm)
+        self._write(is_best=False)
+
+    def _write(self, *, is_best: bool) -> None:
+        """Write this step's checkpoint (at most once) and let the pointers name it."""
+        path = self.run.checkpoint_path(self.step)
+        state = {**self.optimizer.state(), **_rng_tensors(self.backend)}
+        facts = {"step": self.step, "best": self.best}
+        save_training_state(
+            self.student.model, self.judge.tokenizer, path, tensors=state, facts=facts
+        )
+        if is_best:
+            self.run.point("best", path)
+        self.run.point("latest", path)
+        self.run.remove_old(self.config.keep)
+
+    def _check_finite(self, grad_norm: Tensor, loss: float = 0.0) -> None:
+        if math.isfinite(loss) and bool(torch.isfinite(grad_norm)):
+            return
+        latest = self.run.pointed("latest")
+        kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+        raise TrainingError(
+            f"loss {loss:.4g}, gradient norm {grad_norm.item():.4g} at step {self.step}, expected "
+            f"finite numbers; {kept}: lower --lr and its kin, or --clip-grad-norm, and start anew"
+        )
+
+
+class _Speed:
+    """Steps and tokens against the clock, outside evaluation and saving."""
+
+    def __init__(self, heartbeat: JsonLines, backend: backends.Backend) -> None:
+        self._heartbeat = heartbeat
+        self._backend = backend
+        self._began = time.perf_counter()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new stretch: what lies between the stretches is not training."""
+        self._backend.synchronize()
+        self._since = time.perf_counter()
+        self._steps = self._positions = 0
+
+    def count(self, positions: int) -> None:
+        """One more step, over `positions` tokens."""
+        self._steps += 1
+        self._positions += positions
+
+    def write(self, step: int) -> float:
+        """One heartbeat line for the stretch so far; returns tokens per second."""
+        self._backend.synchronize()
+        seconds = time.perf_counter() - self._since
+        tokens_per_s = self._positions / seconds
+        self._heartbeat.write(
+            step=step,
+            tokens_per_s=tokens_per_s,
+            step_s=seconds / self._steps,
+            peak_gib=self._backend.peak_memory_gib(),
+            elapsed_s=time.perf_counter() - self._began,
+        )
+        self.restart()
+        return tokens_per_s
+
+    def close(self) -> None:
+        """Close the heartbeat file."""
+        self._heartbeat.close()
+
+
+def _rng_tensors(backend: backends.Backend) -> dict[str, Tensor]:
+    return {f"rng.{name}": state for name, state in backend.rng_state().items()}

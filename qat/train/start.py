@@ -1,0 +1,148 @@
+"""From a typed config to a finished run: load, check, train, name the result."""
+
+import logging
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qat import backend as backends
+from qat.data.reader import TeacherCache
+from qat.data.text import tokenizer_hash
+from qat.errors import ConfigError
+from qat.losses.config import check_targets
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_tokenizer
+from qat.models.swap import linear_names, to_latent
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
+from qat.train.config import TrainConfig
+from qat.train.judge import Judge
+from qat.train.loop import Trainer
+from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.run import Run, load_training_state
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a finished run leaves."""
+
+    final: Path
+    """The packed checkpoint to use: the best one on the held-out split."""
+    steps: int
+    best: float
+    """Its held-out tail KL (or sampled cross-entropy), nats per token."""
+
+
+def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool) -> TrainReport:
+    """Train `student` (a packed checkpoint) against a cache; everything lands in `out`.
+
+    With `resume` a run that was stopped goes on from its latest checkpoint, bit for bit on a CPU.
+
+    Raises:
+        ConfigError, CacheError, CheckpointError, TrainingError: see their messages.
+    """
+    cache = TeacherCache.open(config.cache_dir)
+    settings = cache.manifest.settings
+    check_targets(config.losses, settings.top_k, settings.draws)
+    if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
+        raise ConfigError(
+            f"{config.cache_dir} has {cache.num_sequences('train')} training and "
+            f"{cache.num_sequences('held_out')} held-out sequences, expected some of both; "
+            "rebuild it from more documents or with a higher --held-out"
+        )
+    run = Run(out)
+    checkpoint = run.pointed("latest") if resume else None
+    source = str(checkpoint or student)
+    # masters are float32 always; the compute dtype is autocast's and the formed weights'
+    model, tokenizer = (
+        load_model(source, device=config.device, dtype="fp32"),
+        load_tokenizer(source),
+    )
+    cache.check_student(
+        tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
+    )
+    optimizer, step, best = _prepare(model, config, checkpoint)
+    run.forget_after(step)
+    run.write_facts(**_facts(config, student, cache, optimizer))
+    judge = Judge(model, tokenizer, cache, config)
+    trainer = Trainer(model, cache, optimizer, judge, run=run, config=config)
+    trainer.step, trainer.best = step, best
+    trainer.train()
+    final = out / _final_name(model.model, config, trainer)
+    _copy_packed(run.pointed("best"), final)
+    return TrainReport(final, trainer.step, trainer.best)
+
+
+def _prepare(
+    model: LanguageModel, config: TrainConfig, checkpoint: Path | None
+) -> tuple[Optimizer, int, float]:
+    """Make the wished parameters learn; the optimizer, and the step and score to go on from."""
+    backend = backends.select(config.device)
+    names = linears_in_scope(model.model, config.scope)
+    if "weights" in config.kinds:
+        to_latent(model.model, names, None if checkpoint else _base_weights(config, names))
+    by_kind = learnable(model.model, names, config.kinds)
+    logger.info(
+        "learning: %s",
+        ", ".join(f"{len(found)} tensors of {kind}" for kind, found in by_kind.items()),
+    )
+    if checkpoint is None:
+        torch.manual_seed(config.seed)
+        return Optimizer(model.model, by_kind, config), 0, math.inf
+    tensors, facts = load_training_state(checkpoint)
+    generators = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
+    backend.set_rng_state(generators)
+    logger.info("going on from %s", checkpoint)
+    return Optimizer(model.model, by_kind, config, tensors), facts["step"], facts["best"]
+
+
+def _facts(
+    config: TrainConfig, student: str, cache: TeacherCache, optimizer: Optimizer
+) -> dict[str, object]:
+    """What `run.json` says beside the versions."""
+    backend = backends.select(config.device)
+    return {
+        "student": student,
+        "cache": str(config.cache_dir),
+        "cache_fingerprint": cache.manifest.fingerprint,
+        "teacher": cache.manifest.teacher.name,
+        "config_fingerprint": config.fingerprint(),
+        "device": backend.name(),
+        "dtype": str(backend.dtype(config.dtype)).removeprefix("torch."),
+        "learnable": sum(p.numel() for p in optimizer.parameters.values()),
+    }
+
+
+def _base_weights(config: TrainConfig, names: list[str]) -> dict[str, torch.Tensor] | None:
+    """The float weights that latent weights start from, by module name."""
+    if config.base is None:
+        return None
+    base = load_model(config.base, device=config.device, dtype="fp32").model
+    found = {}
+    for name in set(names) & set(linear_names(base)):
+        module = base.get_submodule(name)
+        is_packed = isinstance(module, QuantLinear)
+        found[name] = module.quantized_weight() if is_packed else module.weight
+    return found
+
+
+def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
+    """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16`."""
+    quant = ""
+    for letter, part in (("q", ".mlp."), ("a", ".self_attn.")):
+        bits = {m.spec.bits for name, m in quant_linears(model).items() if part in name}
+        quant += f"{letter}{min(bits)}" if bits else ""
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.dtype]
+    return f"{quant}_{config.scope}_{trainer.best:.2f}_{dtype}"
+
+
+def _copy_packed(checkpoint: Path, final: Path) -> None:
+    """Copy a step's checkpoint without the trainer's state."""
+    shutil.rmtree(final, ignore_errors=True)
+    shutil.copytree(checkpoint, final, ignore=shutil.ignore_patterns("trainer"))

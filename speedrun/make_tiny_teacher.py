@@ -1,0 +1,478 @@
+"""Train the embedded teacher: a small Qwen3 on the English text that ships with every Python.
+
+    python speedrun/make_tiny_teacher.py --out checkpoints/tiny-qwen3
+
+Documents that `qat cache` would hold out (same hash, same seed) are never trained on: they choose
+the epoch that is kept and give the perplexity in the README. Runs on CUDA and on CPU.
+
+Shapes: N rows, L tokens a row.
+"""
+
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from cyclopts import App, Parameter
+from pydantic import Field
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from qat import backend
+from qat.config import Settings
+from qat.data.batch import NO_LABEL
+from qat.data.stdlib_text import stdlib_documents
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is defined and enable_thinking is false -%}
+{{- '<think>\\n\\n</think>\\n\\n' -}}
+{%- endif -%}
+{%- endif -%}"""
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+class TeacherConfig(Settings):
+    """What the tiny teacher is and how it is trained."""
+
+    hidden: int = Field(256, ge=64, multiple_of=64)
+    """Model width; heads are 64 wide."""
+    layers: int = Field(6, ge=1)
+    """Transformer blocks."""
+    vocab: int = Field(4096, ge=512)
+    """Entries of the tokenizer, special tokens included."""
+    row: int = Field(512, ge=16)
+    """Tokens a row: documents are packed end to end and never attend to each other."""
+    rows: int = Field(16, ge=1)
+    """Rows a step."""
+    epochs: int = Field(24, ge=1)
+    """Passes over the training documents."""
+    lr: float = Field(2e-3, gt=0)
+    """Peak learning rate: 5 % warm-up, then a cosine to zero."""
+    weight_decay: float = Field(0.5, ge=0)
+    """AdamW's decay of matrices; high, because the text is short."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Dropout of what each attention and MLP adds to the residual stream."""
+    chat_frac: float = Field(0.25, ge=0, le=1)
+    """Share of documents seen as a chat: the first line asked, the rest answered."""
+    seed: int = 0
+    """Seed of initial weights, order and dropout."""
+    max_steps: int | None = None
+    """Stop after so many steps (a trial); the schedule ends there."""
+    max_minutes: float = Field(60, gt=0)
+    """The schedule reaches its end after so many minutes at the latest."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+@dataclass
+class Corpus:
+    """Documents in two disjoint lists, and where they came from."""
+
+    train: list[str]
+    held_out: list[str]
+    python: str
+    hash: str
+
+
+@dataclass
+class Log:
+    """What training has shown: one row an evaluation, and the weights of the best."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    best: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, model: nn.Module, row: dict[str, float]) -> None:
+        """Append a row; keep the weights if no earlier row was as good."""
+        if all(row["held_out_nats"] < other["held_out_nats"] for other in self.rows):
+            self.best = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        self.rows.append(row)
+
+    def best_row(self) -> dict[str, float]:
+        """The row of the lowest held-out loss."""
+        return min(self.rows, key=lambda row: row["held_out_nats"])
+
+
+# ---- text
+
+
+def read_corpus(path: Path | None) -> Corpus:
+    """The documents of this Python's standard library, or of a file that `write_corpus` made."""
+    if path is None:
+        python, documents = platform.python_version(), list(stdlib_documents())
+    else:
+        head, *lines = path.read_text(encoding="utf-8").splitlines()
+        python, documents = json.loads(head)["python"], [json.loads(line)["text"] for line in lines]
+    kept, held = split(documents)
+    return Corpus(kept, held, python, xxhash.xxh3_64_hexdigest("\0".join(documents).encode())[:12])
+
+
+def write_corpus(path: Path) -> None:
+    """Write this Python's documents as JSON lines, its version first."""
+    lines = [{"python": platform.python_version()}]
+    lines += [{"text": document} for document in stdlib_documents()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def as_chat(document: str) -> str:
+    """A document as one exchange: its first line is the question, the rest the answer."""
+    question, _, answer = document.partition("\n")
+    thought = NO_THOUGHT if len(document) % 2 else ""
+    return (
+        f"<|im_start|>user\n{question.strip()}<|im_end|>\n"
+        f"<|im_start|>assistant\n{thought}{answer.strip()}"
+    )
+
+
+def train_tokenizer(documents: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with Qwen3's special tokens and a ChatML template."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 2,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    thoughts = [AddedToken(token, normalized=False) for token in ("<think>", "</think>")]
+    tokenizer.add_tokens(thoughts)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
+    """Token ids of each document, the end token last."""
+    encoded = tokenizer(documents, return_attention_mask=False)["input_ids"]
+    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
+
+
+def pack(documents: list[list[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Documents end to end in rows: ids, positions, labels, each `(N, L)` int64.
+
+    Positions restart with each document and row; the first token of a document is not a label.
+    """
+    ids = torch.tensor([token for document in documents for token in document])
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    starts[torch.tensor([0, *map(len, documents[:-1])]).cumsum(0)] = True
+    labels = torch.cat([ids[1:].masked_fill(starts[1:], NO_LABEL), torch.tensor([NO_LABEL])])
+    pad = -len(ids) % length
+    ids_NL = F.pad(ids, (0, pad)).view(-1, length)
+    labels_NL = F.pad(labels, (0, pad), value=NO_LABEL).view(-1, length)
+    starts_NL = F.pad(starts, (0, pad)).view(-1, length)
+    starts_NL[:, 0] = True
+    steps_NL = torch.arange(length).expand_as(ids_NL)
+    return ids_NL, steps_NL - (steps_NL * starts_NL).cummax(1).values, labels_NL
+
+
+def epoch_batches(
+    plain: list[list[int]], chats: list[list[int]], config: TeacherConfig, epoch: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The steps of one epoch: documents in a new order, a share of them as chats."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+    is_chat = torch.rand(len(plain), generator=generator) < config.chat_frac
+    order = torch.randperm(len(plain), generator=generator).tolist()
+    packed = pack([chats[i] if is_chat[i] else plain[i] for i in order], config.row)
+    for rows in torch.randperm(len(packed[0]), generator=generator).split(config.rows):
+        yield tuple(tensor[rows] for tensor in packed)
+
+
+# ---- model
+
+
+def build_model(config: TeacherConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 with tied embeddings, random weights from the seed, and residual dropout."""
+    heads = config.hidden // 64
+    torch.manual_seed(config.seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=3 * config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 2),
+            head_dim=64,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            attn_implementation="sdpa",
+        )
+    )
+    for layer in model.model.layers:
+        for branch in (layer.self_attn.o_proj, layer.mlp):
+            branch.register_forward_hook(_dropout(config.dropout))
+    return model
+
+
+def _dropout(p: float) -> object:
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return F.dropout(output, p, training=module.training)
+
+    return hook
+
+
+def loss_sum(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor, Tensor],
+    device: backend.Backend,
+    dtype: str = "auto",
+) -> Tensor:
+    """Cross-entropy of a packed batch: nats summed over its labels, `()` float32."""
+    ids, positions, labels = (tensor.to(device.device, non_blocking=True) for tensor in batch)
+    with device.autocast(device.dtype(dtype)):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
+    )
+
+
+@torch.no_grad()
+def held_out_nats(
+    model: nn.Module, packed: tuple[Tensor, ...], config: TeacherConfig, device: backend.Backend
+) -> float:
+    """Mean cross-entropy over the held-out labels, in nats a token."""
+    model.eval()
+    batches = zip(*(tensor.split(config.rows) for tensor in packed), strict=True)
+    total = sum(loss_sum(model, batch, device).item() for batch in batches)
+    model.train()
+    return total / (packed[2] != NO_LABEL).sum().item()
+
+
+# ---- training
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Matrices decay, norms do not."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(peak: float, done_frac: float) -> float:
+    """5 % linear warm-up, then a cosine to zero."""
+    if done_frac < 0.05:
+        return peak * max(done_frac, 1e-3) / 0.05
+    return peak * 0.5 * (1 + math.cos(math.pi * (done_frac - 0.05) / 0.95))
+
+
+class Trainer:
+    """One training run: model, optimizer, schedule and clock."""
+
+    def __init__(self, model: Qwen3ForCausalLM, config: TeacherConfig, total_steps: int) -> None:
+        self.config = config
+        self.device = backend.select(config.device)
+        self.model = model.to(self.device.device).train()
+        groups = parameter_groups(model, config.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        self.total_steps = total_steps
+        self.step_count = 0
+        self.start = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start
+
+    def done_frac(self) -> float:
+        """How far the schedule is, by steps or by minutes, whichever is further."""
+        by_time = self.seconds() / 60 / self.config.max_minutes
+        return max(self.step_count / self.total_steps, by_time)
+
+    def step(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """One optimizer step; the mean loss in nats a token, detached."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config.lr, self.done_frac())
+        loss = loss_sum(self.model, batch, self.device) / (batch[2] != NO_LABEL).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step_count += 1
+        return loss.detach()
+
+    def epoch(self, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:
+        """The mean training loss of one epoch, cut short where the schedule ends."""
+        losses = []
+        for batch in batches:
+            if self.done_frac() >= 1:
+                break
+            losses.append(self.step(batch))
+        return torch.stack(losses).mean().item() if losses else math.nan
+
+
+def train(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, config: TeacherConfig
+) -> tuple[Qwen3ForCausalLM, Log]:
+    """Train, judge each epoch on the held-out documents, and keep the best weights."""
+    plain = encode(tokenizer, corpus.train)
+    chats = encode(tokenizer, [as_chat(d) if "\n" in d else d for d in corpus.train])
+    held_out = pack(encode(tokenizer, corpus.held_out), config.row)
+    steps_an_epoch = sum(1 for _ in epoch_batches(plain, chats, config, 0))
+    total = config.max_steps or config.epochs * steps_an_epoch
+    trainer, log = Trainer(build_model(config, tokenizer), config, total), Log()
+    for epoch in range(math.ceil(total / steps_an_epoch)):
+        train_nats = trainer.epoch(epoch_batches(plain, chats, config, epoch))
+        if math.isnan(train_nats):
+            break
+        row = {"epoch": epoch + 1, "step": trainer.step_count, "train_nats": train_nats}
+        row["held_out_nats"] = held_out_nats(trainer.model, held_out, config, trainer.device)
+        log.add(trainer.model, row | {"seconds": trainer.seconds()})
+        print(json.dumps({k: round(v, 4) for k, v in log.rows[-1].items()}), file=sys.stderr)
+    trainer.model.load_state_dict(log.best)
+    return trainer.model, log
+
+
+# ---- result
+
+
+def judge(out: Path, documents: list[str], config: TeacherConfig) -> dict[str, float]:
+    """Perplexity and bits per byte of the saved model on `documents`, in float32.
+
+    The first token of a document has no context and is left out of both; the end token counts.
+    """
+    device = backend.select(config.device)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+    model = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32).to(device.device).eval()
+    encoded = encode(tokenizer, documents)
+    packed = pack(encoded, config.row)
+    batches = zip(*(tensor.split(config.rows) for tensor in packed), strict=True)
+    with torch.no_grad():
+        nats = sum(loss_sum(model, b, device, dtype="fp32").item() for b in batches)
+    firsts = sum(len(tokenizer.decode(tokens[:1]).encode()) for tokens in encoded)
+    num_bytes = sum(len(document.encode()) for document in documents) - firsts
+    tokens = (packed[2] != NO_LABEL).sum().item()
+    return {
+        "held_out_documents": len(documents),
+        "held_out_tokens": tokens,
+        "perplexity": math.exp(nats / tokens),
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+    }
+
+
+README = """\
+# tiny-qwen3
+
+The embedded teacher: a Qwen3 of {parameters:,} parameters ({megabytes:.1f} MB in all) with its own
+byte-level BPE tokenizer of {vocab} entries, trained from scratch on the English text that ships
+with every Python: docstrings of the standard library and the help topics of `pydoc`. It exists so
+that `qat demo` and the tests need no download. It continues documentation; it knows nothing else.
+
+| | |
+|---|---|
+| held-out perplexity a token | {perplexity:.2f} |
+| held-out bits per byte | {bits_per_byte:.3f} |
+| held-out documents / tokens | {held_out_documents} / {held_out_tokens} |
+| training documents | {train_documents} |
+| text | standard library of Python {python}, hash {hash} |
+| seed | {seed} |
+| device | {device}, torch {torch}, {seconds:.0f} s |
+
+The held-out documents are those that `qat cache` holds out by default (the same hash of the text),
+so neither teacher nor student has been trained on them. They chose the settings and the epoch
+that is kept ({best_epoch} of {epochs}); the first token of a document is not predicted.
+Perplexity and bits are of the saved bf16 weights, computed in float32.
+
+Made by
+
+    {command}
+
+with {settings}.
+
+## Training log
+
+Cross-entropy in nats a token; training with dropout and a share of documents as chats.
+
+| epoch | step | training | held out | seconds |
+|---|---|---|---|---|
+{table}
+"""
+
+
+def readme(
+    out: Path, model: Qwen3ForCausalLM, corpus: Corpus, log: Log, config: TeacherConfig
+) -> str:
+    """The README of the checkpoint: what it is, how good, and how it came about."""
+    table = "\n".join(
+        "| {epoch} | {step} | {train_nats:.4f} | {held_out_nats:.4f} | {seconds:.0f} |".format(**row)
+        for row in log.rows
+    )
+    return README.format(
+        **judge(out, corpus.held_out, config),
+        parameters=sum(p.numel() for p in model.parameters()),
+        megabytes=sum(file.stat().st_size for file in out.iterdir()) / 1e6,
+        vocab=config.vocab,
+        train_documents=len(corpus.train),
+        python=corpus.python,
+        hash=corpus.hash,
+        seed=config.seed,
+        device=backend.select(config.device).name(),
+        torch=torch.__version__,
+        seconds=log.rows[-1]["seconds"],
+        best_epoch=log.best_row()["epoch"],
+        epochs=log.rows[-1]["epoch"],
+        command=" ".join(["python", *sys.argv]),
+        settings=", ".join(f"{k}={v}" for k, v in config.model_dump().items()),
+        table=table,
+    )
+
+
+app = App(help=__doc__.splitlines()[0])
+
+
+@app.default
+def main(
+    *,
+    out: Path,
+    corpus: Path | None = None,
+    config: Annotated[TeacherConfig, Parameter(name="*")] = TeacherConfig(),
+) -> None:
+    """Train a teacher and write it to OUT with a README that says how good it is.
+
+    Args:
+        out: directory of the checkpoint.
+        corpus: file from `corpus`; this Python's own standard library if left out.
+        config: shape and training.
+    """
+    texts = read_corpus(corpus)
+    tokenizer = train_tokenizer(texts.train, config.vocab)
+    model, log = train(texts, tokenizer, config)
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "README.md").write_text(readme(out, model, texts, log, config), encoding="utf-8")
+    print(json.dumps({"out": str(out)} | log.best_row()))
+
+
+@app.command
+def corpus(out: Path) -> None:
+    """Write the documents to OUT, for a machine whose Python is another."""
+    write_corpus(out)
+
+
+if __name__ == "__main__":
+    app()
