@@ -1,5 +1,152 @@
-"""`qat cache`."""
+"""`qat cache`: run the teacher once and keep what the student will learn from."""
 
-from cyclopts import App
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-cache_app = App(help="Build, inspect, verify a teacher cache.")
+from cyclopts import App, Parameter
+
+from qat.cli.result import print_result
+from qat.data.config import CacheConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qat.data.cache import Manifest, TeacherInfo
+    from qat.data.reader import TeacherCache
+    from qat.data.sources import Source
+    from qat.models.language_model import LanguageModel
+
+CACHES = Path("caches")
+SAMPLE_TOKENS = 48
+
+cache_app = App(help="Build, inspect or verify a teacher cache.")
+
+
+@cache_app.default
+def cache(*, config: Annotated[CacheConfig, Parameter(name="*")], out: Path | None = None) -> None:
+    """Build a teacher cache; an interrupted build goes on where it stopped.
+
+    Parameters
+    ----------
+    out
+        Directory to build in; by default caches/NAME, NAME saying what the cache holds.
+    """
+    from qat.data.build import build_cache
+    from qat.data.sources import open_source
+    from qat.models.load import load_teacher, load_tokenizer
+
+    source = open_source(config.data, config.format, config.text_field)
+    out = out or CACHES / suggested_name(config, source)
+    tokenizer = load_tokenizer(config.teacher)
+    teacher = load_teacher(
+        config.teacher, device=config.device, dtype=config.dtype, device_map=config.device_map
+    )
+    manifest = build_cache(
+        config.settings().model_copy(update={"format": source.format}),
+        tokenizer=tokenizer,
+        teacher=teacher,
+        info=_describe_teacher(config.teacher, teacher),
+        documents=source.documents,
+        out=out,
+    )
+    print_result(out=out, **_numbers(out, manifest))
+
+
+@cache_app.command
+def info(directory: Path) -> None:
+    """Show what a cache holds, with a sample of its text where the tokenizer is at hand."""
+    from rich.console import Console
+
+    from qat.data.reader import TeacherCache
+
+    opened = TeacherCache.open(directory)
+    numbers = _numbers(directory, opened.manifest)
+    console = Console()
+    console.print(_info_table(opened.manifest, numbers))
+    sample = _sample_text(opened)
+    if sample:
+        console.print(f"first sequence: {sample!r}", markup=False, highlight=False)
+    print_result(directory=directory, **numbers)
+
+
+@cache_app.command
+def verify(directory: Path) -> None:
+    """Read every byte of a cache and compare it with what was written."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from qat.data.verify import check_shards, raise_if_any_damaged
+
+    manifest, findings = check_shards(directory)
+    table = Table("shard", "sequences", "bytes", "state")
+    for shard, problem in findings:
+        table.add_row(shard.file, str(shard.sequences), f"{shard.bytes:,}", problem or "ok")
+    Console().print(table)
+    raise_if_any_damaged(directory, findings)
+    print_result(directory=directory, shards=len(findings), state=manifest.state, damaged=0)
+
+
+def suggested_name(config: CacheConfig, source: "Source") -> str:
+    """What a cache is called when nobody says: {data}_{format}_think_{mode}_L{L}_K{K}_R{R}."""
+    data = re.sub(r"[^A-Za-z0-9.-]+", "-", source.name)
+    return (
+        f"{data}_{source.format}_think_{config.thinking}"
+        f"_L{config.sequence_length}_K{config.top_k}_R{config.draws}"
+    )
+
+
+def _describe_teacher(name: str, teacher: "LanguageModel") -> "TeacherInfo":
+    from qat.data.cache import TeacherInfo
+    from qat.models.load import model_identity
+
+    return TeacherInfo(
+        name=name,
+        identity=model_identity(name),
+        vocab_size=teacher.head.weight.shape[0],
+        max_positions=getattr(teacher.config, "max_position_embeddings", None),
+        dtype=str(teacher.model.dtype).removeprefix("torch."),
+    )
+
+
+def _numbers(directory: Path, manifest: "Manifest") -> dict[str, float | int | str]:
+    num_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    tokens = manifest.total("tokens")
+    return {
+        "fingerprint": manifest.fingerprint,
+        "sequences": sum(shard.sequences for shard in manifest.of_split("train")),
+        "held_out_sequences": sum(shard.sequences for shard in manifest.of_split("held_out")),
+        "tokens": tokens,
+        "counted_tokens": manifest.total("counted"),
+        "bytes": num_bytes,
+        "bytes_per_token": round(num_bytes / tokens, 2),
+    }
+
+
+def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str]) -> "Table":
+    from rich.table import Table
+
+    settings, teacher = manifest.settings, manifest.teacher
+    table = Table("cache", manifest.fingerprint)
+    table.add_row("teacher", f"{teacher.name} ({teacher.identity}, {teacher.dtype})")
+    table.add_row("data", f"{settings.data} ({settings.format}, thinking {settings.thinking})")
+    table.add_row("vocabulary", f"{teacher.vocab_size:,}, tokenizer {manifest.tokenizer}")
+    table.add_row("sequence length", str(settings.sequence_length))
+    table.add_row("top-K", str(settings.top_k))
+    table.add_row("draws", str(settings.draws))
+    table.add_row("training sequences", f"{numbers['sequences']:,}")
+    table.add_row("held-out sequences", f"{numbers['held_out_sequences']:,}")
+    table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['counted_tokens']:,} counted)")
+    table.add_row("bytes", f"{numbers['bytes']:,} ({numbers['bytes_per_token']} per token)")
+    return table
+
+
+def _sample_text(opened: "TeacherCache") -> str | None:
+    """The start of the first sequence, where the tokenizer lies in a directory here."""
+    from qat.models.load import load_tokenizer
+
+    name = opened.manifest.teacher.name
+    if not Path(name).is_dir() or opened.num_sequences("train") == 0:
+        return None
+    ids = opened.batch([0]).input_ids[0, :SAMPLE_TOKENS]
+    return load_tokenizer(name).decode(ids)

@@ -1,0 +1,208 @@
+"""A teacher cache on disk: manifest.json and shards, each written whole or not at all."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from qat.config import explain, fingerprint
+from qat.data.config import CacheSettings
+from qat.errors import CacheError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp"
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TeacherInfo(_Part):
+    """What a cache remembers of its teacher."""
+
+    name: str
+    """Directory or hub id it was loaded from."""
+    identity: str
+    """Revision or content hash."""
+    vocab_size: int
+    """Width of its logits."""
+    max_positions: int | None
+    """Longest sequence it can read; None where the architecture knows no limit."""
+    dtype: str
+    """The precision it computed in."""
+
+
+class Shard(_Part):
+    """One shard file."""
+
+    file: str
+    split: Split
+    sequences: int
+    tokens: int
+    """Tokens that are not padding."""
+    counted: int
+    """Positions where the loss mask is true."""
+    bytes: int
+    sha256: str
+    content: str
+    """xxh3-64 of its tokens and document marks: a resumed build must find the same data."""
+
+
+class Manifest(_Part):
+    """What a cache is: everything that is needed to read it, and to know whether it fits."""
+
+    format: Literal[1] = FORMAT
+    state: Literal["building", "complete"]
+    fingerprint: str
+    """12 hex digits of settings, teacher and tokenizer."""
+    settings: CacheSettings
+    teacher: TeacherInfo
+    tokenizer: str
+    """`tokenizer_hash` of the tokenizer that made the tokens."""
+    shards: list[Shard] = Field(default_factory=list)
+
+    def of_split(self, split: Split) -> list[Shard]:
+        """The shards of one split, in order."""
+        return [shard for shard in self.shards if shard.split == split]
+
+    def total(self, field: Literal["sequences", "tokens", "counted", "bytes"]) -> int:
+        """Sum of a field over all shards."""
+        return sum(getattr(shard, field) for shard in self.shards)
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
+        values = self.model_dump(mode="json")
+        digest = hashlib.sha256(_json(values)).hexdigest()
+        return _json({**values, "sha256": digest})
+
+
+def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
+    """The manifest of a cache that has no shard yet."""
+    identity = [settings.model_dump(mode="json"), teacher.identity, teacher.dtype, tokenizer]
+    return Manifest(
+        state="building",
+        fingerprint=fingerprint(identity),
+        settings=settings,
+        teacher=teacher,
+        tokenizer=tokenizer,
+    )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a cache, proven to be byte for byte what was written.
+
+    Raises:
+        CacheError: it is missing, foreign, damaged, or of an unknown format.
+    """
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise CacheError(
+            f"{directory} is no directory, expected a teacher cache; build it with 'qat cache'"
+        )
+    if not path.is_file():
+        raise CacheError(
+            f"{directory} holds no {MANIFEST}, so it is not a teacher cache; "
+            "name another directory or build one with 'qat cache'"
+        )
+    raw = path.read_bytes()
+    manifest = _parse(raw, path)
+    if raw != manifest.to_bytes():
+        raise _damaged(path, "its hash does not fit its content")
+    return manifest
+
+
+def _parse(raw: bytes, path: Path) -> Manifest:
+    try:
+        values = json.loads(raw)
+    except ValueError:
+        raise _damaged(path, "it is not JSON") from None
+    if not isinstance(values, dict) or not {"format", "shards"} <= values.keys():
+        raise CacheError(
+            f"{path} is not the manifest of a teacher cache (no format and shards); "
+            "name a directory that 'qat cache' built"
+        )
+    if values["format"] != FORMAT:
+        raise CacheError(
+            f"{path} says format={values['format']!r}, this version reads format={FORMAT}; "
+            "rebuild the cache or use the version that wrote it"
+        )
+    values.pop("sha256", None)
+    try:
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        raise _damaged(path, explain(error)) from None
+
+
+def _damaged(path: Path, what: str) -> CacheError:
+    return CacheError(f"{path} is damaged: {what}; restore it or rebuild the cache")
+
+
+def _json(values: object) -> bytes:
+    return (json.dumps(values, indent=1) + "\n").encode()
+
+
+def shard_problem(directory: Path, shard: Shard, *, deep: bool) -> str | None:
+    """What is wrong with a shard file, or None; `deep` reads all of it to compare hashes."""
+    path = directory / shard.file
+    if not path.is_file():
+        return "missing"
+    size = path.stat().st_size
+    if size != shard.bytes:
+        return f"{size} bytes instead of {shard.bytes}"
+    if deep and file_sha256(path) != shard.sha256:
+        return "content differs from its SHA-256"
+    return None
+
+
+def raise_if_damaged(directory: Path, shard: Shard, *, deep: bool) -> None:
+    """Turn what `shard_problem` finds into an error.
+
+    Raises:
+        CacheError: the shard is missing or damaged.
+    """
+    problem = shard_problem(directory, shard, deep=deep)
+    if problem:
+        raise CacheError(
+            f"{directory / shard.file}: {problem}; restore it, or delete it and run the same "
+            "'qat cache' command again"
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Put `content` at `path`, so that a crash at any instant leaves the old file or the new.
+
+    Raises:
+        CacheError: the disk is full or the file cannot be written; nothing is left behind.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CacheError(
+            f"cannot write {path} ({len(content)} bytes): {error.strerror}; finished shards are "
+            "kept: make room and run the same command again"
+        ) from error
+
+
+def remove_temporary(directory: Path) -> None:
+    """Delete what a killed build was writing."""
+    for path in directory.glob(f"*{TEMPORARY}"):
+        path.unlink()

@@ -1,0 +1,140 @@
+"""The teacher's signals as bytes: what a cache stores for a token, and how well.
+
+A top-K record keeps ids in `id_bits(V)` bits, each distance below the most likely token in 9 bits,
+the range of the distances in one byte, log-sum-exp and log tail mass in float32.
+
+Accuracy of a log-probability. A distance d is stored as `code = round(M * sqrt(d / R))`, M = 510,
+where the range R is at most 3.6 % above the token's largest distance: |error of d| is at most
+`sqrt(d * R) / M + R / (4 * M**2)`. The most likely log-prob is not stored: it is what makes the
+probabilities sum to `1 - tail`, so its error is the mean error of the others and at most
+`sqrt(R * ln K) / M + R / (4 * M**2)`. `max_error` adds the two: 0.057 nats at R = 20, K = 64, for
+the least likely of the K. KL(exact || decoded) is about `R * E[d] / (6 * M**2)`: below 1e-4 nats.
+
+Shapes: N sequences, S positions, K teacher tokens kept, n draws, D distinct draws (padded).
+"""
+
+from math import log, sqrt
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from qat.data.bits import pack_bits, unpack_bits
+from qat.data.signals import TopK
+
+CODE_BITS = 9
+M = 2**CODE_BITS - 2
+FAR = M + 1  # the code of a token beyond MAX_DISTANCE, so that it does not stretch the range
+MAX_DISTANCE = 104.0  # nats; exp(-104) is 0 in float32, so what lies further below says nothing
+STEPS_PER_OCTAVE = 20
+
+
+def id_bits(vocab_size: int) -> int:
+    """Bits of one token id."""
+    return max(1, (vocab_size - 1).bit_length())
+
+
+def max_error(value_range: float, k: int) -> float:
+    """Largest error in nats of a decoded log-prob whose token has distances up to `value_range`.
+
+    `value_range` is the range as stored, up to 3.6 % above the largest distance. Log-probs more
+    than 104 nats below the most likely (probability 0 in float32) decode as 104 nats below.
+    """
+    rounding = value_range / (2 * M**2)
+    return value_range / M + sqrt(value_range * log(k)) / M + rounding
+
+
+def encode_top_k(top: TopK, num_sequences: int, vocab_size: int) -> dict[str, Tensor]:
+    """Rows of `num_sequences` sequences, from the `TopK` of all their tokens in order."""
+    is_far_TK = top.distances > MAX_DISTANCE
+    near_TK = top.distances.masked_fill(is_far_TK, 0.0)
+    range_code_T = _encode_range(near_TK.amax(-1))
+    ratio_TK = near_TK / _decode_range(range_code_T)[:, None]
+    codes_TK = (M * ratio_TK.sqrt()).round().long().masked_fill(is_far_TK, FAR)
+    rows = (num_sequences, -1)
+    return {
+        "topk_ids": pack_bits(top.ids.reshape(rows), id_bits(vocab_size)),
+        "topk_codes": _pack_codes(codes_TK[:, 1:], num_sequences),
+        "topk_range": range_code_T.to(torch.uint8).view(rows),
+        "log_sum_exp": top.log_sum_exp.view(rows),
+        "tail_logprob": top.tail_logprob.view(rows),
+    }
+
+
+def decode_top_k(
+    rows: dict[str, Tensor], *, length: int, k: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Ids `(N, S, K)` int64 and log-probs `(N, S, K)` float32, most likely first."""
+    N = rows["topk_range"].shape[0]
+    ids = unpack_bits(rows["topk_ids"], id_bits(vocab_size), length * k).view(N, length, k)
+    codes = unpack_bits(rows["topk_codes"], CODE_BITS, length * (k - 1)).view(N, length, k - 1)
+    range_NS1 = _decode_range(rows["topk_range"].double()).float()[..., None]
+    near = range_NS1 * (codes.float() / M).square()
+    distances = pad(near.masked_fill(codes == FAR, MAX_DISTANCE), (1, 0))
+    # probabilities sum to 1 - tail, which fixes the most likely one
+    head_NS = torch.log(-torch.expm1(rows["tail_logprob"]))
+    first_NS = head_NS - torch.logsumexp(-distances, dim=-1)
+    return ids, first_NS[..., None] - distances
+
+
+def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Rows of `(N, S, n)` ascending draws, kept where `mask` `(N, S)` is true.
+
+    `sample_marks` has one bit a draw: it differs from the draw before it. So a token's bits tell
+    how many distinct ids it has and, in unary, how often each was drawn. `sample_ids` holds the
+    distinct ids of all sequences one after the other, `sample_lengths` bytes each.
+    """
+    N = draws.shape[0]
+    marks = torch.ones_like(draws, dtype=torch.bool)
+    marks[..., 1:] = draws[..., 1:] != draws[..., :-1]
+    marks &= mask[..., None]
+    packed = [pack_bits(draws[i][marks[i]][None], id_bits(vocab_size))[0] for i in range(N)]
+    return {
+        "sample_marks": pack_bits(marks.view(N, -1), 1),
+        "sample_ids": torch.cat(packed),
+        "sample_lengths": torch.tensor([len(row) for row in packed], dtype=torch.int32),
+    }
+
+
+def decode_draws(
+    marks: Tensor, id_rows: list[Tensor], *, length: int, num_draws: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Distinct ids `(N, S, D)` int64 and counts `(N, S, D)` float32; padded with id 0, count 0.
+
+    Args:
+        marks: `(N, ceil(S * n / 8))` uint8 rows of `sample_marks`.
+        id_rows: for each sequence its bytes of `sample_ids`.
+    """
+    N, n = marks.shape[0], num_draws
+    marks_NSn = unpack_bits(marks, 1, length * n).view(N, length, n)
+    bits = id_bits(vocab_size)
+    padded = pad_sequence(id_rows, batch_first=True)
+    ids_NI = unpack_bits(padded, bits, padded.shape[1] * 8 // bits)
+    D = max(1, int(marks_NSn.sum(-1).max()))
+    ids = torch.zeros(N, length, D, dtype=torch.int64)
+    counts = torch.zeros(N, length, D)
+    if ids_NI.shape[1] == 0:
+        return ids, counts
+    slot_NSn = (marks_NSn.cumsum(-1) - 1).clamp(min=0)  # which of its token's ids a draw is
+    place_NSn = (marks_NSn.view(N, -1).cumsum(-1) - 1).clamp(min=0)  # ... of its sequence's ids
+    drawn_NSn = ids_NI.gather(1, place_NSn).view(N, length, n)
+    is_kept = marks_NSn[..., :1]
+    ids.scatter_(-1, slot_NSn, drawn_NSn * is_kept)
+    counts.scatter_add_(-1, slot_NSn, is_kept.float().expand(-1, -1, n))
+    return ids, counts
+
+
+def _pack_codes(codes_TK: Tensor, num_sequences: int) -> Tensor:
+    per_row = codes_TK.numel() // num_sequences
+    return pack_bits(codes_TK.reshape(num_sequences, per_row), CODE_BITS)
+
+
+def _encode_range(distances: Tensor) -> Tensor:
+    """The code of the smallest stored range that reaches `distances`, float64 in 0..255."""
+    octaves = torch.log2(distances / MAX_DISTANCE)
+    return (255 + STEPS_PER_OCTAVE * octaves).ceil().clamp(0, 255)
+
+
+def _decode_range(code: Tensor) -> Tensor:
+    return MAX_DISTANCE * torch.exp2((code - 255) / STEPS_PER_OCTAVE)

@@ -1,0 +1,66 @@
+"""Settings of `qat cache`: what decides a cache's content, and where the teacher runs."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from qat.config import Settings
+from qat.errors import ConfigError
+
+DataFormat = Literal["auto", "plain", "alpaca", "messages", "sharegpt"]
+Thinking = Literal["false", "true", "both", "none", "all"]
+
+
+class CacheSettings(Settings):
+    """Everything that decides which bytes a cache holds, besides the teacher and tokenizer."""
+
+    data: str
+    """File (.json, .jsonl, .txt), directory of such, `stdlib`, or datasets id[:config][@split]."""
+    format: DataFormat = "auto"
+    """What a row holds; `auto` looks at the fields of the first row."""
+    text_field: str = "text"
+    """Field of a `plain` row that holds the text."""
+    thinking: Thinking = "false"
+    """How chats are rendered: without thinking, with, both, without template (none), all three."""
+    sequence_length: int = Field(64, ge=2)
+    """Tokens in a packed sequence."""
+    top_k: int = Field(64, ge=0)
+    """Most likely teacher tokens kept at every position; 0 keeps none."""
+    draws: int = Field(0, ge=0)
+    """Random draws from the teacher kept at every position (random-sampling distillation)."""
+    num_sequences: int = Field(0, ge=0)
+    """Training sequences to build; 0 takes all that the data has."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """Fraction of the documents kept away from training, for evaluation."""
+    batch_size: int = Field(32, ge=1)
+    """Sequences in one teacher forward."""
+    shard_size: int = Field(1024, ge=1)
+    """Sequences in one shard: what an interrupted build may have to repeat."""
+    seed: int = 0
+    """Seed of the held-out choice and of the draws."""
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> Self:
+        if self.top_k == 0 and self.draws == 0:
+            raise ConfigError(
+                "top_k=0 and draws=0 keep nothing of the teacher; at least one must be positive: "
+                "set --top-k or --draws"
+            )
+        return self
+
+
+class CacheConfig(CacheSettings):
+    """Flags of `qat cache`."""
+
+    teacher: str
+    """Directory or hub id of the teacher, which also brings the tokenizer."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """The teacher's precision; auto is bf16 where it is native, else fp32."""
+    device_map: str | None = None
+    """Spread the teacher over devices (`auto`); by default it runs on one."""
+
+    def settings(self) -> CacheSettings:
+        """The part that decides the content."""
+        return CacheSettings(**{name: getattr(self, name) for name in CacheSettings.model_fields})

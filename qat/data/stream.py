@@ -1,0 +1,112 @@
+"""The documents of a cache as blocks of packed sequences, in an order that never changes."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from qat.data.cache import SPLITS, Split
+from qat.data.chat import Document, render
+from qat.data.config import CacheSettings
+from qat.data.packing import Packed, Packer
+from qat.data.text import encode, end_token
+from qat.errors import DataError
+
+
+class Block(NamedTuple):
+    """The sequences of one shard."""
+
+    split: Split
+    index: int
+    first_sequence: int
+    packed: Packed
+
+    @property
+    def file(self) -> str:
+        """The shard's file name."""
+        return f"{self.split}-{self.index:05d}.safetensors"
+
+
+def blocks(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
+) -> Iterator[Block]:
+    """Blocks of `shard_size` sequences of both splits, as the documents fill them.
+
+    Reading stops when `num_sequences` training sequences are there; the held-out split then has
+    what was read until that point. Each split's last block is smaller, its last sequence padded.
+
+    Raises:
+        DataError: the documents hold no text.
+        ConfigError: the tokenizer cannot render chats or end documents.
+    """
+    end = end_token(tokenizer)
+    limits = {"train": settings.num_sequences, "held_out": 0}
+    cutters = {
+        split: _Cutter(split, Packer(settings.sequence_length, end), settings, limits[split])
+        for split in SPLITS
+    }
+    for document in documents:
+        cutter = cutters[split_of(document, settings.seed, settings.held_out)]
+        for ids in encode(render(document, tokenizer, settings.thinking), tokenizer):
+            if len(ids) > 1:
+                cutter.packer.push(ids)
+        yield from cutter.full_blocks()
+        if cutters["train"].is_satisfied:
+            break
+    if all(cutter.is_empty for cutter in cutters.values()):
+        raise DataError(
+            f"data={settings.data} holds no text, expected at least one document; "
+            "check the file and --text-field"
+        )
+    for cutter in cutters.values():
+        yield from cutter.last_block()
+
+
+def split_of(document: Document, seed: int, held_out: float) -> Split:
+    """The split of a document: of its content and the seed alone, so copies stay together."""
+    content = json.dumps([seed, document], sort_keys=True).encode()
+    return "held_out" if xxhash.xxh3_64_intdigest(content) < held_out * 2**64 else "train"
+
+
+class _Cutter:
+    """Cuts one split's packed stream into blocks; `limit` sequences at most, 0 for no limit."""
+
+    def __init__(self, split: Split, packer: Packer, settings: CacheSettings, limit: int) -> None:
+        self.packer = packer
+        self._split = split
+        self._size = settings.shard_size
+        self._limit = limit
+        self._blocks = 0
+        self._sequences = 0
+
+    @property
+    def is_satisfied(self) -> bool:
+        """Whether the limit is reached with what the packer holds."""
+        return bool(self._limit) and self._sequences + self.packer.num_full >= self._limit
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether not one token came."""
+        return self._sequences + self.packer.num_left == 0
+
+    def full_blocks(self) -> Iterator[Block]:
+        """Blocks of full size that the packer can fill now."""
+        while self._capped(self.packer.num_full) >= self._size:
+            yield self._cut(self._size)
+
+    def last_block(self) -> Iterator[Block]:
+        """What is left, if anything."""
+        count = self._capped(self.packer.num_left)
+        if count:
+            yield self._cut(count)
+
+    def _capped(self, count: int) -> int:
+        return min(count, self._limit - self._sequences) if self._limit else count
+
+    def _cut(self, count: int) -> Block:
+        block = Block(self._split, self._blocks, self._sequences, self.packer.take(count))
+        self._blocks += 1
+        self._sequences += count
+        return block

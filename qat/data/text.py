@@ -1,0 +1,54 @@
+"""Tokens of documents, and what makes two tokenizers the same."""
+
+import json
+
+import xxhash
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from qat.data.chat import Rendering
+from qat.errors import ConfigError
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits of the vocabulary, the merges and the special tokens; equal in any process.
+
+    Two tokenizers with the same hash turn text into the same ids, up to normalisation.
+    """
+    state = {"vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])}
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        merges = backend["model"].get("merges", [])
+        state["merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
+        added = backend["added_tokens"]
+        state["special"] = sorted((t["id"], t["content"]) for t in added if t["special"])
+    return xxhash.xxh3_64_hexdigest(json.dumps(state, ensure_ascii=True).encode())
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that ends a document.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token, which separates packed documents; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
+
+
+def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each text, ended by exactly one end token.
+
+    Plain text gets the special tokens that the tokenizer adds (a BOS for Llama and Gemma);
+    templated text already holds them.
+    """
+    end = end_token(tokenizer)
+    return [
+        ids if ids and ids[-1] == end else [*ids, end]
+        for ids in (
+            tokenizer(r.text, add_special_tokens=not r.is_templated, verbose=False)["input_ids"]
+            for r in renderings
+        )
+    ]
