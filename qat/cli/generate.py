@@ -1,5 +1,52 @@
-"""`qat generate`."""
+"""`qat generate`: let a model speak."""
+
+import sys
+import time
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from qat.cli.result import print_result
+from qat.evaluate.config import GenerateConfig
+
+DEFAULTS = GenerateConfig()
 
 
-def generate() -> None:
-    """generate (being built)."""
+def generate(
+    model: str, *, config: Annotated[GenerateConfig, Parameter(name="*")] = DEFAULTS
+) -> None:
+    """Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.
+
+    Args:
+        model: model directory, run directory or hub id.
+        config: settings.
+    """
+    from qat.backend import seeded
+    from qat.evaluate.generation import generate_text
+    from qat.evaluate.judge_cache import open_student
+
+    speaker, tokenizer = open_student(model, device=config.device, dtype=config.dtype)
+    if config.raw or not tokenizer.chat_template:
+        _write(config.prompt)
+    start = time.perf_counter()
+    with seeded(config.seed):
+        said = generate_text(
+            speaker,
+            tokenizer,
+            config.prompt,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            raw=config.raw,
+            stream=_write,
+        )
+    seconds = time.perf_counter() - start
+    _write("\n")
+    tokens_per_s = round(said.num_tokens / seconds, 1)
+    print_result(model=model, prompt=config.prompt, **said._asdict(), tokens_per_s=tokens_per_s)
+
+
+def _write(piece: str) -> None:
+    """Show a piece of text at once, without ending the line."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
