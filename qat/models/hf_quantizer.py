@@ -193,6 +193,7 @@ def _empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLut
             "that name; load the checkpoint with AutoModelForCausalLM, or convert the model anew"
         )
     O, I = linear.weight.shape
+    _check_groups(name, spec, I)
     with torch.device("meta"):
         if spec.scale == "low_rank":
             R = spec.rank
@@ -202,6 +203,14 @@ def _empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLut
         indices = torch.empty(O, I, dtype=torch.uint8)
         quantized = QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
         return FrozenLutLinear(quantized, linear.bias, spec)
+
+
+def _check_groups(name: str, spec: LutSpec, in_features: int) -> None:
+    if spec.scale == "group":
+        try:
+            spec.check_shape(name, in_features)
+        except ConfigError as error:
+            raise CheckpointError(f"quantization_config of {error}") from None
 
 
 def _check_indices(name: str, linear: QuantLinear) -> None:

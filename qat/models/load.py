@@ -117,10 +117,11 @@ def model_identity(source: str) -> str:
 
 
 def _may_be_hub_id(source: str) -> bool:
-    """Whether `source` looks like `name` or `owner/name`, not like a path below what is here."""
+    """Whether `source` looks like `owner/name`, not like a path below what is here."""
     path = Path(source)
-    is_inside = len(path.parts) == 2 and path.parent.is_dir()
-    return not source.startswith((".", "/", "~")) and len(path.parts) <= 2 and not is_inside
+    return (
+        not source.startswith((".", "/", "~")) and len(path.parts) == 2 and not path.parent.is_dir()
+    )
 
 
 def _open(

@@ -1,0 +1,342 @@
+"""Packed checkpoints: train == save == reload, strict loading, and nothing half-written."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, latent_linear, tiny_quantized
+from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import qat  # noqa: F401 - registers the quantizer
+from qat.errors import CheckpointError, ConfigError
+from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, write_checkpoint
+from qat.models.directory import atomic_directory
+from qat.models.swap import linear_names, replace_module
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.step import quant_linears
+from qat.quant.spec import LutSpec
+
+IDS = torch.arange(40).view(2, 20) * 7 % 320
+
+VARIANTS = [
+    *[(architecture, {}) for architecture in ARCHITECTURES],
+    *[(architecture, {"tie_word_embeddings": True}) for architecture in ARCHITECTURES],
+    *[(architecture, {"tie_word_embeddings": False}) for architecture in ARCHITECTURES],
+    ("qwen3", {"attention_bias": True}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("gemma3", {"final_logit_softcapping": 5.0}),
+]
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+def edit_tensors(path: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of a checkpoint by name, `__` for a dot; None removes one."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    """Set keys of the `quantization_config`."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= changes
+    file.write_text(json.dumps(config))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_reloaded_logits_are_equal_for_every_spec(spec: LutSpec, tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", spec)
+    save_checkpoint(model, None, tmp_path / "out")
+    loaded = load_checkpoint(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+    assert not loaded.training
+    assert {type(m) for m in quant_linears(loaded).values()} == {FrozenLutLinear}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_reloaded_logits_are_equal_for_every_architecture(
+    variant: tuple[str, dict], tmp_path: Path
+) -> None:
+    architecture, overrides = variant
+    model = tiny_quantized(architecture, SPECS["lut3"], **overrides)
+    save_checkpoint(model, None, tmp_path / "out")
+    by_hub_name = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(by_hub_name), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["group", "low_rank"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_in_half_precision_rounds_no_quantizer_tensor(
+    dtype: torch.dtype, kind: str, tmp_path: Path
+) -> None:
+    spec = SPECS["lut4" if kind == "group" else "lut2_r4"]
+    model = tiny_quantized("llama", spec, mlp_bias=True)
+    save_checkpoint(model, None, tmp_path / "out")
+    loaded = load_checkpoint(tmp_path / "out", dtype)
+    assert loaded.get_input_embeddings().weight.dtype == dtype
+    originals = quant_linears(model)
+    for name, linear in quant_linears(loaded).items():
+        assert linear.packed.dtype == torch.uint8
+        assert linear.bias is None or linear.bias.dtype == dtype
+        for key, parameter in linear.weight_parameters().items():
+            assert parameter.dtype == torch.float32
+            assert torch.equal(parameter, originals[name].weight_parameters()[key])
+    assert torch.equal(logits(loaded), logits(load_checkpoint(tmp_path / "out", dtype)))
+
+
+def test_latent_weights_are_saved_as_what_they_compute(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    for name in linear_names(model)[::2]:
+        old = model.get_submodule(name)
+        latent = latent_linear(old.out_features, old.in_features, SPECS["lut4"])
+        with torch.no_grad():
+            latent.codebook.copy_(latent.codebook.flip(0))  # as training may leave it
+        replace_module(model, name, latent)
+    save_checkpoint(model, None, tmp_path / "out")
+    loaded = load_checkpoint(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+    for linear in quant_linears(loaded).values():
+        assert torch.equal(linear.codebook, linear.codebook.sort().values)
+    assert not any(
+        key.endswith("proj.weight") for key in load_file(tmp_path / "out/model.safetensors")
+    )
+
+
+def test_stored_dtypes_and_names(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    prefix = "model.layers.0.mlp.down_proj."
+    kinds = {k.removeprefix(prefix): t.dtype for k, t in tensors.items() if k.startswith(prefix)}
+    assert kinds == {"packed": torch.uint8, "codebook": torch.float32, "scales": torch.float16}
+
+
+def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=True)
+    save_checkpoint(model, None, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
+    loaded = load_checkpoint(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    model.generation_config.max_new_tokens = 17
+    tokenizer = tiny_tokenizer()
+    save_checkpoint(model, tokenizer, tmp_path / "out")
+    assert load_checkpoint(tmp_path / "out").generation_config.max_new_tokens == 17
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert reloaded.get_vocab() == tokenizer.get_vocab()
+    assert reloaded.chat_template == tokenizer.chat_template
+
+
+def test_saving_again_gives_the_same_bytes(saved: Path, tmp_path: Path) -> None:
+    save_checkpoint(load_checkpoint(saved), None, tmp_path / "again")
+    load_checkpoint(saved).save_pretrained(tmp_path / "by_transformers")
+    for other in ("again", "by_transformers"):
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / other / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_a_sharded_checkpoint_loads_and_is_checked(saved: Path, tmp_path: Path) -> None:
+    model = load_checkpoint(saved)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    shards = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(shards) > 1
+    assert torch.equal(logits(load_checkpoint(tmp_path / "sharded")), logits(model))
+    shards[0].unlink()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_checkpoint(tmp_path / "sharded")
+
+
+def test_a_replaced_checkpoint_is_the_new_one(saved: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut4"])
+    save_checkpoint(model, None, saved, replace=True)
+    assert torch.equal(logits(load_checkpoint(saved)), logits(model))
+    assert [p.name for p in saved.parent.iterdir()] == ["saved"]
+
+
+def test_callers_may_write_more_beside_the_model(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as partial:
+        write_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, partial)
+        (partial / "trainer").mkdir()
+        (partial / "trainer/state.safetensors").write_bytes(b"x")
+    load_checkpoint(tmp_path / "out")
+    assert (tmp_path / "out/trainer/state.safetensors").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_foreign_directory_is_not_written_into(replace: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="not replaced" if replace else "not empty"):
+        save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path, replace=replace)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_out_may_not_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path / "out")
+
+
+@pytest.mark.parametrize("is_there_before", [False, True])
+def test_a_full_disk_leaves_what_was_there(is_there_before: bool, tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    out = tmp_path / "out"
+    if is_there_before:
+        save_checkpoint(model, None, out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="nothing was left there"):
+            save_checkpoint(tiny_quantized("qwen3", SPECS["lut4"]), None, out, replace=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in tmp_path.iterdir()] == (["out"] if is_there_before else [])
+    if is_there_before:
+        assert torch.equal(logits(load_checkpoint(out)), logits(model))
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "out") as partial:
+        (partial / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_quantized_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no quantized layers"):
+        save_checkpoint(tiny_model(), None, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overflowing_scales_are_refused(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.scales[0, 0] = 1e6
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.scales .* not finite"):
+        save_checkpoint(model, None, tmp_path / "out")
+
+
+NAME = "model.layers.0.mlp.down_proj"
+KEY = NAME.replace(".", "__")
+
+DAMAGES = {
+    "missing": ({f"{KEY}__scales": None}, rf"misses {NAME}.scales; expected"),
+    "missing_norm": ({"model__norm__weight": None}, r"misses model.norm.weight"),
+    "extra": ({"model__spare": torch.ones(1)}, r"no place for: model.spare"),
+    "shape": (
+        {f"{KEY}__scales": torch.ones(32, 2).half()},
+        rf"wrong shapes: {NAME}.scales \(32, 2\) instead of \(32, 4\)",
+    ),
+    "packed_shape": (
+        {f"{KEY}__packed": torch.zeros(32, 5, dtype=torch.uint8)},
+        rf"wrong shapes: {NAME}.packed \(32, 5\) instead of \(32, 16\)",
+    ),
+    "dtype": (
+        {f"{KEY}__scales": torch.ones(32, 4)},
+        rf"wrong dtypes: {NAME}.scales F32 instead of F16",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_wrong_tensors_are_named(damage: str, saved: Path) -> None:
+    changes, message = DAMAGES[damage]
+    edit_tensors(saved, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved)
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_many_wrong_tensors_are_counted(saved: Path) -> None:
+    edit_tensors(saved, **{f"{KEY}__{key}": None for key in ("packed", "codebook", "scales")})
+    edit_tensors(saved, model__norm__weight=None)
+    with pytest.raises(CheckpointError, match="and 1 more; expected"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("kept", [0, 100, -1])
+def test_a_truncated_file_is_refused(kept: int, saved: Path) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"cannot be read .* damaged: copy it anew"):
+        load_checkpoint(saved)
+
+
+def test_a_missing_file_is_refused(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"format=2, expected format=1"),
+        ({"spare": 1}, r"keys \['spare'\]"),
+        ({"modules": {}}, r"0 modules"),
+        ({"modules": {NAME: {"bits": 9}}}, rf"{NAME}.*bits=9"),
+        ({"modules": {NAME: {"bits": 2, "speed": 1}}}, rf"{NAME}.*speed"),
+        ({"modules": {"model.layers.7.mlp": {"bits": 2}}}, r"no linear layer of that name"),
+        ({"modules": {"model.norm": {"bits": 2}}}, r"no linear layer of that name"),
+        ({"modules": {NAME: {"bits": 2, "group_size": 5}}}, r"group_size=5 does not divide"),
+    ],
+)
+def test_a_foreign_quantization_config_is_refused(changes: dict, message: str, saved: Path) -> None:
+    edit_config(saved, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved)
+
+
+def test_an_index_beyond_a_ternary_codebook_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tiny_quantized("qwen3", SPECS["ternary"]), None, tmp_path / "out")
+    packed = torch.full((32, 16), 255, dtype=torch.uint8)
+    edit_tensors(tmp_path / "out", **{f"{KEY}__packed": packed})
+    with pytest.raises(CheckpointError, match="holds index 3, but the codebook has 3 levels"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_a_float_model_is_not_a_packed_checkpoint(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    assert not is_packed(tmp_path)
+    with pytest.raises(CheckpointError, match="not a packed checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_broken_config_is_refused(saved: Path) -> None:
+    (saved / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load_checkpoint(saved)
+
+
+def test_device_map_places_the_model(saved: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(saved, device_map="cpu", dtype=torch.bfloat16)
+    assert torch.equal(logits(loaded), logits(load_checkpoint(saved, torch.bfloat16)))
+
+
+def test_a_copy_is_as_good(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    assert torch.equal(logits(load_checkpoint(tmp_path / "copy")), logits(load_checkpoint(saved)))

@@ -1,0 +1,219 @@
+"""Whatever a user may call a model: directories, runs, bad names."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, tiny_quantized
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model, tiny_tokenizer
+from transformers import PreTrainedModel
+
+from qat.errors import CheckpointError, ConfigError
+from qat.models.checkpoint import save_checkpoint
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, resolve
+
+IDS = torch.arange(12).view(2, 6)
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Attempts to reach a hub; a test that leaves any here fails."""
+    attempts = []
+
+    def refuse(*arguments: object, **_: object) -> None:
+        attempts.append(arguments)
+        raise OSError("this test has no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    yield attempts
+    assert not attempts
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def float_dir(tmp_path: Path) -> Path:
+    tiny_model("llama").save_pretrained(tmp_path / "float")
+    return tmp_path / "float"
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def make_run(tmp_path: Path, **pointers: int) -> Path:
+    """A run whose checkpoints hold step numbers as seeds."""
+    run = tmp_path / "run"
+    for pointer, step in pointers.items():
+        name = f"checkpoints/step-{step:06d}"
+        save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), run / name)
+        (run / name / "trainer").mkdir()
+        (run / pointer).write_text(f"{name}\n")
+    return run
+
+
+def test_packed_directory(packed: Path) -> None:
+    loaded = load_model(str(packed), device="cpu", dtype="bf16")
+    assert loaded.model.dtype == torch.bfloat16 and not loaded.model.training
+    assert load_tokenizer(str(packed)).get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_float_directory(float_dir: Path) -> None:
+    loaded = load_model(str(float_dir), device="cpu")
+    assert loaded.model.dtype == torch.float32
+    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
+
+
+def test_a_teacher_has_no_gradients(float_dir: Path) -> None:
+    teacher = load_teacher(str(float_dir), device="cpu", device_map="auto")
+    assert not any(p.requires_grad for p in teacher.model.parameters())
+    assert not teacher.model.training
+
+
+def test_a_run_gives_its_best_then_its_latest_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path, latest=200)
+    assert resolve(str(run)) == str(run / "checkpoints/step-000200")
+    make_run(tmp_path, best=100)
+    assert resolve(str(run)) == str(run / "checkpoints/step-000100")
+
+
+def test_a_run_loads_and_says_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(tmp_path, latest=7)
+    with caplog.at_level("INFO", logger="qat"):
+        load_model(str(run), device="cpu", dtype="fp32")
+    assert "step-000007" in caplog.text
+    load_tokenizer(str(run))
+
+
+def test_a_pointer_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("checkpoints/step-000001")
+    with pytest.raises(CheckpointError, match="holds no config.json"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["{tmp}/none", "./none", "{tmp}", "tests/none", "a/b/c", "~/x"])
+def test_missing_models_are_one_line(name: str, tmp_path: Path) -> None:
+    source = name.format(tmp=tmp_path)
+    with pytest.raises(CheckpointError, match="check the path") as caught:
+        load_model(source, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_is_asked_of_the_hub(
+    network: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(CheckpointError, match="nobody/has-this does not give a tokenizer"):
+        load_tokenizer("nobody/has-this")
+    assert network
+    network.clear()
+
+
+def test_owner_and_name_are_a_hub_id() -> None:
+    assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_a_float_model_with_missing_tensors_is_refused(float_dir: Path) -> None:
+    file = float_dir / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="misses 1 tensors .such as model.norm.weight"):
+        load_model(str(float_dir), device="cpu")
+
+
+def test_a_truncated_float_model_is_refused(float_dir: Path) -> None:
+    file = float_dir / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="does not give a causal language model"):
+        load_model(str(float_dir), device="cpu")
+
+
+def test_an_unknown_architecture_is_refused(float_dir: Path) -> None:
+    (float_dir / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(CheckpointError, match="nonesuch"):
+        load_model(str(float_dir), device="cpu")
+
+
+def test_a_directory_without_tokenizer_is_refused(float_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not give a tokenizer"):
+        load_tokenizer(str(float_dir))
+
+
+def test_a_missing_device_is_refused(float_dir: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        load_model(str(float_dir), device="cuda")
+
+
+def test_identity_follows_the_content(packed: Path, float_dir: Path) -> None:
+    identity = model_identity(str(packed))
+    assert identity == model_identity(str(packed)) != model_identity(str(float_dir))
+    (packed / "notes.txt").write_text("not a part of the model")
+    assert model_identity(str(packed)) == identity
+    file = packed / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert model_identity(str(packed)) != identity
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+def test_head_of_hidden_is_the_model(architecture: str, softcap: float | None) -> None:
+    overrides = {"final_logit_softcapping": softcap} if architecture == "gemma3" else {}
+    split = LanguageModel(tiny_model(architecture, **overrides))
+    split.check_split()
+    positions = torch.arange(6).expand(2, 6)
+    with torch.no_grad():
+        assert torch.equal(split.logits(split.hidden(IDS, positions)), logits(split.model))
+
+
+def test_scaled_logits_are_refused() -> None:
+    model = tiny_model()
+    forward = model.forward
+
+    def scaled(**inputs: object) -> object:
+        output = forward(**inputs)
+        output.logits = output.logits / 8
+        return output
+
+    model.forward = scaled
+    with pytest.raises(CheckpointError, match="changes its logits behind the head"):
+        LanguageModel(model).check_split()
+
+
+def test_a_model_without_head_is_refused() -> None:
+    model = tiny_model()
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(CheckpointError, match="no output embedding"):
+        LanguageModel(model).check_split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import qat", "import qat.models.swap"])
+def test_the_quantizer_registers_whatever_is_imported_first(first: str, packed: Path) -> None:
+    code = (
+        f"{first}; from transformers import AutoModelForCausalLM; "
+        f"model = AutoModelForCausalLM.from_pretrained({str(packed)!r}); "
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "FrozenLutLinear", done.stderr
+
+
+def test_importing_qat_imports_nothing_heavy() -> None:
+    code = "import sys, qat; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

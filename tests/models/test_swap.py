@@ -1,0 +1,170 @@
+"""Finding linears in any model, and changing their representation without changing the function."""
+
+import pytest
+import torch
+from quantized import SPECS, latent_linear, random_weight, tiny_quantized
+from tiny import ARCHITECTURES, tiny_model
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from qat.errors import CheckpointError
+from qat.models.swap import (
+    ascending,
+    decoder_layers,
+    latent_weight,
+    linear_names,
+    replace_module,
+    to_frozen,
+    to_latent,
+)
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.lut_linear import LutLinear
+from qat.nn.step import quant_linears
+from qat.quant.spec import LutSpec
+from qat.quant.weight import QuantizedWeight, Scales, dequantize, expand_scales, nearest_indices
+
+PROJECTIONS = [
+    *[f"self_attn.{p}_proj" for p in "qkvo"],
+    *[f"mlp.{p}_proj" for p in ("gate", "up", "down")],
+]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_linear_names_are_those_of_the_blocks(architecture: str) -> None:
+    model = tiny_model(architecture)
+    expected = {f"model.layers.{layer}.{p}" for layer in (0, 1) for p in PROJECTIONS}
+    names = linear_names(model)
+    assert set(names) == expected and len(names) == len(expected)
+    assert len(decoder_layers(model)) == 2
+    assert linear_names(tiny_quantized(architecture, SPECS["lut2"])) == names
+
+
+def test_blocks_without_linears_are_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2))
+    with pytest.raises(CheckpointError, match="hold no nn.Linear"):
+        linear_names(model)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = tiny_model()
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(CheckpointError, match="no list of 2 decoder blocks"):
+        decoder_layers(model)
+
+
+def test_replace_module_at_the_top_and_below() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    new = nn.Identity()
+    replace_module(model, "1.0", new)
+    assert model[1][0] is new
+    replace_module(model, "0", new)
+    assert model[0] is new
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_ascending_keeps_every_bit_of_the_weight(spec: LutSpec) -> None:
+    quantized = random_weight(9, 2 * spec.group_size, spec)
+    shuffled = quantized._replace(codebook=quantized.codebook[torch.randperm(spec.num_levels)])
+    sorted_ = ascending(shuffled)
+    assert torch.equal(sorted_.codebook, quantized.codebook)
+    assert sorted_.indices.dtype == torch.uint8
+    assert torch.equal(dequantize(sorted_), dequantize(shuffled))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spread", [0.0, 0.05, 1e4])
+def test_to_latent_keeps_the_weight_to_the_bit(spec: LutSpec, spread: float) -> None:
+    model = tiny_quantized("llama", spec, mlp_bias=True)
+    before = {name: m.quantized_weight() for name, m in quant_linears(model).items()}
+    base = {name: torch.randn_like(weight) * spread for name, weight in before.items()}
+    to_latent(model, list(before), base)
+    for name, linear in quant_linears(model).items():
+        assert isinstance(linear, LutLinear)
+        assert torch.equal(linear.quantized_weight(), before[name])
+    to_frozen(model)
+    for name, linear in quant_linears(model).items():
+        assert isinstance(linear, FrozenLutLinear)
+        assert torch.equal(linear.quantized_weight(), before[name])
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_without_base_the_latent_weight_is_the_quantized_value(spec: LutSpec) -> None:
+    model = tiny_quantized("qwen3", spec)
+    name = linear_names(model)[0]
+    before = model.get_submodule(name).quantized_weight()
+    to_latent(model, [name])
+    assert torch.equal(model.get_submodule(name).weight, before)
+    assert torch.equal(model.get_submodule(name).quantized_weight(), before)
+    assert sum(isinstance(m, LutLinear) for m in model.modules()) == 1
+
+
+def cell_weight(spec: LutSpec, S: Tensor) -> QuantizedWeight:
+    """A weight whose rows hold every level once, with scale `S` `(1,)`."""
+    indices = torch.arange(spec.num_levels, dtype=torch.uint8)[None]
+    codebook = torch.linspace(-1, 1, spec.num_levels)
+    return QuantizedWeight(indices, codebook, Scales(S.view(1, 1)))
+
+
+def test_a_base_weight_inside_its_cell_stays() -> None:
+    quantized = cell_weight(SPECS["lut2"], torch.tensor(2.0))
+    base = torch.tensor([[-50.0, -0.6, 0.1, 1.4]])
+    assert torch.equal(latent_weight(quantized, base), base)
+
+
+def test_a_base_weight_outside_is_moved_just_inside() -> None:
+    quantized = cell_weight(SPECS["lut2"], torch.tensor(2.0))
+    base = torch.tensor([[5.0, -5.0, 5.0, -5.0]])
+    moved = latent_weight(quantized, base)
+    edges = torch.tensor([[-2 / 3, -2 / 3, 2 / 3, 2 / 3]]) * 2  # between two levels, times S
+    assert (moved - edges).abs().max() < 1e-3
+    assert torch.equal(
+        nearest_indices(moved, torch.tensor(2.0), quantized.codebook), quantized.indices
+    )
+
+
+def test_where_the_scale_is_zero_the_base_stays() -> None:
+    quantized = cell_weight(SPECS["lut2"], torch.tensor(0.0))
+    base = torch.tensor([[5.0, -5.0, 0.0, 1.0]])
+    assert torch.equal(latent_weight(quantized, base), base)
+
+
+def test_a_negative_scale_turns_the_cells() -> None:
+    spec = SPECS["lut2_r4"]
+    quantized = random_weight(16, 32, spec)
+    S = expand_scales(quantized.scales, 32)
+    assert (S < 0).any()
+    moved = latent_weight(quantized, torch.randn(16, 32) * 100)
+    assert torch.equal(nearest_indices(moved, S, quantized.codebook), quantized.indices)
+
+
+def test_equal_levels_keep_the_weight() -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    name = linear_names(model)[0]
+    with torch.no_grad():
+        model.get_submodule(name).codebook.copy_(torch.tensor([-1.0, 0.5, 0.5, 2.0]))
+    before = model.get_submodule(name).quantized_weight()
+    to_latent(model, [name])
+    assert torch.equal(model.get_submodule(name).quantized_weight(), before)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [({}, "has no weight there"), ({"shape": torch.ones(3, 3)}, r"has shape \(3, 3\) there")],
+)
+def test_a_foreign_base_is_refused(base: dict[str, Tensor], message: str) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    name = linear_names(model)[0]
+    base = {name: base["shape"]} if base else {}
+    with pytest.raises(CheckpointError, match=message):
+        to_latent(model, [name], base)
+
+
+def test_to_frozen_keeps_bias_mode_and_gradient_flags() -> None:
+    model = nn.Sequential(latent_linear(8, 32, SPECS["lut3"], bias=True)).eval()
+    latent = model[0]
+    x = torch.randn(3, 32)
+    before = model(x)
+    to_frozen(model)
+    assert isinstance(model[0], FrozenLutLinear) and not model[0].training
+    assert torch.equal(model(x), before)
+    assert torch.equal(model[0].bias, latent.bias)
