@@ -21,7 +21,9 @@ from qat.nn.quant_linear import QuantLinear
 from qat.quant.error_feedback import damped, fit_to_inputs, output_error
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan
-from qat.quant.weight import QuantizedWeight, dequantize
+from qat.quant.weight import dequantize
+
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -117,23 +119,23 @@ class _Conversion:
     def quantize(self, names: list[str], hessian: Tensor | None) -> None:
         """Replace the linears called `names`; they share the input behind `hessian`."""
         with ThreadPoolExecutor(self.workers) as pool:
-            for name, fitted, report in pool.map(lambda n: self._fit(n, hessian), names):
-                old = self.model.get_submodule(name)
-                bias = None if old.bias is None else old.bias.detach().float()
-                replace_module(self.model, name, FrozenLutLinear(fitted, bias, self.specs[name]))
+            for name, linear, report in pool.map(lambda n: self._fit(n, hessian), names):
+                replace_module(self.model, name, linear)
                 self.reports.append(report)
                 self.ticker.advance()
                 self.ticker.note(f"{name} {report.relative_error:.3f}")
 
-    def _fit(self, name: str, hessian: Tensor | None) -> tuple[str, QuantizedWeight, ModuleReport]:
+    def _fit(self, name: str, hessian: Tensor | None) -> tuple[str, FrozenLutLinear, ModuleReport]:
         began = time.perf_counter()
         spec, weight = self.specs[name], self._weight(name)
         if hessian is None:
             fitted = fit_weight(weight, spec)
         else:
             fitted = fit_to_inputs(weight, spec, hessian)
-        report = _report(name, spec, weight, fitted, hessian=hessian)
-        return name, fitted, replace(report, seconds=time.perf_counter() - began)
+        bias = self.model.get_submodule(name).bias
+        linear = FrozenLutLinear(fitted, None if bias is None else bias.detach(), spec)
+        report = _report(name, linear, weight, hessian)
+        return name, linear, replace(report, seconds=time.perf_counter() - began)
 
     def _weight(self, name: str) -> Tensor:
         """The float weight to imitate, on the device of the one it replaces."""
@@ -146,14 +148,14 @@ class _Conversion:
 
 
 def _report(
-    name: str, spec: LutSpec, weight: Tensor, fitted: QuantizedWeight, *, hessian: Tensor | None
+    name: str, linear: FrozenLutLinear, weight: Tensor, hessian: Tensor | None
 ) -> ModuleReport:
-    error = weight - dequantize(fitted)
-    weighted = None
+    quantized, spec, weighted = linear.quantized(), linear.spec, None
     if hessian is not None:
         H = damped(hessian)
         whole = ((weight @ H) * weight).sum().item()
-        weighted = (output_error(weight, fitted, H) / max(whole, 1e-30)) ** 0.5
+        weighted = (output_error(weight, quantized, H) / max(whole, TINY)) ** 0.5
+    error = weight - dequantize(quantized)
     return ModuleReport(
         name=name,
         bits=spec.bits,
@@ -161,9 +163,9 @@ def _report(
         scale=spec.scale,
         group_size=spec.group_size,
         rank=spec.rank,
-        relative_error=(error.norm() / weight.norm().clamp_min(1e-30)).item(),
+        relative_error=(error.norm() / weight.norm().clamp_min(TINY)).item(),
         weighted_error=weighted,
-        bits_per_weight=bits_per_weight(spec, *weight.shape),
+        bits_per_weight=bits_per_weight(linear),
         seconds=0.0,
     )
 

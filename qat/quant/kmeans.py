@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
-START_BINS = 2048
+START_BINS = 1024
 POLISH_BINS = 65536
+REFINE_BINS = 16384
+POLISH_STEPS = 300
+REFINE_STEPS = 20
 
 Array = NDArray[np.float64]
 
@@ -31,15 +34,16 @@ def weighted_kmeans(values: Array, weights: Array, num_levels: int) -> Array:
         return np.pad(points, (0, num_levels - len(points)), mode="edge")
     start_points, start_mass = histogram(points, mass, START_BINS)
     start = best_split(start_points, start_mass, min(num_levels, len(start_points)))
-    return polish(points, mass, np.pad(start, (0, num_levels - len(start)), mode="edge"))
+    start = np.pad(start, (0, num_levels - len(start)), mode="edge")
+    return polish(points, mass, start, POLISH_STEPS)
 
 
 def refine_levels(values: Array, weights: Array, levels: Array) -> Array:
-    """Better levels for values that moved a little: the polish alone, from the `levels` at hand."""
-    points, mass = histogram(values, weights, POLISH_BINS)
+    """Better levels for values that moved a little: a few steps from the `levels` at hand."""
+    points, mass = histogram(values, weights, REFINE_BINS)
     if len(points) <= len(levels):
         return np.pad(points, (0, len(levels) - len(points)), mode="edge")
-    return polish(points, mass, levels)
+    return polish(points, mass, levels, REFINE_STEPS)
 
 
 def histogram(values: Array, weights: Array, num_bins: int) -> tuple[Array, Array]:
@@ -93,9 +97,9 @@ def best_split(points: Array, mass: Array, num_levels: int) -> Array:
     return centre + (S[edges[1:]] - S[edges[:-1]]) / (W[edges[1:]] - W[edges[:-1]])
 
 
-def polish(points: Array, mass: Array, levels: Array) -> Array:
-    """Lloyd's iterations on weighted points from `levels` until nothing moves, ascending."""
-    kmeans = KMeans(len(levels), init=levels[:, None], n_init=1, tol=0.0, max_iter=1000)
+def polish(points: Array, mass: Array, levels: Array, max_steps: int) -> Array:
+    """Lloyd's steps on weighted points from `levels` until nothing moves, ascending."""
+    kmeans = KMeans(len(levels), init=levels[:, None], n_init=1, tol=0.0, max_iter=max_steps)
     with warnings.catch_warnings():
         # repeated levels (a group of equal weights) are what the caller asked for
         warnings.simplefilter("ignore", ConvergenceWarning)

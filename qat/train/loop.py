@@ -89,11 +89,8 @@ class Trainer:
                     if self._is_due(self.config.log_every):
                         ticker.note(self._log(metrics, speed, result))
                     ticker.advance()
-                    if self._is_due(self.config.eval_every):
-                        self._evaluate(metrics)
-                    if self._is_due(self.config.save_every):
-                        self._save(result.grad_norm)
                     if self._is_due(self.config.eval_every, self.config.save_every):
+                        self._pause(metrics, result.grad_norm)
                         speed.restart()
         finally:
             metrics.close()
@@ -156,24 +153,26 @@ class Trainer:
         tokens_per_s = speed.write(self.step)
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
 
-    def _evaluate(self, metrics: JsonLines) -> None:
+    def _pause(self, metrics: JsonLines, grad_norm: Tensor) -> None:
+        """Evaluate and save where they are due; a best student is always saved."""
+        self._check_finite(grad_norm)
+        is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
+        if is_best or self._is_due(self.config.save_every):
+            self._save(is_best=is_best)
+
+    def _evaluate(self, metrics: JsonLines) -> bool:
+        """Judge the student; whether it is the best so far. An untrained one never counts."""
         verdict = self.judge.verdict(self.dtype)
         metrics.write(kind="eval", step=self.step, **verdict)
-        logger.info(
-            "step %d: %s",
-            self.step,
-            "  ".join(f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float)),
-        )
-        if self.step and score(verdict) < self.best:
+        numbers = (f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float))
+        logger.info("step %d: %s", self.step, "  ".join(numbers))
+        is_best = self.step > 0 and score(verdict) < self.best
+        if is_best:
             self.best = score(verdict)
-            self._write(is_best=True)
+        return is_best
 
-    def _save(self, grad_norm: Tensor) -> None:
-        self._check_finite(grad_norm)
-        self._write(is_best=False)
-
-    def _write(self, *, is_best: bool) -> None:
-        """Write this step's checkpoint (at most once) and let the pointers name it."""
+    def _save(self, *, is_best: bool) -> None:
+        """Write this step's checkpoint and let the pointers name it."""
         path = self.run.checkpoint_path(self.step)
         state = {**self.optimizer.state(), **_rng_tensors(self.backend)}
         facts = {"step": self.step, "best": self.best}

@@ -57,13 +57,11 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
             "rebuild it from more documents or with a higher --held-out"
         )
     run = Run(out)
-    checkpoint = run.pointed("latest") if resume else None
+    checkpoint = run.claim(config, student, resume=resume)
     source = str(checkpoint or student)
+    tokenizer = load_tokenizer(source)
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
-    model, tokenizer = (
-        load_model(source, device=config.device, dtype="fp32"),
-        load_tokenizer(source),
-    )
+    model = load_model(source, device=config.device, dtype="fp32")
     cache.check_student(
         tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
     )
