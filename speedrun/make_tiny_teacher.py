@@ -30,7 +30,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from qat import backend
 from qat.config import Settings
 from qat.data.batch import NO_LABEL
+from qat.data.config import CacheSettings
 from qat.data.stdlib_text import stdlib_documents
+from qat.data.stream import split_of
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -48,7 +50,7 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 class TeacherConfig(Settings):
     """What the tiny teacher is and how it is trained."""
 
-    hidden: int = Field(256, ge=64, multiple_of=64)
+    hidden: int = Field(256, ge=64, multiple_of=128)
     """Model width; heads are 64 wide."""
     layers: int = Field(6, ge=1)
     """Transformer blocks."""
@@ -58,13 +60,13 @@ class TeacherConfig(Settings):
     """Tokens a row: documents are packed end to end and never attend to each other."""
     rows: int = Field(16, ge=1)
     """Rows a step."""
-    epochs: int = Field(24, ge=1)
+    epochs: int = Field(40, ge=1)
     """Passes over the training documents."""
     lr: float = Field(2e-3, gt=0)
     """Peak learning rate: 5 % warm-up, then a cosine to zero."""
-    weight_decay: float = Field(0.5, ge=0)
+    weight_decay: float = Field(1.5, ge=0)
     """AdamW's decay of matrices; high, because the text is short."""
-    dropout: float = Field(0.1, ge=0, lt=1)
+    dropout: float = Field(0.2, ge=0, lt=1)
     """Dropout of what each attention and MLP adds to the residual stream."""
     chat_frac: float = Field(0.25, ge=0, le=1)
     """Share of documents seen as a chat: the first line asked, the rest answered."""
@@ -116,8 +118,18 @@ def read_corpus(path: Path | None) -> Corpus:
     else:
         head, *lines = path.read_text(encoding="utf-8").splitlines()
         python, documents = json.loads(head)["python"], [json.loads(line)["text"] for line in lines]
-    kept, held = split(documents)
-    return Corpus(kept, held, python, xxhash.xxh3_64_hexdigest("\0".join(documents).encode())[:12])
+    digest = xxhash.xxh3_64_hexdigest("\0".join(documents).encode())[:12]
+    return Corpus(*split(documents), python, digest)
+
+
+def split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """The documents that `qat cache` trains on by default, and those that it holds out."""
+    seed = CacheSettings.model_fields["seed"].default
+    fraction = CacheSettings.model_fields["held_out"].default
+    parts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for document in documents:
+        parts[split_of(document, seed, fraction)].append(document)
+    return parts["train"], parts["held_out"]
 
 
 def write_corpus(path: Path) -> None:
@@ -163,7 +175,7 @@ def train_tokenizer(documents: Iterable[str], vocab: int) -> PreTrainedTokenizer
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
     """Token ids of each document, the end token last."""
-    encoded = tokenizer(documents, return_attention_mask=False)["input_ids"]
+    encoded = tokenizer(documents, return_attention_mask=False, verbose=False)["input_ids"]
     return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
 
 
@@ -367,6 +379,8 @@ def judge(out: Path, documents: list[str], config: TeacherConfig) -> dict[str, f
     num_bytes = sum(len(document.encode()) for document in documents) - firsts
     tokens = (packed[2] != NO_LABEL).sum().item()
     return {
+        "megabytes": sum(file.stat().st_size for file in out.iterdir()) / 1e6,
+        "parameters": model.num_parameters(),
         "held_out_documents": len(documents),
         "held_out_tokens": tokens,
         "perplexity": math.exp(nats / tokens),
@@ -401,8 +415,6 @@ Made by
 
     {command}
 
-with {settings}.
-
 ## Training log
 
 Cross-entropy in nats a token; training with dropout and a share of documents as chats.
@@ -413,18 +425,19 @@ Cross-entropy in nats a token; training with dropout and a share of documents as
 """
 
 
-def readme(
-    out: Path, model: Qwen3ForCausalLM, corpus: Corpus, log: Log, config: TeacherConfig
-) -> str:
+def command(config: TeacherConfig) -> str:
+    """What makes this teacher again, every setting spelled out."""
+    values = config.model_dump(exclude_none=True, exclude={"device", "max_minutes"})
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
+    return " ".join(["python speedrun/make_tiny_teacher.py --out checkpoints/tiny-qwen3", *flags])
+
+
+def readme(figures: dict, corpus: Corpus, log: Log, config: TeacherConfig) -> str:
     """The README of the checkpoint: what it is, how good, and how it came about."""
-    table = "\n".join(
-        "| {epoch} | {step} | {train_nats:.4f} | {held_out_nats:.4f} | {seconds:.0f} |".format(**row)
-        for row in log.rows
-    )
+    row = "| {epoch} | {step} | {train_nats:.4f} | {held_out_nats:.4f} | {seconds:.0f} |"
+    table = "\n".join(row.format(**values) for values in log.rows)
     return README.format(
-        **judge(out, corpus.held_out, config),
-        parameters=sum(p.numel() for p in model.parameters()),
-        megabytes=sum(file.stat().st_size for file in out.iterdir()) / 1e6,
+        **figures,
         vocab=config.vocab,
         train_documents=len(corpus.train),
         python=corpus.python,
@@ -435,12 +448,12 @@ def readme(
         seconds=log.rows[-1]["seconds"],
         best_epoch=log.best_row()["epoch"],
         epochs=log.rows[-1]["epoch"],
-        command=" ".join(["python", *sys.argv]),
-        settings=", ".join(f"{k}={v}" for k, v in config.model_dump().items()),
+        command=command(config),
         table=table,
     )
 
 
+DEFAULTS = TeacherConfig()
 app = App(help=__doc__.splitlines()[0])
 
 
@@ -449,7 +462,7 @@ def main(
     *,
     out: Path,
     corpus: Path | None = None,
-    config: Annotated[TeacherConfig, Parameter(name="*")] = TeacherConfig(),
+    config: Annotated[TeacherConfig, Parameter(name="*")] = DEFAULTS,
 ) -> None:
     """Train a teacher and write it to OUT with a README that says how good it is.
 
@@ -464,8 +477,9 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    (out / "README.md").write_text(readme(out, model, texts, log, config), encoding="utf-8")
-    print(json.dumps({"out": str(out)} | log.best_row()))
+    figures = judge(out, texts.held_out, config)
+    (out / "README.md").write_text(readme(figures, texts, log, config), encoding="utf-8")
+    print(json.dumps({"out": str(out)} | log.best_row() | figures))
 
 
 @app.command
