@@ -1,5 +1,37 @@
-"""`qat export`."""
+"""`qat export`: a deployable form of a packed checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qat.cli.result import print_result
+from qat.export.config import ExportConfig
+
+if TYPE_CHECKING:
+    from qat.export.model import ExportReport
 
 
-def export() -> None:
-    """export (being built)."""
+def export(model: str, *, config: Annotated[ExportConfig, Parameter(name="*")], out: Path) -> None:
+    """Write MODEL in a deployable form, read it back and compare its logits to the bit.
+
+    Args:
+        model: directory of a packed checkpoint, or of a run.
+        config: settings.
+        out: directory to make.
+    """
+    from qat.export.model import export_model
+
+    report = export_model(model, config, out)
+    _show(report, config, out)
+    print_result(out=out, to=config.to, logits_equal=True, **report._asdict())
+
+
+def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("form", "dtype", "size", "bits per weight", "logits", title=str(out))
+    size = f"{report.bytes / 1e6:.2f} MB"
+    table.add_row(config.to, report.dtype, size, f"{report.bits_per_weight:.3f}", "equal")
+    Console().print(table)

@@ -1,0 +1,90 @@
+"""A quantized model as a plain Hugging Face directory that any program can read."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.models.checkpoint import quiet_transformers
+from qat.models.directory import atomic_directory
+from qat.nn.step import quant_linears
+
+
+def export_dense(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    out: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write `model` with ordinary linears, all in `dtype`; `out` appears whole or not at all.
+
+    Reloaded, it gives the logits of the packed model exactly, if both compute in `dtype`.
+
+    Raises:
+        ConfigError: `out` is not empty.
+        ExportError: a value does not fit into `dtype`.
+        CheckpointError: `out` cannot be written.
+    """
+    with atomic_directory(out) as partial:
+        write_dense(model, tokenizer, partial, dtype)
+
+
+def write_dense(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write the files of a dense model into `directory`, which exists.
+
+    Raises:
+        ExportError: a value does not fit into `dtype`.
+    """
+    state = dense_state_dict(model, dtype)
+    dense = _without_values(model, dtype)
+    dense.load_state_dict(state, assign=True)
+    dense.tie_weights()
+    with quiet_transformers():
+        dense.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of the same model with `nn.Linear` for every quantized linear, in `dtype`.
+
+    Raises:
+        ExportError: a finite value overflows `dtype`.
+    """
+    state = model.state_dict()
+    for name, linear in quant_linears(model).items():
+        for key in ("packed", *linear.weight_parameters()):
+            state.pop(f"{name}.{key}", None)
+        state[f"{name}.weight"] = linear.quantized_weight()
+    return {name: _cast(name, tensor, dtype) for name, tensor in state.items()}
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    if cast.isinf().any():
+        raise ExportError(
+            f"{name} holds {tensor.abs().max().item():.4g}, but {dtype} ends at "
+            f"{torch.finfo(dtype).max:.4g}; export with --dtype bf16"
+        )
+    return cast
+
+
+def _without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's unquantized skeleton on the meta device."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        dense = type(model)._from_config(config, dtype=dtype)
+    dense.generation_config = model.generation_config
+    return dense

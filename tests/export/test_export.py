@@ -1,0 +1,166 @@
+"""Exported models: equal logits after reload, for every form, spec and dtype."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, latent_linear, tiny_quantized
+from safetensors.torch import load_file
+from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from qat.backend import DTYPES
+from qat.cli import app
+from qat.errors import CheckpointError, ConfigError, ExportError
+from qat.export.config import ExportConfig
+from qat.export.dense import dense_state_dict, export_dense
+from qat.export.model import check_equal, export_model
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.swap import linear_names, replace_module
+from qat.nn.step import quant_linears
+from qat.quant.spec import LutSpec
+
+IDS = torch.arange(40).view(2, 20) * 7 % 320
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_dense_logits_equal_packed_logits(
+    spec: LutSpec, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_checkpoint(tiny_quantized("qwen3", spec), None, tmp_path / "packed")
+    packed = load_checkpoint(tmp_path / "packed", dtype)
+    export_dense(packed, None, tmp_path / "dense", dtype)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto")
+    assert dense.dtype == dtype
+    assert not quant_linears(dense)
+    assert torch.equal(logits(dense), logits(packed))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_exports_dense(architecture: str, tied: bool, tmp_path: Path) -> None:
+    bias = {} if architecture == "gemma3" else {"attention_bias": True}
+    model = tiny_quantized(architecture, SPECS["lut3"], tie_word_embeddings=tied, **bias)
+    model.generation_config.max_new_tokens = 5
+    export_dense(model, tiny_tokenizer(), tmp_path / "dense", torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(dense), logits(model))
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    assert ("lm_head.weight" in load_file(tmp_path / "dense/model.safetensors")) != tied
+    assert dense.generation_config.max_new_tokens == 5
+    assert AutoTokenizer.from_pretrained(tmp_path / "dense").eos_token == "<|end|>"
+
+
+def test_a_latent_model_exports_what_it_computes(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    for name in linear_names(model):
+        old = model.get_submodule(name)
+        latent = latent_linear(old.out_features, old.in_features, SPECS["lut2"])
+        replace_module(model, name, latent.eval())
+    export_dense(model, None, tmp_path / "dense", torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(dense), logits(model))
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_overflow_in_fp16_is_refused(is_quantized: bool, tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        if is_quantized:
+            layer.mlp.up_proj.codebook[-1] = 1e8
+        else:
+            layer.input_layernorm.weight[3] = 70000.0
+    culprit = "mlp.up_proj" if is_quantized else "input_layernorm"
+    with pytest.raises(ExportError, match=rf"layers.0.{culprit}.weight holds .* ends at 6.55e\+04"):
+        export_dense(model, None, tmp_path / "dense", torch.float16)
+    assert list(tmp_path.iterdir()) == []
+    dense_state_dict(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("to", ["packed", "dense"])
+def test_export_reads_back_what_it_wrote(to: str, dtype: str, packed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = export_model(str(packed), ExportConfig(to=to, dtype=dtype), out)
+    reloaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert reloaded.dtype == DTYPES.get(dtype, torch.float32)
+    assert torch.equal(logits(reloaded), logits(load_checkpoint(packed, reloaded.dtype)))
+    assert report.bytes == (out / "model.safetensors").stat().st_size
+    if to == "packed":
+        assert 2 < report.bits_per_weight < 4
+    else:
+        assert report.bits_per_weight == 8 * reloaded.dtype.itemsize
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_a_run_exports_its_checkpoint_without_the_trainer(packed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    packed.rename(run / "checkpoints/step-000003")
+    (run / "checkpoints/step-000003/trainer").mkdir()
+    (run / "latest").write_text("checkpoints/step-000003")
+    export_model(str(run), ExportConfig(to="packed"), tmp_path / "out")
+    assert not (tmp_path / "out/trainer").exists()
+
+
+def test_a_checkpoint_without_tokenizer_exports(tmp_path: Path) -> None:
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path / "packed")
+    export_model(str(tmp_path / "packed"), ExportConfig(to="dense"), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
+def test_a_float_model_is_refused(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "float")
+    with pytest.raises(ExportError, match="is not a packed checkpoint on this disk"):
+        export_model(str(tmp_path / "float"), ExportConfig(to="dense"), tmp_path / "out")
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        export_model(str(tmp_path / "none"), ExportConfig(to="dense"), tmp_path / "out")
+
+
+def test_an_occupied_directory_is_refused(packed: Path) -> None:
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_model(str(packed), ExportConfig(to="dense"), packed)
+
+
+def test_other_logits_are_noticed(packed: Path, tmp_path: Path) -> None:
+    model = load_checkpoint(packed)
+    export_dense(model, None, tmp_path / "dense", torch.float32)
+    check_equal(model, tmp_path / "dense")
+    with torch.no_grad():
+        model.model.norm.weight[0] += 0.01
+    with pytest.raises(ExportError, match="gives other logits"):
+        check_equal(model, tmp_path / "dense")
+    (tmp_path / "dense/model.safetensors").write_bytes(b"")
+    with pytest.raises(ExportError, match="cannot be read back"):
+        check_equal(model, tmp_path / "dense")
+
+
+def test_the_verb_prints_a_table_and_json(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    tokens = ["export", str(packed), "--to", "dense", "--dtype", "bf16", "--out", str(out)]
+    app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    shown = capsys.readouterr().out
+    result = json.loads(shown.splitlines()[-1])
+    assert result["to"] == "dense" and result["dtype"] == "bfloat16" and result["logits_equal"]
+    assert result["bytes"] == (out / "model.safetensors").stat().st_size
+    assert "bits per weight" in shown
