@@ -36,31 +36,34 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     from rich.table import Table
 
     table = Table("measure", title=Path(student).name, title_justify="left")
-    table.add_column("student", justify="right")
-    table.add_column("teacher", justify="right")
+    if config.text is not None:
+        table.caption = f"text: windows of {config.context}, stride {config.stride}"
+    for side in ("student", "teacher") if config.teacher else ("student",):
+        table.add_column(side, justify="right")
     for row in _rows(verdict, config):
-        table.add_row(*row)
+        table.add_row(*row[: len(table.columns)])
     Console().print(table)
 
 
 def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:
+    """Label, the student's number and the teacher's, for all that was measured."""
     found = verdict.numbers()
-    where = "text" if config.cache_dir is None else f"cache, {config.split}"
-    windows = f"windows of {config.context}, stride {config.stride}"
+    where = f"cache, {config.split}" if config.cache_dir else "text"
     rows = [
-        (f"KD, nats ({where}; top-K alone, T = 2)", "kd_nats", 0.0),
-        (f"KL, nats ({where}; top-K and tail)", "kl_tail_nats", 0.0),
-        (f"KL, nats ({where}; whole vocabulary)", "kl_nats", 0.0),
-        (f"cross-entropy with draws, nats ({where})", "sampled_ce_nats", None),
-        (f"top-1 agreement ({where})", "top1_frac", 1.0),
-        (f"perplexity ({where})", "ppl", found["teacher_ppl"]),
-        (f"perplexity (text; {windows})", "text_ppl", found["teacher_text_ppl"]),
-        ("bits per byte (text)", "text_bits_per_byte", found["teacher_text_bits_per_byte"]),
+        (f"KD, nats ({where}; top-K alone, T = 2)", "kd_nats"),
+        (f"KL, nats ({where}; top-K and tail)", "kl_tail_nats"),
+        (f"KL, nats ({where}; whole vocabulary)", "kl_nats"),
+        (f"cross-entropy with draws, nats ({where})", "sampled_ce_nats"),
+        (f"top-1 agreement ({where})", "top1_frac"),
+        # without a cache this is the text's perplexity, which has its own row
+        *([(f"perplexity ({where})", "ppl")] if config.cache_dir else []),
+        ("perplexity (text)", "text_ppl"),
+        ("bits per byte (text)", "text_bits_per_byte"),
     ]
     return [
-        (label, _number(found[name]), _number(teacher))
-        for label, name, teacher in rows
-        if found[name] is not None and not (name == "ppl" and config.cache_dir is None)
+        (label, _number(found[name]), _number(found.get(f"teacher_{name}")))
+        for label, name in rows
+        if found[name] is not None
     ]
 
 

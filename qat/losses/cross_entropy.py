@@ -18,7 +18,7 @@ def sampled(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Te
     """`-sum_d (count_d / N) log q(id_d)`, `N` the number of draws: random-sampling distillation.
 
     Value and gradient are unbiased for the full cross-entropy against the teacher
-    (arXiv:2503.16870, section 3), so the gradient is unbiased for that of the full KL too. The
+    (arXiv:2503.16870), so the gradient is unbiased for that of the full KL too. The
     value is larger than the KL by the teacher's entropy, which draws alone do not tell without
     bias. A token without draws adds zero.
 

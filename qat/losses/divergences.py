@@ -76,7 +76,7 @@ def jsd(logits: Tensor, targets: Targets, *, temperature: float = 1.0, beta: flo
 def cakld(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """`c KL(student || teacher) + (1 - c) KL(teacher || student)`, `c` the teacher's confidence.
 
-    Confidence-aware KL (BitDistiller, arXiv:2402.10631, section 3.2): seek one mode where the
+    Confidence-aware KL (BitDistiller, arXiv:2402.10631): seek one mode where the
     teacher is sure, cover all where it is not. `c` is the probability that the teacher expects of
     its own next word, `sum p^2` over its top K at temperature 1. The paper takes one mean over the
     data instead; a `c` per token keeps the loss additive over micro-batches. Approximate with a

@@ -44,7 +44,7 @@ def test_sampled_is_unbiased_for_value_and_gradient() -> None:
     student, teacher = (x.detach()[:2] for x in logits_pair())
     student.requires_grad_()
     values, gradients = [], []
-    for seed in range(400):
+    for seed in range(200):
         loss = sampled(student, targets_of(teacher, 1, draws=20, seed=seed))
         values.append(loss.detach())
         gradients.append(torch.autograd.grad(loss, student)[0])
