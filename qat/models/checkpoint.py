@@ -74,9 +74,10 @@ def load_checkpoint(
             f"{QUANT_METHOD!r} in its config.json); make one with 'qat convert'"
         )
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, device_map=device_map, local_files_only=True
-        )
+        with quiet_transformers():
+            return AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, device_map=device_map, local_files_only=True
+            )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (OSError, ValueError, SafetensorError) as error:

@@ -132,8 +132,7 @@ def _open(
         logger.info("%s: loading %s", source, path)
     placement = device_map or ({"": backend.device} if backend.device.type != "cpu" else None)
     if is_packed(Path(path)):
-        with quiet_transformers():
-            model = load_checkpoint(Path(path), dtype, placement)
+        model = load_checkpoint(Path(path), dtype, placement)
     else:
         model = _load_float(path, dtype, placement)
     language_model = LanguageModel(model.eval())

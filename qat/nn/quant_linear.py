@@ -3,7 +3,8 @@
 Shapes: O out_features, I in_features, C codebook entries.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,14 @@ class QuantLinear(nn.Module):
         parameters = self.weight_parameters()
         weight = _FormedWeight.apply(self, tuple(parameters), x.dtype, *parameters.values())
         return F.linear(x, weight, bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `model.to(bfloat16)` must not round what the weight is made of: follow the device alone
+        def move(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
+
+        return super()._apply(move, recurse)
 
     def extra_repr(self) -> str:
         """Shape and format, for `print(model)`."""

@@ -234,6 +234,18 @@ def test_quant_linears_are_named_and_released() -> None:
     assert all(m.formed is None for m in quant_linears(model).values())
 
 
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_cast_of_the_model_does_not_round_the_quantizer(kind: str) -> None:
+    model = nn.Sequential(LINEARS[kind](32, 32, SPECS["lut2"], bias=True), nn.LayerNorm(32))
+    before = model[0].quantized_weight()
+    model.to(torch.bfloat16)
+    assert model[1].weight.dtype == torch.bfloat16
+    assert {p.dtype for p in model[0].parameters()} == {torch.float32}
+    assert torch.equal(model[0].quantized_weight(), before)
+    assert model(torch.randn(2, 32).bfloat16()).dtype == torch.bfloat16
+    assert {t.device.type for t in model.to("meta").state_dict().values()} == {"meta"}
+
+
 def test_scaling_the_scales_scales_the_output() -> None:
     linear = frozen_linear(8, 32, SPECS["lut3"])
     x = torch.randn(4, 32)
