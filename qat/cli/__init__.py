@@ -20,6 +20,7 @@ from qat.cli.demo import demo
 from qat.cli.eval import evaluate
 from qat.cli.export import export
 from qat.cli.generate import generate
+from qat.cli.recipe import check_recipe
 from qat.cli.report import report
 from qat.cli.train import train
 from qat.config import explain
@@ -38,6 +39,7 @@ app.command(generate)
 app.command(export)
 app.command(report)
 app.command(demo)
+VERBS = ("cache", "convert", "train", "eval", "generate", "export", "report", "demo")
 
 
 @app.meta.default
@@ -48,6 +50,7 @@ def _launch(
 ) -> None:
     logs.configure(verbose)
     if recipe is not None:
+        check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
         app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
     app(tokens, exit_on_error=False, print_error=False)
 
@@ -55,7 +58,7 @@ def _launch(
 def main() -> None:
     """Run the verb named on the command line; a user's mistake is one line and exit code 1."""
     try:
-        app.meta(exit_on_error=False, print_error=False)
+        app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except QatError as error:
         _fail(str(error))
     except cyclopts.CycloptsError as error:
@@ -63,6 +66,13 @@ def main() -> None:
         _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
+
+
+def _flags(verb: str) -> set[str]:
+    """The names of a verb's flags without dashes in front; of `--a.b` the `a`."""
+    arguments = app[verb].assemble_argument_collection()
+    names = {name for argument in arguments for name in argument.names if name.startswith("--")}
+    return {name.removeprefix("--").split(".")[0] for name in names}
 
 
 def _fail(message: str, code: int = 1) -> None:

@@ -1,0 +1,41 @@
+"""Checks a recipe before any verb reads it: every table is a verb, every key one of its flags."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from qat.errors import ConfigError
+
+
+def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> None:
+    """Read `path` and compare it with `flags`: the names of the flags of each verb.
+
+    A key is a flag's name with `_` or `-` between its words.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, or a table or key has no such name.
+    """
+    for verb, values in _load(path).items():
+        if verb not in flags:
+            raise ConfigError(f"{path}: no verb is called [{verb}]; {_nearest(verb, flags)}")
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {verb} must be a table; write [{verb}] above its keys")
+        names = {flag.replace("-", "_") for flag in flags[verb]}
+        for key in values:
+            if key.replace("-", "_") not in names:
+                raise ConfigError(f"{path}: [{verb}] has no key {key!r}; {_nearest(key, names)}")
+
+
+def _load(path: Path) -> dict:
+    if not path.is_file():
+        raise ConfigError(f"recipe={path} is not there; expected a TOML file; check the path")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe={path} is not TOML: {error}; mend that line") from None
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"

@@ -1,0 +1,63 @@
+"""What the backend says of a CPU, and that seeds and generator states come back."""
+
+import pytest
+import torch
+
+from qat import backend
+from qat.errors import ConfigError
+
+
+def test_cpu_computes_in_float32_unless_told() -> None:
+    cpu = backend.select("cpu")
+    assert cpu.dtype("auto") == torch.float32
+    assert cpu.dtype("bf16") == torch.bfloat16
+    assert cpu.name() == "cpu"
+    assert cpu.peak_memory_gib() is None
+    cpu.synchronize()
+
+
+def test_autocast_lowers_matmuls_and_float32_means_nothing() -> None:
+    cpu, x = backend.select("cpu"), torch.ones(2, 2)
+    with cpu.autocast(torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+    with cpu.autocast(torch.float32):
+        assert (x @ x).dtype == torch.float32
+
+
+def test_generator_state_comes_back() -> None:
+    cpu = backend.select("cpu")
+    state = cpu.rng_state()
+    first = torch.rand(4)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_seeded_block_leaves_no_trace() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with backend.seeded(7):
+        inside = torch.rand(2)
+    assert torch.equal(torch.rand(2), expected)
+    with backend.seeded(7):
+        assert torch.equal(torch.rand(2), inside)
+
+
+def test_only_running_out_of_memory_is_running_out_of_memory() -> None:
+    cpu = backend.select("cpu")
+    assert cpu.is_out_of_memory(torch.OutOfMemoryError("full"))
+    assert not cpu.is_out_of_memory(RuntimeError("shape"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_missing_gpu_is_a_mistake_of_the_user() -> None:
+    assert backend.select("auto").device.type == "cpu"
+    with pytest.raises(ConfigError, match="device=cuda, but no CUDA device is visible; use"):
+        backend.select("cuda")
+
+
+def test_rank_comes_from_the_launcher(monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert backend.rank() == 0
+    monkeypatch.setenv("RANK", "3")
+    assert backend.rank() == 3

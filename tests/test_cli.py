@@ -1,0 +1,130 @@
+"""The command line as a user meets it: help, typing mistakes, recipes, and whose fault it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import qat.cli
+from qat.cli import VERBS, app, main
+from qat.cli.recipe import check_recipe
+from qat.cli.result import print_result
+from qat.errors import ConfigError
+
+FLAGS = {"cache": {"top-k", "data"}, "train": {"max-steps", "lr"}}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:
+    """The exit code of `qat TOKENS`."""
+    monkeypatch.setattr(sys, "argv", ["qat", *tokens])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_verbs_are_the_commands() -> None:
+    assert set(VERBS) == {name for name in app if not name.startswith("-")}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, monkeypatch, capsys) -> None:
+    assert call(monkeypatch, verb, "--help") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: qat {verb}")
+    assert "being built" not in out
+
+
+@pytest.mark.parametrize("tokens", [["--help"], ["cache", "--help"], ["train", "--help"]])
+def test_help_imports_nothing_heavy(tokens: list[str]) -> None:
+    script = (
+        "import sys; from qat.cli import main; sys.argv = ['qat', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    command = [sys.executable, "-c", script, *tokens]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["frobnicate"], 'Unknown command "frobnicate"'),
+        (["report", "a", "--otu", "x"], "Unknown option: --otu. Did you mean --out?"),
+        (["cache", "--data", "a", "--teacher", "b", "--top-k", "x"], "top_k='x'"),
+        (["report"], "no RUN was named"),
+        (["report", "nowhere"], "no directory nowhere"),
+        (["--recipe", "nowhere.toml", "report"], "recipe=nowhere.toml is not there"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_1(tokens, message, monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *tokens) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("qat: ") and message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_our_own_bug_keeps_its_traceback(monkeypatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("our bug")
+
+    monkeypatch.setattr(qat.cli, "app", SimpleNamespace(meta=broken))
+    with pytest.raises(RuntimeError, match="our bug"):
+        main()
+
+
+def test_keyboard_interrupt_is_quiet(monkeypatch, capsys) -> None:
+    def stopped(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(qat.cli, "app", SimpleNamespace(meta=stopped))
+    assert call(monkeypatch) == 130
+    assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
+
+
+def test_result_is_one_line_of_json(capsys) -> None:
+    print_result(out=Path("a/b"), tokens=3, kl_nats=0.5)
+    assert json.loads(capsys.readouterr().out) == {"out": "a/b", "tokens": 3, "kl_nats": 0.5}
+
+
+def test_recipe_takes_both_spellings(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[cache]\ntop_k = 4\ndata = "x"\n[train]\nmax-steps = 1\n')
+    check_recipe(recipe, FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cahce]\n", r"no verb is called \[cahce\]; did you mean 'cache'\?"),
+        ("[cache]\ntop_kk = 1\n", r"\[cache\] has no key 'top_kk'; did you mean 'top_k'\?"),
+        ("[train]\nzzz = 1\n", r"\[train\] has no key 'zzz'; known are lr, max_steps"),
+        ("cache = 1\n", r"cache must be a table; write \[cache\]"),
+        ("[cache\n", "is not TOML: .*; mend that line"),
+    ],
+)
+def test_recipe_mistakes_name_what_was_meant(text: str, message: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        check_recipe(recipe, FLAGS)
+
+
+def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[report]\nout = "from-recipe.html"\n')
+    monkeypatch.setattr(app, "config", app.config)
+    seen = []
+    monkeypatch.setattr(
+        "qat.report.page.write_report", lambda runs, out: seen.append(out) or sys.exit(0)
+    )
+    call(monkeypatch, "--recipe", str(recipe), "report", "a")
+    call(monkeypatch, "--recipe", str(recipe), "report", "a", "--out", "from-flag.html")
+    assert seen == [Path("from-recipe.html"), Path("from-flag.html")]
