@@ -62,6 +62,10 @@ class Backend:
         """Whether `error` says that device memory ran out."""
         return isinstance(error, torch.OutOfMemoryError)
 
+    def workers(self) -> int:
+        """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
+        return (os.cpu_count() or 1) if self.device.type == "cpu" else 1
+
     def name(self) -> str:
         """What a record calls this device."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"

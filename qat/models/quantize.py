@@ -3,7 +3,6 @@
 Shapes: O out_features, I in_features.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from qat.backend import Backend
 from qat.logs import Ticker, progress
 from qat.models.calibrate import TokenBatch, quantize_in_order
 from qat.models.count import bits_per_weight, model_bits_per_weight
@@ -112,7 +112,7 @@ class _Conversion:
         self.model = model
         self.specs = specs
         self.base = base
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or Backend(next(model.parameters()).device).workers()
         self.ticker = ticker
         self.reports: list[ModuleReport] = []
 

@@ -1,0 +1,68 @@
+"""Writes a measured figure where a record keeps them: one JSON object a line."""
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def record(
+    path: Path,
+    figure: str,
+    value: float,
+    unit: str,
+    goal: str,
+    *,
+    runs: int = 1,
+    spread: float | None = None,
+) -> None:
+    """Append a figure with what is needed to measure it again: command, commit, device.
+
+    Args:
+        path: a record's figures.jsonl, made if missing.
+        goal: what the issue asks for, e.g. `<= 40`.
+        runs: how many measurements `value` is the mean of.
+        spread: their standard deviation, in `unit`.
+    """
+    line = {
+        "figure": figure,
+        "value": value,
+        "unit": unit,
+        "goal": goal,
+        "command": command(),
+        "commit": commit(),
+        "device": device(),
+        "runs": runs,
+        "spread": spread,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def command() -> str:
+    """The command that is running, as a user would type it."""
+    return " ".join(["python", *sys.argv])
+
+
+def commit() -> str:
+    """Short hash of the commit checked out, with `-dirty` behind it if tracked files differ."""
+    return _git("describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+
+
+def device() -> str:
+    """The GPU's name, else the number of CPU threads and the machine's architecture."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).resolve().parent
+    result = subprocess.run(
+        ["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=60
+    )
+    return result.stdout.strip()

@@ -1,0 +1,163 @@
+"""Measures what a cached token costs at Qwen3's vocabulary, and how well it is stored.
+
+A tiny random Qwen3 over 151,936 tokens stands in for the teacher: bytes depend on its vocabulary
+and on how many of 50 draws are distinct, so its head is scaled until 12 are, on average. Everything
+else is the real builder, with directory bytes (manifest and headers included) per token.
+
+    python speedrun/measure_cache.py --tokenizer DIR --text FILE --figures FILE.jsonl
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from figures import record
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qat.data.build import build_cache
+from qat.data.cache import TeacherInfo
+from qat.data.codec import decode_top_k, encode_top_k
+from qat.data.config import CacheSettings
+from qat.data.reader import TeacherCache
+from qat.data.signals import draw, top_k
+from qat.data.sources import open_source
+from qat.data.stream import blocks
+from qat.models.language_model import LanguageModel
+
+VOCAB = 151_936
+DRAWS = 50
+DISTINCT = 12.0
+LENGTH = 64
+
+
+def main() -> None:
+    arguments = parse()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, local_files_only=True)
+    sequences = arguments.sequences
+    teacher = random_teacher()
+    hidden_TD = hidden_of_text(teacher, tokenizer, arguments.text)
+    scale_head(teacher, hidden_TD)
+    for figure, kept, goal in [
+        ("cache_bytes_sampled", {"top_k": 0, "draws": DRAWS}, 40),
+        ("cache_bytes_top32", {"top_k": 32}, 120),
+        ("cache_bytes_top64", {"top_k": 64}, 230),
+    ]:
+        settings = settings_for(arguments.text, num_sequences=sequences, **kept)
+        value = bytes_per_token(settings, tokenizer, teacher)
+        print(f"{figure}: {value:.2f} B/token (goal <= {goal})")
+        record(arguments.figures, figure, round(value, 3), "bytes/token", f"<= {goal}")
+    for k in (32, 64):
+        error, kl = accuracy(teacher, hidden_TD, k)
+        print(f"top-{k}: max |log-prob error| {error:.4f} nats, mean KL {kl:.2e} nats")
+        record(arguments.figures, f"cache_logprob_error_top{k}", error, "nats", "stated")
+        record(arguments.figures, f"cache_logprob_kl_top{k}", kl, "nats/token", "stated")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--text", required=True, help="anything that qat cache --data takes")
+    parser.add_argument("--figures", type=Path, required=True)
+    parser.add_argument("--sequences", type=int, default=1024)
+    return parser.parse_args()
+
+
+def settings_for(text: str, **overrides: int) -> CacheSettings:
+    return CacheSettings(data=text, sequence_length=LENGTH, **overrides)
+
+
+def random_teacher() -> LanguageModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+    )
+    return LanguageModel(Qwen3ForCausalLM(config).eval())
+
+
+@torch.no_grad()
+def hidden_of_text(teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """Hidden states of 512 tokens of the text, `(T, D)`."""
+    settings = settings_for(text, shard_size=8, num_sequences=8, held_out=0.0)
+    block = next(blocks(open_source(text).documents, tokenizer, settings))
+    ids = torch.from_numpy(block.packed.tokens).long()
+    return teacher.hidden(ids, torch.arange(LENGTH).expand_as(ids)).flatten(0, 1)
+
+
+@torch.no_grad()
+def scale_head(teacher: LanguageModel, hidden_TD: Tensor) -> None:
+    """Scale the head until `DRAWS` draws have `DISTINCT` distinct ids on average (bisection)."""
+    logits_TV = teacher.logits(hidden_TD)
+    low, high = 0.0, 1e4
+    for _ in range(30):
+        middle = (low + high) / 2
+        is_too_flat = distinct_ids(middle * logits_TV) > DISTINCT
+        low, high = (middle, high) if is_too_flat else (low, middle)
+    teacher.head.weight.mul_(high)
+    print(
+        f"head scaled by {high:.2f}: {distinct_ids(high * logits_TV):.2f} distinct ids of {DRAWS}"
+    )
+
+
+def distinct_ids(logits_TV: Tensor) -> float:
+    draws = torch.cat(
+        [draw(part, DRAWS, torch.Generator().manual_seed(1)) for part in logits_TV.split(64)]
+    )
+    return 1 + (draws[:, 1:] != draws[:, :-1]).sum(-1).float().mean().item()
+
+
+def bytes_per_token(
+    settings: CacheSettings, tokenizer: PreTrainedTokenizerBase, teacher: LanguageModel
+) -> float:
+    """Bytes of the whole directory over tokens that are not padding."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "cache")
+        manifest = build_cache(
+            settings,
+            tokenizer=tokenizer,
+            teacher=teacher,
+            info=TeacherInfo(
+                name="random-qwen3",
+                identity="seed-0",
+                vocab_size=VOCAB,
+                max_positions=LENGTH,
+                dtype="float32",
+            ),
+            documents=open_source(settings.data).documents,
+            out=out,
+        )
+        if settings.draws:
+            counts = TeacherCache.open(out).batch(range(256)).sample_counts
+            distinct = (counts > 0).sum(-1).float()
+            print(f"distinct ids in the cache: {distinct[distinct > 0].mean():.2f}")
+        return sum(path.stat().st_size for path in out.iterdir()) / manifest.total("tokens")
+
+
+@torch.no_grad()
+def accuracy(teacher: LanguageModel, hidden_TD: Tensor, k: int) -> tuple[float, float]:
+    """Largest error of a stored log-prob, and mean KL(exact || decoded) over tokens, in nats."""
+    logits_TV = teacher.logits(hidden_TD)
+    rows = encode_top_k(top_k(logits_TV, k), len(logits_TV) // LENGTH, VOCAB)
+    ids, logprobs = decode_top_k(rows, length=LENGTH, k=k, vocab_size=VOCAB)
+    exact = torch.log_softmax(logits_TV.double(), -1).gather(-1, ids.flatten(0, 1))
+    difference = exact - logprobs.flatten(0, 1)
+    kl = (exact.exp() * difference).sum(-1).mean()
+    return round(difference.abs().max().item(), 5), float(f"{kl.item():.3g}")
+
+
+if __name__ == "__main__":
+    main()
