@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from qat.quant.weight import QuantizedWeight, Scales, dequantize, expand_scales
+from qat.quant.weight import QuantizedWeight, Scales, chosen_levels, dequantize, expand_scales
 
 
 def form(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -28,17 +28,23 @@ def pull_back(dW: Tensor, weight: QuantizedWeight, wanted: Collection[str]) -> d
     `d_codebook[c]` sums `dW * S` over the places whose index is `c`.
     """
     dW = dW.float()
-    index = weight.indices.int()
     gradients = {}
     if "codebook" in wanted:
-        dWS = dW * expand_scales(weight.scales, index.shape[1])
-        # one masked sum per level: deterministic on every device, unlike a scatter
-        levels = range(weight.codebook.numel())
-        sums = [torch.where(index == level, dWS, 0.0).sum() for level in levels]
-        gradients["codebook"] = torch.stack(sums)
+        dWS = dW * expand_scales(weight.scales, dW.shape[1])
+        gradients["codebook"] = _sum_by_level(dWS, weight)
     if any(name in wanted for name in Scales._fields):
-        gradients |= _pull_back_scales(dW * weight.codebook[index], weight.scales, wanted)
+        gradients |= _pull_back_scales(dW * chosen_levels(weight), weight.scales, wanted)
     return gradients
+
+
+def _sum_by_level(dWS: Tensor, weight: QuantizedWeight) -> Tensor:
+    """`(C,)`: the sum of `dWS` where each level is chosen.
+
+    In float64, where no order of summation, not even that of atomics, moves the float32 result by
+    more than its last bit.
+    """
+    sums = dWS.new_zeros(dWS.shape[0], weight.codebook.numel(), dtype=torch.float64)
+    return sums.scatter_add_(1, weight.indices.long(), dWS.double()).sum(0).float()
 
 
 def _pull_back_scales(dS: Tensor, scales: Scales, wanted: Collection[str]) -> dict[str, Tensor]:

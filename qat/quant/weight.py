@@ -48,15 +48,21 @@ class QuantizedWeight(NamedTuple):
 def expand_scales(scales: Scales, in_features: int) -> Tensor:
     """`S`, `(O, I)`: each group's scale repeated over its features, or `A diag(g) B`."""
     if scales.scales is not None:
-        group_size = in_features // scales.scales.shape[1]
-        return scales.scales.repeat_interleave(group_size, dim=1)
+        O, G = scales.scales.shape
+        return scales.scales[..., None].expand(O, G, in_features // G).reshape(O, in_features)
     return (scales.scale_out * scales.rank_gain) @ scales.scale_in
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """`codebook[indices] * S`, `(O, I)` in the codebook's dtype."""
     S = expand_scales(weight.scales, weight.indices.shape[1])
-    return weight.codebook[weight.indices.int()] * S
+    return chosen_levels(weight) * S
+
+
+def chosen_levels(weight: QuantizedWeight) -> Tensor:
+    """`codebook[indices]`, `(O, I)`."""
+    flat = weight.indices.flatten().int()
+    return weight.codebook.index_select(0, flat).view(weight.indices.shape)
 
 
 def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
