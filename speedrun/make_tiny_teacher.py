@@ -20,6 +20,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from cyclopts import App, Parameter
+from figures import record
 from pydantic import Field
 from tiny_teacher_text import (
     Corpus,
@@ -343,6 +344,13 @@ def main(
 def corpus(out: Path) -> None:
     """Write the documents to OUT, for a machine whose Python is another."""
     write_corpus(out)
+
+
+@app.command
+def size(teacher: Path, *, figures: Path) -> None:
+    """Record the size of the directory TEACHER in FIGURES, a record's figures.jsonl."""
+    megabytes = sum(file.stat().st_size for file in teacher.iterdir()) / 1e6
+    record(figures, "tiny_teacher_mb", round(megabytes, 2), "MB", "<= 16")
 
 
 if __name__ == "__main__":
