@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qat.report.runs import Conversion, Run
 
@@ -141,7 +141,7 @@ def _paint_loss(axes: Axes, runs: list[Run]) -> None:
             continue
         steps, raw, mean = zip(*points, strict=True)
         axes.plot(steps, raw, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, mean, color=color, label=run.label)
+        axes.plot(steps, mean, color=color, label=run.label, marker=_dot(points))
     _finish(axes, "step", "nats a token")
 
 
@@ -167,7 +167,8 @@ def _paint_speed(axes: Axes, runs: list[Run]) -> None:
     for run, color in zip(runs, _colors(), strict=False):
         rows = thin(run.heartbeats)
         steps = [row["step"] for row in rows]
-        axes.plot(steps, [row["tokens_per_s"] for row in rows], color=color, label=run.label)
+        speeds = [row["tokens_per_s"] for row in rows]
+        axes.plot(steps, speeds, color=color, label=run.label, marker=_dot(rows))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _finish(axes, "step", "tokens/s")
 
@@ -179,7 +180,6 @@ def _paint_layers(axes: Axes, conversion: Conversion) -> None:
         marker = MARKERS.get(modules[0].bits, "s")
         label = f"{kind} ({modules[0].bits} bit)"
         axes.plot(layers, errors, marker=marker, color=color, alpha=0.9, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     _finish(axes, "layer", "error")
 
 
@@ -193,6 +193,7 @@ def _paint_bits(axes: Axes, conversion: Conversion) -> None:
 
 
 def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
@@ -203,6 +204,11 @@ def _finish(axes: Axes, x: str, y: str) -> None:
 
 def _kinds(conversion: Conversion) -> list[str]:
     return list(dict.fromkeys(module.kind for module in conversion.modules))
+
+
+def _dot(points: list[Any]) -> str | None:
+    """A marker where points are few enough to tell apart."""
+    return "o" if len(points) <= 20 else None
 
 
 def _colors() -> tuple[str, ...]:
