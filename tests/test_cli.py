@@ -14,6 +14,7 @@ from qat.cli.recipe import check_recipe
 from qat.cli.result import print_result
 from qat.errors import ConfigError
 
+RECIPES = Path(__file__).parents[1] / "speedrun" / "recipes"
 FLAGS = {"cache": {"top-k", "data"}, "train": {"max-steps", "lr"}}
 
 
@@ -128,3 +129,8 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
     call(monkeypatch, "--recipe", str(recipe), "report", "a")
     call(monkeypatch, "--recipe", str(recipe), "report", "a", "--out", "from-flag.html")
     assert seen == [Path("from-recipe.html"), Path("from-flag.html")]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_committed_recipes_name_real_flags(recipe: Path) -> None:
+    check_recipe(recipe, {verb: qat.cli._flags(verb) for verb in VERBS})

@@ -48,6 +48,8 @@ class Chart:
             figure = Figure(figsize=(5.6, 3.4), layout="constrained")
             axes = figure.subplots()
             self.paint(axes)
+            if form == "png":  # on the page the heading stands above the picture
+                axes.set_title(self.title, loc="left", weight="bold")
             buffer = io.BytesIO()
             metadata = {"Date": None} if form == "svg" else {"Software": None}
             figure.savefig(buffer, format=form, dpi=200, metadata=metadata)
