@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 
-def record(
+def record(  # noqa: PLR0917
     path: Path,
     figure: str,
     value: float,

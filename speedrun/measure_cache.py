@@ -25,6 +25,7 @@ from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.codec import decode_top_k, encode_top_k
 from qat.data.config import CacheSettings
+from qat.data.packing import position_ids
 from qat.data.reader import TeacherCache
 from qat.data.signals import draw, top_k
 from qat.data.sources import open_source
@@ -65,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--text", required=True, help="anything that qat cache --data takes")
     parser.add_argument("--figures", type=Path, required=True)
-    parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, default=512)
     return parser.parse_args()
 
 
@@ -91,26 +92,26 @@ def random_teacher() -> LanguageModel:
 
 @torch.no_grad()
 def hidden_of_text(teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    """Hidden states of 512 tokens of the text, `(T, D)`."""
-    settings = settings_for(text, shard_size=8, num_sequences=8, held_out=0.0)
+    """Hidden states of the text's first 1,024 tokens, packed as a cache would, `(T, D)`."""
+    settings = settings_for(text, shard_size=16, num_sequences=16, held_out=0.0)
     block = next(blocks(open_source(text).documents, tokenizer, settings))
     ids = torch.from_numpy(block.packed.tokens).long()
-    return teacher.hidden(ids, torch.arange(LENGTH).expand_as(ids)).flatten(0, 1)
+    positions = position_ids(torch.from_numpy(block.packed.starts))
+    return teacher.hidden(ids, positions).flatten(0, 1)
 
 
 @torch.no_grad()
 def scale_head(teacher: LanguageModel, hidden_TD: Tensor) -> None:
     """Scale the head until `DRAWS` draws have `DISTINCT` distinct ids on average (bisection)."""
     logits_TV = teacher.logits(hidden_TD)
-    low, high = 0.0, 1e4
-    for _ in range(30):
+    low, high = 1.0, 257.0
+    for _ in range(12):
         middle = (low + high) / 2
         is_too_flat = distinct_ids(middle * logits_TV) > DISTINCT
         low, high = (middle, high) if is_too_flat else (low, middle)
     teacher.head.weight.mul_(high)
-    print(
-        f"head scaled by {high:.2f}: {distinct_ids(high * logits_TV):.2f} distinct ids of {DRAWS}"
-    )
+    distinct = distinct_ids(high * logits_TV)
+    print(f"head scaled by {high:.2f}: {distinct:.2f} distinct ids of {DRAWS} draws")
 
 
 def distinct_ids(logits_TV: Tensor) -> float:
@@ -141,9 +142,9 @@ def bytes_per_token(
             out=out,
         )
         if settings.draws:
-            counts = TeacherCache.open(out).batch(range(256)).sample_counts
-            distinct = (counts > 0).sum(-1).float()
-            print(f"distinct ids in the cache: {distinct[distinct > 0].mean():.2f}")
+            batch = TeacherCache.open(out).batch(range(256))
+            distinct = (batch.sample_counts > 0).sum(-1)[batch.mask].float().mean()
+            print(f"distinct ids in the cache: {distinct:.2f}")
         return sum(path.stat().st_size for path in out.iterdir()) / manifest.total("tokens")
 
 

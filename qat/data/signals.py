@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qat.data.teacher import Teacher
+from qat.errors import CacheError
 
 
 class TopK(NamedTuple):
@@ -27,17 +28,17 @@ class TopK(NamedTuple):
 def top_k(logits: Tensor, k: int) -> TopK:
     """The teacher's top `k` of `(T, V)` logits.
 
-    The mass outside is summed over the other V - k logits in float64: `1 - sum(top)` would lose
+    The mass outside is summed over the other V - k logits, in float64: `1 - sum(top)` would lose
     a small tail, and a float32 sum would lose a small top.
     """
     top_TK, ids_TK = torch.topk(logits.float(), k, dim=-1)
-    peak_T1 = top_TK[:, :1].double()
-    weights_TV = (logits - peak_T1).exp_()  # float64
-    total_T = weights_TV.sum(-1).log()
-    rest_T = weights_TV.scatter_(-1, ids_TK, 0.0).sum(-1).log()
+    peak_T1 = top_TK[:, :1]
+    weights_TV = (logits.float() - peak_T1).exp_()
+    total_T = weights_TV.sum(-1, dtype=torch.float64).log()
+    rest_T = weights_TV.scatter_(-1, ids_TK, 0.0).sum(-1, dtype=torch.float64).log()
     return TopK(
         ids=ids_TK,
-        distances=peak_T1 - top_TK.double(),
+        distances=(peak_T1 - top_TK).double(),
         log_sum_exp=(total_T + peak_T1[:, 0]).float(),
         tail_logprob=(rest_T - total_T).float(),
     )
@@ -73,11 +74,15 @@ def ask(
     """The teacher's signals for `(B, S)` tokens, flattened; `(B * S, V)` logits never exist.
 
     The draws depend on `seed`, the tokens and the request, on nothing that ran before.
+
+    Raises:
+        CacheError: a logit is NaN or +inf (-inf is a token that cannot be).
     """
     hidden = teacher.hidden(tokens.to(teacher.device), positions.to(teacher.device))
     tops, draws, generator = [], [], None
     for hidden_TD in hidden.flatten(0, 1).split(request.chunk):
         logits = teacher.logits(hidden_TD)
+        _check_finite(logits)
         if request.top_k:
             tops.append(top_k(logits, request.top_k))
         if request.draws:
@@ -87,3 +92,11 @@ def ask(
         top=TopK(*map(torch.cat, zip(*tops, strict=True))) if tops else None,
         draws=torch.cat(draws) if draws else None,
     )
+
+
+def _check_finite(logits: Tensor) -> None:
+    if not bool(logits.amax(-1).isfinite().all()):  # NaN wins a maximum
+        raise CacheError(
+            "the teacher gave a logit that is NaN or infinite, expected finite ones; "
+            "try --dtype fp32 or another teacher"
+        )

@@ -1,0 +1,73 @@
+"""A small cache that the tests of builder, reader and verb share."""
+
+import random
+from pathlib import Path
+
+import torch
+from tiny import VOCAB, tiny_model, tiny_tokenizer
+
+from qat.data.build import build_cache
+from qat.data.cache import Manifest, TeacherInfo
+from qat.data.config import CacheSettings
+from qat.models.language_model import LanguageModel
+
+WORDS = "the cat sat on mat and dog saw".split()
+
+
+def texts(count: int = 45, seed: int = 3) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randrange(3, 30))) for _ in range(count)]
+
+
+def settings(**overrides: object) -> CacheSettings:
+    values = {
+        "data": "words",
+        "format": "plain",
+        "sequence_length": 16,
+        "top_k": 5,
+        "draws": 6,
+        "held_out": 0.2,
+        "batch_size": 4,
+        "shard_size": 10,
+        **overrides,
+    }
+    return CacheSettings(**values)
+
+
+def teacher(seed: int = 0) -> LanguageModel:
+    torch.manual_seed(seed)
+    model = tiny_model(seed=seed)
+    model.lm_head.weight.data *= 20  # far from uniform
+    return LanguageModel(model)
+
+
+def info(**overrides: object) -> TeacherInfo:
+    values = {
+        "name": "tiny",
+        "identity": "abc",
+        "vocab_size": VOCAB,
+        "max_positions": 128,
+        "dtype": "float32",
+        **overrides,
+    }
+    return TeacherInfo(**values)
+
+
+TOKENIZER = tiny_tokenizer()
+
+
+def build(out: Path, **overrides: object) -> Manifest:
+    """Build the case's cache in `out`; overrides name parts of the build or settings."""
+    parts = {
+        "tokenizer": TOKENIZER,
+        "teacher": teacher(),
+        "info": info(),
+        "documents": texts(),
+    }
+    for name in parts:
+        parts[name] = overrides.pop(name, parts[name])
+    return build_cache(settings(**overrides), out=out, **parts)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

@@ -1,0 +1,296 @@
+"""The builder: what it writes, how it goes on, and what it refuses."""
+
+import errno
+import logging
+import os
+import random
+from pathlib import Path
+
+import cache_case
+import pytest
+import torch
+from cache_case import build, contents, info, settings, teacher, texts
+
+import qat.data.build as build_module
+from qat.data.cache import read_manifest
+from qat.data.codec import max_error
+from qat.data.config import CacheConfig, CacheSettings
+from qat.data.reader import TeacherCache
+from qat.data.stream import blocks, split_of
+from qat.errors import CacheError, ConfigError, DataError
+
+
+class Interrupted(Exception):
+    """Stands for a crash."""
+
+
+class FailingTeacher:
+    """Passes everything on and crashes at its `fail_at`-th call."""
+
+    def __init__(self, fail_at: int) -> None:
+        self._inner = teacher()
+        self._left = fail_at
+
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            raise Interrupted
+        return self._inner.hidden(input_ids, position_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._inner.logits(hidden)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cache") / "whole"
+    build(out)
+    return out
+
+
+def sequences_of(split: str, **overrides: object) -> list[list[int]]:
+    found = blocks(texts(), cache_case.TOKENIZER, settings(**overrides))
+    return [row for b in found if b.split == split for row in b.packed.tokens.tolist()]
+
+
+def test_cache_holds_the_teachers_own_distribution(whole: Path) -> None:
+    cache, model = TeacherCache.open(whole), teacher()
+    for split in ("train", "held_out"):
+        batch = cache.batch(range(cache.num_sequences(split)), split)
+        assert batch.input_ids.tolist() == sequences_of(split)
+        logits = model.logits(model.hidden(batch.input_ids, batch.position_ids)).detach()
+        exact = torch.log_softmax(logits.double(), -1)
+        chosen = exact.gather(-1, batch.topk_ids)
+        top, ids = exact.topk(5, dim=-1)
+        torch.testing.assert_close(chosen, top, rtol=0, atol=1e-4)
+        assert (batch.topk_logprobs - chosen).abs().max() < max_error(20.0, 5)
+        tail = torch.log1p(-top.exp().sum(-1))
+        torch.testing.assert_close(batch.tail_logprob.double(), tail, rtol=0, atol=1e-3)
+        lse = cache.log_sum_exp(range(cache.num_sequences(split)), split)
+        torch.testing.assert_close(lse, torch.logsumexp(logits, -1), rtol=0, atol=1e-4)
+        assert torch.equal(batch.sample_counts.sum(-1), 6.0 * batch.mask)
+
+
+def test_logits_are_formed_in_chunks_without_changing_a_byte(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "CHUNK_LOGITS", 7 * 320)
+    widths = []
+    model = teacher()
+    inner = model.logits
+    model.logits = lambda hidden: widths.append(len(hidden)) or inner(hidden)
+    build(tmp_path / "chunked", teacher=model)
+    assert max(widths) == 7
+    chunked, unchunked = TeacherCache.open(tmp_path / "chunked"), TeacherCache.open(whole)
+    for a, b in zip(chunked.batch(range(9)), unchunked.batch(range(9)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_documents_stay_on_one_side_and_copies_with_them() -> None:
+    documents = texts(300)
+    held = [text for text in documents if split_of(text, 0, 0.2) == "held_out"]
+    assert 30 < len(held) < 90
+    assert [split_of(text, 0, 0.2) for text in documents] == [
+        split_of(text, 0, 0.2) for text in documents
+    ]
+    assert held != [text for text in documents if split_of(text, 1, 0.2) == "held_out"]
+    assert all(split_of(text, 0, 0.0) == "train" for text in documents)
+
+
+def test_no_token_is_lost(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    tokenizer = cache_case.TOKENIZER
+    expected = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts())
+    assert manifest.total("tokens") == expected
+    assert manifest.total("counted") == expected - len(texts())
+
+
+def test_limit_keeps_the_first_training_sequences(tmp_path: Path) -> None:
+    full = sequences_of("train")
+    for limit in (1, 9, 10, 17, len(full), len(full) + 5):
+        limited = sequences_of("train", num_sequences=limit)
+        assert limited == full[:limit]
+    build(tmp_path / "c", num_sequences=17)
+    cache = TeacherCache.open(tmp_path / "c")
+    assert cache.num_sequences("train") == 17
+    assert 0 < cache.num_sequences("held_out")
+
+
+@pytest.mark.parametrize("kind", ["top_k", "draws"])
+def test_a_cache_may_hold_only_one_kind(tmp_path: Path, kind: str) -> None:
+    build(tmp_path / "c", **{kind: 0})
+    batch = TeacherCache.open(tmp_path / "c").batch([3, 1])
+    assert batch.topk_ids.shape == batch.topk_logprobs.shape == (2, 16, 0 if kind == "top_k" else 5)
+    assert batch.sample_ids.shape[-1] == batch.sample_counts.shape[-1]
+    assert (batch.sample_ids.shape[-1] == 0) == (kind == "draws")
+    assert batch.tail_logprob.shape == (2, 16)
+
+
+@pytest.mark.parametrize("k", [1, 320])
+def test_one_token_and_the_whole_vocabulary_can_be_kept(tmp_path: Path, k: int) -> None:
+    build(tmp_path / "c", top_k=k, documents=texts(8), held_out=0.0)
+    batch = TeacherCache.open(tmp_path / "c").batch([0])
+    mass = batch.topk_logprobs.double().exp().sum(-1) + batch.tail_logprob.double().exp()
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
+    assert not batch.topk_logprobs.isnan().any()
+
+
+@pytest.mark.parametrize("fail_at", range(1, 13))
+def test_an_interrupted_build_ends_in_the_same_bytes(
+    whole: Path, tmp_path: Path, fail_at: int
+) -> None:
+    out = tmp_path / "c"
+    with pytest.raises(Interrupted):
+        build(out, teacher=FailingTeacher(fail_at))
+    done = read_manifest(out)
+    assert done.state == "building"
+    if fail_at > 3:
+        with pytest.raises(CacheError, match="is an unfinished cache of [1-9]"):
+            TeacherCache.open(out)
+    build(out)
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_crash_between_any_two_file_operations_is_harmless(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    out, left = tmp_path / "c", random.Random(seed).randrange(1, 22)
+    calls = {"open": Path.open, "replace": Path.replace}
+
+    def crashing(name: str) -> object:
+        def call(self: Path, *args: object) -> object:
+            nonlocal left
+            if self.parent == out:
+                left -= 1
+                if left == 0:
+                    raise Interrupted
+            return calls[name](self, *args)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(Path, name, crashing(name))
+    with pytest.raises(Interrupted):
+        build(out)
+    monkeypatch.undo()
+    build(out)
+    assert contents(out) == contents(whole)
+
+
+def test_a_finished_cache_is_left_alone_and_a_lost_shard_rebuilt(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "c"
+    build(out)
+    with caplog.at_level(logging.INFO, "qat"):
+        build(out, teacher=FailingTeacher(1))
+    assert "complete already" in caplog.text
+    next(out.glob("train-00001*")).unlink()
+    build(out)
+    assert contents(out) == contents(whole)
+
+
+def test_a_full_disk_keeps_finished_shards(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls, fsync = tmp_path / "c", [], os.fsync
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CacheError, match="No space left on device; finished shards are kept"):
+        build(out)
+    monkeypatch.undo()
+    assert not list(out.glob("*.tmp"))
+    assert len(read_manifest(out).shards) == 1
+    build(out)
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 7}, "was built with top_k=5, now asked for top_k=7"),
+        ({"seed": 1, "draws": 9}, "draws=6, now asked for draws=9; seed=0, now asked for seed=1"),
+        ({"info": info(identity="other")}, "teacher=abc, now asked for teacher=other"),
+        ({"info": info(dtype="bfloat16")}, "dtype=float32, now asked for dtype=bfloat16"),
+        ({"tokenizer": cache_case.tiny_tokenizer(270)}, "tokenizer=.*, now asked for tokenizer="),
+    ],
+)
+def test_other_settings_in_the_same_directory_are_refused(
+    whole: Path, change: dict, message: str
+) -> None:
+    before = contents(whole)
+    with pytest.raises(CacheError, match=message):
+        build(whole, **change)
+    assert contents(whole) == before
+
+
+def test_data_that_changed_under_a_build_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    with pytest.raises(Interrupted):
+        build(out, teacher=FailingTeacher(6))
+    with pytest.raises(CacheError, match="train-00000.safetensors was built from other text"):
+        build(out, documents=texts(seed=4))
+
+
+def test_directories_that_are_no_cache_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("dear to me")
+    with pytest.raises(CacheError, match="is not empty and holds no teacher cache"):
+        build(tmp_path)
+    with pytest.raises(CacheError, match="is a file, expected a directory"):
+        build(tmp_path / "thesis.txt")
+    (tmp_path / "empty").mkdir()
+    build(tmp_path / "empty", documents=texts(5))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"top_k": 321}, ConfigError, "top_k=321 is more than the teacher's vocabulary of 320"),
+        ({"sequence_length": 129}, ConfigError, "sequence_length=129, but tiny reads at most 128"),
+        ({"documents": []}, DataError, "data=words holds no text"),
+        ({"documents": ["", ""]}, DataError, "data=words holds no text"),
+        ({"info": info(vocab_size=100), "top_k": 3}, ConfigError, "vocabulary has 100"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_shard_is_written(
+    tmp_path: Path, change: dict, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build(tmp_path / "c", **change)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_teacher_of_unknown_length_reads_anything(tmp_path: Path) -> None:
+    build(tmp_path / "c", info=info(max_positions=None), documents=texts(3))
+
+
+def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = teacher()
+    model.model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(CacheError, match="the teacher gave a logit that is NaN"):
+        build(tmp_path / "c", teacher=model)
+
+
+def test_an_empty_split_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "qat"):
+        build(tmp_path / "c", documents=texts(2), held_out=0.01)
+    assert "no document fell into the held_out split" in caplog.text
+    assert TeacherCache.open(tmp_path / "c").num_sequences("held_out") == 0
+
+
+def test_settings_keep_something_and_leave_the_device_out() -> None:
+    with pytest.raises(ConfigError, match="top_k=0 and draws=0 keep nothing"):
+        CacheSettings(data="x", top_k=0)
+    config = CacheConfig(data="x", teacher="t", device="cpu", top_k=3)
+    assert config.settings() == CacheSettings(data="x", top_k=3)

@@ -1,0 +1,81 @@
+"""The verb itself: build, info, verify, and what a user sees when something is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cache_case import TOKENIZER, texts
+from tiny import tiny_model
+
+from qat.cli.cache import cache_app, suggested_name
+from qat.data.config import CacheConfig
+from qat.data.reader import TeacherCache
+from qat.data.sources import open_source
+from qat.errors import CacheError
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("teacher")
+    tiny_model().save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    return str(directory)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, str]:
+    """The verb's last line as JSON, and all it printed."""
+    cache_app(words, exit_on_error=False, print_error=False, result_action="return_value")
+    printed = capsys.readouterr().out
+    return json.loads(printed.splitlines()[-1]), printed
+
+
+def test_build_info_verify(
+    teacher: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my words.txt").write_text("\n\n".join(texts()))
+    flags = ["--sequence-length", "16", "--top-k", "4", "--device", "cpu"]
+    built, _ = run(capsys, "--teacher", teacher, "--data", "my words.txt", *flags)
+    out = Path("caches/my-words_plain_think_false_L16_K4_R0")
+    assert built["out"] == str(out)
+    cache = TeacherCache.open(out)
+    assert built["sequences"] == cache.num_sequences("train") > 20
+    size = sum(path.stat().st_size for path in out.iterdir())
+    assert built["bytes_per_token"] == pytest.approx(size / built["tokens"], abs=0.01)
+    assert cache.manifest.settings.format == "plain"
+
+    shown, printed = run(capsys, "info", str(out))
+    assert shown["fingerprint"] == built["fingerprint"] == cache.manifest.fingerprint
+    assert "first sequence: " in printed
+
+    checked, printed = run(capsys, "verify", str(out))
+    assert checked["damaged"] == 0
+    assert "train-00000.safetensors" in printed
+
+    shard = out / "train-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"??")
+    with pytest.raises(CacheError, match=r"1 of 2 shards are damaged \(train-00000"):
+        run(capsys, "verify", str(out))
+
+
+def test_info_without_the_tokenizer_shows_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cache_case import build
+
+    build(tmp_path / "c")
+    _, printed = run(capsys, "info", str(tmp_path / "c"))
+    assert "first sequence" not in printed
+
+
+def test_names_say_what_a_cache_holds(tmp_path: Path) -> None:
+    path = tmp_path / "alpaca data.json"
+    path.write_text(json.dumps([{"instruction": "a", "output": "b"}]))
+    config = CacheConfig(
+        teacher="t", data=str(path), thinking="both", sequence_length=128, top_k=32, draws=50
+    )
+    name = suggested_name(config, open_source(config.data))
+    assert name == "alpaca-data_alpaca_think_both_L128_K32_R50"

@@ -1,0 +1,144 @@
+"""Reading a cache in any order, and finding every kind of damage."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import build
+
+from qat.data.cache import MANIFEST, read_manifest
+from qat.data.reader import TeacherCache
+from qat.data.verify import check_shards, raise_if_any_damaged
+from qat.errors import CacheError
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cache") / "c"
+    build(out)
+    return out
+
+
+@pytest.fixture
+def copy(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "copy"))
+
+
+def verify(directory: Path) -> None:
+    raise_if_any_damaged(directory, check_shards(directory)[1])
+
+
+def test_any_order_gives_the_same_sequences(built: Path) -> None:
+    cache = TeacherCache.open(built)
+    count = cache.num_sequences("train")
+    assert count > 20  # several shards
+    everything = cache.batch(range(count))
+    indices = random.Random(0).choices(range(count), k=40)
+    for together, picked in zip(everything, cache.batch(indices), strict=True):
+        width = picked.shape[-1]
+        assert torch.equal(together[indices][..., :width], picked)
+
+
+def test_labels_follow_the_tokens(built: Path) -> None:
+    batch = TeacherCache.open(built).batch([0, 1])
+    known = batch.labels[:, :-1] >= 0
+    assert torch.equal(batch.labels[:, :-1][known], batch.input_ids[:, 1:][known])
+    assert batch.position_ids[:, 0].tolist() == [0, 0]
+
+
+def test_indices_outside_the_split_are_refused(built: Path) -> None:
+    cache = TeacherCache.open(built)
+    for bad in (-1, cache.num_sequences("held_out")):
+        with pytest.raises(IndexError, match="reach outside"):
+            cache.batch([0, bad], "held_out")
+
+
+def test_verify_is_content_with_what_was_written(built: Path) -> None:
+    verify(built)
+
+
+def test_every_flipped_byte_is_found_and_named(copy: Path) -> None:
+    rng = random.Random(0)
+    for path in sorted(copy.iterdir()):
+        raw = path.read_bytes()
+        places = range(len(raw)) if path.name == MANIFEST else rng.sample(range(len(raw)), 60)
+        for place in places:
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << rng.randrange(8)
+            path.write_bytes(flipped)
+            with pytest.raises(CacheError, match=path.name):
+                verify(copy)
+        path.write_bytes(raw)
+    verify(copy)
+
+
+def test_a_flipped_shard_is_found_before_it_is_learned_from(copy: Path) -> None:
+    path = copy / "train-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+    cache = TeacherCache.open(copy)
+    cache.batch([0])
+    with pytest.raises(CacheError, match="train-00001.safetensors: content differs"):
+        cache.batch([12])
+
+
+def test_a_truncated_or_missing_shard_is_found_at_open(copy: Path) -> None:
+    path = copy / "train-00000.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1])
+    with pytest.raises(CacheError, match=rf"{len(raw) - 1} bytes instead of {len(raw)}; restore"):
+        TeacherCache.open(copy)
+    path.unlink()
+    with pytest.raises(CacheError, match="train-00000.safetensors: missing"):
+        TeacherCache.open(copy)
+    with pytest.raises(CacheError, match=r"1 of \d+ shards are damaged .*: missing"):
+        verify(copy)
+
+
+def test_missing_and_foreign_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="is no directory, expected a teacher cache"):
+        TeacherCache.open(tmp_path / "none")
+    with pytest.raises(CacheError, match="holds no manifest.json"):
+        TeacherCache.open(tmp_path)
+    (tmp_path / MANIFEST).write_text('{"files": []}')
+    with pytest.raises(CacheError, match="not the manifest of a teacher cache"):
+        TeacherCache.open(tmp_path)
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(CacheError, match="is damaged: it is not JSON"):
+        TeacherCache.open(tmp_path)
+
+
+def test_an_unknown_format_is_refused(copy: Path) -> None:
+    values = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps({**values, "format": 2}))
+    with pytest.raises(CacheError, match="says format=2, this version reads format=1"):
+        TeacherCache.open(copy)
+
+
+def test_a_manifest_with_a_foreign_field_is_refused(copy: Path) -> None:
+    values = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps({**values, "colour": "red"}))
+    with pytest.raises(CacheError, match="is damaged: colour"):
+        TeacherCache.open(copy)
+
+
+def test_students_that_do_not_fit_are_refused(built: Path) -> None:
+    cache = TeacherCache.open(built)
+    tokenizer = cache.manifest.tokenizer
+    cache.check_student(tokenizer, 320, 16)
+    cache.check_student(tokenizer, 320, None)
+    with pytest.raises(CacheError, match="the student has 0123"):
+        cache.check_student("0123", 320, 128)
+    with pytest.raises(CacheError, match="vocabulary of 320, the student's has 321"):
+        cache.check_student(tokenizer, 321, 128)
+    with pytest.raises(CacheError, match="sequences of 16 tokens, the student reads at most 15"):
+        cache.check_student(tokenizer, 320, 15)
+
+
+def test_the_fingerprint_changes_with_the_settings(built: Path, tmp_path: Path) -> None:
+    build(tmp_path / "c", seed=5)
+    assert read_manifest(tmp_path / "c").fingerprint != read_manifest(built).fingerprint

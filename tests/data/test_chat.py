@@ -1,0 +1,90 @@
+"""Thinking modes, tokenisation and the tokenizer's hash."""
+
+import subprocess
+import sys
+
+import pytest
+from tiny import tiny_tokenizer
+
+from qat.data.chat import render
+from qat.data.text import encode, end_token, tokenizer_hash
+from qat.errors import ConfigError
+
+CHAT = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nthe dog"},
+]
+THINKING = "<|user|>the cat<|end|><|assistant|><think>\nhm\n</think>\n\nthe dog<|end|>"
+SILENT = "<|user|>the cat<|end|><|assistant|>the dog<|end|>"
+RAW = "the cat\n\n<think>\nhm\n</think>\n\nthe dog"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("true", [THINKING]),
+        ("false", [SILENT]),
+        ("both", [THINKING, SILENT]),
+        ("none", [RAW]),
+        ("all", [THINKING, SILENT, RAW]),
+    ],
+)
+def test_thinking_modes(mode: str, expected: list[str]) -> None:
+    assert [r.text for r in render(CHAT, tiny_tokenizer(), mode)] == expected
+
+
+def test_separate_reasoning_is_dropped_without_thinking() -> None:
+    message = {"role": "assistant", "content": "the dog", "reasoning_content": "hm"}
+    (rendering,) = render([CHAT[0], message], tiny_tokenizer(), "false")
+    assert rendering.text == SILENT
+
+
+def test_text_is_rendered_once_in_every_mode() -> None:
+    assert [r.text for r in render("words", tiny_tokenizer(), "all")] == ["words"]
+
+
+def test_documents_end_with_exactly_one_end_token() -> None:
+    tokenizer = tiny_tokenizer()
+    end = end_token(tokenizer)
+    for rendering in [*render(CHAT, tokenizer, "true"), *render("the cat", tokenizer, "true")]:
+        (ids,) = encode([rendering], tokenizer)
+        assert ids[-1] == end != ids[-2]
+
+
+def test_a_chat_without_template_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    assert render(CHAT, tokenizer, "none")
+    with pytest.raises(ConfigError, match="thinking=true needs a chat template"):
+        render(CHAT, tokenizer, "true")
+
+
+def test_a_tokenizer_without_end_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        end_token(tokenizer)
+
+
+def test_tokenizer_hash_sees_vocabulary_merges_and_special_tokens(tmp_path) -> None:
+    tokenizer = tiny_tokenizer()
+    first = tokenizer_hash(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_hash(type(tokenizer).from_pretrained(tmp_path)) == first
+    assert tokenizer_hash(tiny_tokenizer(270)) != first
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    assert tokenizer_hash(tokenizer) != first
+
+
+@pytest.mark.slow
+def test_tokenizer_hash_is_equal_in_another_process() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from tiny import tiny_tokenizer\n"
+        "from qat.data.text import tokenizer_hash\n"
+        "sys.stdout.write(tokenizer_hash(tiny_tokenizer()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == tokenizer_hash(tiny_tokenizer())

@@ -1,0 +1,88 @@
+"""Packing against a token-by-token oracle."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from qat.data.batch import NO_LABEL
+from qat.data.packing import Packer, labels, pack, position_ids
+
+PAD = 0
+
+
+def oracle(documents: list[list[int]], length: int) -> list[dict[str, list]]:
+    """Sequences built one token at a time."""
+    stream = [
+        {"token": token, "place": place, "last": place == len(document) - 1}
+        for document in documents
+        for place, token in enumerate(document)
+    ]
+    sequences = []
+    for first in range(0, len(stream), length):
+        rows = stream[first : first + length]
+        padding = length - len(rows)
+        positions, position = [], 0
+        for i, row in enumerate(rows):
+            position = 0 if i == 0 or row["place"] == 0 else position + 1
+            positions.append(position)
+        next_label = [
+            NO_LABEL if row["last"] or i == len(rows) - 1 else rows[i + 1]["token"]
+            for i, row in enumerate(rows)
+        ]
+        sequences.append(
+            {
+                "tokens": [row["token"] for row in rows] + [PAD] * padding,
+                "mask": [not row["last"] for row in rows] + [False] * padding,
+                "positions": positions + list(range(padding)),
+                "labels": next_label + [NO_LABEL] * padding,
+            }
+        )
+    return sequences
+
+
+def random_documents(rng: random.Random) -> list[list[int]]:
+    return [
+        [rng.randrange(1, 100) for _ in range(rng.randrange(1, 23))]
+        for _ in range(rng.randrange(1, 30))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packing_equals_the_oracle(seed: int) -> None:
+    rng = random.Random(seed)
+    documents, length = random_documents(rng), rng.choice([2, 3, 8, 17])
+    packed = pack(documents, length, PAD)
+    tokens, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)
+    mask = torch.from_numpy(packed.mask)
+    expected = oracle(documents, length)
+    assert tokens.tolist() == [row["tokens"] for row in expected]
+    assert mask.tolist() == [row["mask"] for row in expected]
+    assert position_ids(starts).tolist() == [row["positions"] for row in expected]
+    assert labels(tokens, starts, mask).tolist() == [row["labels"] for row in expected]
+    assert packed.num_tokens == sum(map(len, documents))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_taking_bit_by_bit_equals_taking_all(seed: int) -> None:
+    rng = random.Random(seed)
+    documents, length = random_documents(rng), rng.choice([2, 5, 8])
+    whole = pack(documents, length, PAD)
+    packer, parts = Packer(length, PAD), []
+    for document in documents:
+        packer.push(document)
+        count = rng.randrange(packer.num_full + 1)
+        if count:
+            parts.append(packer.take(count))
+    if packer.num_left:
+        parts.append(packer.take(packer.num_left))
+    for field in ("tokens", "starts", "mask"):
+        joined = np.concatenate([getattr(part, field) for part in parts])
+        np.testing.assert_array_equal(joined, getattr(whole, field))
+    assert sum(part.num_tokens for part in parts) == whole.num_tokens
+
+
+def test_nothing_to_pack_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        pack([], 4, PAD)

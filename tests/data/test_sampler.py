@@ -1,0 +1,27 @@
+"""The order of sequences is a function of seed and step."""
+
+import numpy as np
+import pytest
+
+from qat.data.sampler import sequence_indices
+
+
+@pytest.mark.parametrize(("batch", "total"), [(4, 12), (5, 12), (7, 3), (1, 1), (12, 12)])
+def test_every_sequence_comes_once_per_epoch(batch: int, total: int) -> None:
+    steps = 3 * total  # `batch` * 3 whole epochs
+    order = np.concatenate([sequence_indices(1, step, batch, total) for step in range(steps)])
+    for epoch in order.reshape(-1, total):
+        assert sorted(epoch) == list(range(total))
+
+
+def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+    first = sequence_indices(7, 3, 16, 100)
+    sequence_indices(8, 0, 16, 100)
+    np.testing.assert_array_equal(first, sequence_indices(7, 3, 16, 100))
+    assert not np.array_equal(first, sequence_indices(8, 3, 16, 100))
+    assert not np.array_equal(sequence_indices(7, 0, 100, 100), sequence_indices(7, 1, 100, 100))
+
+
+def test_an_empty_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_sequences=0"):
+        sequence_indices(0, 0, 4, 0)

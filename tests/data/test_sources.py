@@ -1,0 +1,171 @@
+"""Documents from every kind of source, and every way a source can be wrong."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from qat.data.sources import open_source
+from qat.data.stdlib_text import docstrings, stdlib_documents
+from qat.errors import DataError
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def write(path: Path, content: object) -> str:
+    if path.suffix == ".jsonl" and not isinstance(content, str):
+        content = "\n".join(json.dumps(row) for row in content)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def documents(data: str, **settings: str) -> list:
+    return list(open_source(data, **settings).documents)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_formats_are_detected(tmp_path: Path, suffix: str) -> None:
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    for row, data_format, expected in [
+        ({"text": "plain words"}, "plain", "plain words"),
+        ({"messages": CHAT}, "messages", CHAT),
+        ({"conversations": turns}, "sharegpt", CHAT),
+        (
+            ALPACA,
+            "alpaca",
+            [
+                {"role": "user", "content": "Add.\n\n1 2"},
+                {"role": "assistant", "content": "3"},
+            ],
+        ),
+    ]:
+        source = open_source(write(tmp_path / f"my{suffix}", [row, row]))
+        assert (source.format, source.name) == (data_format, "my")
+        assert list(source.documents) == [expected, expected]
+
+
+def test_alpaca_without_input_and_reasoning_are_kept_as_they_are(tmp_path: Path) -> None:
+    assert documents(write(tmp_path / "a.json", [{**ALPACA, "input": ""}]))[0][0] == {
+        "role": "user",
+        "content": "Add.",
+    }
+    thinking = {"role": "assistant", "content": "3", "reasoning_content": "1 + 2"}
+    assert documents(write(tmp_path / "b.json", [{"messages": [thinking]}])) == [[thinking]]
+
+
+def test_text_field_names_the_column(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", [{"story": "once"}])
+    assert documents(data, text_field="story") == ["once"]
+
+
+def test_text_files_split_at_blank_lines_or_at_their_separator(tmp_path: Path) -> None:
+    assert documents(write(tmp_path / "a.txt", "one\ntwo\n\n\nthree\n")) == ["one\ntwo", "three"]
+    stories = "a\n\nb<|endoftext|>\nc\n<|endoftext|>\n"
+    assert documents(write(tmp_path / "b.txt", stories)) == ["a\n\nb", "c"]
+
+
+def test_directories_are_read_in_sorted_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "z.txt", "last")
+    write(tmp_path / "b.jsonl", [{"text": "second"}])
+    write(tmp_path / "a.txt", "first")
+    write(tmp_path / "LICENSE", "not read")
+    assert documents(str(tmp_path)) == ["first", "second", "last"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", [], "is empty, expected at least one row"),
+        ("a.txt", "\n\n", "is empty, expected at least one row"),
+        ("a.json", {"text": "x"}, "holds a JSON dict, expected a list"),
+        ("a.json", "[1,", "a.json row 1 is not JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text"', "a.jsonl row 2 is not JSON"),
+        ("a.jsonl", [{"text": "x"}, {"txt": "y"}], r"a.jsonl row 2 has the fields \['txt'\]"),
+        ("a.jsonl", [{"text": "x"}, {"text": 3}], "row 2 has text=3, expected text"),
+        ("a.jsonl", [{"text": "x"}, "y"], "row 2 is 'y', expected 'text'"),
+        ("a.jsonl", [{"body": "x"}], r"row 1 has the fields \['body'\], expected messages"),
+        ("a.jsonl", [7], r"row 1 has the fields \[\], expected messages"),
+        ("a.json", [ALPACA, {"instruction": "x"}], "row 2 has the fields .*expected 'output'"),
+        ("a.json", [{"messages": []}], "has messages=.*, expected a non-empty list"),
+        ("a.json", [{"messages": [{"role": "user"}]}], "row 1 has the fields .*'content'"),
+        ("a.json", [{"messages": [{"role": "x", "content": "y"}]}], "has role='x', expected one"),
+        ("a.csv", "a,b", "ends in '.csv', expected .json"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, name: str, content: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        documents(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_text_in_another_encoding_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"caf\xe9\n")
+    with pytest.raises(DataError, match="not UTF-8"):
+        documents(str(tmp_path / name))
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no .json, .jsonl, .txt file"):
+        documents(str(tmp_path))
+
+
+def test_a_missing_file_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"no/such is no file .* pip install 'qat\[datasets\]'"):
+        open_source("no/such")
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, answer: object) -> list:
+    """A stand-in for the optional `datasets` package that records how it was called."""
+    calls = []
+
+    class DatasetsError(Exception):
+        pass
+
+    def load_dataset(*args: object, **kwargs: object) -> object:
+        calls.append((args, kwargs))
+        if isinstance(answer, str):
+            raise DatasetsError(answer)
+        return answer
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+def test_hub_ids_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = hub(monkeypatch, [{"text": "a"}, {"text": "b"}])
+    source = open_source("owner/wiki:raw-v1@test")
+    assert (list(source.documents), source.name) == (["a", "b"], "wiki")
+    open_source("owner/wiki")
+    assert calls == [
+        (("owner/wiki", "raw-v1"), {"split": "test", "streaming": True}),
+        (("owner/wiki", None), {"split": "train", "streaming": True}),
+    ]
+
+
+def test_an_unknown_hub_id_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, "not found")
+    with pytest.raises(DataError, match="datasets cannot load it: not found"):
+        open_source("owner/none")
+
+
+def test_docstrings_of_module_class_and_function() -> None:
+    source = (
+        b'"""M."""\nclass A:\n    """\n    C.\n      c\n    """\n    def f(self):\n        "F."\n'
+    )
+    assert list(docstrings(source)) == ["M.", "C.\n  c", "F."]
+
+
+def test_stdlib_documents_are_unique_stable_and_long_enough() -> None:
+    texts = list(stdlib_documents())
+    assert len(texts) == len(set(texts)) > 2000
+    assert min(map(len, texts)) >= 80
+    assert texts[:50] == [text for text, _ in zip(stdlib_documents(), range(50), strict=False)]
+    assert open_source("stdlib").name == "stdlib"
