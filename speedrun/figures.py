@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def record(  # noqa: PLR0917
     path: Path,
@@ -44,8 +46,10 @@ def record(  # noqa: PLR0917
 
 
 def command() -> str:
-    """The command that is running, as a user would type it."""
-    return " ".join(["python", *sys.argv])
+    """The command that is running, as a user would type it in the repository's root."""
+    script = Path(sys.argv[0]).resolve()
+    inside = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return " ".join(["python", str(inside), *sys.argv[1:]])
 
 
 def commit() -> str:
@@ -61,8 +65,7 @@ def device() -> str:
 
 
 def _git(*words: str) -> str:
-    root = Path(__file__).resolve().parent
     result = subprocess.run(
-        ["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=60
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     return result.stdout.strip()
