@@ -26,3 +26,7 @@ class CheckpointError(QatError):
 
 class ExportError(QatError):
     """A model that the wished deployable form cannot hold."""
+
+
+class TrainingError(QatError):
+    """A run that cannot go on: its loss is no longer a number."""
