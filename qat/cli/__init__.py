@@ -22,6 +22,7 @@ from qat.cli.export import export
 from qat.cli.generate import generate
 from qat.cli.recipe import check_recipe
 from qat.cli.report import report
+from qat.cli.result import print_result
 from qat.cli.train import train
 from qat.config import explain
 from qat.errors import QatError
@@ -42,6 +43,16 @@ app.command(demo)
 VERBS = ("cache", "convert", "train", "eval", "generate", "export", "report", "demo")
 
 
+def run_verb(tokens: list[str]) -> dict[str, object]:
+    """Parse and run one command line without its `qat`; what the verb found out.
+
+    Raises:
+        QatError, cyclopts.CycloptsError: the user's mistakes.
+    """
+    found = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    return found if isinstance(found, dict) else {}
+
+
 @app.meta.default
 def _launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
@@ -52,7 +63,7 @@ def _launch(
     if recipe is not None:
         check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
         app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
-    app(tokens, exit_on_error=False, print_error=False)
+    print_result(run_verb(list(tokens)))
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from qat.cli.result import print_result
 from qat.data.config import CacheConfig
 
 if TYPE_CHECKING:
@@ -24,7 +23,9 @@ cache_app = App(help="Build, inspect or verify a teacher cache.")
 
 
 @cache_app.default
-def cache(*, config: Annotated[CacheConfig, Parameter(name="*")], out: Path | None = None) -> None:
+def cache(
+    *, config: Annotated[CacheConfig, Parameter(name="*")], out: Path | None = None
+) -> dict[str, object]:
     """Build a teacher cache; an interrupted build goes on where it stopped.
 
     Parameters
@@ -50,11 +51,11 @@ def cache(*, config: Annotated[CacheConfig, Parameter(name="*")], out: Path | No
         documents=source.documents,
         out=out,
     )
-    print_result(out=out, **_numbers(out, manifest))
+    return dict(out=out, **_numbers(out, manifest))
 
 
 @cache_app.command
-def info(directory: Path) -> None:
+def info(directory: Path) -> dict[str, object]:
     """Show what a cache holds, with a sample of its text where the tokenizer is at hand."""
     from rich.console import Console
 
@@ -67,11 +68,11 @@ def info(directory: Path) -> None:
     sample = _sample_text(opened)
     if sample:
         console.print(f"first sequence: {sample!r}", markup=False, highlight=False)
-    print_result(directory=directory, **numbers)
+    return dict(directory=directory, **numbers)
 
 
 @cache_app.command
-def verify(directory: Path) -> None:
+def verify(directory: Path) -> dict[str, object]:
     """Read every byte of a cache and compare it with what was written."""
     from rich.console import Console
     from rich.table import Table
@@ -84,7 +85,7 @@ def verify(directory: Path) -> None:
         table.add_row(shard.file, str(shard.sequences), f"{shard.bytes:,}", problem or "ok")
     Console().print(table)
     raise_if_any_damaged(directory, findings)
-    print_result(directory=directory, shards=len(findings), state=manifest.state, damaged=0)
+    return dict(directory=directory, shards=len(findings), state=manifest.state, damaged=0)
 
 
 def suggested_name(config: CacheConfig, source: "Source") -> str:

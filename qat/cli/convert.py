@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qat.cli.result import print_result
 from qat.errors import ConfigError
 from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
-    pass
+    from qat.models.quantize import QuantizeReport
 
 
 def convert(
@@ -20,7 +19,7 @@ def convert(
     out: Path,
     evaluate: Annotated[bool, Parameter(name="--eval", negative=())] = False,
     cache_dir: Path | None = None,
-) -> None:
+) -> dict[str, object]:
     """Quantize SOURCE without training and write a packed checkpoint.
 
     Args:
@@ -43,7 +42,7 @@ def convert(
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
     _show(report, verdicts)
-    print_result(
+    return dict(
         out=out,
         plan=report.plan,
         linears=len(report.modules),

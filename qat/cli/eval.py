@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qat.cli.result import print_result
 from qat.evaluate.config import EvalConfig
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ DEFAULTS = EvalConfig()
 
 def evaluate(
     student: str, *, config: Annotated[EvalConfig, Parameter(name="*")] = DEFAULTS
-) -> None:
+) -> dict[str, object]:
     """Judge STUDENT by a teacher cache, by its teacher, and on a text.
 
     Args:
@@ -27,7 +26,7 @@ def evaluate(
 
     verdict = judge(student, config)
     _show(verdict, student, config)
-    print_result(student=student, **verdict.numbers())
+    return dict(student=student, **verdict.numbers())
 
 
 def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qat.cli.result import print_result
 from qat.export.config import ExportConfig
 
 if TYPE_CHECKING:
     from qat.export.model import ExportReport
 
 
-def export(model: str, *, config: Annotated[ExportConfig, Parameter(name="*")], out: Path) -> None:
+def export(
+    model: str, *, config: Annotated[ExportConfig, Parameter(name="*")], out: Path
+) -> dict[str, object]:
     """Write MODEL in a deployable form, read it back and compare its logits to the bit.
 
     Args:
@@ -24,7 +25,7 @@ def export(model: str, *, config: Annotated[ExportConfig, Parameter(name="*")], 
 
     report = export_model(model, config, out)
     _show(report, config, out)
-    print_result(out=out, to=config.to, logits_equal=True, **report._asdict())
+    return dict(out=out, to=config.to, logits_equal=True, **report._asdict())
 
 
 def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from qat.cli.result import print_result
 from qat.evaluate.config import GenerateConfig
 
 DEFAULTS = GenerateConfig()
@@ -14,7 +13,7 @@ DEFAULTS = GenerateConfig()
 
 def generate(
     model: str, *, config: Annotated[GenerateConfig, Parameter(name="*")] = DEFAULTS
-) -> None:
+) -> dict[str, object]:
     """Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.
 
     Args:
@@ -43,7 +42,7 @@ def generate(
     seconds = time.perf_counter() - start
     _write("\n")
     tokens_per_s = round(said.num_tokens / seconds, 1)
-    print_result(model=model, prompt=config.prompt, **said._asdict(), tokens_per_s=tokens_per_s)
+    return dict(model=model, prompt=config.prompt, **said._asdict(), tokens_per_s=tokens_per_s)
 
 
 def _write(piece: str) -> None:

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from qat.cli.result import print_result
 
-
-def report(*runs: Path, out: Path | None = None) -> None:
+def report(*runs: Path, out: Path | None = None) -> dict[str, object]:
     """Write one self-contained HTML page, and its pictures as PNG, about RUNS.
 
     Parameters
@@ -21,4 +19,4 @@ def report(*runs: Path, out: Path | None = None) -> None:
     if not runs:
         raise ConfigError("no RUN was named; expected at least one run or converted checkpoint")
     written = write_report(list(runs), out or runs[0] / "report.html")
-    print_result(page=written.page, pictures=[str(path) for path in written.pictures])
+    return dict(page=written.page, pictures=[str(path) for path in written.pictures])

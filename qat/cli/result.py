@@ -2,11 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 
 
-def print_result(**values: object) -> None:
-    """Write `values` as one line of JSON; paths become strings."""
-    plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-    sys.stdout.write(json.dumps(plain) + "\n")
-    sys.stdout.flush()
+def print_result(found: Mapping[str, object]) -> None:
+    """Write what a verb returned as one line of JSON, paths as strings; nothing if it is empty."""
+    if found:
+        sys.stdout.write(json.dumps(found, default=str) + "\n")
+        sys.stdout.flush()

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from qat.cli.result import print_result
 from qat.train.config import TrainConfig
 
 
@@ -15,7 +14,7 @@ def train(
     config: Annotated[TrainConfig, Parameter(name="*")],
     out: Path,
     resume: Annotated[bool, Parameter(negative=())] = False,
-) -> None:
+) -> dict[str, object]:
     """Train STUDENT, a packed checkpoint, against a teacher cache.
 
     Args:
@@ -27,4 +26,4 @@ def train(
     from qat.train.start import train_student
 
     report = train_student(config, student, out, resume=resume)
-    print_result(run=out, final=report.final, steps=report.steps, best_nats=report.best)
+    return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
