@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
-START_BINS = 1024
+START_BINS = 8192
 POLISH_BINS = 65536
 REFINE_BINS = 16384
 POLISH_STEPS = 300
@@ -72,29 +72,57 @@ def best_split(points: Array, mass: Array, num_levels: int) -> Array:
     """The centres of the best split of ascending `points` `(B,)` into `num_levels` runs, exactly.
 
     With `cost(i, j)` the weighted squared error of `points[i:j]` around its mean, fills
-    `best[m, j] = min_i best[m - 1, i] + cost(i, j)` row by row in O(C B^2).
+    `best[m, j] = min_i best[m - 1, i] + cost(i, j)` row by row in O(C B log B).
     """
     centre = np.average(points, weights=mass)
-    points = points - centre  # or the differences of sums of squares would cancel
-    W, S, Q = (
-        np.concatenate([[0.0], np.cumsum(x)]) for x in (mass, mass * points, mass * points**2)
-    )
+    sums = _prefix_sums(points - centre, mass)  # or the differences of squares would cancel
     B = len(points)
-    start, end = np.arange(B + 1)[:, None], np.arange(B + 1)[None, :]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cost = (Q[end] - Q[start]) - (S[end] - S[start]) ** 2 / (W[end] - W[start])
-    cost[start >= end] = np.inf
-    best, cuts = cost[0], []
+    best = np.concatenate([[np.inf], _cost(sums, np.zeros(B, int), np.arange(1, B + 1))])
+    cuts = []
     for _ in range(num_levels - 1):
-        through = best[:, None] + cost
-        cut = through.argmin(0)
+        best, cut = _add_run(best, sums)
         cuts.append(cut)
-        best = through[cut, np.arange(B + 1)]
     edges = [B]
     for cut in reversed(cuts):
         edges.append(int(cut[edges[-1]]))
     edges = np.array([0, *reversed(edges)])
-    return centre + (S[edges[1:]] - S[edges[:-1]]) / (W[edges[1:]] - W[edges[:-1]])
+    W, S, _ = sums[:, edges[1:]] - sums[:, edges[:-1]]
+    return centre + S / W
+
+
+def _prefix_sums(points: Array, mass: Array) -> Array:
+    """Sums of mass, mass * x and mass * x^2 over the first 0 ... B points, `(3, B + 1)`."""
+    terms = np.stack([mass, mass * points, mass * points**2])
+    return np.pad(terms.cumsum(1), ((0, 0), (1, 0)))
+
+
+def _cost(sums: Array, start: NDArray[np.int64], end: NDArray[np.int64]) -> Array:
+    W, S, Q = sums[:, end] - sums[:, start]
+    return Q - S**2 / W
+
+
+def _add_run(best: Array, sums: Array) -> tuple[Array, NDArray[np.int64]]:
+    """From the least cost of each prefix to that with one run more, and where that run starts.
+
+    The best start moves right as the prefix grows, so every second prefix is bounded by its solved
+    neighbours: strides 2^d ... 2, 1 search about B starts each.
+    """
+    B = len(best) - 1
+    fresh, cut = np.full(B + 1, np.inf), np.zeros(B + 1, np.int64)
+    stride = 1 << (B.bit_length() - 1)
+    while stride:
+        ends = np.arange(stride, B + 1, 2 * stride)
+        low, after = cut[ends - stride], ends + stride
+        high = np.minimum(np.where(after <= B, cut[np.minimum(after, B)], B), ends - 1)
+        counts = high - low + 1
+        firsts = counts.cumsum() - counts
+        starts = np.arange(counts.sum()) + (low - firsts).repeat(counts)
+        through = best[starts] + _cost(sums, starts, ends.repeat(counts))
+        fresh[ends] = np.minimum.reduceat(through, firsts)
+        hits = np.flatnonzero(through == fresh[ends].repeat(counts))
+        cut[ends] = starts[hits[np.searchsorted(hits, firsts)]]
+        stride //= 2
+    return fresh, cut
 
 
 def polish(points: Array, mass: Array, levels: Array, max_steps: int) -> Array:

@@ -1,0 +1,152 @@
+"""One-dimensional k-means against an exact optimum found another way.
+
+Shapes: N values, C levels.
+"""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from qat.quant.kmeans import best_split, histogram, refine_levels, weighted_kmeans
+
+Array = NDArray[np.float64]
+ALLOWED = 1 + 1e-4  # the promise: 0.01 %
+N = 1500
+LEVELS = (2, 3, 4, 8, 16)
+
+DISTRIBUTIONS = {
+    "normal": lambda rng, n: rng.normal(size=n),
+    "laplace": lambda rng, n: rng.laplace(size=n),
+    "uniform": lambda rng, n: rng.uniform(-1, 1, size=n),
+    "student": lambda rng, n: rng.standard_t(3, size=n),
+    "lognormal": lambda rng, n: rng.lognormal(size=n),
+    "clusters": lambda rng, n: rng.choice([-3.0, -1.0, 0.5, 2.0], n) + 0.05 * rng.normal(size=n),
+    "ties": lambda rng, n: rng.normal(size=n).round(1),
+    "far": lambda rng, n: 1e4 + rng.normal(size=n),
+}
+
+
+def optima(values: Array, weights: Array, most: int) -> dict[int, float]:
+    """The least weighted squared error with 1 ... `most` levels, by every possible last cut.
+
+    Works on the sorted values themselves, in extended precision, in O(C N^2).
+    """
+    order = np.argsort(values)
+    x = (values[order] - np.median(values)).astype(np.longdouble)
+    w = weights[order].astype(np.longdouble)
+    x, w = x[w > 0], w[w > 0]
+    runs = [_run_errors(x[:end], w[:end]) for end in range(1, len(x) + 1)]
+    best = np.array([run[0] for run in runs])
+    found = {1: float(best[-1])}
+    for level in range(2, most + 1):
+        # run[i] is the error of values i ... end; the levels before it cover 0 ... i - 1
+        through = (np.min(best[: len(r) - 1] + r[1:], initial=np.inf) for r in runs)
+        best = np.minimum(best, np.fromiter(through, np.longdouble, len(runs)))
+        found[level] = float(best[-1])
+    return found
+
+
+def _run_errors(x: Array, w: Array) -> Array:
+    """For each i, the error of `x[i:]` around its weighted mean."""
+    mass, first, second = (np.cumsum((w * x**p)[::-1])[::-1] for p in (0, 1, 2))
+    return second - first**2 / mass
+
+
+def cost(values: Array, weights: Array, levels: Array) -> float:
+    distance = (values[:, None] - levels) ** 2
+    return float((weights * distance.min(1)).sum())
+
+
+def sample(name: str, n: int = N, seed: int = 0) -> Array:
+    return DISTRIBUTIONS[name](np.random.default_rng(seed), n)
+
+
+def importance(kind: str, n: int = N) -> Array:
+    rng = np.random.default_rng(1)
+    if kind == "equal":
+        return np.ones(n)
+    weights = rng.lognormal(sigma=1.5, size=n)
+    weights[rng.random(n) < 0.1] = 0.0
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["equal", "weighted"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_within_a_ten_thousandth_of_the_optimum(name: str, kind: str) -> None:
+    values, weights = sample(name), importance(kind)
+    least = optima(values, weights, max(LEVELS))
+    for C in LEVELS:
+        levels = weighted_kmeans(values, weights, C)
+        assert levels.shape == (C,) and (np.diff(levels) >= 0).all()
+        assert cost(values, weights, levels) <= ALLOWED * least[C] + 1e-12
+
+
+def test_more_values_than_bins_stay_within_it(monkeypatch) -> None:
+    values, weights = sample("normal", 3000), importance("weighted", 3000)
+    monkeypatch.setattr("qat.quant.kmeans.POLISH_BINS", 2048)
+    monkeypatch.setattr("qat.quant.kmeans.START_BINS", 512)
+    least = optima(values, weights, 16)[16]
+    assert cost(values, weights, weighted_kmeans(values, weights, 16)) <= ALLOWED * least
+
+
+@pytest.mark.parametrize("C", [1, 2, 5])
+def test_best_split_equals_the_oracle(C: int) -> None:
+    points = np.sort(sample("laplace", 60))
+    mass = importance("weighted", 60) + 0.01
+    assert cost(points, mass, best_split(points, mass, C)) == pytest.approx(
+        optima(points, mass, C)[C], rel=1e-9
+    )
+
+
+def test_fewer_distinct_values_than_levels() -> None:
+    values = np.array([3.0, -1.0, 3.0, 0.5])
+    levels = weighted_kmeans(values, np.ones(4), 8)
+    np.testing.assert_array_equal(levels, [-1.0, 0.5, 3, 3, 3, 3, 3, 3])
+    np.testing.assert_array_equal(refine_levels(values, np.ones(4), np.zeros(4)), [-1, 0.5, 3, 3])
+
+
+@pytest.mark.parametrize("value", [0.0, -2.5])
+def test_equal_values(value: float) -> None:
+    levels = weighted_kmeans(np.full(70_000, value), np.ones(70_000), 4)
+    np.testing.assert_array_equal(levels, [value] * 4)
+
+
+def test_values_without_weight_do_not_count() -> None:
+    values, weights = sample("normal"), np.ones(N)
+    outliers = np.array([-1e3, 1e3, 77.0])
+    both = weighted_kmeans(np.append(values, outliers), np.append(weights, [0.0] * 3), 4)
+    np.testing.assert_array_equal(both, weighted_kmeans(values, weights, 4))
+
+
+def test_no_weight_at_all_counts_all_alike() -> None:
+    values = sample("normal")
+    np.testing.assert_array_equal(
+        weighted_kmeans(values, np.zeros(N), 4), weighted_kmeans(values, np.ones(N), 4)
+    )
+
+
+def test_a_weight_counts_like_repetition() -> None:
+    values = sample("uniform", 300)
+    repeats = np.random.default_rng(2).integers(1, 5, 300)
+    np.testing.assert_allclose(
+        weighted_kmeans(values, repeats.astype(float), 4),
+        weighted_kmeans(np.repeat(values, repeats), np.ones(repeats.sum()), 4),
+        rtol=1e-9,
+    )
+
+
+def test_histogram_keeps_mass_and_mean() -> None:
+    values, weights = sample("student", 5000), importance("weighted", 5000)
+    points, mass = histogram(values, weights, 64)
+    assert len(points) <= 64 and (np.diff(points) > 0).all()
+    assert mass.sum() == pytest.approx(weights.sum())
+    assert (mass * points).sum() == pytest.approx((weights * values).sum())
+
+
+def test_refining_never_loses() -> None:
+    values, weights = sample("student", 20_000), importance("weighted", 20_000)
+    start = np.linspace(values.min(), values.max(), 8)
+    refined = refine_levels(values, weights, start)
+    assert cost(values, weights, refined) < 0.9 * cost(values, weights, start)
+    again = refine_levels(values, weights, refined)
+    assert cost(values, weights, again) <= 1.0001 * cost(values, weights, refined)
