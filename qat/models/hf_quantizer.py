@@ -193,7 +193,7 @@ def _empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLut
             "that name; load the checkpoint with AutoModelForCausalLM, or convert the model anew"
         )
     O, I = linear.weight.shape
-    _check_groups(name, spec, I)
+    _check_groups(name, spec, O, I)
     with torch.device("meta"):
         if spec.scale == "low_rank":
             R = spec.rank
@@ -205,10 +205,10 @@ def _empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLut
         return FrozenLutLinear(quantized, linear.bias, spec)
 
 
-def _check_groups(name: str, spec: LutSpec, in_features: int) -> None:
+def _check_groups(name: str, spec: LutSpec, out_features: int, in_features: int) -> None:
     if spec.scale == "group":
         try:
-            spec.check_shape(name, in_features)
+            spec.check_shape(name, out_features, in_features)
         except ConfigError as error:
             raise CheckpointError(f"quantization_config of {error}") from None
 

@@ -79,7 +79,8 @@ def quantize_model(
     names = linear_names(student.model)
     specs = plan.assign(names)
     for name, spec in specs.items():
-        spec.check_shape(name, student.model.get_submodule(name).in_features)
+        module = student.model.get_submodule(name)
+        spec.check_shape(name, module.out_features, module.in_features)
     todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
     with progress(f"quantizing to {plan.name}", len(todo), "linears") as ticker:
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)

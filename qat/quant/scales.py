@@ -35,7 +35,6 @@ def fit_group_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Te
 def low_rank_start(S: Tensor, rank: int) -> Scales:
     """The best rank-`rank` factors `A diag(g) B` of a scale matrix `(O, I)`: its truncated SVD."""
     U, g, Vh = torch.linalg.svd(S, full_matrices=False)
-    rank = min(rank, len(g))
     return Scales(scale_out=U[:, :rank], rank_gain=g[:rank], scale_in=Vh[:rank])
 
 

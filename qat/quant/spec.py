@@ -44,16 +44,21 @@ class LutSpec(Settings):
         """Entries of the codebook."""
         return 3 if self.codebook == "ternary" else 2**self.bits
 
-    def check_shape(self, name: str, in_features: int) -> None:
-        """Refuse a layer whose rows do not split into whole groups.
+    def check_shape(self, name: str, out_features: int, in_features: int) -> None:
+        """Refuse a layer whose rows do not split into whole groups, or that has not that rank.
 
         Raises:
-            ConfigError: `group_size` does not divide `in_features`.
+            ConfigError: `group_size` does not divide `in_features`, or `rank` is above either size.
         """
         if in_features % self.group_size:
             raise ConfigError(
                 f"{name}: group_size={self.group_size} does not divide its {in_features} input "
                 f"features; choose a divisor of {in_features}"
+            )
+        if self.rank > min(out_features, in_features):
+            raise ConfigError(
+                f"{name}: rank={self.rank} is more than its {out_features} x {in_features} weight "
+                f"has; choose a rank of at most {min(out_features, in_features)}"
             )
 
 
@@ -61,7 +66,7 @@ class PlanRule(Settings):
     """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one."""
 
     pattern: str
-    spec: LutSpec | None
+    spec: LutSpec | None = None
 
 
 class QuantPlan(Settings):
