@@ -1,0 +1,151 @@
+"""Fitting without inputs: less error than the start, exact where exact is possible.
+
+Shapes: O out_features, I in_features.
+"""
+
+import pytest
+import torch
+from quantized import SPECS, random_weight
+from torch import Tensor
+
+from qat.quant.codebook import fixed_grid
+from qat.quant.fit import fit_weight, normalize, weighted_error
+from qat.quant.scales import absmax_scales
+from qat.quant.spec import LutSpec
+from qat.quant.weight import (
+    QuantizedWeight,
+    Scales,
+    as_stored,
+    dequantize,
+    expand_scales,
+    nearest_indices,
+)
+
+SHAPES = [(1, 32), (7, 96), (33, 32)]
+
+
+def same_bits(left: QuantizedWeight, right: QuantizedWeight) -> bool:
+    pairs = zip(
+        [left.indices, left.codebook, *left.scales.present().values()],
+        [right.indices, right.codebook, *right.scales.present().values()],
+        strict=True,
+    )
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def rounded_to_absmax(weight: Tensor, spec: LutSpec) -> QuantizedWeight:
+    """No fitting at all: absmax group scales, evenly spaced levels."""
+    scales = absmax_scales(weight, spec.group_size)
+    levels = fixed_grid(spec)
+    if levels is None:
+        levels = torch.linspace(-1, 1, spec.num_levels)
+    scales = Scales(scales / levels.abs().max())
+    S = expand_scales(scales, weight.shape[1])
+    return QuantizedWeight(nearest_indices(weight, S, levels), levels, scales)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("O", "I"), SHAPES)
+def test_every_format_comes_back_as_stored(name: str, O: int, I: int) -> None:
+    spec = SPECS[name]
+    spec = spec.model_copy(update={"rank": min(spec.rank, O)})
+    fitted = fit_weight(torch.randn(O, I) * 0.05, spec)
+    assert same_bits(fitted, as_stored(fitted))
+    assert fitted.indices.shape == (O, I) and fitted.indices.dtype == torch.uint8
+    assert fitted.codebook.shape == (spec.num_levels,) and fitted.indices.max() < spec.num_levels
+    assert (fitted.codebook.diff() >= 0).all()
+    if spec.codebook == "lut":
+        assert fitted.codebook.abs().max() == 1
+    else:
+        assert torch.equal(fitted.codebook, fixed_grid(spec))
+    assert all(torch.isfinite(tensor).all() for tensor in fitted.scales.present().values())
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if SPECS[n].scale == "group"])
+def test_error_is_below_that_of_the_start(name: str) -> None:
+    weight, spec = torch.randn(48, 96), SPECS[name]
+    importance = torch.rand(96) + 0.01
+    h = importance.expand_as(weight)
+    fitted = weighted_error(weight, fit_weight(weight, spec, importance), h)
+    assert fitted < 0.97 * weighted_error(weight, rounded_to_absmax(weight, spec), h)
+
+
+def test_low_rank_scales_err_less_with_more_rank() -> None:
+    weight = torch.randn(32, 64) * (torch.rand(32, 1) + 0.1) * (torch.rand(64) + 0.1)
+    one = torch.ones_like(weight)
+    specs = [LutSpec(bits=2, scale="low_rank", rank=r, group_size=8) for r in (1, 4, 16)]
+    errors = [weighted_error(weight, fit_weight(weight, spec), one) for spec in specs]
+    assert errors[0] > errors[1] > errors[2]
+    single = LutSpec(bits=2, group_size=64)
+    assert errors[0] < weighted_error(weight, fit_weight(weight, single), one)
+
+
+@pytest.mark.parametrize("name", ["lut1", "lut2", "seq2", "int3", "ternary"])
+def test_a_representable_weight_is_recovered(name: str) -> None:
+    spec = SPECS[name]
+    hidden = random_weight(16, 64, spec)
+    levels = fixed_grid(spec)
+    levels = torch.tensor([-1.0, -0.4, 0.1, 0.7])[: spec.num_levels] if levels is None else levels
+    # every group shows the largest magnitude, so absmax starts at the true scale
+    indices = hidden.indices.clone()
+    indices[:, :: spec.group_size] = levels.abs().argmax().item()
+    scales = Scales(2.0 ** torch.randint(-6, 0, hidden.scales.scales.shape))
+    weight = dequantize(QuantizedWeight(indices, levels, scales))
+    fitted = fit_weight(weight, spec)
+    torch.testing.assert_close(dequantize(fitted), weight, rtol=1e-3, atol=1e-6)
+
+
+def test_importance_decides_where_the_error_goes() -> None:
+    weight, spec = torch.randn(32, 64), SPECS["lut2"]
+    importance = torch.ones(64)
+    importance[::4] = 100.0
+    h = importance.expand_as(weight)
+    aware, blind = fit_weight(weight, spec, importance), fit_weight(weight, spec)
+    assert weighted_error(weight, aware, h) < 0.9 * weighted_error(weight, blind, h)
+    # a value for every weight is taken as well as one for every feature
+    assert same_bits(fit_weight(weight, spec, h), aware)
+
+
+def test_scaling_a_weight_scales_the_result() -> None:
+    weight = torch.randn(8, 32)
+    one, four = fit_weight(weight, SPECS["lut2"]), fit_weight(4 * weight, SPECS["lut2"])
+    torch.testing.assert_close(dequantize(four), 4 * dequantize(one), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_zero_rows_stay_zero_or_tiny(name: str) -> None:
+    weight = torch.randn(6, 32)
+    weight[2] = 0.0
+    fitted = dequantize(fit_weight(weight, SPECS[name]))
+    assert torch.isfinite(fitted).all()
+    if SPECS[name].scale == "group":
+        assert fitted[2].abs().max() <= torch.finfo(torch.float16).tiny * 4
+    assert torch.isfinite(dequantize(fit_weight(torch.zeros(6, 32), SPECS[name]))).all()
+
+
+def test_dtypes_and_gradients_of_the_weight_do_not_matter() -> None:
+    weight = torch.randn(8, 32).bfloat16()
+    parameter = torch.nn.Parameter(weight)
+    fitted = fit_weight(parameter, SPECS["lut2"], torch.ones(32, dtype=torch.float64))
+    assert same_bits(fitted, fit_weight(weight.float(), SPECS["lut2"]))
+    assert not fitted.codebook.requires_grad
+
+
+def test_normalize_keeps_the_product() -> None:
+    levels = torch.tensor([-3.0, 0.5, 2.0])
+    for scales in (
+        Scales(torch.rand(4, 2)),
+        Scales(None, torch.randn(4, 2), torch.rand(2), torch.randn(2, 6)),
+    ):
+        new, unit = normalize(scales, levels)
+        assert unit.abs().max() == 1
+        torch.testing.assert_close(expand_scales(new, 6), 3 * expand_scales(scales, 6))
+        torch.testing.assert_close(3 * unit, levels)
+
+
+def test_nearest_index_is_the_argmin() -> None:
+    levels = torch.tensor([-1.0, -0.2, 0.3, 0.9])
+    weight, S = torch.randn(9, 20), torch.randn(9, 20)
+    distance = (weight[..., None] / S[..., None] - levels).abs()
+    assert torch.equal(nearest_indices(weight, S, levels).long(), distance.argmin(-1))
+    assert (nearest_indices(weight, torch.zeros(9, 20), levels) == 1).all()

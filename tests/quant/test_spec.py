@@ -1,0 +1,119 @@
+"""Formats, plans and presets: what fits together, and what is refused by which words."""
+
+import pytest
+import torch
+
+from qat.errors import ConfigError
+from qat.quant.codebook import fixed_grid
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+
+NAMES = [f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q", "mlp.up", "mlp.down")]
+TWO, FOUR = LutSpec(bits=2), LutSpec(bits=4)
+
+
+def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
+    return QuantPlan(name="p", rules=tuple(PlanRule(pattern=p, spec=s) for p, s in rules))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bits": 0}, r"bits=0: .*greater than or equal to 1"),
+        ({"bits": 5}, r"bits=5: .*less than or equal to 4"),
+        ({"bits": 2, "group_size": 0}, r"group_size=0: .*greater than 0"),
+        ({"bits": 2, "rank": -1}, r"rank=-1: "),
+        ({"bits": 2, "codebook": "kmeans"}, r"codebook='kmeans': .*'lut', 'seq', 'int'"),
+        ({"bits": 2, "scale": "row"}, r"scale='row': .*'group' or 'low_rank'"),
+        ({"bits": 2, "grup_size": 8}, r"grup_size: Extra inputs are not permitted"),
+        ({}, r"bits: Field required"),
+        ({"bits": 3, "codebook": "ternary"}, "ternary codebook is stored in bits=2, got bits=3"),
+        ({"bits": 1, "codebook": "int"}, "codebook=int needs bits >= 2; use codebook=seq"),
+        ({"bits": 2, "scale": "low_rank"}, "scale=low_rank does not go with rank=0"),
+        ({"bits": 2, "rank": 4}, "scale=group does not go with rank=4"),
+    ],
+)
+def test_formats_that_cannot_be(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match="^here: .*" + message):
+        LutSpec.parse(values, "here")
+
+
+@pytest.mark.parametrize(
+    ("spec", "levels"),
+    [
+        (LutSpec(bits=1, codebook="seq"), [-0.5, 0.5]),
+        (LutSpec(bits=2, codebook="seq"), [-0.75, -0.25, 0.25, 0.75]),
+        (LutSpec(bits=3, codebook="seq"), [(2 * c - 7) / 8 for c in range(8)]),
+        (LutSpec(bits=2, codebook="int"), [-2, -1, 0, 1]),
+        (LutSpec(bits=4, codebook="int"), list(range(-8, 8))),
+        (LutSpec(bits=2, codebook="ternary"), [-1, 0, 1]),
+    ],
+)
+def test_fixed_grids(spec: LutSpec, levels: list[float]) -> None:
+    grid = fixed_grid(spec)
+    assert grid.dtype == torch.float32 and grid.tolist() == levels
+    assert spec.num_levels == len(levels)
+
+
+def test_a_learned_codebook_has_no_grid() -> None:
+    assert fixed_grid(FOUR) is None and FOUR.num_levels == 16
+
+
+def test_shapes_that_do_not_fit() -> None:
+    LutSpec(bits=2, group_size=16).check_shape("up", 3, 48)
+    with pytest.raises(ConfigError, match="up: group_size=32 does not divide its 48 input feat"):
+        TWO.check_shape("up", 64, 48)
+    low_rank = LutSpec(bits=2, scale="low_rank", rank=8, group_size=4)
+    low_rank.check_shape("k", 8, 64)
+    for O, I in ((7, 64), (64, 4)):
+        with pytest.raises(ConfigError, match=rf"k: rank=8 is more than its {O} x {I} weight has"):
+            low_rank.check_shape("k", O, I)
+
+
+def test_first_match_decides() -> None:
+    specs = plan(("layers.0.mlp.*", FOUR), ("*.mlp.*", TWO), ("*", None)).assign(NAMES)
+    assert specs == {
+        "layers.0.mlp.up": FOUR,
+        "layers.0.mlp.down": FOUR,
+        "layers.1.mlp.up": TWO,
+        "layers.1.mlp.down": TWO,
+    }
+    assert plan(("*.up", TWO)).spec_for("layers.0.mlp.down") is None
+
+
+def test_a_rule_hidden_by_earlier_ones_still_matches() -> None:
+    assert plan(("*", TWO), ("*.mlp.*", FOUR)).assign(NAMES) == dict.fromkeys(NAMES, TWO)
+
+
+def test_patterns_know_case_and_sets() -> None:
+    assert set(plan(("layers.[1].mlp.?p", TWO)).assign(NAMES)) == {"layers.1.mlp.up"}
+    with pytest.raises(ConfigError, match="matches none"):
+        plan(("*.MLP.*", TWO)).assign(NAMES)
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    message = r"plan p: pattern '\*.experts.\*' matches none of the model's 6 linear layers \(such"
+    with pytest.raises(ConfigError, match=message):
+        plan(("*.mlp.*", TWO), ("*.experts.*", FOUR)).assign(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "mlp", "attention"),
+    [
+        ("q4a4", (4, "group", 0), (4, "group", 0)),
+        ("q2a4", (2, "group", 0), (4, "group", 0)),
+        ("q2a2", (2, "group", 0), (2, "group", 0)),
+        ("q4a4_r4", (4, "low_rank", 4), (4, "low_rank", 4)),
+        ("q4a4_r32", (4, "low_rank", 32), (4, "low_rank", 32)),
+        ("q2a4_r32", (2, "low_rank", 32), (4, "low_rank", 8)),
+    ],
+)
+def test_presets(name: str, mlp: tuple, attention: tuple) -> None:
+    preset = PRESETS[name]
+    for module, expected in (("a.mlp.up_proj", mlp), ("a.self_attn.q_proj", attention)):
+        spec = preset.spec_for(module)
+        assert (spec.bits, spec.scale, spec.rank) == expected and spec.codebook == "lut"
+    assert preset.spec_for("lm_head") is None and preset.name == name
+
+
+def test_preset_names_are_their_keys() -> None:
+    assert len(PRESETS) == 6 and all(name == preset.name for name, preset in PRESETS.items())
