@@ -2,8 +2,8 @@
 
     python speedrun/sample_corpus.py --teacher DIR --documents 20000 --out corpus.jsonl
 
-Each document starts from the teacher's BOS token (or `--prompt`) at temperature 1, so the text is
-distributed as the teacher believes text to be. Writes JSON lines with one field, `text`.
+Each document starts from the teacher's BOS token, at temperature 1: with `--top-p 1` the text is
+distributed exactly as the teacher believes text to be. Writes JSON lines with one field, `text`.
 """
 
 import json
@@ -27,6 +27,7 @@ def sample_corpus(
     out: Path,
     documents: int = 20000,
     max_tokens: int = 255,
+    top_p: float = 1.0,
     batch_size: int = 1024,
     seed: int = 0,
     device: str = "auto",
@@ -38,14 +39,16 @@ def sample_corpus(
     with seeded(seed), progress("sampling", documents, "documents") as ticker:
         while len(texts) < documents:
             count = min(batch_size, documents - len(texts))
-            rows = sample(model, tokenizer.bos_token_id, count, max_tokens)
+            rows = sample(model, tokenizer.bos_token_id, count, max_tokens=max_tokens, top_p=top_p)
             texts += tokenizer.batch_decode(rows, skip_special_tokens=True)
             ticker.advance(count)
     lines = (json.dumps({"text": text.strip()}) for text in texts if text.strip())
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def sample(model: LanguageModel, bos: int, count: int, max_tokens: int) -> list[list[int]]:
+def sample(
+    model: LanguageModel, bos: int, count: int, *, max_tokens: int, top_p: float
+) -> list[list[int]]:
     """`count` token rows after `bos`, each cut where the teacher ends its document."""
     stops = {bos, model.model.config.eos_token_id}
     start = torch.full((count, 1), bos, device=model.device)
@@ -56,7 +59,7 @@ def sample(model: LanguageModel, bos: int, count: int, max_tokens: int) -> list[
             do_sample=True,
             temperature=1.0,
             top_k=0,
-            top_p=1.0,
+            top_p=top_p,
             max_new_tokens=max_tokens,
             eos_token_id=list(stops),
             pad_token_id=bos,

@@ -13,7 +13,13 @@ from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.directory import atomic_directory
-from qat.models.hf_quantizer import QUANT_METHOD, QatConfig, QatHfQuantizer
+from qat.models.hf_quantizer import (
+    QUANT_METHOD,
+    QatConfig,
+    QatHfQuantizer,
+    packed_state_dict,
+    stored_dtype,
+)
 
 
 def save_checkpoint(
@@ -51,6 +57,10 @@ def write_checkpoint(
     model.hf_quantizer = QatHfQuantizer(QatConfig.of(model))
     with quiet_transformers():
         model.save_pretrained(directory)
+    # transformers names the dtype that the model computes in, which may be wider than the file's
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = str(stored_dtype(packed_state_dict(model))).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

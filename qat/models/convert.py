@@ -50,9 +50,11 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
             known = ", ".join(PRESETS)
             raise ConfigError(f"to={config.to} is neither a file nor a preset; use one of {known}")
         try:
-            values = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: not a TOML file ({error})") from None
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(
+                f"to={path} is not TOML ({error}), expected a plan; mend that line"
+            ) from None
         plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
     if config.group_size is None:
         return plan
@@ -100,13 +102,14 @@ def calibration_batches(
 
     Raises:
         CacheError, DataError: it cannot be read, or a cache is of another tokenizer.
+        ConfigError: its sequences are none, or too long for the model.
     """
     path = Path(config.calibration)
     if (path / MANIFEST).exists():
         count = config.calibration_sequences
         tokens = _cached_tokens(path, count, student, tokenizer_hash(tokenizer))
     else:
-        tokens = _packed_text(config, tokenizer)
+        tokens = _packed_text(config, student, tokenizer)
     pairs = zip(*(ids.split(BATCH) for ids in tokens), strict=True)
     return [TokenBatch(*pair) for pair in pairs]
 
@@ -117,11 +120,24 @@ def _cached_tokens(
     cache = TeacherCache.open(path)
     config = student.config
     cache.check_student(tokenizer, config.vocab_size, config.max_position_embeddings)
+    if cache.num_sequences("train") == 0:
+        raise ConfigError(
+            f"calibration={path} has no training sequences, expected some; rebuild it from more "
+            "documents or choose another"
+        )
     batch = cache.batch(np.arange(min(num_sequences, cache.num_sequences("train"))))
     return TokenBatch(batch.input_ids, batch.position_ids)
 
 
-def _packed_text(config: ConvertConfig, tokenizer: PreTrainedTokenizerBase) -> TokenBatch:
+def _packed_text(
+    config: ConvertConfig, student: LanguageModel, tokenizer: PreTrainedTokenizerBase
+) -> TokenBatch:
+    limit = student.config.max_position_embeddings
+    if config.calibration_length > limit:
+        raise ConfigError(
+            f"calibration_length={config.calibration_length}, but the model reads at most {limit} "
+            "positions; lower --calibration-length"
+        )
     packer = Packer(config.calibration_length, end_token(tokenizer))
     for document in open_source(config.calibration).documents:
         for ids in encode(render(document, tokenizer, "none"), tokenizer):

@@ -119,12 +119,13 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state as a packed checkpoint stores it.
 
     Of each quantized linear: `packed` (uint8), `codebook` (float32, ascending), its scales
-    (float16, `rank_gain` float32) and the bias. Everything else as it is.
+    (float16, `rank_gain` float32) and the bias. Everything else as it is, in bfloat16 where that
+    loses nothing: a student whose masters are float32 does not grow beyond its teacher.
 
     Raises:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.
     """
-    state = model.state_dict()
+    state = _narrowed(model.state_dict())
     for name, linear in quant_linears(model).items():
         for key in ("weight", "packed", *linear.weight_parameters()):
             state.pop(f"{name}.{key}", None)
@@ -136,6 +137,24 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 )
             state[f"{name}.{key}"] = tensor
     return state
+
+
+def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """The one dtype of all tensors that make up no quantized weight; float32 if they differ."""
+    special = (*STORED_DTYPES, "packed")
+    dtypes = {t.dtype for name, t in state.items() if name.rpartition(".")[2] not in special}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Float32 tensors in bfloat16 where that is exact; tied tensors stay tied."""
+    narrow: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if tensor.dtype == torch.float32 and tensor.data_ptr() not in narrow:
+            rounded = tensor.to(torch.bfloat16)
+            is_exact = torch.equal(rounded.float(), tensor)
+            narrow[tensor.data_ptr()] = rounded if is_exact else tensor
+    return {name: narrow.get(t.data_ptr(), t) for name, t in state.items()}
 
 
 def check_tensors(model: PreTrainedModel, files: list[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from qat.backend import Backend
+from qat.errors import ConfigError
 from qat.logs import Ticker, progress
 from qat.models.calibrate import TokenBatch, quantize_in_order
 from qat.models.count import bits_per_weight, model_bits_per_weight
@@ -73,7 +74,7 @@ def quantize_model(
     order, against the inputs that they will see.
 
     Raises:
-        ConfigError: the plan does not fit the model.
+        ConfigError: the plan or the base does not fit the model.
     """
     began = time.perf_counter()
     names = linear_names(student.model)
@@ -81,6 +82,8 @@ def quantize_model(
     for name, spec in specs.items():
         module = student.model.get_submodule(name)
         spec.check_shape(name, module.out_features, module.in_features)
+    if base is not None:
+        _check_base(student.model, base.model, list(specs))
     todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
     with progress(f"quantizing to {plan.name}", len(todo), "linears") as ticker:
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
@@ -96,6 +99,23 @@ def quantize_model(
         kept=len(specs) - len(todo),
         modules=[reports[name] for name in todo],
     )
+
+
+def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
+    found = {
+        n: _shape(m) for n, m in base.named_modules() if isinstance(m, nn.Linear | QuantLinear)
+    }
+    for name in names:
+        wished = _shape(model.get_submodule(name))
+        if found.get(name) != wished:
+            raise ConfigError(
+                f"base: its {name} is of shape {found.get(name)}, the model's of {wished}; give "
+                "the float model that this one was converted from"
+            )
+
+
+def _shape(linear: nn.Linear | QuantLinear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 class _Conversion:

@@ -5,24 +5,20 @@ Shapes: O out_features, I in_features, C codebook entries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
-from qat.quant.weight import QuantizedWeight, dequantize, expand_scales
+from qat.quant.weight import QuantizedWeight, dequantize
 
 if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still being imported
     from transformers import PreTrainedModel
-
-CELL_MARGIN = 2**-10
-"""How far inside its cell a latent weight is moved, as a fraction of the way to the level."""
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -82,60 +78,22 @@ def to_frozen(model: nn.Module) -> None:
             replace_module(model, name, frozen.train(module.training))
 
 
-def to_latent(
-    model: nn.Module, names: list[str], base_weights: Mapping[str, Tensor] | None = None
-) -> None:
+def to_latent(model: nn.Module, names: list[str]) -> None:
     """Replace the `FrozenLutLinear` called `names` by `LutLinear` without changing the function.
 
-    The latent weight is the base weight of that name moved into the cell of its stored index, or
-    the quantized value itself where there are no `base_weights`.
+    Each latent weight starts at the quantized value itself: in the middle of its cell, where noise
+    flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md).
 
     Raises:
-        CheckpointError: a base weight is missing, or its shape is another.
+        CheckpointError: two levels of a codebook are too close to choose between.
     """
     for name in names:
         frozen = model.get_submodule(name)
-        base = None if base_weights is None else _base_weight(name, frozen, base_weights)
         quantized = ascending(frozen.quantized())
-        weight = latent_weight(quantized, dequantize(quantized) if base is None else base)
-        latent = LutLinear(weight, quantized, frozen.bias, frozen.spec)
+        latent = LutLinear(dequantize(quantized), quantized, frozen.bias, frozen.spec)
         if not torch.equal(latent.quantized_weight(), frozen.quantized_weight()):
             raise CheckpointError(
                 f"{name}: two levels of its codebook are too close for a latent weight to choose "
                 "between them; convert it anew or train it without weights"
             )
         replace_module(model, name, latent.train(frozen.training))
-
-
-def latent_weight(quantized: QuantizedWeight, base: Tensor) -> Tensor:
-    """`base` `(O, I)` moved, where needed, to where the nearest level is the stored one.
-
-    `base / S` is clamped to the cell between the midpoints around the stored level, and by
-    `CELL_MARGIN` inside it, so that rounding flips no index. Where `S` is 0, `base` stays.
-    `quantized.codebook` ascends.
-    """
-    levels = quantized.codebook
-    middle = (levels[1:] + levels[:-1]) / 2
-    inward_lower = middle + CELL_MARGIN * (levels[1:] - middle)
-    inward_upper = middle - CELL_MARGIN * (middle - levels[:-1])
-    infinity = levels.new_full((1,), torch.inf)
-    lower = torch.cat([-infinity, inward_lower])
-    upper = torch.cat([inward_upper, infinity])
-    S = expand_scales(quantized.scales, base.shape[1])
-    index = quantized.indices.int()
-    base = base.to(levels)
-    scaled = base / S
-    clamped = torch.clamp(scaled, lower[index], upper[index])
-    return torch.where((clamped == scaled) | (S == 0), base, clamped * S)
-
-
-def _base_weight(name: str, frozen: FrozenLutLinear, base_weights: Mapping[str, Tensor]) -> Tensor:
-    base = base_weights.get(name)
-    expected = (frozen.out_features, frozen.in_features)
-    if base is None or tuple(base.shape) != expected:
-        found = "no weight" if base is None else f"shape {tuple(base.shape)}"
-        raise CheckpointError(
-            f"{name}: the base model has {found} there, expected {expected}; give the float model "
-            "that this one was converted from"
-        )
-    return base.detach()

@@ -31,8 +31,6 @@ class TrainConfig(Settings):
     """Train all quantized linears (the default)."""
     learn: str = "weights,scales,codebook"
     """What learns: any of weights, scales, codebook, norms, joined by commas."""
-    base: str | None = None
-    """Float model in whose weights the latent weights start; each stays inside its code's cell."""
     loss: str = "tail"
     """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce; or a sum: tail:1,hard_ce:0.1."""
     temperature: float = Field(1.0, gt=0)
@@ -43,7 +41,7 @@ class TrainConfig(Settings):
     """Sequences in one forward (the micro-batch)."""
     grad_accum_steps: int = Field(1, gt=0)
     """Micro-batches per optimizer step."""
-    lr: float = Field(4e-3, ge=0)
+    lr: float = Field(1e-2, ge=0)
     """Peak learning rate of the latent weights."""
     lr_scales: float = Field(1e-3, ge=0)
     """Peak learning rate of the scales."""
@@ -55,11 +53,11 @@ class TrainConfig(Settings):
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
     warmup_steps: int = Field(50, ge=0)
     """Steps of linear warm-up."""
-    min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Where the schedule ends, as a share of the peak."""
     weight_decay: float = Field(0.0, ge=0)
     """Decay of the latent weights; quantizer parameters and norms never decay."""
-    beta2: float = Field(0.99, gt=0, lt=1)
+    beta2: float = Field(0.95, gt=0, lt=1)
     """AdamW's memory of squared gradients."""
     clip_grad_norm: float = Field(1.0, gt=0)
     """Largest gradient norm."""

@@ -16,8 +16,7 @@ from qat.errors import ConfigError
 from qat.losses.config import check_targets
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.swap import linear_names, to_latent
-from qat.nn.quant_linear import QuantLinear
+from qat.models.swap import to_latent
 from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
@@ -84,7 +83,7 @@ def _prepare(
     backend = backends.select(config.device)
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
-        to_latent(model.model, names, None if checkpoint else _base_weights(config, names))
+        to_latent(model.model, names)
     by_kind = learnable(model.model, names, config.kinds)
     logger.info(
         "learning: %s",
@@ -115,19 +114,6 @@ def _facts(
         "dtype": str(backend.dtype(config.dtype)).removeprefix("torch."),
         "learnable": sum(p.numel() for p in optimizer.parameters.values()),
     }
-
-
-def _base_weights(config: TrainConfig, names: list[str]) -> dict[str, torch.Tensor] | None:
-    """The float weights that latent weights start from, by module name."""
-    if config.base is None:
-        return None
-    base = load_model(config.base, device=config.device, dtype="fp32").model
-    found = {}
-    for name in set(names) & set(linear_names(base)):
-        module = base.get_submodule(name)
-        is_packed = isinstance(module, QuantLinear)
-        found[name] = module.quantized_weight() if is_packed else module.weight
-    return found
 
 
 def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:

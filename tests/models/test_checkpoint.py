@@ -340,3 +340,24 @@ def test_device_map_places_the_model(saved: Path) -> None:
 def test_a_copy_is_as_good(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     assert torch.equal(logits(load_checkpoint(tmp_path / "copy")), logits(load_checkpoint(saved)))
+
+
+def test_float32_masters_of_a_bf16_model_are_stored_as_bf16(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"]).to(torch.bfloat16).float()
+    save_checkpoint(model, None, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = load_checkpoint(tmp_path / "out", torch.float32)
+    ids = torch.arange(8)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_one_learned_norm_keeps_the_checkpoint_in_float32(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"]).to(torch.bfloat16).float()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1e-5)
+    save_checkpoint(model, None, tmp_path / "out")
+    again = load_checkpoint(tmp_path / "out")
+    assert again.dtype == torch.float32
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)

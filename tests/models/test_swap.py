@@ -4,14 +4,13 @@ import pytest
 import torch
 from quantized import SPECS, latent_linear, random_weight, tiny_quantized
 from tiny import ARCHITECTURES, tiny_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.errors import CheckpointError
 from qat.models.swap import (
     ascending,
     decoder_layers,
-    latent_weight,
     linear_names,
     replace_module,
     to_frozen,
@@ -21,7 +20,7 @@ from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales, dequantize, expand_scales, nearest_indices
+from qat.quant.weight import dequantize
 
 PROJECTIONS = [
     *[f"self_attn.{p}_proj" for p in "qkvo"],
@@ -72,12 +71,10 @@ def test_ascending_keeps_every_bit_of_the_weight(spec: LutSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("spread", [0.0, 0.05, 1e4])
-def test_to_latent_keeps_the_weight_to_the_bit(spec: LutSpec, spread: float) -> None:
+def test_to_latent_keeps_the_weight_to_the_bit(spec: LutSpec) -> None:
     model = tiny_quantized("llama", spec, mlp_bias=True)
     before = {name: m.quantized_weight() for name, m in quant_linears(model).items()}
-    base = {name: torch.randn_like(weight) * spread for name, weight in before.items()}
-    to_latent(model, list(before), base)
+    to_latent(model, list(before))
     for name, linear in quant_linears(model).items():
         assert isinstance(linear, LutLinear)
         assert torch.equal(linear.quantized_weight(), before[name])
@@ -88,7 +85,7 @@ def test_to_latent_keeps_the_weight_to_the_bit(spec: LutSpec, spread: float) -> 
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_without_base_the_latent_weight_is_the_quantized_value(spec: LutSpec) -> None:
+def test_the_latent_weight_starts_at_the_quantized_value(spec: LutSpec) -> None:
     model = tiny_quantized("qwen3", spec)
     name = linear_names(model)[0]
     before = model.get_submodule(name).quantized_weight()
@@ -96,45 +93,6 @@ def test_without_base_the_latent_weight_is_the_quantized_value(spec: LutSpec) ->
     assert torch.equal(model.get_submodule(name).weight, before)
     assert torch.equal(model.get_submodule(name).quantized_weight(), before)
     assert sum(isinstance(m, LutLinear) for m in model.modules()) == 1
-
-
-def cell_weight(spec: LutSpec, S: Tensor) -> QuantizedWeight:
-    """A weight whose rows hold every level once, with scale `S` `(1,)`."""
-    indices = torch.arange(spec.num_levels, dtype=torch.uint8)[None]
-    codebook = torch.linspace(-1, 1, spec.num_levels)
-    return QuantizedWeight(indices, codebook, Scales(S.view(1, 1)))
-
-
-def test_a_base_weight_inside_its_cell_stays() -> None:
-    quantized = cell_weight(SPECS["lut2"], torch.tensor(2.0))
-    base = torch.tensor([[-50.0, -0.6, 0.1, 1.4]])
-    assert torch.equal(latent_weight(quantized, base), base)
-
-
-def test_a_base_weight_outside_is_moved_just_inside() -> None:
-    quantized = cell_weight(SPECS["lut2"], torch.tensor(2.0))
-    base = torch.tensor([[5.0, -5.0, 5.0, -5.0]])
-    moved = latent_weight(quantized, base)
-    edges = torch.tensor([[-2 / 3, -2 / 3, 2 / 3, 2 / 3]]) * 2  # between two levels, times S
-    assert (moved - edges).abs().max() < 1e-3
-    assert torch.equal(
-        nearest_indices(moved, torch.tensor(2.0), quantized.codebook), quantized.indices
-    )
-
-
-def test_where_the_scale_is_zero_the_base_stays() -> None:
-    quantized = cell_weight(SPECS["lut2"], torch.tensor(0.0))
-    base = torch.tensor([[5.0, -5.0, 0.0, 1.0]])
-    assert torch.equal(latent_weight(quantized, base), base)
-
-
-def test_a_negative_scale_turns_the_cells() -> None:
-    spec = SPECS["lut2_r4"]
-    quantized = random_weight(16, 32, spec)
-    S = expand_scales(quantized.scales, 32)
-    assert (S < 0).any()
-    moved = latent_weight(quantized, torch.randn(16, 32) * 100)
-    assert torch.equal(nearest_indices(moved, S, quantized.codebook), quantized.indices)
 
 
 def test_equal_levels_keep_the_weight() -> None:
@@ -145,18 +103,6 @@ def test_equal_levels_keep_the_weight() -> None:
     before = model.get_submodule(name).quantized_weight()
     to_latent(model, [name])
     assert torch.equal(model.get_submodule(name).quantized_weight(), before)
-
-
-@pytest.mark.parametrize(
-    ("base", "message"),
-    [({}, "has no weight there"), ({"shape": torch.ones(3, 3)}, r"has shape \(3, 3\) there")],
-)
-def test_a_foreign_base_is_refused(base: dict[str, Tensor], message: str) -> None:
-    model = tiny_quantized("qwen3", SPECS["lut2"])
-    name = linear_names(model)[0]
-    base = {name: base["shape"]} if base else {}
-    with pytest.raises(CheckpointError, match=message):
-        to_latent(model, [name], base)
 
 
 def test_to_frozen_keeps_bias_mode_and_gradient_flags() -> None:

@@ -1,0 +1,212 @@
+"""Quantizing a whole model in place: which linears, from which weights, in which order."""
+
+import pytest
+import torch
+from quantized import SPECS, tiny_quantized
+from tiny import ARCHITECTURES, VOCAB, tiny_model
+from torch import Tensor
+
+from qat.errors import ConfigError
+from qat.models.calibrate import TokenBatch
+from qat.models.language_model import LanguageModel
+from qat.models.quantize import QuantizeReport, quantize_model
+from qat.models.swap import linear_names
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.step import quant_linears
+from qat.quant.error_feedback import fit_to_inputs
+from qat.quant.fit import fit_weight
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.quant.weight import dequantize
+
+Q2A4 = PRESETS["q2a4"]
+SMALL = LutSpec(bits=2, group_size=8)
+
+
+def plan(pattern: str = "*", spec: LutSpec | None = SMALL) -> QuantPlan:
+    return QuantPlan(name="p", rules=(PlanRule(pattern=pattern, spec=spec),))
+
+
+def tokens(sequences: int = 6, length: int = 12) -> list[TokenBatch]:
+    ids = torch.randint(VOCAB, (sequences, length), generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(length).expand_as(ids)
+    return [TokenBatch(*pair) for pair in zip(ids.split(4), positions.split(4), strict=True)]
+
+
+def state(model) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def numbers(report: QuantizeReport) -> list[tuple]:
+    return [(m.name, m.relative_error, m.weighted_error, m.bits_per_weight) for m in report.modules]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_linear_is_fitted_to_its_own_weight(architecture: str, tied: bool) -> None:
+    model = tiny_model(architecture, tie_word_embeddings=tied)
+    weights = {name: model.get_submodule(name).weight.clone() for name in linear_names(model)}
+    others = {
+        n: p.clone() for n, p in model.named_parameters() if n[: -len(".weight")] not in weights
+    }
+    report = quantize_model(LanguageModel(model), Q2A4)
+    assert [module.name for module in report.modules] == list(weights)
+    for name, linear in quant_linears(model).items():
+        expected = dequantize(fit_weight(weights[name], Q2A4.spec_for(name)))
+        assert isinstance(linear, FrozenLutLinear)
+        assert torch.equal(linear.quantized_weight(), expected)
+    # embeddings, norms and the head stay, to the bit
+    left = dict(model.named_parameters())
+    assert all(torch.equal(left[name], value) for name, value in others.items())
+    tied_now = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied_now == tied
+
+
+def test_the_report_is_about_the_weights_in_place() -> None:
+    model = tiny_model()
+    weights = {name: model.get_submodule(name).weight.clone() for name in linear_names(model)}
+    report = quantize_model(LanguageModel(model), Q2A4)
+    assert report.plan == "q2a4" and report.kept == 0 and report.seconds > 0
+    for module in report.modules:
+        linear, weight = model.get_submodule(module.name), weights[module.name]
+        error = (weight - linear.quantized_weight()).norm() / weight.norm()
+        assert module.relative_error == pytest.approx(error.item(), rel=1e-5)
+        assert module.weighted_error is None and module.seconds > 0
+        # bits + 16 bits a group of 32 + a float32 codebook
+        bits = module.bits + 16 / 32 + 32 * 2**module.bits / weight.numel()
+        assert module.bits_per_weight == pytest.approx(bits)
+        assert (module.codebook, module.scale, module.group_size) == ("lut", "group", 32)
+    shares = [(m.bits_per_weight, weights[m.name].numel()) for m in report.modules]
+    mean = sum(b * n for b, n in shares) / sum(n for _, n in shares)
+    assert report.bits_per_weight == pytest.approx(mean)
+
+
+def test_biases_are_kept() -> None:
+    model = tiny_model("llama", attention_bias=True, mlp_bias=True)
+    biases = {n: torch.randn_like(p) for n, p in model.named_parameters() if n.endswith("bias")}
+    assert len(biases) == 14
+    for name, bias in biases.items():
+        model.get_parameter(name).data.copy_(bias)
+    quantize_model(LanguageModel(model), plan(), calibration=tokens())
+    assert all(torch.equal(model.get_parameter(name), bias) for name, bias in biases.items())
+
+
+def test_linears_of_the_wished_format_are_kept_as_they_are() -> None:
+    model = tiny_quantized("qwen3", PRESETS["q4a4"].rules[0].spec)
+    before = state(model)
+    report = quantize_model(LanguageModel(model), Q2A4, calibration=tokens())
+    attention = {n: t for n, t in before.items() if "self_attn" in n}
+    now = state(model)
+    assert attention and same(attention, {n: now[n] for n in attention})
+    assert report.kept == 8 and len(report.modules) == 6
+    assert {m.name.split(".")[-2] for m in report.modules} == {"mlp"}
+    again = quantize_model(LanguageModel(model), Q2A4)
+    assert again.kept == 14 and again.modules == [] and same(state(model), now)
+    assert again.bits_per_weight == report.bits_per_weight
+
+
+def test_rules_without_a_spec_leave_linears_in_floating_point() -> None:
+    model = tiny_model()
+    rules = (PlanRule(pattern="*.down_proj"), PlanRule(pattern="*.mlp.*", spec=SMALL))
+    report = quantize_model(LanguageModel(model), QuantPlan(name="p", rules=rules))
+    assert len(report.modules) == len(quant_linears(model)) == 4
+    assert isinstance(model.model.layers[0].mlp.down_proj, torch.nn.Linear)
+
+
+@pytest.mark.parametrize("calibration", [(), tokens()], ids=["alone", "calibrated"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_base_weights_are_imitated(calibration: tuple, is_packed: bool) -> None:
+    four, base = tiny_quantized("qwen3", SPECS["lut4"]), tiny_model(seed=3)
+    if is_packed:
+        base = tiny_quantized("qwen3", SPECS["lut3"])
+    report = quantize_model(
+        LanguageModel(four), plan(), base=LanguageModel(base), calibration=calibration
+    )
+    errors = [module.relative_error for module in report.modules]
+    for name in linear_names(base):
+        module = base.get_submodule(name)
+        weight = module.quantized_weight() if is_packed else module.weight
+        if not calibration:
+            expected = dequantize(fit_weight(weight, SMALL))
+            assert torch.equal(four.get_submodule(name).quantized_weight(), expected)
+    assert max(errors) < 0.6  # of an unrelated weight it would be above 1
+
+
+@pytest.mark.parametrize("calibration", [(), tokens()], ids=["alone", "calibrated"])
+def test_the_number_of_workers_changes_nothing(calibration: tuple) -> None:
+    reports, states = [], []
+    for workers in (1, 2):
+        model = tiny_model("gemma3")
+        reports.append(
+            quantize_model(LanguageModel(model), plan(), calibration=calibration, workers=workers)
+        )
+        states.append(state(model))
+    assert numbers(reports[0]) == numbers(reports[1]) and same(*states)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_calibration_brings_the_output_closer(architecture: str) -> None:
+    batches, outputs = tokens(sequences=24), []
+    for calibration in (None, (), batches):
+        model = LanguageModel(tiny_model(architecture, initializer_range=0.2))
+        if calibration is not None:
+            quantize_model(model, plan(), calibration=calibration)
+        outputs.append(torch.cat([model.hidden(*batch) for batch in batches]))
+    whole, alone, calibrated = outputs
+    assert (calibrated - whole).norm() < 0.9 * (alone - whole).norm()
+
+
+def test_the_weighted_error_is_that_of_the_layers_output() -> None:
+    model, batches = tiny_model(), tokens()
+    first = model.model.layers[0].mlp.up_proj
+    weight, seen = first.weight.clone(), []
+    only = plan("model.layers.0.mlp.up_proj")
+    handle = first.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in batches:
+            LanguageModel(model).hidden(*batch)
+    handle.remove()
+    x = torch.cat(seen)
+    (module,) = quantize_model(LanguageModel(model), only, calibration=batches).modules
+    linear = model.model.layers[0].mlp.up_proj
+    expected = dequantize(fit_to_inputs(weight, SMALL, x.T @ x / len(x)))
+    same_place = torch.isclose(linear.quantized_weight(), expected, rtol=1e-2, atol=1e-5)
+    assert same_place.float().mean() > 0.98  # the sums ran in another order
+    outputs = x @ weight.T, x @ (weight - linear.quantized_weight()).T
+    # the damping of the Hessian moves it a little
+    ratio = (outputs[1].norm() / outputs[0].norm()).item()
+    assert module.weighted_error == pytest.approx(ratio, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (plan("*.experts.*"), r"plan p: pattern '\*.experts.\*' matches none of the model's 14"),
+        (plan(spec=LutSpec(bits=2, group_size=48)), "q_proj: group_size=48 does not divide its 32"),
+        (
+            plan(spec=LutSpec(bits=2, scale="low_rank", rank=33, group_size=8)),
+            "k_proj: rank=33 is more than its 32 x 32 weight has",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit_change_nothing(bad: QuantPlan, message: str) -> None:
+    model = tiny_model()
+    before = state(model)
+    with pytest.raises(ConfigError, match=message):
+        quantize_model(LanguageModel(model), bad)
+    assert same(state(model), before)
+
+
+@pytest.mark.parametrize(
+    ("base", "found"),
+    [({"num_hidden_layers": 1}, "None"), ({"intermediate_size": 48}, r"\(48, 32\)")],
+)
+def test_a_base_of_another_shape_is_refused(base: dict, found: str) -> None:
+    message = (
+        rf"base: its model.layers.\d.\S+ is of shape {found}, the model's of \(\d+, 32\); give"
+    )
+    with pytest.raises(ConfigError, match=message):
+        quantize_model(LanguageModel(tiny_model()), plan(), base=LanguageModel(tiny_model(**base)))
