@@ -1,0 +1,74 @@
+"""`qat convert` as a user meets it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cache_case import build
+from tiny import tiny_model, tiny_tokenizer
+
+from qat.cli import main
+from qat.data.reader import TeacherCache
+from qat.evaluate.judge_cache import held_out_divergence
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("verb")
+    tiny_model(initializer_range=0.2).save_pretrained(place / "float")
+    tiny_tokenizer().save_pretrained(place / "float")
+    build(place / "cache")
+    return place
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
+    """The exit code of `qat TOKENS`."""
+    monkeypatch.setattr(sys, "argv", ["qat", *map(str, tokens)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    out, cache = tmp_path / "out", place / "cache"
+    flags = ["--to", "q2a4", "--calibration", cache, "--calibration-sequences", 8]
+    judged = ["--eval", "--cache-dir", cache, "--device", "cpu"]
+    assert call(monkeypatch, "convert", place / "float", *flags, *judged, "--out", out) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert result["out"] == str(out) and result["plan"] == "q2a4"
+    assert result["linears"] == 14 and result["kept"] == 0 and 2.5 < result["bits_per_weight"] < 5
+    for when, source in (("before", place / "float"), ("after", out)):
+        expected = held_out_divergence(str(source), cache, device="cpu")
+        assert result[when] == expected._asdict()
+    assert result["before"]["num_tokens"] > 0
+    assert result["after"]["kl_tail_nats"] != result["before"]["kl_tail_nats"]
+    assert "KD (nats)" in printed and "perplexity" in printed and "output error" in printed
+    assert TeacherCache.open(cache).num_sequences("held_out") > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (
+            ["--to", "q4a4", "--eval"],
+            "--eval is given without a cache to judge by; add --cache-dir",
+        ),
+        (["--to", "q9"], "to=q9 is neither a file nor a preset"),
+        ([], "--to"),
+        (["--to", "q4a4", "--group-size", "7"], "group_size=7 does not divide its 32 input"),
+        (["--to", "q4a4", "--workers", "-1"], "workers"),
+        (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(
+    place: Path, tmp_path: Path, tokens: list[str], message: str, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "out"
+    assert call(monkeypatch, "convert", place / "float", *tokens, "--out", out) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
+    assert not out.exists()

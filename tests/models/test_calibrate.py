@@ -1,0 +1,113 @@
+"""The walk over blocks: order, stages, and the second moment that each linear is fitted to."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from quantized import SPECS, frozen_linear, tiny_quantized
+from tiny import ARCHITECTURES, VOCAB, tiny_model
+from torch import Tensor
+
+from qat.models.calibrate import TokenBatch, quantize_in_order, record_block_inputs
+from qat.models.language_model import LanguageModel
+from qat.models.swap import decoder_layers, linear_names, replace_module
+
+QKV = [f"self_attn.{p}_proj" for p in "qkv"]
+STAGES = [QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+
+
+def batches(packed: bool = False) -> list[TokenBatch]:
+    """Two batches of different size; packed documents restart their positions."""
+    made = []
+    for seed, B in ((0, 3), (1, 2)):
+        ids = torch.randint(VOCAB, (B, 10), generator=torch.Generator().manual_seed(seed))
+        positions = torch.arange(10).remainder(6 if packed else 10).expand_as(ids)
+        made.append(TokenBatch(ids, positions))
+    return made
+
+
+def moments(model, names: list[str], batches: list[TokenBatch]) -> dict[str, Tensor]:
+    """`X^T X / n` of the inputs that each linear really gets in whole forwards, in float64."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def watch(name: str) -> Callable:
+        return lambda _module, args: seen[name].append(args[0].flatten(0, -2).double())
+
+    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in names]
+    with torch.no_grad():
+        for batch in batches:
+            LanguageModel(model).hidden(*batch)
+    for handle in handles:
+        handle.remove()
+    rows = {name: torch.cat(parts) for name, parts in seen.items()}
+    return {name: x.T @ x / len(x) for name, x in rows.items()}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_stage_sees_what_the_blocks_quantized_so_far_make(
+    architecture: str, packed: bool
+) -> None:
+    model, data = tiny_model(architecture, initializer_range=0.2), batches(packed)
+    order: list[list[str]] = []
+
+    def spy(names: list[str], second_moment: Tensor) -> None:
+        order.append(names)
+        # a whole forward of the model as it stands: earlier stages are quantized, later ones not
+        for H in moments(model, names, data).values():
+            torch.testing.assert_close(second_moment.double(), H, rtol=1e-4, atol=1e-6)
+        for name in names:
+            linear = model.get_submodule(name)
+            new = frozen_linear(linear.out_features, linear.in_features, SPECS["lut2"])
+            replace_module(model, name, new)
+
+    quantize_in_order(LanguageModel(model), data, linear_names(model), spy)
+    assert order == [
+        [f"model.layers.{layer}.{part}" for part in stage] for layer in (0, 1) for stage in STAGES
+    ]
+
+
+def test_only_the_named_linears_are_visited() -> None:
+    model, visited = tiny_model(), []
+    names = [
+        n for n in linear_names(model) if "layers.1." in n and n.endswith(("up_proj", "q_proj"))
+    ]
+    quantize_in_order(
+        LanguageModel(model), batches(), names, lambda stage, _: visited.append(stage)
+    )
+    assert visited == [[name] for name in names]
+
+
+def test_packed_blocks_are_walked_too() -> None:
+    model, data, seen = tiny_quantized("qwen3", SPECS["lut4"]), batches(), {}
+    names = [name for name in linear_names(model) if "down" in name]
+    quantize_in_order(
+        LanguageModel(model), data, names, lambda stage, H: seen.update(dict.fromkeys(stage, H))
+    )
+    for name, H in moments(model, names, data).items():
+        torch.testing.assert_close(seen[name].double(), H, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_recorded_inputs_replay_the_model(architecture: str) -> None:
+    model, batch = tiny_model(architecture), batches(packed=True)[0]
+    layers = decoder_layers(model)
+    with torch.no_grad():
+        inputs = record_block_inputs(LanguageModel(model), layers, batch)
+        hidden = inputs.hidden
+        for layer, call in zip(layers, inputs.kwargs, strict=True):
+            hidden = layer(hidden, **call)
+        expected = LanguageModel(model).hidden(*batch)
+        torch.testing.assert_close(model.base_model.norm(hidden), expected)
+    assert not any(layer._forward_pre_hooks for layer in layers)
+
+
+def test_hooks_are_gone_when_quantizing_fails() -> None:
+    model = tiny_model()
+
+    def broken(_names: list[str], _H: Tensor) -> None:
+        raise RuntimeError("our bug")
+
+    with pytest.raises(RuntimeError, match="our bug"):
+        quantize_in_order(LanguageModel(model), batches(), linear_names(model), broken)
+    assert not any(module._forward_pre_hooks for module in model.modules())

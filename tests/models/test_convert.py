@@ -1,0 +1,234 @@
+"""From a model directory to a packed checkpoint: sources, plans, calibration, and bad input."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_case import build, texts
+from quantized import SPECS, tiny_quantized
+from tiny import VOCAB, tiny_model, tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from qat.data.reader import TeacherCache
+from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.config import ConvertConfig
+from qat.models.convert import (
+    REPORT_NAME,
+    calibration_batches,
+    convert_checkpoint,
+    read_plan,
+)
+from qat.models.load import load_model, load_tokenizer
+from qat.models.quantize import quantize_model
+from qat.nn.step import quant_linears
+from qat.quant.spec import PRESETS, LutSpec
+
+IDS = torch.arange(12).view(2, 6)
+MLP_PLAN = """
+name = "mlp only"
+[[rules]]
+pattern = "*.down_proj"
+[[rules]]
+pattern = "*.mlp.*"
+spec = { bits = 2, codebook = "int", group_size = 16 }
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float model, the same at four bits, a text, and a cache of the same tokenizer."""
+    place = tmp_path_factory.mktemp("convert")
+    tiny_model(initializer_range=0.2).save_pretrained(place / "float")
+    tiny_tokenizer().save_pretrained(place / "float")
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut4"]), tiny_tokenizer(), place / "four")
+    (place / "text.txt").write_text("\n\n".join(texts(60)), encoding="utf-8")
+    (place / "mlp.toml").write_text(MLP_PLAN)
+    build(place / "cache")
+    return place
+
+
+def config(place: Path, **values: object) -> ConvertConfig:
+    defaults = {"to": str(place / "mlp.toml"), "device": "cpu", "calibration_length": 32}
+    return ConvertConfig(**{**defaults, **values})
+
+
+def test_a_float_model_becomes_a_packed_checkpoint(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = convert_checkpoint(str(place / "float"), config(place), out)
+    expected = load_model(str(place / "float"), device="cpu", dtype="fp32")
+    quantize_model(expected, read_plan(config(place)))
+    loaded = load_checkpoint(out)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, expected.model(IDS).logits)
+    assert load_tokenizer(str(out)).get_vocab() == tiny_tokenizer().get_vocab()
+    assert len(quant_linears(loaded)) == len(report.modules) == 4
+    assert report.plan == "mlp only"
+
+
+def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    source = str(place / "float")
+    found = convert_checkpoint(source, config(place, calibration=str(place / "text.txt")), out)
+    report = json.loads((out / REPORT_NAME).read_text())
+    assert report["source"] == source and report["plan"] == "mlp only" and report["kept"] == 0
+    assert report["bits_per_weight"] == found.bits_per_weight and report["seconds"] > 0
+    assert [m["name"] for m in report["modules"]] == [m.name for m in found.modules]
+    keys = {"name", "bits", "codebook", "scale", "group_size", "rank"}
+    keys |= {"relative_error", "weighted_error", "bits_per_weight", "seconds"}
+    assert all(module.keys() == keys for module in report["modules"])
+    assert all(0 < m["weighted_error"] < m["relative_error"] < 1 for m in report["modules"])
+
+
+@pytest.mark.parametrize("calibration", ["cache", "text.txt", None])
+def test_conversions_repeat_to_the_byte(
+    place: Path, tmp_path: Path, calibration: str | None
+) -> None:
+    wished = config(place, calibration=calibration and str(place / calibration))
+    files = []
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        settings = wished.model_copy(update={"workers": workers})
+        convert_checkpoint(str(place / "float"), settings, out)
+        files.append((out / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_a_base_is_better_than_the_four_bit_weights(place: Path, tmp_path: Path) -> None:
+    four = tmp_path / "four"
+    source, to = str(place / "float"), config(place, to="q4a4")
+    convert_checkpoint(source, to, four)
+    errors = []
+    for base in (None, source):
+        out = tmp_path / f"two-{base is None}"
+        report = convert_checkpoint(str(four), config(place, to="q2a4", base=base), out)
+        assert report.kept == 8 and len(report.modules) == 6
+        model, true = load_checkpoint(out), load_model(source, device="cpu", dtype="fp32").model
+        modules = [
+            (model.get_submodule(m.name), true.get_submodule(m.name)) for m in report.modules
+        ]
+        errors.append(sum((q.quantized_weight() - m.weight).norm().item() ** 2 for q, m in modules))
+    assert errors[1] < errors[0]
+
+
+def test_calibration_text_is_packed_to_the_wished_length(place: Path) -> None:
+    student = load_model(str(place / "float"), device="cpu")
+    wished = config(place, calibration=str(place / "text.txt"), calibration_sequences=20)
+    found = calibration_batches(wished, student, tiny_tokenizer())
+    assert [batch.input_ids.shape for batch in found] == [(16, 32), (4, 32)]
+    first = found[0]
+    text = tiny_tokenizer().decode(first.input_ids[0]).split("<|end|>")
+    assert texts(60)[0].startswith(text[0][:20])
+    # positions restart behind every document's end
+    ends = first.input_ids[:, :-1] == tiny_tokenizer().eos_token_id
+    assert ends.any() and (first.position_ids[:, 1:][ends] == 0).all()
+
+
+def test_calibration_from_a_cache_is_its_training_split(place: Path) -> None:
+    student = load_model(str(place / "float"), device="cpu")
+    cache = TeacherCache.open(place / "cache")
+    for wished, expected in ((7, 7), (10_000, cache.num_sequences("train"))):
+        settings = config(place, calibration=str(place / "cache"), calibration_sequences=wished)
+        found = calibration_batches(settings, student, tiny_tokenizer())
+        batch = cache.batch(np.arange(expected))
+        assert torch.equal(torch.cat([b.input_ids for b in found]), batch.input_ids)
+        assert torch.equal(torch.cat([b.position_ids for b in found]), batch.position_ids)
+
+
+def test_the_group_size_of_a_plan_may_be_overridden(place: Path) -> None:
+    assert read_plan(config(place, to="q2a4")) is PRESETS["q2a4"]
+    changed = read_plan(config(place, to="q2a4", group_size=8))
+    assert changed.spec_for("a.mlp.b") == LutSpec(bits=2, group_size=8)
+    assert changed.spec_for("a.self_attn.b") == LutSpec(bits=4, group_size=8)
+    plan = read_plan(config(place, group_size=8))
+    assert plan.spec_for("a.mlp.down_proj") is None
+    assert plan.spec_for("a.mlp.up_proj").group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[[rules]\n", r"to=\S+plan.toml is not TOML \(.*\), expected a plan; mend that line"),
+        (b"\xff\xfe", r"is not TOML \(.*utf-8"),
+        (b'nmae = "x"\nrules = []\n', "nmae: Extra inputs are not permitted"),
+        (b'name = "x"\n', "rules: Field required"),
+        (b'name = "x"\nrules = [{}]\n', "rules.0.pattern: Field required"),
+        (
+            b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 7 }\n',
+            "rules.0.spec.bits=7: Input should be less than or equal to 4",
+        ),
+        (b'name = "x"\n[[rules]]\npattern = "*.moe.*"\n', r"pattern '\*.moe.\*' matches none"),
+    ],
+)
+def test_plan_files_that_are_wrong(place: Path, tmp_path: Path, text: bytes, message: str) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        convert_checkpoint(str(place / "float"), config(place, to=str(plan)), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (
+            {"to": "q3a3"},
+            ConfigError,
+            "to=q3a3 is neither a file nor a preset; use one of q4a4",
+        ),
+        ({"group_size": 24}, ConfigError, "gate_proj: group_size=24 does not divide its 32 input"),
+        ({"base": "{}/nowhere"}, CheckpointError, "nowhere does not exist; expected a model dir"),
+        ({"calibration": "{}/no.txt"}, DataError, "no.txt is no file or directory"),
+        ({"calibration": "{}/float"}, DataError, "config.json holds a JSON dict"),
+        (
+            {"calibration": "{}/text.txt", "calibration_length": 129},
+            ConfigError,
+            "calibration_length=129, but the model reads at most 128 positions; lower --calib",
+        ),
+    ],
+)
+def test_settings_that_are_wrong(
+    place: Path, tmp_path: Path, values: dict, error: type[QatError], message: str
+) -> None:
+    filled = {k: v.format(place) if isinstance(v, str) else v for k, v in values.items()}
+    with pytest.raises(error, match=message):
+        convert_checkpoint(str(place / "float"), config(place, **filled), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_caches_that_do_not_fit(place: Path, tmp_path: Path) -> None:
+    build(tmp_path / "foreign", tokenizer=tiny_tokenizer(265))
+    build(tmp_path / "held", held_out=0.999)
+    out = tmp_path / "out"
+    wished = config(place, calibration=str(tmp_path / "foreign"))
+    with pytest.raises(CacheError, match="was tokenised with tokenizer .* the student has"):
+        convert_checkpoint(str(place / "float"), wished, out)
+    wished = config(place, calibration=str(tmp_path / "held"))
+    with pytest.raises(ConfigError, match="held has no training sequences, expected some; rebuild"):
+        convert_checkpoint(str(place / "float"), wished, out)
+    assert not out.exists()
+
+
+def test_a_directory_in_use_is_refused_before_any_work(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ConfigError, match=r"out=\S+ is not empty, expected a new or empty"):
+        convert_checkpoint("nowhere", config(place), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_model_without_linears_is_refused(place: Path, tmp_path: Path) -> None:
+    source = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=2, n_head=2)).save_pretrained(
+        source
+    )
+    tiny_tokenizer().save_pretrained(source)
+    with pytest.raises(CheckpointError, match="hold no nn.Linear, so there is nothing to quantize"):
+        convert_checkpoint(str(source), config(place), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
