@@ -1,5 +1,157 @@
-"""`qat demo`."""
+"""`qat demo`: the whole pipeline on the embedded teacher, each stage the verb a user would call."""
+
+import shlex
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qat.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
+MARKER = "demo.txt"
+PROMPT = "Return the number of"
 
 
-def demo() -> None:
-    """demo (being built)."""
+@dataclass(frozen=True)
+class Student:
+    """One line of the demo's table."""
+
+    name: str
+    path: Path
+    bits_per_weight: float
+    numbers: dict
+
+
+class Demo:
+    """Runs verbs, prints the command of each, and keeps what they found."""
+
+    def __init__(self, teacher: Path, out: Path, console: "Console") -> None:
+        self.teacher = teacher
+        self.out = out
+        self.console = console
+
+    def qat(self, *words: object) -> dict:
+        """Run one verb in this process; what it found."""
+        from qat.cli import run_verb
+
+        tokens = [str(word) for word in words]
+        self.console.print(f"\n[bold]$ qat {shlex.join(tokens)}[/bold]", highlight=False)
+        began = time.perf_counter()
+        found = run_verb(tokens)
+        self.console.print(f"[dim]{time.perf_counter() - began:.1f} s[/dim]", highlight=False)
+        return found
+
+    def judge(self, name: str, path: Path, bits_per_weight: float) -> Student:
+        """Measure one model against the teacher on the held-out split."""
+        numbers = self.qat(
+            "eval", path, "--teacher", self.teacher, "--cache-dir", self.out / "cache"
+        )
+        return Student(name, path, bits_per_weight, numbers)
+
+
+def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: int = 200) -> dict:
+    """Take a small teacher to a trained, exported 2-bit student, in about three minutes.
+
+    Args:
+        out: directory for everything that is made; an earlier demo there is replaced.
+        teacher: the float model to start from.
+        steps: training steps of the 2-bit student.
+    """
+    from rich.console import Console
+
+    _clear(out, teacher)
+    console = Console()
+    began = time.perf_counter()
+    run = Demo(teacher, out, console)
+    students = _quantize_and_train(run, steps)
+    final = students[-1].path
+    run.qat("export", final, "--to", "dense", "--dtype", "bf16", "--out", out / "dense")
+    run.qat("generate", final, "--prompt", PROMPT, "--raw", "--max-new-tokens", 48)
+    page = run.qat(
+        "report", out / "q2_init", out / "q4_run", out / "q2_run", "--out", out / "report.html"
+    )["page"]
+    console.print(_table(students))
+    seconds = time.perf_counter() - began
+    console.print(f"{seconds:.0f} s in all. Open {page}", highlight=False)
+    return {
+        "seconds": round(seconds, 1),
+        "report": str(page),
+        "students": {s.name: {"path": str(s.path), **s.numbers} for s in students},
+    }
+
+
+def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
+    """Cache, Q4, Q2: the teacher and its three students, judged."""
+    teacher, out = run.teacher, run.out
+    run.qat(
+        "cache", "--teacher", teacher, "--data", "stdlib", "--out", out / "cache",
+        "--num-sequences", 3000, "--batch-size", 64,
+    )  # fmt: skip
+    train = ["--cache-dir", out / "cache", "--eval-every", 50, "--eval-sequences", 64]
+    q4 = run.qat("convert", teacher, "--to", "q4a4", "--out", out / "q4")
+    q4_run = run.qat(
+        "train", out / "q4", "--learn", "scales,codebook", "--max-steps", 20,
+        "--out", out / "q4_run", *train,
+    )  # fmt: skip
+    q2 = run.qat(
+        "convert", q4_run["final"], "--to", "q2a4", "--base", teacher,
+        "--calibration", out / "cache", "--out", out / "q2_init",
+    )  # fmt: skip
+    q2_run = run.qat(
+        "train", out / "q2_init", "--mlp-only", "--max-steps", steps, "--out", out / "q2_run",
+        *train,
+    )  # fmt: skip
+    return [
+        run.judge("teacher", teacher, 16.0),
+        run.judge("Q4", Path(q4_run["final"]), q4["bits_per_weight"]),
+        run.judge("Q2 as converted", out / "q2_init", q2["bits_per_weight"]),
+        run.judge("Q2 trained", Path(q2_run["final"]), q2["bits_per_weight"]),
+    ]
+
+
+def _clear(out: Path, teacher: Path) -> None:
+    """Make `out` an empty directory, if it is free or an earlier demo's.
+
+    Raises:
+        ConfigError: it holds something else, or there is no teacher.
+    """
+    if not (teacher / "config.json").exists():
+        raise ConfigError(
+            f"teacher={teacher} holds no model; expected a model directory; run from a clone of "
+            "the repository or give --teacher"
+        )
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARKER).exists():
+            raise ConfigError(
+                f"out={out} is not empty and not an earlier demo; choose another --out"
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).write_text("Made by `qat demo`, which may replace this directory.\n")
+
+
+def _table(students: list[Student]) -> "Table":
+    from rich.table import Table
+
+    from qat.models.count import model_bytes
+
+    table = Table(
+        "", "KD (nats)", "KL (nats)", "top-1", "perplexity", "bits per weight", "MB",
+        title="The teacher and its students, on documents that none was trained on",
+    )  # fmt: skip
+    for student in students:
+        found = student.numbers
+        table.add_row(
+            student.name,
+            *(f"{found[key]:.3f}" for key in ("kd_nats", "kl_nats", "top1_frac")),
+            f"{found['ppl']:.2f}",
+            f"{student.bits_per_weight:.2f}",
+            f"{model_bytes(student.path) / 1e6:.2f}",
+        )
+    return table

@@ -19,6 +19,7 @@ from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, w
 from qat.models.directory import atomic_directory
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
 
@@ -342,8 +343,17 @@ def test_a_copy_is_as_good(saved: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(load_checkpoint(tmp_path / "copy")), logits(load_checkpoint(saved)))
 
 
+def with_bf16_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Float32 parameters that bfloat16 holds exactly; buffers are left alone."""
+    for module in model.modules():
+        if not isinstance(module, QuantLinear):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
 def test_float32_masters_of_a_bf16_model_are_stored_as_bf16(tmp_path: Path) -> None:
-    model = tiny_quantized("qwen3", SPECS["lut2"]).to(torch.bfloat16).float()
+    model = with_bf16_values(tiny_quantized("qwen3", SPECS["lut2"]))
     save_checkpoint(model, None, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
@@ -354,7 +364,7 @@ def test_float32_masters_of_a_bf16_model_are_stored_as_bf16(tmp_path: Path) -> N
 
 
 def test_one_learned_norm_keeps_the_checkpoint_in_float32(tmp_path: Path) -> None:
-    model = tiny_quantized("qwen3", SPECS["lut2"]).to(torch.bfloat16).float()
+    model = with_bf16_values(tiny_quantized("qwen3", SPECS["lut2"]))
     with torch.no_grad():
         model.model.norm.weight.add_(1e-5)
     save_checkpoint(model, None, tmp_path / "out")
