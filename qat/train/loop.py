@@ -9,7 +9,6 @@ import math
 import time
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from qat import backend as backends
@@ -66,8 +65,13 @@ class Trainer:
         self.dtype = self.backend.dtype(config.dtype)
         self.step = 0
         self.best = math.inf
+        self._trouble: Tensor | float = 0.0
+        """NaN once any gradient norm was not finite; stays on the device between checks."""
         if config.gradient_checkpointing:
-            student.model.gradient_checkpointing_enable({"use_reentrant": False})
+            model = student.model  # newer transformers give the method another name
+            name = "activation_checkpointing_enable"
+            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
 
     def train(self) -> None:
         """Run until `max_steps`, from wherever the run stands.
@@ -90,7 +94,7 @@ class Trainer:
                         ticker.note(self._log(metrics, speed, result))
                     ticker.advance()
                     if self._is_due(self.config.eval_every, self.config.save_every):
-                        self._pause(metrics, result.grad_norm)
+                        self._pause(metrics, result)
                         speed.restart()
         finally:
             metrics.close()
@@ -115,6 +119,7 @@ class Trainer:
             (parts["loss"] / max(valid, 1)).backward()
             sums = {name: sums.get(name, 0) + part.detach() for name, part in parts.items()}
         norm = self.optimizer.step(self.step)
+        self._trouble = self._trouble + 0.0 * norm
         return StepResult(sums, norm, valid, sum(b.mask.numel() for b in batches))
 
     def _micro_batches(self) -> list[Batch]:
@@ -141,7 +146,7 @@ class Trainer:
         """Write the step's lines; returns what the progress line shows."""
         count = max(result.valid_tokens, 1)
         means = {f"{name}_nats": part.item() / count for name, part in result.sums.items()}
-        self._check_finite(result.grad_norm, means["loss_nats"])
+        self._check_finite(result)
         metrics.write(
             kind="train",
             step=self.step,
@@ -153,9 +158,9 @@ class Trainer:
         tokens_per_s = speed.write(self.step)
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
 
-    def _pause(self, metrics: JsonLines, grad_norm: Tensor) -> None:
+    def _pause(self, metrics: JsonLines, result: StepResult) -> None:
         """Evaluate and save where they are due; a best student is always saved."""
-        self._check_finite(grad_norm)
+        self._check_finite(result)
         is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
         if is_best or self._is_due(self.config.save_every):
             self._save(is_best=is_best)
@@ -184,14 +189,16 @@ class Trainer:
         self.run.point("latest", path)
         self.run.remove_old(self.config.keep)
 
-    def _check_finite(self, grad_norm: Tensor, loss: float = 0.0) -> None:
-        if math.isfinite(loss) and bool(torch.isfinite(grad_norm)):
+    def _check_finite(self, result: StepResult) -> None:
+        loss = result.sums["loss"].item() / max(result.valid_tokens, 1)
+        if math.isfinite(loss + self._trouble):
             return
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(
-            f"loss {loss:.4g}, gradient norm {grad_norm.item():.4g} at step {self.step}, expected "
-            f"finite numbers; {kept}: lower --lr and its kin, or --clip-grad-norm, and start anew"
+            f"not every loss and gradient up to step {self.step} is finite (there: loss "
+            f"{loss:.4g}, gradient norm {result.grad_norm.item():.4g}), expected numbers; {kept}: "
+            "lower --lr and its kin, or --clip-grad-norm, and start anew"
         )
 
 

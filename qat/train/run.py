@@ -38,8 +38,8 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def claim(self, config: TrainConfig, student: str, *, resume: bool) -> Path | None:
-        """Write the recipe, or make sure it is the same; the checkpoint to go on from, if any.
+    def checkpoint(self, config: TrainConfig, student: str, *, resume: bool) -> Path | None:
+        """The checkpoint to go on from; None where the run begins.
 
         Raises:
             ConfigError: the directory is in use and `resume` is false, or its recipe differs.
@@ -53,10 +53,14 @@ class Run:
                 )
             self._check_same(config, student)
             return self.pointed("latest")
+        _partial(recipe).unlink(missing_ok=True)  # of a run killed while it began
         check_free(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(recipe, tomli_w.dumps({"train": resolved(config, student)}))
         return None
+
+    def begin(self, config: TrainConfig, student: str) -> None:
+        """Write the recipe, which makes the directory this run's."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / RECIPE, tomli_w.dumps({"train": resolved(config, student)}))
 
     def _check_same(self, config: TrainConfig, student: str) -> None:
         old = tomllib.loads((self.path / RECIPE).read_text())["train"]
@@ -156,12 +160,16 @@ def load_training_state(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small text file in one step that a crash cannot split."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def git_commit() -> str:

@@ -56,7 +56,7 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
             "rebuild it from more documents or with a higher --held-out"
         )
     run = Run(out)
-    checkpoint = run.claim(config, student, resume=resume)
+    checkpoint = run.checkpoint(config, student, resume=resume)
     source = str(checkpoint or student)
     tokenizer = load_tokenizer(source)
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
@@ -65,6 +65,8 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
         tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
     )
     optimizer, step, best = _prepare(model, config, checkpoint)
+    if checkpoint is None:
+        run.begin(config, student)
     run.forget_after(step)
     run.write_facts(**_facts(config, student, cache, optimizer))
     judge = Judge(model, tokenizer, cache, config)
