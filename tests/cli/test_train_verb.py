@@ -1,0 +1,102 @@
+"""`qat train` as a user meets it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from train_case import config, make_place
+
+from qat.cli import app, main
+from qat.train.run import resolved
+from qat.train.start import train_student
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("train-verb"))
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
+    """The exit code of `qat TOKENS`."""
+    monkeypatch.setattr(app, "config", None)
+    monkeypatch.setattr(sys, "argv", ["qat", *map(str, tokens)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def flags(place: Path, **values: object) -> list[str]:
+    words = []
+    for key, value in resolved(config(place, **values), str(place / "student")).items():
+        name = "--" + key.replace("_", "-")
+        if key != "student" and value is not False:
+            words += [name] if value is True else [name, str(value)]
+    return words
+
+
+def test_a_run_by_flags_equals_one_by_its_own_recipe(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    torch.set_num_threads(1)
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = flags(place, max_steps=3, mlp_only=True)
+    assert call(monkeypatch, "train", place / "student", *words, "--out", first) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["run"] == str(first) and result["steps"] == 3
+    assert result["final"].startswith(str(first / "q2a2_mlp_")) and result["best_nats"] > 0
+    assert call(monkeypatch, "--recipe", first / "recipe.toml", "train", "--out", second) == 0
+    for name in ("metrics.jsonl", "recipe.toml"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    weights = [Path(r["final"], "model.safetensors").read_bytes() for r in (result, again)]
+    assert weights[0] == weights[1]
+    # a finished run goes on to the same end
+    resumed = [*words, "--out", first, "--resume"]
+    assert call(monkeypatch, "train", place / "student", *resumed) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+
+
+def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    settings = config(place, max_steps=2, learn="scales")
+    first = train_student(settings, str(place / "student"), tmp_path / "one", resume=False)
+    second = train_student(settings, str(tmp_path / "one"), tmp_path / "two", resume=False)
+    assert first.final.name != second.final.name or first.best != second.best
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "--cache-dir"),
+        (["--cache-dir", "nowhere"], "nowhere"),
+        (["--cache-dir", "{}/cache", "--learn", "bias"], "learn='bias': choose among weights"),
+        (["--cache-dir", "{}/cache", "--mlp-only", "--e2e"], "exclude each other; give one"),
+        (["--cache-dir", "{}/cache", "--loss", "tial"], "did you mean tail?"),
+        (["--cache-dir", "{}/cache", "--max-steps", "many"], "max_steps='many'"),
+        (["--cache-dir", "{}/cache", "--max-stesp", "3"], "Did you mean --max-steps?"),
+    ],
+)
+def test_mistakes_are_one_line(
+    place: Path, tmp_path: Path, tokens: list[str], message: str, monkeypatch, capsys
+) -> None:
+    words = [token.format(place) for token in tokens]
+    out = tmp_path / "run"
+    assert call(monkeypatch, "train", place / "student", *words, "--out", out) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
+    assert not out.exists()
+
+
+def test_resuming_with_another_rate_is_one_line(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "run"
+    train_student(config(place, max_steps=1), str(place / "student"), out, resume=False)
+    words = [*flags(place, max_steps=1, lr=0.5), "--out", out, "--resume"]
+    assert call(monkeypatch, "train", place / "student", *words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("qat: lr=0.5, but the run in ") and error.count("\n") == 1

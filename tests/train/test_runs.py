@@ -1,0 +1,398 @@
+"""Whole runs: their directory, how they go on after a stop, and what they refuse.
+
+A stop here is an exception in the middle of a step; `test_train_kill.py` kills processes.
+"""
+
+import json
+import random
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_case import build, info
+from quantized import SPECS, tiny_quantized
+from tiny import tiny_model, tiny_tokenizer
+from train_case import config, make_place
+
+from qat.data.reader import TeacherCache
+from qat.errors import CacheError, CheckpointError, ConfigError, QatError
+from qat.logs import read_json_lines
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.directory import atomic_directory
+from qat.train.config import TrainConfig
+from qat.train.optim import Optimizer
+from qat.train.run import Run, load_training_state
+from qat.train.start import TrainReport, train_student
+
+
+class Stop(Exception):
+    """A crash, in the test's own words."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("runs"))
+
+
+def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
+    settings = config(place, **{"max_steps": 7, "learn": "weights,scales,codebook,norms", **values})
+    return train_student(settings, str(place / "student"), out, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainReport]:
+    """An unbroken run of seven steps, saved every two, judged every three."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, run(place, out)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int) -> None:
+    """Let call number `call` (from 0) of `owner.name` end in `Stop`."""
+    real, count = getattr(owner, name), 0
+
+    def counted(*arguments: object, **named: object) -> object:
+        nonlocal count
+        count += 1
+        if count == call + 1:
+            raise Stop
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+def assert_same_end(whole: tuple[Path, TrainReport], out: Path, report: TrainReport) -> None:
+    path, expected = whole
+    assert (out / "metrics.jsonl").read_bytes() == (path / "metrics.jsonl").read_bytes()
+    assert report.final.name == expected.final.name and report.best == expected.best
+    name = "model.safetensors"
+    assert (report.final / name).read_bytes() == (expected.final / name).read_bytes()
+    for pointer in ("best", "latest"):
+        assert (out / pointer).read_text() == (path / pointer).read_text()
+    ours, theirs = (
+        r.pointed("latest") / "trainer/state.safetensors" for r in (Run(out), Run(path))
+    )
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, random.Random(5).randrange(2, 7), 6])
+def test_a_run_stopped_in_a_step_goes_on_bit_for_bit(
+    place: Path, tmp_path: Path, whole, monkeypatch, step: int
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, Optimizer, "step", step)
+        with pytest.raises(Stop):
+            run(place, tmp_path)
+    torch.rand(step + 1)  # a new process has another random state
+    assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Run, "point", 0),  # before the first pointer
+        (Run, "point", 2),  # between best and latest
+        (Run, "remove_old", 1),
+        (Run, "forget_after", 0),  # the recipe is there, nothing else
+        (Run, "begin", 0),
+    ],
+)
+def test_a_run_stopped_while_saving_goes_on_bit_for_bit(
+    place: Path, tmp_path: Path, whole, monkeypatch, owner: type, name: str, call: int
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_at(patch, owner, name, call)
+        with pytest.raises(Stop):
+            run(place, out)
+    assert_same_end(whole, out, run(place, out, resume=True))
+
+
+def test_a_half_written_recipe_is_in_nobodys_way(place: Path, tmp_path: Path, whole) -> None:
+    (tmp_path / ".recipe.toml.partial").write_text("[tra")
+    assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
+
+
+def test_several_stops_and_torn_metrics(place: Path, tmp_path: Path, whole, monkeypatch) -> None:
+    for call in (3, 2, 2):
+        with monkeypatch.context() as patch:
+            stop_at(patch, Optimizer, "step", call)
+            with pytest.raises(Stop):
+                run(place, tmp_path, resume=True)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"kind": "train", "st')
+    assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
+
+
+def test_a_finished_run_resumes_to_itself(place: Path, tmp_path: Path, whole) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    assert_same_end(whole, out, run(place, out, resume=True))
+
+
+def test_same_seed_same_run_and_another_seed_another(place: Path, tmp_path: Path, whole) -> None:
+    assert_same_end(whole, tmp_path / "a", run(place, tmp_path / "a"))
+    run(place, tmp_path / "b", seed=1)
+    assert (tmp_path / "b/metrics.jsonl").read_bytes() != (whole[0] / "metrics.jsonl").read_bytes()
+
+
+def test_the_directory_of_a_run(place: Path, whole) -> None:
+    out, report = whole
+    assert report.steps == 7 and report.final.parent == out
+    assert report.final.name == f"q2a2_e2e_{report.best:.2f}_fp32"
+    names = {path.name for path in out.iterdir()}
+    files = {"recipe.toml", "run.json", "metrics.jsonl", "heartbeat-rank0.jsonl", "latest", "best"}
+    assert names == files | {"checkpoints", report.final.name}
+    facts = json.loads((out / "run.json").read_text())
+    cache = TeacherCache.open(place / "cache").manifest
+    assert facts["cache_fingerprint"] == cache.fingerprint and facts["teacher"] == "tiny"
+    assert facts["student"] == str(place / "student") and facts["dtype"] == "float32"
+    assert facts["device"] == "cpu" and facts["torch"] == torch.__version__
+    assert facts["learnable"] > 0 and len(facts["config_fingerprint"]) == 12
+    assert {"commit", "qat", "transformers", "python"} <= facts.keys()
+    recipe = tomllib.loads((out / "recipe.toml").read_text())["train"]
+    assert recipe.pop("student") == str(place / "student")
+    settings = config(place, max_steps=7, learn="weights,scales,codebook,norms")
+    assert TrainConfig.parse(recipe, "recipe") == settings
+
+
+def test_the_final_checkpoint_is_the_best_one(whole) -> None:
+    out, report = whole
+    best = Run(out).pointed("best")
+    evals = [m for m in read_json_lines(out / "metrics.jsonl") if m["kind"] == "eval"]
+    trained = [m for m in evals if m["step"] > 0]
+    least = min(trained, key=lambda m: m["kl_tail_nats"])
+    assert best.name == f"step-{least['step']:06d}" and report.best == least["kl_tail_nats"]
+    files = [path / "model.safetensors" for path in (best, report.final)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not (report.final / "trainer").exists()
+    tensors, facts = load_training_state(Run(out).pointed("latest"))
+    assert facts == {"step": 7, "best": report.best} and "rng.cpu" in tensors
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_old_checkpoints_go_but_the_best_and_latest_stay(
+    place: Path, tmp_path: Path, keep: int
+) -> None:
+    # judged once, at step 2; later checkpoints are periodic only
+    report = run(place, tmp_path, keep=keep, save_every=1, eval_every=5, max_steps=9)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    best = Run(tmp_path).pointed("best").name
+    newest = [f"step-{step:06d}" for step in range(10 - keep, 10)]
+    assert left == sorted({best, *newest}) and report.steps == 9
+    assert Run(tmp_path).pointed("latest").name == "step-000009"
+
+
+def test_fixed_grids_and_frozen_indices_train(tmp_path: Path) -> None:
+    build(tmp_path / "cache")
+    for spec in ("seq2", "lut2_r4", "ternary_r2"):
+        place = tmp_path / spec
+        place.mkdir()
+        (place / "cache").symlink_to(tmp_path / "cache")
+        save_checkpoint(tiny_quantized("llama", SPECS[spec]), tiny_tokenizer(), place / "student")
+        report = run(place, place / "run", learn="scales", max_steps=2, mlp_only=True)
+        packed = [load_checkpoint(path) for path in (place / "student", report.final)]
+        names = [f"model.layers.0.{part}_proj" for part in ("self_attn.q", "mlp.up")]
+        same = [
+            torch.equal(*(model.get_submodule(name).quantized_weight() for model in packed))
+            for name in names
+        ]
+        assert same == [True, False] and report.final.name.startswith("q2a2_mlp_")
+
+
+def test_a_cache_of_draws_alone_is_judged_by_them(place: Path, tmp_path: Path) -> None:
+    build(tmp_path / "cache", top_k=0)
+    report = run(place, tmp_path / "run", cache_dir=tmp_path / "cache", loss="sampled")
+    evals = [m for m in read_json_lines(tmp_path / "run/metrics.jsonl") if m["kind"] == "eval"]
+    assert report.best == min(m["sampled_ce_nats"] for m in evals[1:])
+    assert all(m["kl_tail_nats"] is None and m["ppl"] > 0 for m in evals)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr_scales": 0.5}, r"lr_scales=0.5, but the run in \S+ was begun with 0.001; resume it"),
+        (
+            {"max_steps": 8},
+            "max_steps=8, but the run in .* was begun with 7; .*choose another",
+        ),
+        ({"mlp_only": True}, "mlp_only=True, but the run in .* was begun with False"),
+        ({"loss": "jsd"}, "loss='jsd', but the run in .* was begun with 'tail'"),
+    ],
+)
+def test_resuming_with_other_settings(place: Path, whole, values: dict, message: str) -> None:
+    before = (whole[0] / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        run(place, whole[0], resume=True, **values)
+    with pytest.raises(ConfigError, match="student='other', but the run in"):
+        settings = config(place, max_steps=7, learn="weights,scales,codebook,norms")
+        train_student(settings, "other", whole[0], resume=True)
+    assert (whole[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_how_many_checkpoints_to_keep_may_change(place: Path, tmp_path: Path, whole) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    assert_same_end(whole, out, run(place, out, resume=True, keep=5))
+
+
+def test_a_directory_in_use(place: Path, tmp_path: Path, whole) -> None:
+    with pytest.raises(ConfigError, match="holds a run already; go on with --resume or choose"):
+        run(place, whole[0])
+    (tmp_path / "mine").touch()
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="is not empty, expected a new or empty directory"):
+            run(place, tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_damaged_trainer_state(place: Path, tmp_path: Path, whole) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    state = Run(out).pointed("latest") / "trainer/state.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="the trainer's state cannot be read .*'latest' name"):
+        run(place, out, resume=True)
+
+
+def without(kind: str) -> Callable[[Path], dict]:
+    def make(tmp_path: Path) -> dict:
+        build(tmp_path / "cache", **{kind: 0})
+        return {"cache_dir": tmp_path / "cache"}
+
+    return make
+
+
+def foreign(**parts: object) -> Callable[[Path], dict]:
+    def make(tmp_path: Path) -> dict:
+        build(tmp_path / "cache", **parts)
+        return {"cache_dir": tmp_path / "cache"}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "error", "message"),
+    [
+        (
+            without("draws"),
+            {"loss": "sampled"},
+            ConfigError,
+            "sampled reads the teacher's draws",
+        ),
+        (
+            without("top_k"),
+            {},
+            ConfigError,
+            "tail reads the teacher's topk, but the cache",
+        ),
+        (foreign(held_out=0.0), {}, ConfigError, "and 0 held-out sequences, expected some of both"),
+        (
+            foreign(held_out=0.999),
+            {},
+            ConfigError,
+            "has 0 training and .* held-out sequences",
+        ),
+        (
+            foreign(tokenizer=tiny_tokenizer(265)),
+            {},
+            CacheError,
+            "was tokenised with tokenizer .*, the student has .*; rebuild the cache with the",
+        ),
+        (
+            foreign(info=info(vocab_size=321)),
+            {},
+            CacheError,
+            "is over a vocabulary of 321, the student's has 320",
+        ),
+        (lambda path: {"cache_dir": path / "no"}, {}, CacheError, "no"),
+        (lambda path: {}, {"loss": "kl"}, ConfigError, "has no loss called 'kl'"),
+    ],
+)
+def test_what_does_not_fit_leaves_nothing(
+    place: Path, tmp_path: Path, make, values: dict, error: type[QatError], message: str
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(error, match=message):
+        run(place, out, **{**make(tmp_path), **values})
+    assert not out.exists()
+
+
+def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "float") as partial:
+        tiny_model().save_pretrained(partial)
+        tiny_tokenizer().save_pretrained(partial)
+    save_checkpoint(tiny_quantized("qwen3", SPECS["seq2"]), tiny_tokenizer(), tmp_path / "seq")
+    short = tiny_quantized("qwen3", SPECS["lut2"], max_position_embeddings=8)
+    save_checkpoint(short, tiny_tokenizer(), tmp_path / "short")
+    cases = [
+        (
+            "float",
+            ConfigError,
+            "no quantized linears in scope e2e; quantize it first with",
+        ),
+        ("seq", ConfigError, "learn=codebook, but the linears in scope hold no codebook that can"),
+        ("short", CacheError, "holds sequences of 16 tokens, the student reads at most 8"),
+        ("nowhere", CheckpointError, "nowhere does not exist"),
+    ]
+    for name, error, message in cases:
+        with pytest.raises(error, match=message):
+            train_student(config(place), str(tmp_path / name), tmp_path / "run", resume=False)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mlp_only": True, "e2e": True}, "mlp_only, attention_only and e2e exclude each other"),
+        (
+            {"learn": "weights,bias"},
+            "learn='weights,bias': choose among weights, scales",
+        ),
+        ({"learn": ""}, "learn='': choose among"),
+        ({"max_steps": 0}, "max_steps=0: Input should be greater than 0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"dtype": "fp16"}, "dtype='fp16': Input should be 'auto', 'fp32' or 'bf16'"),
+        ({"schedule": "linear"}, "schedule='linear'"),
+        ({"lr_biases": 1}, "lr_biases: Extra inputs are not permitted"),
+    ],
+)
+def test_settings_out_of_range(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.parse({"cache_dir": "c", **values}, "[train]")
+
+
+def test_scopes_and_kinds_of_settings() -> None:
+    scopes = [{}, {"e2e": True}, {"mlp_only": True}, {"attention_only": True}]
+    found = [TrainConfig(cache_dir="c", **flags).scope for flags in scopes]
+    assert found == ["e2e", "e2e", "mlp", "attention"]
+    chosen = TrainConfig(cache_dir="c", learn="norms,scales", batch_size=3, grad_accum_steps=4)
+    assert chosen.kinds == ("norms", "scales") and chosen.sequences_per_step == 12
+
+
+def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypatch) -> None:
+    from qat.data.sampler import sequence_indices
+
+    asked: list[np.ndarray] = []
+    real = TeacherCache.batch
+
+    def note(self: TeacherCache, indices: np.ndarray, split: str = "train") -> object:
+        if split == "train":
+            asked.append(np.asarray(indices))
+        return real(self, indices, split)
+
+    monkeypatch.setattr(TeacherCache, "batch", note)
+    run(place, tmp_path, seed=3, batch_size=2, grad_accum_steps=3, max_steps=4)
+    count = TeacherCache.open(place / "cache").num_sequences("train")
+    expected = [sequence_indices(3, step, 6, count) for step in range(4)]
+    np.testing.assert_array_equal(np.concatenate(asked), np.concatenate(expected))

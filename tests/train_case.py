@@ -1,0 +1,77 @@
+"""A small student, a cache for it, and runs: what the tests of the trainer share."""
+
+from pathlib import Path
+
+import torch
+from cache_case import TOKENIZER, build
+from quantized import SPECS, tiny_quantized
+
+from qat.data.reader import TeacherCache
+from qat.logs import read_json_lines
+from qat.models.checkpoint import save_checkpoint
+from qat.models.load import load_model, load_tokenizer
+from qat.models.swap import to_latent
+from qat.train.config import TrainConfig
+from qat.train.judge import Judge
+from qat.train.loop import Trainer
+from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.run import Run
+
+
+def make_place(place: Path) -> Path:
+    """A cache and a student of random two-bit weights in `place`."""
+    build(place / "cache")
+    torch.manual_seed(7)
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), TOKENIZER, place / "student")
+    return place
+
+
+def config(place: Path, **values: object) -> TrainConfig:
+    """Settings for runs of a few steps, all of them named so that no default matters."""
+    short = {
+        "cache_dir": place / "cache",
+        "max_steps": 6,
+        "batch_size": 4,
+        "grad_accum_steps": 1,
+        "lr": 1e-2,
+        "lr_scales": 1e-3,
+        "lr_codebook": 1e-3,
+        "lr_norms": 1e-3,
+        "beta2": 0.99,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "min_lr_ratio": 0.1,
+        "eval_every": 3,
+        "eval_sequences": 4,
+        "save_every": 2,
+        "log_every": 1,
+        "keep": 2,
+        "device": "cpu",
+        "dtype": "fp32",
+    }
+    return TrainConfig(**{**short, **values})
+
+
+def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
+    """A trainer at step 0, as `train_student` makes it."""
+    model = load_model(str(student), device="cpu", dtype="fp32")
+    names = linears_in_scope(model.model, config.scope)
+    if "weights" in config.kinds:
+        to_latent(model.model, names)
+    by_kind = learnable(model.model, names, config.kinds)
+    optimizer = Optimizer(model.model, by_kind, config)
+    cache, run = TeacherCache.open(config.cache_dir), Run(out)
+    run.begin(config, str(student))
+    judge = Judge(model, load_tokenizer(str(student)), cache, config)
+    return Trainer(model, cache, optimizer, judge, run=run, config=config)
+
+
+def golden_course(place: Path, out: Path) -> dict[str, list[float] | float]:
+    """The losses of twenty steps, and the held-out verdict after them."""
+    settings = config(place, max_steps=20, eval_every=20, save_every=20)
+    make_trainer(settings, place / "student", out).train()
+    lines = read_json_lines(out / "metrics.jsonl")
+    return {
+        "loss_nats": [line["loss_nats"] for line in lines if line["kind"] == "train"],
+        "kl_tail_nats": lines[-1]["kl_tail_nats"],
+    }
