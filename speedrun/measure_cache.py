@@ -39,6 +39,7 @@ LENGTH = 64
 
 
 def main() -> None:
+    """Print bytes and accuracy for each kind of cache, and record them."""
     arguments = parse()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, local_files_only=True)
     sequences = arguments.sequences
@@ -62,6 +63,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--text", required=True, help="anything that qat cache --data takes")

@@ -25,6 +25,7 @@ VOCAB = 300
 
 
 def main() -> None:
+    """Kill as many builds as asked, compare, and record how many left no trace."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -111,6 +112,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
+    """The bytes of each file, by name."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
