@@ -73,10 +73,12 @@ def parse() -> argparse.Namespace:
 
 
 def settings_for(text: str, **overrides: int) -> CacheSettings:
+    """Settings of a cache of the text, with its kind in `overrides`."""
     return CacheSettings(data=text, sequence_length=LENGTH, **overrides)
 
 
 def random_teacher() -> LanguageModel:
+    """A small Qwen3 with the vocabulary of the real one."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -117,6 +119,7 @@ def scale_head(teacher: LanguageModel, hidden_TD: Tensor) -> None:
 
 
 def distinct_ids(logits_TV: Tensor) -> float:
+    """How many distinct ids the draws of a token have on average."""
     draws = torch.cat(
         [draw(part, DRAWS, torch.Generator().manual_seed(1)) for part in logits_TV.split(64)]
     )
