@@ -91,7 +91,7 @@ def test_keyboard_interrupt_is_quiet(monkeypatch, capsys) -> None:
 
 
 def test_result_is_one_line_of_json(capsys) -> None:
-    print_result(out=Path("a/b"), tokens=3, kl_nats=0.5)
+    print_result({"out": Path("a/b"), "tokens": 3, "kl_nats": 0.5})
     assert json.loads(capsys.readouterr().out) == {"out": "a/b", "tokens": 3, "kl_nats": 0.5}
 
 
