@@ -13,6 +13,11 @@ from qat.train.run import resolved
 from qat.train.start import train_student
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("train-verb"))
@@ -41,7 +46,6 @@ def flags(place: Path, **values: object) -> list[str]:
 def test_a_run_by_flags_equals_one_by_its_own_recipe(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    torch.set_num_threads(1)
     first, second = tmp_path / "first", tmp_path / "second"
     words = flags(place, max_steps=3, mlp_only=True)
     assert call(monkeypatch, "train", place / "student", *words, "--out", first) == 0
@@ -61,7 +65,6 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(
 
 
 def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     settings = config(place, max_steps=2, learn="scales")
     first = train_student(settings, str(place / "student"), tmp_path / "one", resume=False)
     second = train_student(settings, str(tmp_path / "one"), tmp_path / "two", resume=False)
