@@ -59,16 +59,17 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
 
     console = Console()
     title = f"{report.plan}: {report.bits_per_weight:.3f} bits per weight, {report.seconds:.1f} s"
-    table = Table("linear", "format", "bits per weight", "error", "output error", title=title)
+    table = Table("linear", "format", "bits/weight", "error", "output error", "s", title=title)
     for module in report.modules:
-        scale = f"group {module.group_size}" if module.scale == "group" else f"rank {module.rank}"
+        scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
         output_error = "" if module.weighted_error is None else f"{module.weighted_error:.4f}"
         table.add_row(
-            module.name,
-            f"{module.codebook} {module.bits} bit, {scale}",
+            module.name.removeprefix("model.layers."),
+            f"{module.codebook}{module.bits} {scale}",
             f"{module.bits_per_weight:.3f}",
             f"{module.relative_error:.4f}",
             output_error,
+            f"{module.seconds:.1f}",
         )
     console.print(table)
     if report.kept:

@@ -91,7 +91,7 @@ def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
     teacher, out = run.teacher, run.out
     run.qat(
         "cache", "--teacher", teacher, "--data", "stdlib", "--out", out / "cache",
-        "--num-sequences", 3000, "--batch-size", 64,
+        "--num-sequences", 3000, "--batch-size", 32,
     )  # fmt: skip
     train = ["--cache-dir", out / "cache", "--eval-every", 50, "--eval-sequences", 64]
     q4 = run.qat("convert", teacher, "--to", "q4a4", "--out", out / "q4")
@@ -101,7 +101,7 @@ def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
     )  # fmt: skip
     q2 = run.qat(
         "convert", q4_run["final"], "--to", "q2a4", "--base", teacher,
-        "--calibration", out / "cache", "--out", out / "q2_init",
+        "--calibration", out / "cache", "--calibration-sequences", 128, "--out", out / "q2_init",
     )  # fmt: skip
     q2_run = run.qat(
         "train", out / "q2_init", "--mlp-only", "--max-steps", steps, "--out", out / "q2_run",
@@ -110,7 +110,7 @@ def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
     return [
         run.judge("teacher", teacher, 16.0),
         run.judge("Q4", Path(q4_run["final"]), q4["bits_per_weight"]),
-        run.judge("Q2 as converted", out / "q2_init", q2["bits_per_weight"]),
+        run.judge("Q2 converted", out / "q2_init", q2["bits_per_weight"]),
         run.judge("Q2 trained", Path(q2_run["final"]), q2["bits_per_weight"]),
     ]
 
@@ -142,8 +142,8 @@ def _table(students: list[Student]) -> "Table":
     from qat.models.count import model_bytes
 
     table = Table(
-        "", "KD (nats)", "KL (nats)", "top-1", "perplexity", "bits per weight", "MB",
-        title="The teacher and its students, on documents that none was trained on",
+        "", "KD (nats)", "KL (nats)", "top-1", "perplexity", "bits/weight", "MB",
+        title="Teacher and students, on documents that none was trained on",
     )  # fmt: skip
     for student in students:
         found = student.numbers

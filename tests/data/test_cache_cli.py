@@ -7,7 +7,8 @@ import pytest
 from cache_case import TOKENIZER, texts
 from tiny import tiny_model
 
-from qat.cli.cache import cache_app, suggested_name
+from qat.cli import run_verb
+from qat.cli.cache import suggested_name
 from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
@@ -23,10 +24,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, str]:
-    """The verb's last line as JSON, and all it printed."""
-    cache_app(words, exit_on_error=False, print_error=False, result_action="return_value")
-    printed = capsys.readouterr().out
-    return json.loads(printed.splitlines()[-1]), printed
+    """What the verb found, as its last line says it, and all that it showed before."""
+    found = run_verb(["cache", *words])
+    return json.loads(json.dumps(found, default=str)), capsys.readouterr().out
 
 
 def test_build_info_verify(

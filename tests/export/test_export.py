@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qat.backend import DTYPES
-from qat.cli import app
+from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export.config import ExportConfig
 from qat.export.dense import dense_state_dict, export_dense
@@ -153,14 +153,13 @@ def test_other_logits_are_noticed(packed: Path, tmp_path: Path) -> None:
         check_equal(model, tmp_path / "dense")
 
 
-def test_the_verb_prints_a_table_and_json(
+def test_the_verb_shows_a_table_and_tells_what_it_wrote(
     packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "out"
     tokens = ["export", str(packed), "--to", "dense", "--dtype", "bf16", "--out", str(out)]
-    app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    result = run_verb(tokens)
     shown = capsys.readouterr().out
-    result = json.loads(shown.splitlines()[-1])
     assert result["to"] == "dense" and result["dtype"] == "bfloat16" and result["logits_equal"]
     assert result["bytes"] == (out / "model.safetensors").stat().st_size
     assert "bits per weight" in shown

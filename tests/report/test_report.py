@@ -186,12 +186,11 @@ def test_damaged_conversion_is_named(conversion: Path, tmp_path: Path) -> None:
         write_report([conversion], tmp_path / "report.html")
 
 
-def test_verb_writes_into_the_first_directory(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_verb_writes_into_the_first_directory(run: Path) -> None:
     from qat.cli.report import report
 
-    report(run)
-    result = json.loads(capsys.readouterr().out)
-    assert result["page"] == str(run / "report.html")
+    result = report(run)
+    assert result["page"] == run / "report.html"
     assert len(result["pictures"]) == 4
 
 
