@@ -73,9 +73,8 @@ def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: int =
     final = students[-1].path
     run.qat("export", final, "--to", "dense", "--dtype", "bf16", "--out", out / "dense")
     run.qat("generate", final, "--prompt", PROMPT, "--raw", "--max-new-tokens", 48)
-    page = run.qat(
-        "report", out / "q2_init", out / "q4_run", out / "q2_run", "--out", out / "report.html"
-    )["page"]
+    reported = [out / name for name in ("q4", "q2_init", "q4_run", "q2_run")]
+    page = run.qat("report", *reported, "--out", out / "report.html")["page"]
     console.print(_table(students))
     seconds = time.perf_counter() - began
     console.print(f"{seconds:.0f} s in all. Open {page}", highlight=False)
