@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, typing mistakes, recipes, and whose fault it is."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -134,3 +135,21 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_committed_recipes_name_real_flags(recipe: Path) -> None:
     check_recipe(recipe, {verb: qat.cli._flags(verb) for verb in VERBS})
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:
+    def no_space(_tokens: list[str]) -> dict:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(qat.cli, "run_verb", no_space)
+    assert call(monkeypatch, "report", "a") == 1
+    assert capsys.readouterr().err.startswith("qat: the disk is full; free some space")
+
+
+def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None:
+    def broken(_tokens: list[str]) -> dict:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(qat.cli, "run_verb", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        call(monkeypatch, "report", "a")

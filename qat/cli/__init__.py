@@ -4,6 +4,7 @@ A recipe (`--recipe FILE.toml`) holds one table per verb with the names of its f
 Nothing heavy is imported before a verb runs.
 """
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -75,6 +76,10 @@ def main() -> None:
     except cyclopts.CycloptsError as error:
         cause = error.__cause__
         _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _fail("the disk is full; free some space, then go on with the same command (--resume)")
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
 

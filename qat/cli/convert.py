@@ -75,7 +75,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     if report.kept:
         console.print(f"{report.kept} linears had their format already and were kept")
     if verdicts:
-        table = Table("held-out", "KD (nats)", "KL (nats)", "top-1", "perplexity")
+        table = Table("held-out", "KD (nats)", "KL with tail (nats)", "top-1", "perplexity")
         for when, found in verdicts.items():
             keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
             table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))

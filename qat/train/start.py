@@ -14,6 +14,7 @@ from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
 from qat.losses.config import check_targets
+from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import to_latent
@@ -129,6 +130,7 @@ def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
 
 
 def _copy_packed(checkpoint: Path, final: Path) -> None:
-    """Copy a step's checkpoint without the trainer's state."""
-    shutil.rmtree(final, ignore_errors=True)
-    shutil.copytree(checkpoint, final, ignore=shutil.ignore_patterns("trainer"))
+    """Copy a step's checkpoint without the trainer's state, whole or not at all."""
+    with atomic_directory(final, replace=True) as partial:
+        ignore = shutil.ignore_patterns("trainer")
+        shutil.copytree(checkpoint, partial, ignore=ignore, dirs_exist_ok=True)
