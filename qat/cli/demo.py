@@ -41,11 +41,15 @@ class Demo:
         from qat.cli import run_verb
 
         tokens = [str(word) for word in words]
-        self.console.print(f"\n[bold]$ qat {shlex.join(tokens)}[/bold]", highlight=False)
+        self.say(f"\n[bold]$ qat {shlex.join(tokens)}[/bold]")
         began = time.perf_counter()
         found = run_verb(tokens)
-        self.console.print(f"[dim]{time.perf_counter() - began:.1f} s[/dim]", highlight=False)
+        self.say(f"[dim]{time.perf_counter() - began:.1f} s[/dim]")
         return found
+
+    def say(self, line: str) -> None:
+        """Print a line that may be copied: it is never broken to fit the terminal."""
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def judge(self, name: str, path: Path, bits_per_weight: float) -> Student:
         """Measure one model against the teacher on the held-out split."""
@@ -77,11 +81,11 @@ def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: int =
     page = run.qat("report", *reported, "--out", out / "report.html")["page"]
     console.print(_table(students))
     seconds = time.perf_counter() - began
-    console.print(f"{seconds:.0f} s in all. Open {page}", highlight=False)
+    run.say(f"{seconds:.0f} s in all. Open {page}")
     return {
         "seconds": round(seconds, 1),
-        "report": str(page),
-        "students": {s.name: {"path": str(s.path), **s.numbers} for s in students},
+        "report": page,
+        "kl_nats": {student.name: student.numbers["kl_nats"] for student in students},
     }
 
 
@@ -92,6 +96,7 @@ def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
         "cache", "--teacher", teacher, "--data", "stdlib", "--out", out / "cache",
         "--num-sequences", 3000, "--batch-size", 32,
     )  # fmt: skip
+    run.qat("cache", "info", out / "cache")
     train = ["--cache-dir", out / "cache", "--eval-every", 50, "--eval-sequences", 64]
     q4 = run.qat("convert", teacher, "--to", "q4a4", "--out", out / "q4")
     q4_run = run.qat(
@@ -141,8 +146,8 @@ def _table(students: list[Student]) -> "Table":
     from qat.models.count import model_bytes
 
     table = Table(
-        "", "KD (nats)", "KL (nats)", "top-1", "perplexity", "bits/weight", "MB",
-        title="Teacher and students, on documents that none was trained on",
+        "", "KD", "KL", "top-1", "perplexity", "bits/weight", "MB",
+        title="On documents that none was trained on; KD and KL in nats a token",
     )  # fmt: skip
     for student in students:
         found = student.numbers
