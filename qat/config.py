@@ -44,7 +44,11 @@ def explain(error: ValidationError) -> str:
     """A pydantic error as one line: `field=value: what is wrong`, joined by semicolons."""
     parts = []
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]) or "settings"
+        name = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if not name:  # a rule about several fields names them itself
+            parts.append(message)
+            continue
         value = "" if item["type"] in {"missing", "extra_forbidden"} else f"={item['input']!r}"
-        parts.append(f"{name}{value}: {item['msg']}")
+        parts.append(f"{name}{value}: {message}")
     return "; ".join(parts)

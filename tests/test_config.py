@@ -51,3 +51,13 @@ def test_fingerprint_changes_exactly_with_the_fields() -> None:
 def test_fingerprint_ignores_the_order_of_keys_and_is_stable() -> None:
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint({"a": 1, "b": 2}) == "3ff4022eda96"
+
+
+def test_a_rule_about_several_fields_speaks_for_itself() -> None:
+    from qat.quant.spec import LutSpec
+
+    with pytest.raises(ConfigError) as caught:
+        LutSpec.parse({"bits": 1, "codebook": "int"}, "plan.toml")
+    assert (
+        str(caught.value) == "plan.toml: codebook=int needs bits >= 2; use codebook=seq for one bit"
+    )
