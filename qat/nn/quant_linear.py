@@ -62,7 +62,7 @@ class QuantLinear(nn.Module):
     def form_(self, dtype: torch.dtype) -> None:
         """Write `W` for the coming forwards; what learns gets its gradient through it."""
         weight = self.quantized_weight(dtype)
-        learns = bool(self._learning())
+        learns = self.learns()
         if self.formed is not None and _kind(self.formed) == (dtype, weight.device, learns):
             self.formed.copy_(weight)
             return
@@ -86,6 +86,10 @@ class QuantLinear(nn.Module):
             return {}
         with _full_precision(dW):
             return pull_back(dW, self.quantized(), wanted)
+
+    def learns(self) -> bool:
+        """Whether anything that the weight is made of gets gradients."""
+        return bool(self._learning())
 
     def _learning(self) -> dict[str, nn.Parameter]:
         named = self.weight_parameters().items()

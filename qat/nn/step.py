@@ -21,6 +21,16 @@ def form_weights(model: nn.Module, dtype: torch.dtype) -> None:
         linear.form_(dtype)
 
 
+def form_moved_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """As `form_weights`, but what is formed already and does not learn is left as it is.
+
+    Between two optimizer steps nothing else has moved, so frozen linears cost nothing.
+    """
+    for linear in quant_linears(model).values():
+        if linear.learns() or linear.formed is None or linear.formed.dtype != dtype:
+            linear.form_(dtype)
+
+
 def release_weights(model: nn.Module) -> None:
     """Drop the formed weights and their memory: each forward forms its own again."""
     for linear in quant_linears(model).values():

@@ -21,7 +21,7 @@ from qat.logs import JsonLines, progress
 from qat.losses.chunked import loss_from_hidden
 from qat.models.language_model import LanguageModel
 from qat.models.swap import decoder_layers
-from qat.nn.step import form_weights, release_weights
+from qat.nn.step import form_moved_weights, release_weights
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer
@@ -108,7 +108,7 @@ class Trainer:
     def _take_step(self) -> StepResult:
         batches = self._micro_batches()
         valid = sum(int(batch.mask.sum()) for batch in batches)
-        form_weights(self.student.model, self.dtype)
+        form_moved_weights(self.student.model, self.dtype)
         for layer in decoder_layers(self.student.model):
             # transformers checkpoints a layer in training mode; its children, and with them
             # dropout, stay in eval mode

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qat.nn.lut_linear import LutLinear
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import form_weights, quant_linears, release_weights
+from qat.nn.step import form_moved_weights, form_weights, quant_linears, release_weights
 from qat.quant.spec import LutSpec
 
 LINEARS = {"frozen": frozen_linear, "latent": latent_linear}
@@ -260,3 +260,19 @@ def test_print_tells_the_format(name: str) -> None:
     text = repr(frozen_linear(8, 32, SPECS[name]))
     assert f"bits={SPECS[name].bits}" in text
     assert ("rank=2" if "r2" in name else "group_size=32") in text
+
+
+def test_between_steps_only_what_learns_is_formed_again(monkeypatch) -> None:
+    model = nn.ModuleDict(
+        {"a": latent_linear(8, 32, SPECS["lut2"]), "b": frozen_linear(8, 32, SPECS["lut4"])}
+    )
+    model["b"].requires_grad_(False)
+    form_moved_weights(model, torch.float32)
+    kept = model["b"].formed
+    formed = []
+    monkeypatch.setattr(QuantLinear, "form_", lambda self, dtype: formed.append(self))
+    form_moved_weights(model, torch.float32)
+    assert formed == [model["a"]]
+    form_moved_weights(model, torch.bfloat16)
+    assert formed[1:] == [model["a"], model["b"]], "another dtype needs another weight"
+    assert torch.equal(kept, model["b"].quantized_weight())
