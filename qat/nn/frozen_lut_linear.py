@@ -17,6 +17,16 @@ class FrozenLutLinear(QuantLinear):
         self.register_buffer("packed", pack(quantized.indices, spec.bits))
 
     @torch.no_grad()
+    def index_by_(self, codebook: Tensor) -> None:
+        """Rename the indices for levels that lie in another order than the ascending, stored one.
+
+        Training may carry one level past another; a checkpoint ranks them anew, and a run that goes
+        on from it needs them as they lay. The caller puts `codebook` in place.
+        """
+        order = codebook.argsort(stable=True).to(self.packed.device, torch.uint8)
+        self.packed.copy_(pack(order[self.indices().int()], self.spec.bits))
+
+    @torch.no_grad()
     def indices(self) -> Tensor:
         """The stored index of each weight: `(O, I)` uint8."""
         return unpack(self.packed, self.spec.bits, self.in_features)

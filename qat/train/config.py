@@ -67,7 +67,7 @@ class TrainConfig(Settings):
     """Compute dtype; masters are fp32 always."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Decides the order of the data and the samples."""
     eval_every: int = Field(100, gt=0)
     """Steps between evaluations on the held-out split."""

@@ -80,6 +80,8 @@ class Optimizer:
         self.sizes = {
             n: state[f"size.{n}"].item() if state else _rms(p) for n, p in self.parameters.items()
         }
+        # a norm's weight scales by itself or by one more than itself: its natural size is one
+        self.sizes |= dict.fromkeys(by_kind.get("norms", ()), 1.0)
         self._peaks = {n: _peak(kind, config) for kind, names in by_kind.items() for n in names}
         self._adamw = torch.optim.AdamW(
             self._groups(by_kind),

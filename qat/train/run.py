@@ -57,6 +57,20 @@ class Run:
         check_free(self.path)
         return None
 
+    def check_cache(self, content: str) -> None:
+        """Make sure that a run goes on with the very cache that it began with.
+
+        Raises:
+            ConfigError: `content`, a hash over the cache's shards, is another one.
+        """
+        facts = self.path / FACTS
+        old = json.loads(facts.read_text())["cache_content"] if facts.exists() else content
+        if old != content:
+            raise ConfigError(
+                f"the cache holds {content}, but the run in {self.path} was begun on {old}: it was "
+                "rebuilt since; restore it or choose another --out"
+            )
+
     def begin(self, config: TrainConfig, student: str) -> None:
         """Write the recipe, which makes the directory this run's."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qat import backend as backends
+from qat.config import fingerprint
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
@@ -18,6 +19,7 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import to_latent
+from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
@@ -58,10 +60,17 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
         )
     run = Run(out)
     checkpoint = run.checkpoint(config, student, resume=resume)
+    content = fingerprint([shard.sha256 for shard in cache.manifest.shards])
+    run.check_cache(content)
     source = str(checkpoint or student)
     tokenizer = load_tokenizer(source)
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
     model = load_model(source, device=config.device, dtype="fp32")
+    if not tokenizer(config.sample_prompt)["input_ids"]:
+        raise ConfigError(
+            f"sample_prompt={config.sample_prompt!r} holds no token; expected something to "
+            "continue; use --sample-prompt TEXT"
+        )
     cache.check_student(
         tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
     )
@@ -69,7 +78,7 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
     if checkpoint is None:
         run.begin(config, student)
     run.forget_after(step)
-    run.write_facts(**_facts(config, student, cache, optimizer))
+    run.write_facts(cache_content=content, **_facts(config, student, cache, optimizer))
     judge = Judge(model, tokenizer, cache, config)
     trainer = Trainer(model, cache, optimizer, judge, run=run, config=config)
     trainer.step, trainer.best = step, best
@@ -96,6 +105,10 @@ def _prepare(
         torch.manual_seed(config.seed)
         return Optimizer(model.model, by_kind, config), 0, math.inf
     tensors, facts = load_training_state(checkpoint)
+    for name, linear in quant_linears(model.model).items():
+        codebook = tensors.get(f"parameter.{name}.codebook")
+        if codebook is not None and isinstance(linear, FrozenLutLinear):
+            linear.index_by_(codebook)
     generators = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
     backend.set_rng_state(generators)
     logger.info("going on from %s", checkpoint)

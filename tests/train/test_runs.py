@@ -96,6 +96,41 @@ def test_a_run_stopped_in_a_step_goes_on_bit_for_bit(
     assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
 
 
+def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    frozen = {"learn": "scales,codebook", "lr_codebook": 0.5, "save_every": 1}
+    whole = tmp_path / "whole", run(place, tmp_path / "whole", **frozen)
+    state, _ = load_training_state(tmp_path / "whole/checkpoints/step-000006")
+    codebooks = [
+        t for name, t in state.items() if name.startswith("parameter.") and "codebook" in name
+    ]
+    assert any((levels.diff() < 0).any() for levels in codebooks), "no two levels have crossed"
+    with monkeypatch.context() as patch:
+        stop_at(patch, Optimizer, "step", 6)
+        with pytest.raises(Stop):
+            run(place, tmp_path / "stopped", **frozen)
+    report = run(place, tmp_path / "stopped", resume=True, **frozen)
+    assert_same_end(whole, tmp_path / "stopped", report)
+
+
+def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
+    place = make_place(tmp_path)
+    run(place, tmp_path / "run")
+    shutil.rmtree(place / "cache")
+    build(place / "cache", seed=5)
+    with pytest.raises(ConfigError, match="was begun on .* rebuilt since; restore it"):
+        run(place, tmp_path / "run", resume=True)
+
+
+def test_a_prompt_without_tokens_is_refused_before_the_directory_is_made(
+    place: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="sample_prompt='' holds no token"):
+        run(place, tmp_path / "run", sample_prompt="")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
