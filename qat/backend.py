@@ -92,10 +92,20 @@ def select(device: str = "auto") -> Backend:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    wished = torch.device(device)
-    if wished.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device}, but no CUDA device is visible; use --device cpu")
-    return Backend(wished)
+    kind, _, index = device.partition(":")
+    present = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    if kind not in present or not (index or "0").isdecimal():
+        raise ConfigError(f"device={device} is unknown; use auto, cpu, cuda, cuda:N or mps")
+    if int(index or 0) >= present[kind]:
+        raise ConfigError(
+            f"device={device}, but {present[kind]} {kind.upper()} devices are visible here; use "
+            "--device cpu or one that is there"
+        )
+    return Backend(torch.device(device))
 
 
 @contextmanager

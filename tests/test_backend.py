@@ -52,8 +52,19 @@ def test_only_running_out_of_memory_is_running_out_of_memory() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_missing_gpu_is_a_mistake_of_the_user() -> None:
     assert backend.select("auto").device.type == "cpu"
-    with pytest.raises(ConfigError, match="device=cuda, but no CUDA device is visible; use"):
+    with pytest.raises(ConfigError, match="device=cuda, but 0 CUDA devices are visible here; use"):
         backend.select("cuda")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:first", "meta"])
+def test_an_unknown_device_is_a_mistake_of_the_user(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device={device} is unknown; use auto, cpu"):
+        backend.select(device)
+
+
+def test_a_device_beyond_those_present_is_a_mistake_of_the_user() -> None:
+    with pytest.raises(ConfigError, match="device=cpu:1, but 1 CPU devices are visible"):
+        backend.select("cpu:1")
 
 
 def test_rank_comes_from_the_launcher(monkeypatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import qat.cli
 from qat.cli import VERBS, app, main
@@ -153,3 +154,20 @@ def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None
     monkeypatch.setattr(qat.cli, "run_verb", broken)
     with pytest.raises(OSError, match="Input/output error"):
         call(monkeypatch, "report", "a")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "/root/x"), "/root/x: Permission denied; check"),
+        (torch.OutOfMemoryError("full"), "device memory ran out; lower --batch-size"),
+    ],
+    ids=["permission", "memory"],
+)
+def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, message: str) -> None:
+    def refused(_tokens: list[str]) -> dict:
+        raise error
+
+    monkeypatch.setattr(qat.cli, "run_verb", refused)
+    assert call(monkeypatch, "report", "a") == 1
+    assert capsys.readouterr().err.startswith(f"qat: {message}")

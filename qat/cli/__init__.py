@@ -77,9 +77,14 @@ def main() -> None:
         cause = error.__cause__
         _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENOSPC:
+            _fail("the disk is full; free some space, then go on with the same command (--resume)")
+        if error.filename is None:
             raise
-        _fail("the disk is full; free some space, then go on with the same command (--resume)")
+        _fail(f"{error.filename}: {error.strerror}; check the path and who may write there")
+    except RuntimeError as error:
+        _fail_if_out_of_memory(error)
+        raise
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
 
@@ -89,6 +94,16 @@ def _flags(verb: str) -> set[str]:
     arguments = app[verb].assemble_argument_collection()
     names = {name for argument in arguments for name in argument.names if name.startswith("--")}
     return {name.removeprefix("--").split(".")[0] for name in names}
+
+
+def _fail_if_out_of_memory(error: RuntimeError) -> None:
+    from qat.backend import select  # torch is loaded by now: it raised the error
+
+    if select("cpu").is_out_of_memory(error):
+        _fail(
+            "device memory ran out; lower --batch-size (and raise --grad-accum-steps), or add "
+            "--gradient-checkpointing"
+        )
 
 
 def _fail(message: str, code: int = 1) -> None:

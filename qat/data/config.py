@@ -36,7 +36,7 @@ class CacheSettings(Settings):
     """Sequences in one teacher forward."""
     shard_size: int = Field(1024, ge=1)
     """Sequences in one shard: what an interrupted build may have to repeat."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seed of the held-out choice and of the draws."""
 
     @model_validator(mode="after")

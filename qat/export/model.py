@@ -1,5 +1,6 @@
 """`qat export`: write a deployable form, read it back, and believe only equal logits."""
 
+import json
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def _write(
 def _report(model: PreTrainedModel, directory: Path, config: ExportConfig) -> ExportReport:
     is_dense = config.to == "dense"
     return ExportReport(
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"],
         bytes=model_bytes(directory),
         bits_per_weight=8.0 * model.dtype.itemsize if is_dense else model_bits_per_weight(model),
         quantized_weights=quantized_parameter_count(model),

@@ -47,7 +47,7 @@ def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:
         if not held[need]:
             raise ConfigError(
                 f"losses={name} reads the teacher's {need}, but the cache has top_k={top_k} and "
-                f"draws={draws}; rebuild it with 'qat cache build {flags[need]}' or choose among "
+                f"draws={draws}; rebuild it with 'qat cache {flags[need]}' or choose among "
                 f"{fitting}"
             )
 

@@ -111,6 +111,10 @@ def is_packed(path: Path) -> bool:
         raise CheckpointError(
             f"{config} is not JSON ({error}), expected a model's configuration; copy it anew"
         ) from None
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{config} holds no JSON object, expected a model's configuration; copy it anew"
+        )
     return (values.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
 
 

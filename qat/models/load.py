@@ -97,7 +97,7 @@ def resolve(source: str) -> str:
 def model_identity(source: str) -> str:
     """What changes exactly when the model does: a content hash, or a hub id's commit.
 
-    The hash (xxh3-128, 32 hex digits) covers names and bytes of config.json and the safetensors
+    The hash (xxh3-128, 32 hex digits) covers names and bytes of config.json and the weight
     files of a directory.
 
     Raises:
@@ -106,9 +106,16 @@ def model_identity(source: str) -> str:
     source = resolve(source)
     if not Path(source).is_dir():
         with _hub_errors_as_one_line(source, "a model"):
-            return AutoConfig.from_pretrained(source)._commit_hash
+            commit = AutoConfig.from_pretrained(source)._commit_hash
+        if commit is None:
+            raise CheckpointError(
+                f"{source}: the hub does not say which revision it gave; download the model and "
+                "name its directory"
+            )
+        return commit
     digest = xxhash.xxh3_128()
-    for path in [Path(source, "config.json"), *sorted(Path(source).glob("*.safetensors"))]:
+    weights = (*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin"))
+    for path in [Path(source, "config.json"), *sorted(weights)]:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):

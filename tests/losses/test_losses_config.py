@@ -37,7 +37,7 @@ def test_parse_losses_refuses(text: str, message: str) -> None:
 def test_check_targets() -> None:
     check_targets({"tail": 1.0, "hard_ce": 1.0}, top_k=8, draws=0)
     check_targets({"sampled": 1.0}, top_k=0, draws=12)
-    with pytest.raises(ConfigError, match="jsd reads the teacher's topk.*'qat cache build --top-k"):
+    with pytest.raises(ConfigError, match="jsd reads the teacher's topk.*'qat cache --top-k"):
         check_targets({"jsd": 1.0}, top_k=0, draws=12)
     with pytest.raises(ConfigError, match="draws=0; rebuild.*--draws 50' or choose among tail,"):
         check_targets({"sampled": 1.0}, top_k=8, draws=0)
