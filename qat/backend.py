@@ -115,8 +115,3 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
-
-
-def rank() -> int:
-    """This process's rank as the launcher set it; 0 without one."""
-    return int(os.environ.get("RANK", "0"))

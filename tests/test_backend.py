@@ -65,10 +65,3 @@ def test_an_unknown_device_is_a_mistake_of_the_user(device: str) -> None:
 def test_a_device_beyond_those_present_is_a_mistake_of_the_user() -> None:
     with pytest.raises(ConfigError, match="device=cpu:1, but 1 CPU devices are visible"):
         backend.select("cpu:1")
-
-
-def test_rank_comes_from_the_launcher(monkeypatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert backend.rank() == 0
-    monkeypatch.setenv("RANK", "3")
-    assert backend.rank() == 3
