@@ -61,6 +61,10 @@ class TrainConfig(Settings):
     """AdamW's memory of squared gradients."""
     clip_grad_norm: float = Field(1.0, gt=0)
     """Largest gradient norm."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """What moves the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
+    latent_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What latent weights are kept in; bf16 rounds each step stochastically, at half the memory."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
