@@ -14,15 +14,9 @@ KINDS = ("weights", "scales", "codebook", "norms")
 Scope = Literal["mlp", "attention", "e2e"]
 
 
-class TrainConfig(Settings):
-    """How a student learns from a teacher cache.
+class StepConfig(Settings):
+    """What decides one optimizer step: what learns, from which loss, in which shape and dtype."""
 
-    Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
-    root mean square that it started with, so one value serves models of any size.
-    """
-
-    cache_dir: Path
-    """Teacher cache to learn from (see qat cache)."""
     mlp_only: bool = False
     """Train the quantized linears of the MLPs only."""
     attention_only: bool = False
@@ -35,56 +29,26 @@ class TrainConfig(Settings):
     """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce; or a sum: tail:1,hard_ce:0.1."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
-    max_steps: int = Field(1000, gt=0)
-    """Optimizer steps."""
     batch_size: int = Field(16, gt=0)
     """Sequences in one forward (the micro-batch)."""
     grad_accum_steps: int = Field(1, gt=0)
     """Micro-batches per optimizer step."""
-    lr: float = Field(1e-2, ge=0)
-    """Peak learning rate of the latent weights."""
-    lr_scales: float = Field(1e-3, ge=0)
-    """Peak learning rate of the scales."""
-    lr_codebook: float = Field(1e-3, ge=0)
-    """Peak learning rate of the codebooks."""
-    lr_norms: float = Field(1e-3, ge=0)
-    """Peak learning rate of the normalisation weights."""
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
-    warmup_steps: int = Field(50, ge=0)
-    """Steps of linear warm-up."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Where the schedule ends, as a share of the peak."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decay of the latent weights; quantizer parameters and norms never decay."""
-    beta2: float = Field(0.95, gt=0, lt=1)
-    """AdamW's memory of squared gradients."""
-    clip_grad_norm: float = Field(1.0, gt=0)
-    """Largest gradient norm."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """What moves the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
     latent_dtype: Literal["fp32", "bf16"] = "fp32"
     """What latent weights are kept in; bf16 rounds each step stochastically, at half the memory."""
     gradient_checkpointing: bool = False
-    """Recompute each layer in backward instead of keeping its activations."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute dtype; masters are fp32 always."""
+    """Recompute layers in backward instead of keeping their activations."""
+    checkpoint_every: int = Field(1, gt=0)
+    """With gradient checkpointing: one layer of how many is recomputed."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder layers; auto does so on a GPU."""
+    dtype: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Compute dtype; auto is bf16, or fp16 on a GPU without bf16, or fp32 on a CPU."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     seed: int = Field(0, ge=0)
     """Decides the order of the data and the samples."""
-    eval_every: int = Field(100, gt=0)
-    """Steps between evaluations on the held-out split."""
-    eval_sequences: int = Field(256, gt=0)
-    """Held-out sequences per evaluation."""
-    sample_prompt: str = "The"
-    """Text that the generated sample of each evaluation continues."""
-    save_every: int = Field(100, gt=0)
-    """Steps between checkpoints."""
-    keep: int = Field(2, gt=0)
-    """Periodic checkpoints kept, besides the best one."""
-    log_every: int = Field(10, gt=0)
-    """Steps between lines of metrics."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -114,3 +78,48 @@ class TrainConfig(Settings):
     def sequences_per_step(self) -> int:
         """Sequences that one optimizer step sees."""
         return self.batch_size * self.grad_accum_steps
+
+
+class TrainConfig(StepConfig):
+    """How a student learns from a teacher cache.
+
+    Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
+    root mean square that it started with, so one value serves models of any size.
+    """
+
+    cache_dir: Path
+    """Teacher cache to learn from (see qat cache)."""
+    max_steps: int = Field(1000, gt=0)
+    """Optimizer steps."""
+    lr: float = Field(1e-2, ge=0)
+    """Peak learning rate of the latent weights."""
+    lr_scales: float = Field(1e-3, ge=0)
+    """Peak learning rate of the scales."""
+    lr_codebook: float = Field(1e-3, ge=0)
+    """Peak learning rate of the codebooks."""
+    lr_norms: float = Field(1e-3, ge=0)
+    """Peak learning rate of the normalisation weights."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
+    warmup_steps: int = Field(50, ge=0)
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Where the schedule ends, as a share of the peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decay of the latent weights; quantizer parameters and norms never decay."""
+    beta2: float = Field(0.95, gt=0, lt=1)
+    """AdamW's memory of squared gradients."""
+    clip_grad_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    eval_every: int = Field(100, gt=0)
+    """Steps between evaluations on the held-out split."""
+    eval_sequences: int = Field(256, gt=0)
+    """Held-out sequences per evaluation."""
+    sample_prompt: str = "The"
+    """Text that the generated sample of each evaluation continues."""
+    save_every: int = Field(100, gt=0)
+    """Steps between checkpoints."""
+    keep: int = Field(2, gt=0)
+    """Periodic checkpoints kept, besides the best one."""
+    log_every: int = Field(10, gt=0)
+    """Steps between lines of metrics."""
