@@ -104,7 +104,7 @@ class QatHfQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         for name, spec in self.quantization_config.specs().items():
-            replace_module(model, name, _empty_linear(model, name, spec))
+            replace_module(model, name, empty_linear(model, name, spec))
         if checkpoint_files is not None:
             check_tensors(model, checkpoint_files)
 
@@ -200,8 +200,12 @@ def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     return dtypes
 
 
-def _empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutLinear:
-    """A linear without values, of the shape of the one called `name`."""
+def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutLinear:
+    """A linear without values on the meta device, of the shape of the one called `name`.
+
+    Raises:
+        CheckpointError: there is no such linear, or the spec does not fit its shape.
+    """
     try:
         linear = model.get_submodule(name)
     except AttributeError:

@@ -1,0 +1,120 @@
+"""Settings of `qat bench` and `qat bench baselines`."""
+
+import re
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from qat.train.config import StepConfig
+
+CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
+"""What `qat bench baselines` compares, by the names that its rows carry."""
+DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
+GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
+
+
+class MeasureConfig(StepConfig):
+    """One setting of the training step, and how it is measured."""
+
+    to: str = "q2a4"
+    """Preset that a student given by a shape's name is quantized by."""
+    cache_dir: Path | None = None
+    """Teacher cache for real batches; without one they are random."""
+    seq_len: int | None = Field(None, ge=2)
+    """Positions in a sequence; by default the cache's, or 64."""
+    top_k: int | None = Field(None, ge=1)
+    """Teacher tokens at a position; by default the cache's, or 64."""
+    steps: int = Field(20, ge=1)
+    """Timed optimizer steps."""
+    warmup: int = Field(3, ge=1)
+    """Steps before the clock starts; the first one compiles."""
+    memory_limit: str = ""
+    """Emulate a device of so much memory, such as 16GiB."""
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _check_memory_limit(cls, text: str) -> str:
+        if text:
+            parse_gib(text)
+        return text
+
+    @property
+    def memory_limit_gib(self) -> float | None:
+        """The memory to stay within, or None for all that there is."""
+        return parse_gib(self.memory_limit) if self.memory_limit else None
+
+
+class BenchConfig(MeasureConfig):
+    """What `qat bench` measures. Learning rates are zero: every trial sees the same student."""
+
+    batch_sizes: str = ""
+    """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
+    find_max_batch: bool = False
+    """Search the largest batch that fits into memory."""
+    plan: bool | str = False
+    """Predict other devices from this run: all, or those named, joined by commas."""
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _check_batch_sizes(cls, text: str) -> str:
+        parse_sizes(text)
+        return text
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes named, ascending; none if none are."""
+        return parse_sizes(self.batch_sizes)
+
+    @property
+    def planned(self) -> tuple[str, ...] | None:
+        """Names of the devices to predict; empty means all, None no prediction."""
+        if self.plan is False:
+            return None
+        return () if self.plan is True else tuple(self.plan.split(","))
+
+
+class BaselinesConfig(MeasureConfig):
+    """Our step beside other ways to do the same, in one run on the same shapes and data."""
+
+    only: str = ",".join(CASES)
+    """Cases to run, joined by commas."""
+    rounds: int = Field(2, ge=1)
+    """How often all cases take their turn; every second round runs them backwards."""
+
+    @field_validator("only")
+    @classmethod
+    def _check_only(cls, text: str) -> str:
+        unknown = [name for name in text.split(",") if name not in CASES]
+        if unknown:
+            raise ValueError(f"no case is called {unknown[0]!r}; choose among {', '.join(CASES)}")
+        return text
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """The cases to run, in the order of `CASES`."""
+        return tuple(name for name in CASES if name in self.only.split(","))
+
+
+def parse_gib(text: str) -> float:
+    """`16GiB`, `24 GB` or `512MiB` in GiB.
+
+    Raises:
+        ValueError: it is not a positive number with such a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    unit = GIB_PER_UNIT.get(found[2].lower()) if found else None
+    if unit is None or float(found[1]) == 0:
+        raise ValueError("expected a size with its unit; write it as 16GiB or 512MiB")
+    return float(found[1]) * unit
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`8,16,32` as numbers, ascending, each once; nothing for no text.
+
+    Raises:
+        ValueError: a part is not a whole number of at least 1.
+    """
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError("expected whole numbers of at least 1; write them as 8,16,32")
+    return tuple(sorted({int(part) for part in parts}))
