@@ -3,17 +3,34 @@
 CPU and CUDA are implemented here; MPS works through the same code.
 """
 
+import ctypes
+import gc
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from qat.errors import ConfigError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+GIB = 2**30
+PROCESS, CLEAR_REFS, MEMINFO = (
+    Path("/proc", *parts) for parts in (("self", "status"), ("self", "clear_refs"), ("meminfo",))
+)
+"""Where Linux tells about memory, and where a 5 starts its count of the peak anew."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,29 +40,90 @@ class Backend:
     device: torch.device
 
     def dtype(self, name: str) -> torch.dtype:
-        """The compute dtype called `name`; `auto` is bf16 where it is native, else fp32.
+        """The dtype of tensors in the compute dtype called `name` (see `dtype_name`).
+
+        Raises:
+            ConfigError: the device cannot really compute in that dtype.
+        """
+        return DTYPES[self.dtype_name(name)]
+
+    def dtype_name(self, name: str) -> str:
+        """`name` itself, or what `auto` means here: bf16 where it is native, else fp16 on a GPU.
 
         Raises:
             ConfigError: the device cannot really compute in that dtype.
         """
         if name == "auto":
-            return torch.bfloat16 if self.has_bf16() else torch.float32
+            return "bf16" if self.has_bf16() else "fp16" if self.device.type == "cuda" else "fp32"
         if name == "bf16" and self.device.type == "cuda" and not self.has_bf16():
-            raise ConfigError("dtype=bf16, but this GPU has no bf16 units; use --dtype fp32")
-        return DTYPES[name]
+            raise ConfigError("dtype=bf16, but this GPU has no bf16 units; use --dtype fp16")
+        if name == "tf32" and not self.has_bf16():
+            raise ConfigError(f"dtype=tf32, but {self.name()} has no such units; use --dtype fp32")
+        return name
 
     def has_bf16(self) -> bool:
-        """Whether bf16 arithmetic is native and worth its name here."""
-        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (
-            8,
-            0,
-        )
+        """Whether bf16 (and tf32) arithmetic is native and worth its name here."""
+        if self.device.type != "cuda":
+            return False
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+
+    @contextmanager
+    def matmul_precision(self, name: str) -> Iterator[None]:
+        """Let float32 matmuls use TF32 inside the block if the compute dtype is `tf32`."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     def autocast(self, dtype: torch.dtype) -> torch.autocast | nullcontext:
         """Mixed precision in `dtype`; nothing for float32."""
         if dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)
+        # a cache of casts would outlive the block inside a captured graph
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+    def compiles(self) -> bool:
+        """Whether compiling a model is worth its while here."""
+        return self.device.type == "cuda"
+
+    def records(self) -> bool:
+        """Whether work can be recorded as a graph and replayed."""
+        return self.device.type == "cuda"
+
+    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Record what `run` gives the device; a replay and `run`'s result, which each replay fills.
+
+        `run` must have run before, wait for nothing, and read its inputs from tensors that stay.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # other threads may go on preparing batches meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
+        return graph.replay, result
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory that the device can copy from while it computes."""
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def mark(self) -> "torch.cuda.Event | float":
+        """This moment in the course of the device's work; `seconds_between` compares two."""
+        if self.device.type != "cuda":
+            self.synchronize()
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_between(
+        self, first: "torch.cuda.Event | float", last: "torch.cuda.Event | float"
+    ) -> float:
+        """Device time from one `mark` to a later one; waits for the later."""
+        if isinstance(first, float):
+            return last - first
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
@@ -53,14 +131,79 @@ class Backend:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_gib(self) -> float | None:
-        """Most device memory held by tensors since the start, or None where nobody counts."""
-        if self.device.type != "cuda":
+        """Most memory held since `reset_peak_memory`: by tensors, or by the process on a CPU.
+
+        None where nobody counts.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / GIB
+        return _process_gib("VmHWM") if self.device.type == "cpu" else None
+
+    def reset_peak_memory(self) -> None:
+        """Let `peak_memory_gib` count from here."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.device.type == "cpu" and CLEAR_REFS.exists():
+            CLEAR_REFS.write_text("5")
+
+    def free_memory(self) -> None:
+        """Give back what dead objects and the allocator still hold."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def held_memory_gib(self) -> float | None:
+        """Memory held now, counted as `peak_memory_gib` does."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) / GIB
+        return _process_gib("VmRSS") if self.device.type == "cpu" else None
+
+    def memory_gib(self) -> float | None:
+        """Memory that this process could hold if it took all that is free; None if unknown."""
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return (free + torch.cuda.memory_reserved(self.device)) / GIB
+        if self.device.type != "cpu" or not MEMINFO.exists():
             return None
-        return torch.cuda.max_memory_allocated(self.device) / 2**30
+        return _kib(MEMINFO.read_text(), "MemAvailable") / 2**20 + _process_gib("VmRSS")
+
+    @contextmanager
+    def limit_memory(self, gib: float) -> Iterator[None]:
+        """Let the process hold no more than `gib` inside the block; beyond it runs out of memory.
+
+        Raises:
+            ConfigError: that much is held already, or more is asked for than there is.
+        """
+        held, there = self.held_memory_gib(), self.memory_gib()
+        if held is None or there is None:
+            raise ConfigError(
+                f"memory_limit={gib:.4g}GiB, but memory is not counted on {self.name()}; use "
+                "--device cpu or cuda"
+            )
+        if not held < gib <= there * 1.001:
+            raise ConfigError(
+                f"memory_limit={gib:.4g}GiB, but {held:.4g} GiB are held already and {there:.4g} "
+                "GiB can be had; choose a limit between them"
+            )
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory / GIB
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), self.device)
+            try:
+                yield
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            return
+        with _data_limit(_process_gib("VmData") + gib - held):
+            yield
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error` says that device memory ran out."""
-        return isinstance(error, torch.OutOfMemoryError)
+        """Whether `error` says that memory ran out: the device's, or the process's on a CPU."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
     def workers(self) -> int:
         """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
@@ -106,6 +249,30 @@ def select(device: str = "auto") -> Backend:
             "--device cpu or one that is there"
         )
     return Backend(torch.device(device))
+
+
+@contextmanager
+def _data_limit(gib: float) -> Iterator[None]:
+    """At most `gib` of private memory for this process: what Linux counts as VmData."""
+    import resource
+
+    old, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * GIB), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (old, hard))
+
+
+def _process_gib(field: str) -> float | None:
+    """A size of this process as Linux tells it, such as VmRSS; None on other systems."""
+    if not PROCESS.exists():
+        return None
+    return _kib(PROCESS.read_text(), field) / 2**20
+
+
+def _kib(text: str, field: str) -> int:
+    return int(text.split(f"{field}:")[1].split()[0])
 
 
 @contextmanager

@@ -12,8 +12,20 @@ def test_cpu_computes_in_float32_unless_told() -> None:
     assert cpu.dtype("auto") == torch.float32
     assert cpu.dtype("bf16") == torch.bfloat16
     assert cpu.name() == "cpu"
-    assert cpu.peak_memory_gib() is None
     cpu.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_dtype_that_the_device_lacks_is_a_mistake_of_the_user() -> None:
+    with pytest.raises(ConfigError, match="dtype=tf32, but cpu has no such units; use --dtype fp"):
+        backend.select("cpu").dtype("tf32")
+
+
+def test_matmul_precision_holds_for_the_block_only() -> None:
+    cpu, before = backend.select("cpu"), torch.get_float32_matmul_precision()
+    with cpu.matmul_precision("tf32"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_autocast_lowers_matmuls_and_float32_means_nothing() -> None:
@@ -46,6 +58,9 @@ def test_seeded_block_leaves_no_trace() -> None:
 def test_only_running_out_of_memory_is_running_out_of_memory() -> None:
     cpu = backend.select("cpu")
     assert cpu.is_out_of_memory(torch.OutOfMemoryError("full"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert cpu.is_out_of_memory(caught.value)
     assert not cpu.is_out_of_memory(RuntimeError("shape"))
 
 
@@ -65,3 +80,37 @@ def test_an_unknown_device_is_a_mistake_of_the_user(device: str) -> None:
 def test_a_device_beyond_those_present_is_a_mistake_of_the_user() -> None:
     with pytest.raises(ConfigError, match="device=cpu:1, but 1 CPU devices are visible"):
         backend.select("cpu:1")
+
+
+def test_process_memory_is_counted_from_where_one_says() -> None:
+    cpu = backend.select("cpu")
+    block = torch.ones(2**26)
+    assert cpu.peak_memory_gib() >= cpu.held_memory_gib() - 0.01
+    held = cpu.held_memory_gib()
+    del block
+    cpu.free_memory()
+    cpu.reset_peak_memory()
+    assert cpu.peak_memory_gib() < held - 0.2
+
+
+def test_memory_is_limited_for_the_block_only() -> None:
+    cpu = backend.select("cpu")
+    with cpu.limit_memory(cpu.held_memory_gib() + 0.25):
+        assert torch.ones(2**24).sum() == 2**24
+        with pytest.raises(RuntimeError) as caught:
+            torch.ones(2**28)
+        assert cpu.is_out_of_memory(caught.value)
+    assert torch.ones(2**28).shape == (2**28,)
+
+
+@pytest.mark.parametrize("gib", [0.001, 1e6])
+def test_an_impossible_memory_limit_is_a_mistake_of_the_user(gib: float) -> None:
+    with pytest.raises(ConfigError, match="GiB can be had; choose a limit between them"):
+        with backend.select("cpu").limit_memory(gib):
+            pass
+
+
+def test_marks_tell_the_time_between_them() -> None:
+    cpu = backend.select("cpu")
+    first, last = cpu.mark(), cpu.mark()
+    assert 0 <= cpu.seconds_between(first, last) < 1

@@ -119,16 +119,17 @@ def random_batch(source: Source, batch_size: int, generator: torch.Generator) ->
         position_ids=torch.arange(S, device=generator.device).expand(B, S).contiguous(),
         mask=torch.ones(B, S, dtype=torch.bool, device=generator.device),
         labels=labels,
-        topk_ids=_distinct_ids(B, S, K, V, generator),
+        topk_ids=_distinct_ids((B, S, K), V, generator),
         topk_logprobs=logprobs,
         tail_logprob=torch.full((B, S), TAIL_MASS, device=generator.device).log(),
-        sample_ids=_distinct_ids(B, S, source.draws, V, generator),
+        sample_ids=_distinct_ids((B, S, source.draws), V, generator),
         sample_counts=counts,
     )
 
 
-def _distinct_ids(B: int, S: int, count: int, V: int, generator: torch.Generator) -> Tensor:
-    """`(B, S, count)` ids, distinct in each position: even strides through the vocabulary."""
+def _distinct_ids(shape: tuple[int, int, int], V: int, generator: torch.Generator) -> Tensor:
+    """Ids of that shape, distinct in each position: even strides through the vocabulary."""
+    B, S, count = shape
     here = {"generator": generator, "device": generator.device}
     first = torch.randint(V, (B, S, 1), **here)
     stride = torch.randint(1, max(2, V // max(count, 1)), (B, S, 1), **here)

@@ -38,15 +38,13 @@ def open_student(source: str, config: MeasureConfig) -> LanguageModel:
     """
     if Path(source).exists() or "/" in source:
         return load_model(source, device=config.device, dtype="fp32")
-    model = random_model(source, config)
+    model = random_model(source, config).float()
     quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
     return LanguageModel(model)
 
 
-def random_model(
-    shape: str, config: MeasureConfig, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """A float model of a published shape with random weights, on `config.device`, in eval mode.
+def random_model(shape: str, config: MeasureConfig) -> PreTrainedModel:
+    """A bfloat16 model of a published shape with random weights, on `config.device`.
 
     Raises:
         ConfigError: no shape has that name, or the device is not there.
@@ -54,7 +52,7 @@ def random_model(
     settings = AutoConfig.for_model(**shape_called(shape))
     torch.manual_seed(config.seed)
     with select(config.device).device:
-        return AutoModelForCausalLM.from_config(settings, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
 
 
 def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
