@@ -57,6 +57,12 @@ class StepConfig(Settings):
         unknown = set(self.kinds) - set(KINDS)
         if unknown or not self.learn:
             raise ValueError(f"learn={self.learn!r}: choose among {', '.join(KINDS)}")
+        is_plain = self.optimizer == "adamw" and self.latent_dtype == "fp32"
+        if "weights" not in self.kinds and not is_plain:
+            raise ValueError(
+                f"optimizer={self.optimizer}, latent_dtype={self.latent_dtype}: these are for "
+                f"latent weights, but learn={self.learn} has none; add weights or drop them"
+            )
         return self
 
     @property
