@@ -1,0 +1,85 @@
+"""AdamW on bfloat16 tensors: computed in float32, rounded stochastically.
+
+A weight in bfloat16 has 8 significant bits: rounded to nearest, a step below 2**-9 of the weight is
+lost, every time. Rounded up with the probability of the cut-off part, it is kept on average
+(arXiv:2010.06192). The moments, in bfloat16 too, are rounded in the same way.
+"""
+
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from qat.kernels.dispatch import use_triton
+
+
+class Moving(NamedTuple):
+    """A weight and what moves it: four contiguous tensors of one shape."""
+
+    parameter: Tensor
+    """bfloat16."""
+    gradient: Tensor
+    """Any float dtype."""
+    exp_avg: Tensor
+    """bfloat16."""
+    exp_avg_sq: Tensor
+    """bfloat16."""
+
+
+class Rates(NamedTuple):
+    """The numbers of one AdamW step that the host knows."""
+
+    lr: float
+    decay: float
+    """Share of the weight that the step takes away: learning rate times weight decay."""
+    beta1: float
+    beta2: float
+    eps: float
+
+
+class Noise(NamedTuple):
+    """What the random bits depend on, and nothing else."""
+
+    seed: int
+    step: int
+    index: int
+    """Of the tensor among those that move."""
+
+
+def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
+    """Move a bfloat16 weight by one AdamW step, in place; on CUDA one kernel reads all once.
+
+    As `torch.optim.AdamW` in float32 from the stored values, then each result is rounded
+    stochastically. `shared` is float32 `(3,)`, on the device: the factor of the gradient,
+    `1 - beta1**t` and `sqrt(1 - beta2**t)`. A factor that is not finite leaves all as it is.
+    """
+    if use_triton(moving.parameter):
+        from qat.kernels.adamw_triton import stochastic_adamw_ as in_triton_
+
+        in_triton_(moving, shared, rates, noise)
+        return
+    _reference_(moving, shared, rates, noise)
+
+
+def round_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
+    """Float32 to one of its two bfloat16 neighbours, right on average; NaN and infinity stay."""
+    bits = exact.view(torch.int32)
+    noise = torch.empty_like(bits).random_(0, 1 << 16, generator=generator)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(exact.isnan(), exact, rounded).to(torch.bfloat16)
+
+
+def _reference_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
+    factor, bias1, root_bias2 = shared.unbind()
+    p, g, m, v = (tensor.float() for tensor in moving)
+    g = g * factor
+    m = m.lerp(g, 1 - rates.beta1)
+    v = v.lerp(g.square(), 1 - rates.beta2)
+    change = (m / bias1) / (v.sqrt() / root_bias2 + rates.eps)
+    p = p - rates.decay * p - rates.lr * change
+    seed = xxhash.xxh3_64_intdigest(repr(tuple(noise)).encode()) >> 1
+    generator = torch.Generator(p.device).manual_seed(seed)
+    for old, new in ((moving.parameter, p), (moving.exp_avg, m), (moving.exp_avg_sq, v)):
+        rounded = round_stochastically(new, generator)
+        old.copy_(torch.where(factor.isfinite(), rounded, old))
