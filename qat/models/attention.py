@@ -1,0 +1,58 @@
+"""How transformers' attention modules reach our kernel for short, packed sequences.
+
+Registered under the name `qat`, it stands in for `sdpa` in every model that a `LanguageModel`
+holds. A forward that hands `document_positions` on has packed documents and no padding, so they
+say all of the mask; any other call (generation with its cache and padding) is transformers' own.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from qat.kernels.attention import fits_tile, tile_attention
+
+NAME = "qat"
+
+
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Let `model` attend through this file; false where it needs more than a causal mask."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or {"full_attention"})
+    is_plain = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+    if is_plain and config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+    return config._attn_implementation == NAME
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """`(1, 1, S, S)` bool, lower triangular."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    document_positions: Tensor | None = None,
+    is_packed: bool = True,
+    **rest: object,
+) -> tuple[Tensor, None]:
+    if document_positions is not None:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if fits_tile(query, value):
+            return tile_attention(query, key, value, document_positions, scaling), None
+        if not is_packed:
+            attention_mask = None  # the causal kernels read no mask
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **rest
+    )
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,29 @@
+"""A model's compute dtype: what does not learn is kept in it where that loses nothing.
+
+The residual stream takes its dtype from the embedding's output; what learns stays float32.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let `model` compute in `dtype` (under autocast, which casts what stays float32).
+
+    Parameters without gradient are cast if every value survives; a checkpoint stores the same
+    numbers afterwards. Decides on the host: for the start of a run, not for a step.
+    """
+    if dtype == torch.float32:
+        return
+    for parameter in model.parameters():
+        is_fixed = parameter.is_floating_point() and not parameter.requires_grad
+        if is_fixed and parameter.dtype != dtype:
+            cast = parameter.detach().to(dtype)
+            if torch.equal(cast.to(parameter.dtype), parameter):
+                parameter.data = cast
+
+    def in_compute_dtype(_module: nn.Module, _args: tuple, embedded: Tensor) -> Tensor:
+        return embedded.to(dtype)
+
+    model.get_input_embeddings().register_forward_hook(in_compute_dtype)

@@ -1,0 +1,136 @@
+"""The decoder, region by region: each layer compiled, recomputed in backward, or both.
+
+All equal layers share one compiled graph. A recomputed layer keeps its input alone, and backward
+goes through it a slice of the batch at a time, so that what a layer holds inside does not grow with
+the batch.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from qat.models.swap import decoder_layers
+
+SLICE_TOKENS = 2**15
+"""Tokens that one recomputed layer works on at a time."""
+
+
+@dataclass(frozen=True)
+class CompileFacts:
+    """What the compiler did so far in this process."""
+
+    graphs: int
+    recompiles: int
+
+
+class Regions:
+    """The way a model's layers run; `install` puts it in place, `remove` takes it away."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, is_compiled: bool, recompute_every: int | None
+    ) -> None:
+        self._model = model
+        self.is_compiled = is_compiled
+        self._recompute_every = recompute_every
+
+    def install(self) -> None:
+        """Let every layer, and the norm behind the last, run this way."""
+        for index, layer in enumerate(decoder_layers(self._model)):
+            run = self._compiled(layer.forward)
+            every = self._recompute_every
+            if every is not None and index % every == 0:
+                run = _Recomputed(run)
+            layer.forward = run
+        norm = getattr(self._model.base_model, "norm", None)
+        if norm is not None:
+            norm.forward = self._compiled(norm.forward)
+
+    def _compiled(self, forward: Callable) -> Callable:
+        if not self.is_compiled:
+            return forward
+        return torch.compile(forward, fullgraph=True)
+
+    def remove(self) -> None:
+        """Let the layers run as their class says."""
+        norm = getattr(self._model.base_model, "norm", None)
+        for module in (*decoder_layers(self._model), norm):
+            if module is not None:
+                vars(module).pop("forward", None)
+
+
+@contextmanager
+def as_written(model: PreTrainedModel) -> Iterator[None]:
+    """Run a block with every region plain: generation's shapes would compile at each token."""
+    modules = [module for module in model.modules() if "forward" in vars(module)]
+    kept = [vars(module).pop("forward") for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, kept, strict=True):
+            module.forward = forward
+
+
+class _Recomputed:
+    """A layer that keeps only its input and runs again in backward, slice by slice."""
+
+    def __init__(self, run: Callable) -> None:
+        self._run = run
+
+    def __call__(self, hidden: Tensor, **kwargs: object) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._run(hidden, **kwargs)
+        B, S = hidden.shape[:2]
+        rows = max(1, SLICE_TOKENS // S)
+        if rows >= B:
+            return self._checkpointed(hidden, kwargs)
+        outputs = []
+        for start in range(0, B, rows):
+            # the last slice is filled up, so that every batch runs the same compiled shape
+            part = Rows(slice(start, start + rows), batch=B, count=rows)
+            outputs.append(self._checkpointed(part.of(hidden), part.of(kwargs)))
+        return torch.cat(outputs)[:B]
+
+    def _checkpointed(self, hidden: Tensor, kwargs: dict[str, object]) -> Tensor:
+        # no dropout: there is no generator state to repeat
+        return checkpoint(
+            self._run, hidden, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+class Rows(NamedTuple):
+    """A slice of a batch, filled up with zeros to `count` rows."""
+
+    rows: slice
+    batch: int
+    count: int
+
+    def of(self, value: object) -> object:
+        """`value` with the slice of every tensor inside that has one row per sequence."""
+        if isinstance(value, dict):
+            return {name: self.of(item) for name, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(self.of(item) for item in value)
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != self.batch:
+            return value
+        part = value[self.rows]
+        missing = self.count - part.shape[0]
+        if missing == 0:
+            return part
+        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+
+
+def compile_facts() -> CompileFacts:
+    """Graphs that the compiler made in this process, and those of code that it had compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return CompileFacts(graphs=0, recompiles=0)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    recompiles = sum((metric.cache_size or 0) > 0 for metric in metrics)
+    return CompileFacts(graphs=graphs, recompiles=recompiles)

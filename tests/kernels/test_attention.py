@@ -1,0 +1,68 @@
+"""Attention inside packed documents: the reference against a loop over documents, the kernel."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from three_way import assert_no_worse_than_eager
+
+from qat.kernels.attention import document_mask, packed_attention
+
+SHAPES = [(2, 4, 2, 64, 32), (1, 2, 2, 17, 16), (3, 6, 2, 100, 32), (2, 2, 1, 1, 16)]
+
+
+def inputs(B, H, K, S, D, dtype=torch.float32) -> tuple[Tensor, ...]:
+    q, k, v = (torch.randn(B, S, n, D, dtype=dtype).transpose(1, 2) for n in (H, K, K))
+    starts = torch.rand(B, S) < 0.15
+    starts[:, 0] = True
+    places = torch.arange(S)
+    positions = places - torch.where(starts, places, 0).cummax(1).values
+    return q, k, v, positions
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_is_causal_attention_document_by_document(shape) -> None:
+    q, k, v, positions = inputs(*shape)
+    group = shape[1] // shape[2]
+    expected = torch.empty_like(q)
+    for b, row in enumerate(positions):
+        edges = [*(row == 0).nonzero()[:, 0].tolist(), len(row)]
+        for start, end in zip(edges, edges[1:], strict=False):
+            part = slice(start, end)
+            expected[b, :, part] = F.scaled_dot_product_attention(
+                q[b : b + 1, :, part],
+                k[b : b + 1, :, part].repeat_interleave(group, 1),
+                v[b : b + 1, :, part].repeat_interleave(group, 1),
+                is_causal=True,
+                scale=0.3,
+            )[0]
+    actual = packed_attention(q, k, v, positions, 0.3)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+def test_mask_of_one_document_is_causal() -> None:
+    mask = document_mask(torch.arange(5)[None])
+    assert torch.equal(mask[0, 0], torch.ones(5, 5).tril().bool())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_errs_no_more_than_eager_attention(shape) -> None:
+    pytest.importorskip("triton")
+    dtype = torch.float16  # the interpreter knows no bfloat16 products: see tests/gpu
+    from qat.kernels.attention_triton import attention_backward, attention_forward
+
+    q, k, v, positions = inputs(*shape, dtype=dtype)
+    grad = torch.randn(shape[0], shape[3], shape[1], shape[4], dtype=dtype)
+    found = attention_forward(q, k, v, positions, 0.3)
+    kernel = (found, *attention_backward(grad, q, k, v, positions, 0.3))
+    eager = value_and_gradients(q, k, v, positions, grad)
+    exact = value_and_gradients(*(t.double() for t in (q, k, v)), positions, grad.double())
+    for one, plain, truth in zip(kernel, eager, exact, strict=True):
+        assert_no_worse_than_eager(one, plain, truth, slack=2e-2 * truth.abs().max().item())
+
+
+def value_and_gradients(q, k, v, positions, grad) -> tuple[Tensor, ...]:
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = packed_attention(*leaves, positions, 0.3)
+    out.backward(grad)
+    return out.detach(), *(leaf.grad for leaf in leaves)

@@ -1,0 +1,70 @@
+"""Layers run region by region: recomputed or not, the model and its gradients stay the same."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from qat.models import regions
+from qat.models.language_model import LanguageModel
+from qat.models.regions import Regions, as_written
+from qat.models.swap import decoder_layers
+
+B, S = 5, 8
+
+
+def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
+    model.model.zero_grad()
+    ids = torch.arange(B * S).view(B, S) % 300
+    positions = (torch.arange(S) % 5).expand(B, S)  # two documents a row
+    model.hidden(ids, positions).square().sum().backward()
+    named = model.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("slice_tokens", [2**15, 2 * S])
+def test_recomputed_layers_have_the_same_gradients(
+    monkeypatch, architecture, every, slice_tokens
+) -> None:
+    monkeypatch.setattr(regions, "SLICE_TOKENS", slice_tokens)
+    model = LanguageModel(tiny_model(architecture))
+    expected = gradients(model)
+    way = Regions(model.model, is_compiled=False, recompute_every=every)
+    way.install()
+    actual = gradients(model)
+    way.remove()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("every", "calls"), [(None, 4), (1, 8), (2, 6), (3, 6), (5, 5)])
+def test_every_nth_layer_runs_twice(every, calls) -> None:
+    model = LanguageModel(tiny_model(num_hidden_layers=4))
+    way = Regions(model.model, is_compiled=False, recompute_every=every)
+    way.install()
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    for layer in decoder_layers(model.model):
+        layer.mlp.register_forward_pre_hook(note)
+    gradients(model)
+    way.remove()
+    assert count == calls
+
+
+def test_removed_regions_leave_nothing_behind() -> None:
+    model = LanguageModel(tiny_model())
+    way = Regions(model.model, is_compiled=True, recompute_every=1)
+    way.install()
+    layer = decoder_layers(model.model)[0]
+    assert "forward" in vars(layer)
+    with as_written(model.model):
+        assert "forward" not in vars(layer)
+    assert "forward" in vars(layer)
+    way.remove()
+    assert not any("forward" in vars(module) for module in model.model.modules())
