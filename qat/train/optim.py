@@ -1,14 +1,15 @@
 """Which parameters learn, and AdamW with a learning rate for each kind of them."""
 
-from collections import defaultdict
-
 import torch
 from torch import Tensor, nn
 
+from qat import backend
 from qat.errors import ConfigError
 from qat.nn.quant_linear import SCALE_NAMES
 from qat.nn.step import quant_linears
+from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import TrainConfig
+from qat.train.loss_scale import LossScale
 from qat.train.schedule import lr_share
 
 SCOPE_PART = {"mlp": ".mlp.", "attention": ".self_attn.", "e2e": "."}
@@ -58,7 +59,8 @@ class Optimizer:
     """AdamW over the learnable parameters; everything else is frozen here.
 
     Each tensor's learning rate is its kind's, times the schedule, times the root mean square that
-    the tensor had when the run began.
+    the tensor had when the run began. With `latent_dtype=bf16` the latent weights become bfloat16
+    here. When the step computes in float16, `scale_loss` must be applied to every loss.
     """
 
     def __init__(
@@ -82,43 +84,70 @@ class Optimizer:
         }
         # a norm's weight scales by itself or by one more than itself: its natural size is one
         self.sizes |= dict.fromkeys(by_kind.get("norms", ()), 1.0)
-        self._peaks = {n: _peak(kind, config) for kind, names in by_kind.items() for n in names}
-        self._adamw = torch.optim.AdamW(
-            self._groups(by_kind),
-            betas=(0.9, config.beta2),
-            eps=1e-12,
-            weight_decay=0.0,
-            fused=next(iter(self.parameters.values())).is_cuda,
-        )
+        if config.latent_dtype == "bf16":
+            for name in by_kind.get("weights", ()):
+                self.parameters[name].data = self.parameters[name].data.bfloat16()
+        self._device = next(iter(self.parameters.values())).device
+        dtype = backend.select(config.device).dtype(config.dtype)
+        self.loss_scale = LossScale(self._device) if dtype == torch.float16 else None
+        self._movers = self._choose_movers(by_kind)
         if state:
             self._load(state)
 
-    def _groups(self, by_kind: dict[str, list[str]]) -> list[dict]:
-        groups = defaultdict(list)
-        for kind, names in by_kind.items():
-            for name in names:
-                size = self.sizes[name]
-                # AdamW multiplies the decay by the learning rate, which here holds the size
-                decay = self._config.weight_decay / size if kind == "weights" else 0.0
-                groups[self._peaks[name] * size, decay].append(name)
-        return [
-            {
-                "params": [self.parameters[name] for name in names],
-                "peak_lr": lr,
-                "lr": lr,
-                "weight_decay": decay,
-            }
-            for (lr, decay), names in groups.items()
-        ]
+    def _choose_movers(self, by_kind: dict[str, list[str]]) -> list[Mover]:
+        """One for the latent weights if they are kept in a way of their own, one for the rest."""
+        config, has_scale = self._config, self.loss_scale is not None
+        rest = {
+            name: self._learner(kind, name) for kind, names in by_kind.items() for name in names
+        }
+        latents = {name: rest[name] for name in by_kind.get("weights", ())}
+        movers: list[Mover] = []
+        if latents and config.optimizer == "adamw8bit":
+            from qat.train.adamw8bit import EightBitAdamW
 
+            movers.append(EightBitAdamW(latents, config, may_overflow=has_scale))
+        elif latents and config.latent_dtype == "bf16":
+            movers.append(StochasticAdamW(latents, config))
+        if movers:
+            rest = {name: learner for name, learner in rest.items() if name not in latents}
+        if rest:
+            is_fused = self._device.type == "cuda" or has_scale
+            movers.append(TorchAdamW(rest, config, is_fused=is_fused))
+        return movers
+
+    def _learner(self, kind: str, name: str) -> Learner:
+        size = self.sizes[name]
+        # AdamW multiplies the decay by the learning rate, which here holds the size
+        decay = self._config.weight_decay / size if kind == "weights" else 0.0
+        return Learner(self.parameters[name], _peak(kind, self._config) * size, decay)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """What to call `backward` on: `loss`, scaled if gradients pass through float16."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    @torch.no_grad()
     def step(self, step: int) -> Tensor:
-        """Clip, move every parameter, forget the gradients; returns the norm before clipping."""
-        share = self.lr_share(step)
-        for group in self._adamw.param_groups:
-            group["lr"] = group["peak_lr"] * share
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._config.clip_grad_norm)
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        """Clip, move every parameter, forget the gradients; never waits for the device.
+
+        Returns the norm of the unscaled gradients before clipping, a float32 scalar on the device.
+        It is zero if float16 gradients overflowed: nothing moved then, and the next step's scale is
+        lower. It is not finite if they overflow at the lowest scale, or without scaling at all.
+        """
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.scale
+        # as in clip_grad_norm_; no number at all where the gradients are none
+        factor = (self._config.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = torch.where(norm.isfinite(), factor, torch.nan)
+        if self.loss_scale is not None:
+            factor = factor / self.loss_scale.scale
+            norm = self.loss_scale.settle(norm)
+        for mover in self._movers:
+            mover.move(step, self.lr_share(step), factor)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         return norm
 
     def lr_share(self, step: int) -> float:
@@ -133,26 +162,23 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, moments and starting sizes as flat tensors, for a checkpoint."""
-        tensors = {}
+        """Parameters, moments, starting sizes and loss scale as flat tensors, for a checkpoint."""
+        tensors = {} if self.loss_scale is None else self.loss_scale.state()
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors[f"size.{name}"] = torch.tensor(self.sizes[name], dtype=torch.float64)
-            for key, value in self._adamw.state[parameter].items():
-                tensors[f"{key}.{name}"] = value
+        for mover in self._movers:
+            tensors |= mover.state()
         return tensors
 
     @torch.no_grad()
     def _load(self, state: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(state[f"parameter.{name}"])
-            # the step count lives on the device only for the fused kernel
-            count = state[f"step.{name}"]
-            self._adamw.state[parameter] = {
-                "step": count.to(parameter.device) if parameter.is_cuda else count,
-                "exp_avg": state[f"exp_avg.{name}"].to(parameter.device),
-                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(parameter.device),
-            }
+        for mover in self._movers:
+            mover.load(state)
+        if self.loss_scale is not None:
+            self.loss_scale.load(state)
 
 
 def _peak(kind: str, config: TrainConfig) -> float:

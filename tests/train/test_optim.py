@@ -1,6 +1,9 @@
 """What learns, how fast, and what does not even get a gradient."""
 
+import sys
+
 import pytest
+import safetensors.torch
 import torch
 from quantized import SPECS, frozen_linear, tiny_quantized
 from torch import Tensor
@@ -26,11 +29,16 @@ def settings(tmp_path, **values: object) -> TrainConfig:
     return config(tmp_path, **{**rates, **flat, **values})
 
 
-def student(spec: str = "lut2", latent: bool = True) -> PreTrainedModel:
-    model = tiny_quantized("qwen3", SPECS[spec])
+def student(spec: str = "lut2", latent: bool = True, **shape: int) -> PreTrainedModel:
+    model = tiny_quantized("qwen3", SPECS[spec], **shape)
     if latent:
         to_latent(model, linear_names(model))
     return model
+
+
+def wide_student() -> PreTrainedModel:
+    """With matrices of 4,096 weights, which eight-bit moments are for, and smaller ones."""
+    return student(intermediate_size=128)
 
 
 def optimizer_of(model: PreTrainedModel, config: TrainConfig, kinds: tuple = ALL) -> Optimizer:
@@ -169,18 +177,167 @@ def test_clipping_scales_what_moments_see(tmp_path) -> None:
     assert norm > 0.5 and clipped.item() == pytest.approx(0.5, rel=1e-3)
 
 
-def test_state_goes_on_bit_for_bit(tmp_path) -> None:
-    chosen = settings(tmp_path, schedule="cosine", max_steps=20)
+def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]:
+    """One that stepped on, and one that went on from its state after three steps."""
     torch.manual_seed(1)
-    one = optimizer_of(student(), chosen)
+    one = optimizer_of(wide_student(), chosen)
     for step in range(3):
         step_with(one, 0.1 * (step + 1), step)
     state = {name: tensor.clone() for name, tensor in one.state().items()}
-    model = student()
-    by_kind = learnable(model, linears_in_scope(model, "e2e"), ALL)
-    two = Optimizer(model, by_kind, chosen, state)
+    model = wide_student()
+    two = Optimizer(model, learnable(model, linears_in_scope(model, "e2e"), ALL), chosen, state)
+    for optimizer in (one, two):
+        torch.manual_seed(2)
+        for step in range(3, 3 + go_on):
+            step_with(optimizer, -0.2, step)
+    return one, two
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {},
+        {"latent_dtype": "bf16"},
+        {"dtype": "fp16"},
+        {"dtype": "fp16", "latent_dtype": "bf16"},
+        {"optimizer": "adamw8bit"},
+        {"optimizer": "adamw8bit", "latent_dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_state_goes_on_bit_for_bit(tmp_path, kept: dict[str, str]) -> None:
+    chosen = settings(tmp_path, schedule="cosine", max_steps=20, weight_decay=0.1, **kept)
+    one, two = twins(chosen)
     assert one.sizes == two.sizes
-    for step in (3, 4):
-        step_with(one, -0.2, step)
-        step_with(two, -0.2, step)
-    assert all(torch.equal(one.parameters[n], two.parameters[n]) for n in one.parameters)
+    one_state, two_state = one.state(), two.state()
+    assert one_state.keys() == two_state.keys()
+    assert all(torch.equal(one_state[name], two_state[name]) for name in one_state)
+    path = tmp_path / "state.safetensors"
+    safetensors.torch.save_file(one_state, path)  # they are plain tensors, none in two names
+    found = safetensors.torch.load_file(path)
+    assert all(torch.equal(one_state[name], found[name]) for name in one_state)
+
+
+@pytest.mark.parametrize("kept", [{"latent_dtype": "bf16"}, {"optimizer": "adamw8bit"}], ids=str)
+def test_latents_kept_in_less_move_as_far(tmp_path, kept: dict[str, str]) -> None:
+    """Ten steps of varied gradients end where plain AdamW's end, within what the format loses."""
+    ends, starts = [], {}
+    for values in ({}, kept):
+        model = wide_student()
+        optimizer = optimizer_of(model, settings(tmp_path, weight_decay=0.1, **values))
+        starts = {n: p.detach().float().clone() for n, p in optimizer.parameters.items()}
+        torch.manual_seed(3)
+        for step in range(10):
+            for parameter in optimizer.parameters.values():
+                gradient = torch.randn(parameter.shape) + 1
+                parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step(step)
+        ends.append({n: p.detach().float().clone() for n, p in optimizer.parameters.items()})
+    plain, other = ends
+    for name, end in plain.items():
+        if name.endswith("_proj.weight"):
+            moved, moved_too = end - starts[name], other[name] - starts[name]
+            assert (moved_too - moved).norm() < 0.1 * moved.norm()
+            assert (moved_too.mean() / moved.mean() - 1).abs() < 0.02
+        else:  # plain AdamW moves it, with gradients clipped by a norm rounded a little otherwise
+            torch.testing.assert_close(other[name], end, rtol=1e-3, atol=1e-5)
+
+
+def test_bfloat16_is_for_latents_and_their_moments(tmp_path) -> None:
+    optimizer = optimizer_of(wide_student(), settings(tmp_path, latent_dtype="bf16"))
+    step_with(optimizer, 1.0)
+    for name, tensor in optimizer.state().items():
+        if tensor.dim() == 0:
+            continue
+        is_latent = name.endswith("_proj.weight")
+        assert tensor.dtype == (torch.bfloat16 if is_latent else torch.float32), name
+
+
+def test_eight_bits_hold_the_moments_of_large_latents(tmp_path) -> None:
+    optimizer = optimizer_of(wide_student(), settings(tmp_path, optimizer="adamw8bit"))
+    step_with(optimizer, 1.0)
+    state = optimizer.state()
+    for name, parameter in optimizer.parameters.items():
+        is_large = name.endswith("_proj.weight") and parameter.numel() >= 4096
+        moment = state[f"exp_avg_codes.{name}" if is_large else f"exp_avg.{name}"]
+        assert moment.shape == parameter.shape
+        assert moment.dtype == (torch.uint8 if is_large else torch.float32)
+        assert parameter.dtype == torch.float32
+    assert any(name.startswith("exp_avg_sq_scale.") for name in state)
+
+
+def test_without_torchao(tmp_path, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "qat.train.adamw8bit", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_NoTorchao(), *sys.meta_path])
+    message = "adamw8bit needs torchao, which is not installed; pip install 'qat.adam8bit.' or use"
+    with pytest.raises(ConfigError, match=message):
+        optimizer_of(wide_student(), settings(tmp_path, optimizer="adamw8bit"))
+
+
+class _NoTorchao:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "torchao":
+            raise ModuleNotFoundError(name=name)
+
+
+@pytest.mark.parametrize("setting", [{"optimizer": "adamw8bit"}, {"latent_dtype": "bf16"}])
+def test_settings_of_latents_need_latents(tmp_path, setting: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="are for latent weights, but learn=scales has none; add"):
+        settings(tmp_path, learn="scales", **setting)
+
+
+@pytest.mark.parametrize(
+    "kept", [{}, {"latent_dtype": "bf16"}, {"optimizer": "adamw8bit"}], ids=str
+)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_float16_step_that_overflows_is_no_step(tmp_path, kept: dict[str, str], bad) -> None:
+    """With an overflow before and one between, the others move everything as if without."""
+    ends = []
+    for overflows in ((), (0, 2)):
+        optimizer = optimizer_of(wide_student(), settings(tmp_path, dtype="fp16", **kept))
+        scale, good = optimizer.loss_scale, 0
+        for step in range(4 + len(overflows)):
+            before = {n: p.detach().clone() for n, p in optimizer.parameters.items()}
+            start = scale.scale.item()
+            if step in overflows:
+                norm = step_with(optimizer, bad, step)
+                assert norm == 0 and scale.scale == start / 2
+                assert all(torch.equal(p, before[n]) for n, p in optimizer.parameters.items())
+                assert all(p.grad is None for p in optimizer.parameters.values())
+            else:
+                torch.manual_seed(good)  # torchao draws from it
+                norm = step_with(optimizer, start * 0.1 * (good + 1), step)
+                total = sum(p.numel() for p in optimizer.parameters.values())
+                assert norm.item() == pytest.approx(0.1 * (good + 1) * total**0.5, rel=1e-2)
+                good += 1
+        ends.append(optimizer.state())
+    assert ends[1]["loss_scale.scale"] == 2.0**14 and ends[0]["loss_scale.scale"] == 2.0**16
+    for name, tensor in ends[0].items():
+        is_noisy = kept == {"latent_dtype": "bf16"} and name.endswith("_proj.weight")
+        if not is_noisy and not name.startswith("loss_scale"):  # noise depends on the step
+            torch.testing.assert_close(ends[1][name], tensor, rtol=1e-6, atol=1e-9)
+
+
+def test_scaled_float16_gradients_move_as_plain_ones(tmp_path) -> None:
+    """A loss whose gradient float16 cannot hold: lost without the scale, whole with it."""
+    moved = {}
+    for dtype in ("fp32", "fp16"):
+        optimizer = optimizer_of(wide_student(), settings(tmp_path, dtype=dtype), ("norms",))
+        before = {n: p.detach().clone() for n, p in optimizer.parameters.items()}
+        compute = torch.float16 if dtype == "fp16" else torch.float32
+        halves = [p.to(compute) for p in optimizer.parameters.values()]
+        sums = torch.stack([half.sum() for half in halves]).float()
+        optimizer.scale_loss(sums.sum() * 1e-8).backward()
+        optimizer.step(0)
+        moved[dtype] = {n: p.detach() - before[n] for n, p in optimizer.parameters.items()}
+    for name, change in moved["fp32"].items():
+        assert change.abs().min() > 0
+        torch.testing.assert_close(moved["fp16"][name], change, rtol=1e-2, atol=1e-7)
+
+
+def test_only_float16_scales_the_loss(tmp_path) -> None:
+    optimizer = optimizer_of(student(), settings(tmp_path, dtype="fp32"), ("scales",))
+    loss = torch.ones(())
+    assert optimizer.loss_scale is None and optimizer.scale_loss(loss) is loss

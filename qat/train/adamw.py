@@ -1,0 +1,139 @@
+"""What moves parameters: AdamW as PyTorch has it, and for weights kept in bfloat16."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
+from qat.train.config import TrainConfig
+
+BETA1, EPS = 0.9, 1e-12
+
+
+class Learner(NamedTuple):
+    """A parameter and how fast it learns."""
+
+    parameter: nn.Parameter
+    lr: float
+    """Peak learning rate times the size that the tensor had when the run began."""
+    weight_decay: float
+    """As AdamW takes it: multiplied by the learning rate before it acts."""
+
+
+class Mover(Protocol):
+    """Moves some of the parameters, and keeps what it takes to go on after a kill."""
+
+    def move(self, step: int, share: float, factor: Tensor) -> None:
+        """One step at `share` of the peak learning rates, with the gradients times `factor`.
+
+        A factor that is not finite means gradients that are not: nothing moves.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """Step counts and moments, by name of parameter."""
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state`."""
+
+
+class TorchAdamW:
+    """`torch.optim.AdamW`; its fused kernel applies the factor and skips a step by itself."""
+
+    def __init__(
+        self, learners: dict[str, Learner], config: TrainConfig, *, is_fused: bool
+    ) -> None:
+        self._learners = learners
+        self._is_fused = is_fused
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for parameter, *rates in learners.values():
+            groups.setdefault(tuple(rates), []).append(parameter)
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": parameters, "peak_lr": lr, "lr": lr, "weight_decay": decay}
+                for (lr, decay), parameters in groups.items()
+            ],
+            betas=(BETA1, config.beta2),
+            eps=EPS,
+            fused=is_fused,
+        )
+
+    def move(self, step: int, share: float, factor: Tensor) -> None:
+        """See `Mover`; without the fused kernel, gradients that are not finite spoil all."""
+        for group in self._adamw.param_groups:
+            group["lr"] = group["peak_lr"] * share
+        if self._is_fused:
+            # where torch.amp.GradScaler leaves them for fused optimizers
+            self._adamw.grad_scale = 1 / factor
+            self._adamw.found_inf = (~factor.isfinite()).float()
+        else:
+            scale_gradients_(self._learners, factor)
+        self._adamw.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Mover`."""
+        states = {name: self._adamw.state[p] for name, (p, *_) in self._learners.items()}
+        return {f"{key}.{name}": t for name, state in states.items() for key, t in state.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """See `Mover`."""
+        for name, (parameter, *_) in self._learners.items():
+            device = parameter.device
+            self._adamw.state[parameter] = {
+                # the step count lives on the device only for the fused kernel
+                "step": state[f"step.{name}"].to(device if self._is_fused else "cpu"),
+                "exp_avg": state[f"exp_avg.{name}"].to(device),
+                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(device),
+            }
+
+
+class StochasticAdamW:
+    """AdamW for weights in bfloat16, moments in bfloat16 too: six bytes a weight, not twelve.
+
+    All three are rounded stochastically; the noise depends on seed, step and tensor alone, so a
+    run that goes on repeats the run that was not stopped.
+    """
+
+    def __init__(self, learners: dict[str, Learner], config: TrainConfig) -> None:
+        self._learners = learners
+        self._seed = config.seed
+        self._betas = BETA1, config.beta2
+        parameters = [learner.parameter for learner in learners.values()]
+        device = parameters[0].device
+        self._count = torch.zeros((), device=device)
+        self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
+        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+
+    def move(self, step: int, share: float, factor: Tensor) -> None:
+        """See `Mover`."""
+        self._count += factor.isfinite()
+        bias1, bias2 = (-torch.expm1(self._count * self._logs)).unbind()
+        shared = torch.stack([factor, bias1, bias2.sqrt()])
+        for index, (p, lr, decay) in enumerate(self._learners.values()):
+            if p.grad is None:
+                continue
+            rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
+            moving = Moving(p.detach(), p.grad, *self._moments[index])
+            stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, index))
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Mover`."""
+        found = {}
+        for name, (exp_avg, exp_avg_sq) in zip(self._learners, self._moments, strict=True):
+            found[f"step.{name}"] = self._count.clone()
+            found[f"exp_avg.{name}"] = exp_avg
+            found[f"exp_avg_sq.{name}"] = exp_avg_sq
+        return found
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """See `Mover`."""
+        for name, (exp_avg, exp_avg_sq) in zip(self._learners, self._moments, strict=True):
+            self._count.copy_(state[f"step.{name}"])
+            exp_avg.copy_(state[f"exp_avg.{name}"])
+            exp_avg_sq.copy_(state[f"exp_avg_sq.{name}"])
+
+
+def scale_gradients_(learners: dict[str, Learner], factor: Tensor) -> None:
+    """Multiply the gradients that are there by a scalar on their device."""
+    gradients = [p.grad for p, *_ in learners.values() if p.grad is not None]
+    torch._foreach_mul_(gradients, factor)
