@@ -15,8 +15,7 @@ from torch import Tensor
 from qat.data.batch import Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate.targets import to_targets
-from qat.losses.cross_entropy import hard_ce, sampled
-from qat.losses.divergences import candidates, tail
+from qat.losses.from_logits import loss_from_logits
 from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 
@@ -134,11 +133,11 @@ def _cached_sums(student: LanguageModel, batch: Batch) -> list[dict[str, Tensor]
 def _sums_by_cache(logits: Tensor, rows: Targets) -> dict[str, Tensor]:
     sums = _label_sums(logits, rows, "label_ce")
     if rows.topk_ids.shape[1] > 0:
-        sums["kd"] = candidates(logits, rows, temperature=KD_TEMPERATURE)
-        sums["kl_tail"] = tail(logits, rows)
+        sums["kd"] = _loss("candidates", logits, rows, KD_TEMPERATURE)
+        sums["kl_tail"] = _loss("tail", logits, rows)
         sums["top1"] = (logits.argmax(1) == rows.topk_ids[:, 0]).sum()
     if rows.sample_ids.shape[1] > 0:
-        sums["sampled_ce"] = sampled(logits, rows)
+        sums["sampled_ce"] = _loss("sampled", logits, rows)
     return sums
 
 
@@ -170,8 +169,12 @@ def _label_sums(logits: Tensor, rows: Targets, name: str) -> dict[str, Tensor]:
     return {
         "tokens": rows.mask.sum(),
         "labels": (rows.labels != NO_LABEL).sum(),
-        name: hard_ce(logits, rows),
+        name: _loss("hard_ce", logits, rows),
     }
+
+
+def _loss(name: str, logits: Tensor, rows: Targets, temperature: float = 1.0) -> Tensor:
+    return loss_from_logits(logits, rows, {name: 1.0}, temperature=temperature)[name]
 
 
 def _valid_targets(batch: Batch) -> tuple[Targets, Tensor]:

@@ -1,10 +1,9 @@
 """Divergences between teacher and student over the teacher's top-k tokens.
 
-Every loss here takes logits `(T, V)` of any float dtype, computes in float32 (float64 stays) and
-returns the SUM over the tokens in `targets.mask`, in nats; the trainer divides once. It multiplies
-by `temperature` squared, so that gradients keep their size as it changes (arXiv:1503.02531,
-section 2). Masked rows reach neither value nor gradient. A `temperature` that is not positive, or
-targets without a top-k, raise ValueError.
+Every loss here takes a student and targets as `valid_rows` gives them, and returns the SUM over the
+tokens in `targets.mask`, in nats; the trainer divides once. It multiplies by `temperature` squared,
+so that gradients keep their size as it changes (arXiv:1503.02531, section 2). A `temperature` that
+is not positive, or targets without a top-k, raise ValueError.
 
 Shapes: T tokens, V vocabulary, K teacher tokens kept, N outcomes (K + 1 with the tail).
 """
@@ -14,47 +13,46 @@ import math
 import torch
 from torch import Tensor
 
-from qat.losses.buckets import candidate_logits, softened, sum_valid, valid_rows, with_tail
+from qat.losses.outcomes import sum_valid, topk_only, with_tail
+from qat.losses.student import Student
 from qat.losses.targets import Targets
 
 
-def tail(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
+def tail(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """KL(teacher || student) over the teacher's K tokens plus one outcome for all others.
 
     The tail keeps the probability that top-k drops: without it the student is free to put any mass
     on the V - K unseen tokens. At temperature 1 a lower bound on the full KL; equal to it when
     K = V, at every temperature. A sum of nats over valid tokens.
     """
-    logits, targets = valid_rows(logits, targets)
-    log_p, log_q = with_tail(logits, targets, temperature)
+    log_p, log_q = with_tail(student, targets, temperature)
     return temperature**2 * sum_valid(_kl(log_p, log_q), targets.mask)
 
 
-def candidates(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
+def candidates(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """KL(teacher || student) with both sides renormalised over the K tokens: blind to the tail.
 
     `T^2 * F.kl_div(log_softmax(z[ids] / T), softmax(log_p / T))`: the distillation loss of
     Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5, whose published KD numbers are this at
     temperature 2 (a mean there, a sum over valid tokens here).
     """
-    logits, targets = valid_rows(logits, targets)
-    chosen = candidate_logits(logits, targets)
-    log_p, log_q = softened(targets.topk_logprobs, chosen, temperature)
+    log_p, log_q = topk_only(student, targets, temperature)
     return temperature**2 * sum_valid(_kl(log_p, log_q), targets.mask)
 
 
-def reverse_kl(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
+def reverse_kl(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """KL(student || teacher) over the teacher's K tokens plus one outcome for all others.
 
     Approximate with a cache: inside the tail, where the student may put mass that the teacher does
     not, the two count as equal. A lower bound on the full reverse KL at temperature 1.
     """
-    logits, targets = valid_rows(logits, targets)
-    log_p, log_q = with_tail(logits, targets, temperature)
+    log_p, log_q = with_tail(student, targets, temperature)
     return temperature**2 * sum_valid(_kl(log_q, log_p), targets.mask)
 
 
-def jsd(logits: Tensor, targets: Targets, *, temperature: float = 1.0, beta: float = 0.5) -> Tensor:
+def jsd(
+    student: Student, targets: Targets, *, temperature: float = 1.0, beta: float = 0.5
+) -> Tensor:
     """`beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`.
 
     The generalised Jensen-Shannon divergence (arXiv:2306.13649, section 2) of teacher `p` and
@@ -66,14 +64,13 @@ def jsd(logits: Tensor, targets: Targets, *, temperature: float = 1.0, beta: flo
     """
     if not 0 < beta < 1:
         raise ValueError(f"beta={beta} must lie inside (0, 1)")
-    logits, targets = valid_rows(logits, targets)
-    log_p, log_q = with_tail(logits, targets, temperature)
+    log_p, log_q = with_tail(student, targets, temperature)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     mixed = beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
     return temperature**2 * sum_valid(mixed, targets.mask)
 
 
-def cakld(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
+def cakld(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """`c KL(student || teacher) + (1 - c) KL(teacher || student)`, `c` the teacher's confidence.
 
     Confidence-aware KL (BitDistiller, arXiv:2402.10631): seek one mode where the
@@ -82,8 +79,7 @@ def cakld(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tens
     data instead; a `c` per token keeps the loss additive over micro-batches. Approximate with a
     cache as `reverse_kl` is.
     """
-    logits, targets = valid_rows(logits, targets)
-    log_p, log_q = with_tail(logits, targets, temperature)
+    log_p, log_q = with_tail(student, targets, temperature)
     confidence = (2 * targets.topk_logprobs.to(log_q.dtype)).exp().sum(1)
     mixed = confidence * _kl(log_q, log_p) + (1 - confidence) * _kl(log_p, log_q)
     return temperature**2 * sum_valid(mixed, targets.mask)

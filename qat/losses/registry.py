@@ -1,14 +1,17 @@
-"""The losses by the names that recipes use."""
+"""The losses by the names that recipes use, and their weighted sum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
+from qat.losses.config import NEEDS
 from qat.losses.cross_entropy import hard_ce, sampled
 from qat.losses.divergences import cakld, candidates, jsd, reverse_kl, tail
+from qat.losses.student import Student
+from qat.losses.targets import Targets
 
 Loss = Callable[..., Tensor]
-"""`loss(logits, targets, *, temperature) -> Tensor`: the sum over valid tokens, in nats."""
+"""`loss(student, targets, *, temperature) -> Tensor`: the sum over valid tokens, in nats."""
 
 LOSSES: dict[str, Loss] = {
     "tail": tail,
@@ -20,3 +23,22 @@ LOSSES: dict[str, Loss] = {
     "hard_ce": hard_ce,
 }
 """Exactly the names of `qat.losses.config.NEEDS`."""
+
+
+def needs_of(names: Collection[str]) -> set[str]:
+    """The kinds of words whose logits these losses read."""
+    return {NEEDS[name] for name in names}
+
+
+def reads_others(names: Collection[str]) -> bool:
+    """Whether any of these losses reads words outside the teacher's top-k."""
+    return set(names) != {"candidates"}
+
+
+def sums_by_name(
+    student: Student, targets: Targets, terms: dict[str, float], temperature: float
+) -> dict[str, Tensor]:
+    """The sum of each loss over valid tokens, and their weighted sum as `"loss"`."""
+    sums = {name: LOSSES[name](student, targets, temperature=temperature) for name in terms}
+    sums["loss"] = sum(weight * sums[name] for name, weight in terms.items())
+    return sums

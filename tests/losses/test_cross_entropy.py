@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from logit_losses import FROM_LOGITS
 from teacher_targets import targets_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.losses.cross_entropy import hard_ce, sampled
-from qat.losses.divergences import tail
-
 T, V = 12, 17
+hard_ce, sampled, tail = (FROM_LOGITS[name] for name in ("hard_ce", "sampled", "tail"))
 
 
 def logits_pair() -> tuple[Tensor, Tensor]:

@@ -2,17 +2,19 @@
 
 import pytest
 import torch
+from logit_losses import FROM_LOGITS
 from teacher_targets import targets_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.losses.divergences import cakld, candidates, jsd, reverse_kl, tail
-from qat.losses.registry import LOSSES
-from qat.losses.targets import Targets
+from qat.losses.divergences import jsd
+from qat.losses.from_logits import student_of
+from qat.losses.targets import Targets, valid_rows
 
 T, V, K = 12, 17, 5
-TAILED = {"tail": tail, "reverse_kl": reverse_kl, "jsd": jsd, "cakld": cakld}
-DIVERGENCES = {**TAILED, "candidates": candidates}
+TAILED = {name: FROM_LOGITS[name] for name in ("tail", "reverse_kl", "jsd", "cakld")}
+DIVERGENCES = {**TAILED, "candidates": FROM_LOGITS["candidates"]}
+tail, reverse_kl, candidates = (DIVERGENCES[n] for n in ("tail", "reverse_kl", "candidates"))
 
 
 def logits_pair(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -141,7 +143,7 @@ def test_a_tail_of_zero_gives_no_nan(name: str, top_k: int) -> None:
     assert loss.isfinite() and gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FROM_LOGITS)
 @pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
 def test_padding_changes_nothing(name: str, junk: float) -> None:
     student, teacher = logits_pair(torch.float32)
@@ -157,7 +159,7 @@ def test_padding_changes_nothing(name: str, junk: float) -> None:
         sample_counts=clean.sample_counts.masked_fill(hidden[:, None], junk),
     )
     noisy = student.detach().masked_fill(hidden[:, None], junk).requires_grad_()
-    expected, actual = LOSSES[name](student, clean), LOSSES[name](noisy, dirty)
+    expected, actual = FROM_LOGITS[name](student, clean), FROM_LOGITS[name](noisy, dirty)
     assert torch.equal(actual, expected)
     (expected_gradient,) = torch.autograd.grad(expected, student)
     (gradient,) = torch.autograd.grad(actual, noisy)
@@ -165,29 +167,29 @@ def test_padding_changes_nothing(name: str, junk: float) -> None:
     assert not gradient[hidden].any()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FROM_LOGITS)
 def test_micro_batches_sum_to_the_batch(name: str) -> None:
     student, teacher = logits_pair()
     targets = targets_of(teacher, K)
     pieces = zip(student.split(5), *(t.split(5) for t in targets), strict=True)
-    parts = sum(LOSSES[name](z, Targets(*rows), temperature=2.0) for z, *rows in pieces)
-    torch.testing.assert_close(parts, LOSSES[name](student, targets, temperature=2.0))
+    parts = sum(FROM_LOGITS[name](z, Targets(*rows), temperature=2.0) for z, *rows in pieces)
+    torch.testing.assert_close(parts, FROM_LOGITS[name](student, targets, temperature=2.0))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FROM_LOGITS)
 def test_an_empty_mask_is_zero(name: str) -> None:
     student, teacher = logits_pair()
     targets = targets_of(teacher, K)._replace(mask=torch.zeros(T, dtype=torch.bool))
-    assert LOSSES[name](student, targets).item() == 0
+    assert FROM_LOGITS[name](student, targets).item() == 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FROM_LOGITS)
 def test_half_precision_logits_are_computed_in_float32(name: str) -> None:
     student, teacher = logits_pair(torch.bfloat16)
     targets = targets_of(teacher, K)
-    loss = LOSSES[name](student, targets)
+    loss = FROM_LOGITS[name](student, targets)
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, LOSSES[name](student.float(), targets))
+    assert torch.equal(loss, FROM_LOGITS[name](student.float(), targets))
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -203,8 +205,10 @@ def test_zero_exactly_at_the_teacher_and_temperature_matters(name: str) -> None:
 def test_jsd_leans_as_beta_says() -> None:
     student, teacher = logits_pair()
     targets = targets_of(teacher, K)
-    near_one = jsd(student, targets, beta=1 - 1e-6) / 1e-6  # GKD: the ends are the two KLs
-    near_zero = jsd(student, targets, beta=1e-6) / 1e-6
+    rows = valid_rows(targets)
+    parts = student_of(student, rows, ["jsd"])
+    near_one = jsd(parts, rows, beta=1 - 1e-6) / 1e-6  # GKD: the ends are the two KLs
+    near_zero = jsd(parts, rows, beta=1e-6) / 1e-6
     assert near_one.item() == pytest.approx(reverse_kl(student, targets).item(), rel=1e-3)
     assert near_zero.item() == pytest.approx(tail(student, targets).item(), rel=1e-3)
 
@@ -212,8 +216,9 @@ def test_jsd_leans_as_beta_says() -> None:
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.5])
 def test_jsd_refuses_beta_outside(beta: float) -> None:
     student, teacher = logits_pair()
+    rows = valid_rows(targets_of(teacher, K))
     with pytest.raises(ValueError, match="must lie inside"):
-        jsd(student, targets_of(teacher, K), beta=beta)
+        jsd(student_of(student, rows, ["jsd"]), rows, beta=beta)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

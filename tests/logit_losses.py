@@ -1,0 +1,16 @@
+"""Each loss as a function of all logits, by name: what the tests of formulas call."""
+
+from functools import partial
+
+from torch import Tensor
+
+from qat.losses.from_logits import loss_from_logits
+from qat.losses.registry import LOSSES
+from qat.losses.targets import Targets
+
+
+def _loss(name: str, logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
+    return loss_from_logits(logits, targets, {name: 1.0}, temperature=temperature)["loss"]
+
+
+FROM_LOGITS = {name: partial(_loss, name) for name in LOSSES}
