@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qat.backend import Backend
 from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, MeasureConfig
 from qat.data.batch import NO_LABEL, Batch
 from qat.data.reader import TeacherCache
@@ -41,17 +42,17 @@ class Source:
         """Training sequences that there are, or None if they are made up."""
         return None if self.cache is None else self.cache.num_sequences("train")
 
-    def batch(self, batch_size: int, step: int, device: torch.device) -> Batch:
-        """`batch_size` sequences on `device`; which ones depends on seed and step alone.
+    def batch(self, batch_size: int, step: int, backend: Backend) -> Batch:
+        """`batch_size` sequences in host memory; which ones depends on seed and step alone.
 
-        A cache with fewer sequences repeats them.
+        A cache with fewer sequences repeats them. Random ones are made on the device, for speed.
         """
         if self.cache is not None:
             total = self.cache.num_sequences("train")
             indices = sequence_indices(self.seed, step, batch_size, total)
-            return self.cache.batch(indices).to(device)
-        generator = torch.Generator(device).manual_seed(self.seed + step)
-        return random_batch(self, batch_size, generator)
+            return self.cache.batch(indices)
+        generator = torch.Generator(backend.device).manual_seed(self.seed + step)
+        return random_batch(self, batch_size, generator).to(torch.device("cpu"))
 
 
 def open_source(config: MeasureConfig, student: LanguageModel) -> Source:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 import qat
 from qat import logs
+from qat.cli.bench import bench_app
 from qat.cli.cache import cache_app
 from qat.cli.convert import convert
 from qat.cli.demo import demo
@@ -36,12 +37,13 @@ app = App(
 app.command(cache_app, name="cache")
 app.command(convert)
 app.command(train)
+app.command(bench_app, name="bench")
 app.command(evaluate, name="eval")
 app.command(generate)
 app.command(export)
 app.command(report)
 app.command(demo)
-VERBS = ("cache", "convert", "train", "eval", "generate", "export", "report", "demo")
+VERBS = ("cache", "convert", "train", "bench", "eval", "generate", "export", "report", "demo")
 
 
 def run_verb(tokens: list[str]) -> dict[str, object]:

@@ -1,0 +1,129 @@
+"""The largest batch that fits into memory, found exactly, beside what a memory model predicts."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from qat.backend import Backend
+from qat.bench.isolation import unless_out_of_memory
+from qat.bench.search import largest_that_fits
+from qat.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 4096
+"""Tokens of the smaller trial that the memory model is fitted on; below, buffers of fixed size
+would pass for a cost per sequence."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One optimizer step at one batch size."""
+
+    batch_size: int
+    fits: bool
+    peak_gib: float | None
+    """Most memory held, if it fitted."""
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """`peak = fixed + per_sequence * batch_size`, through two measured points."""
+
+    fixed_gib: float
+    per_sequence_gib: float
+
+    def peak_gib(self, batch_size: int) -> float:
+        """Predicted peak."""
+        return self.fixed_gib + self.per_sequence_gib * batch_size
+
+    def largest(self, memory_gib: float) -> int:
+        """The largest batch whose predicted peak stays within `memory_gib`; at least 0."""
+        return max(0, int((memory_gib - self.fixed_gib) / self.per_sequence_gib))
+
+
+class Trials:
+    """Tries batch sizes, each once, so that no trial feels the one before."""
+
+    def __init__(self, step: Callable[[int], None], backend: Backend) -> None:
+        self._step = step
+        self._backend = backend
+        self.done: dict[int, Trial] = {}
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether one optimizer step of `batch_size` stays within memory."""
+        if batch_size not in self.done:
+            found = unless_out_of_memory(lambda: self._peak_gib(batch_size), self._backend)
+            peak = None if found is None else found[0]
+            self.done[batch_size] = Trial(batch_size, found is not None, peak)
+            outcome = "out of memory" if found is None else "fits"
+            logger.info("batch %d: %s", batch_size, outcome)
+        return self.done[batch_size].fits
+
+    def _peak_gib(self, batch_size: int) -> tuple[float | None]:
+        self._backend.reset_peak_memory()
+        self._step(batch_size)
+        self._backend.synchronize()
+        return (self._backend.peak_memory_gib(),)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found."""
+
+    largest: int
+    """Confirmed by timed steps, where those were taken."""
+    memory_gib: float | None
+    model: MemoryModel | None
+    """None where even two sequences do not fit, or where nobody counts memory."""
+    predicted: int | None
+    """The model's answer, before the search."""
+    trials: tuple[Trial, ...]
+
+
+def find_max_batch(
+    trials: Trials, memory_gib: float | None, seq_len: int, sizes: Sequence[int] = ()
+) -> Search:
+    """Fit a memory model on two small trials, then search around its prediction.
+
+    Args:
+        trials: what tries a size.
+        memory_gib: memory that may be held.
+        seq_len: positions in a sequence.
+        sizes: the only sizes to consider, ascending; all for none.
+
+    Raises:
+        ConfigError: not even the smallest size fits.
+    """
+    model = fit_memory_model(trials, seq_len)
+    predicted = None
+    if model is not None and memory_gib is not None:
+        predicted = model.largest(memory_gib)
+    guess = predicted or 1
+    if sizes:
+        place = sum(size <= guess for size in sizes)
+        found = largest_that_fits(lambda n: trials.fits(sizes[n - 1]), place, len(sizes))
+        largest = sizes[found - 1] if found else 0
+    else:
+        largest = largest_that_fits(trials.fits, guess)
+    if largest == 0:
+        limit = "memory" if memory_gib is None else f"{memory_gib:.4g} GiB"
+        raise ConfigError(
+            f"batch_size={min(sizes, default=1)} does not fit into {limit}; add "
+            "--gradient-checkpointing, lower --seq-len or raise --memory-limit"
+        )
+    ordered = tuple(trials.done[size] for size in sorted(trials.done))
+    return Search(largest, memory_gib, model, predicted, ordered)
+
+
+def fit_memory_model(trials: Trials, seq_len: int) -> MemoryModel | None:
+    """The line through the peaks of two small batches; None if they do not fit or tell nothing."""
+    large = max(1, PROBE_TOKENS // seq_len)
+    for small in dict.fromkeys((large, 1)):
+        if trials.fits(small) and trials.fits(2 * small):
+            low, high = trials.done[small].peak_gib, trials.done[2 * small].peak_gib
+            if low is None or high is None or high <= low:
+                return None
+            slope = (high - low) / small
+            return MemoryModel(low - slope * small, slope)
+    return None

@@ -1,0 +1,133 @@
+"""Times steps: the compiler and the first steps outside the clock, then each step on its own."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qat.backend import Backend
+from qat.bench.subject import Subject
+from qat.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the timed steps took."""
+
+    warmup_s: float
+    """All steps before the clock, the compiler's work among them."""
+    steps_s: tuple[float, ...]
+    """Device time of each step: from the end of the one before to its own end."""
+    peak_gib: float | None
+    """Most memory held during the timed steps."""
+    loss_nats: float
+    """Mean over valid tokens; the same student and data at every step."""
+    valid_tokens: int
+    positions: int
+    """Tokens of one step, padding included."""
+    compiler: dict[str, object]
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions per second, padding included, at the median step."""
+        return self.positions / self.step_s
+
+    def numbers(self) -> dict[str, object]:
+        """As a row of results holds them."""
+        low, high = spread(self.steps_s)
+        return {
+            "step_s": self.step_s,
+            "step_p10_s": low,
+            "step_p90_s": high,
+            "step_mean_s": statistics.fmean(self.steps_s),
+            "timed_steps": len(self.steps_s),
+            "warmup_s": self.warmup_s,
+            "tokens_per_s": self.tokens_per_s,
+            "valid_tokens_per_s": self.valid_tokens / self.step_s,
+            "positions": self.positions,
+            "peak_gib": self.peak_gib,
+            "loss_nats": self.loss_nats,
+            **self.compiler,
+        }
+
+
+def time_steps(
+    subject: Subject, batches: Sequence[Batch], backend: Backend, *, warmup: int, steps: int
+) -> Timing:
+    """Take `warmup` steps, then `steps` timed ones, all over the same micro-batches.
+
+    Nothing waits for the device between the timed steps, as in training: they are told apart by
+    marks on its own clock.
+    """
+    began = backend.mark()
+    for step in range(warmup):
+        result = subject(batches, step)
+    backend.synchronize()
+    backend.reset_peak_memory()
+    marks = [backend.mark()]
+    for step in range(warmup, warmup + steps):
+        result = subject(batches, step)
+        marks.append(backend.mark())
+    backend.synchronize()
+    pairs = zip(marks, marks[1:], strict=False)
+    valid = int(result.valid_tokens)
+    return Timing(
+        warmup_s=backend.seconds_between(began, marks[0]),
+        steps_s=tuple(backend.seconds_between(first, last) for first, last in pairs),
+        peak_gib=backend.peak_memory_gib(),
+        loss_nats=float(result.sums["loss"]) / max(valid, 1),
+        valid_tokens=valid,
+        positions=result.positions,
+        compiler=subject.compile_facts(),
+    )
+
+
+def compile_anew() -> None:
+    """Forget what was compiled for other shapes: a run of one shape compiles for that shape."""
+    torch.compiler.reset()
+
+
+def spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """The 10th and 90th percentile, between the nearest ranks."""
+    if len(seconds) == 1:
+        return seconds[0], seconds[0]
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
+
+
+@dataclass(frozen=True)
+class CostFit:
+    """Step time as a fixed cost and one per token."""
+
+    fixed_s: float
+    per_token_s: float
+    worst_error: float
+    """Largest deviation of a measured step from the line, as a share of it."""
+
+    @property
+    def marginal_tokens_per_s(self) -> float:
+        """What an endless batch would reach."""
+        return 1 / self.per_token_s
+
+
+def fit_cost(tokens: Sequence[int], seconds: Sequence[float]) -> CostFit | None:
+    """The line `seconds = fixed + per_token * tokens` of least relative squares.
+
+    None for fewer than three sizes, or where more tokens take no longer.
+    """
+    if len(set(tokens)) < 3:
+        return None
+    x = torch.tensor(tokens, dtype=torch.float64)
+    y = torch.tensor(seconds, dtype=torch.float64)
+    design = torch.stack([torch.ones_like(x), x], 1) / y[:, None]
+    fixed, per_token = torch.linalg.lstsq(design, torch.ones(len(y), 1).double()).solution[:, 0]
+    if per_token <= 0:
+        return None
+    errors = ((fixed + per_token * x) / y - 1).abs()
+    return CostFit(fixed.item(), per_token.item(), errors.max().item())

@@ -1,0 +1,107 @@
+"""Where a benchmark's rows go: results.jsonl as they come, results.csv and results.json at last.
+
+Every row carries what it takes to read it alone: commit, device, versions, model and settings.
+"""
+
+import csv
+import io
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from qat.backend import Backend
+from qat.bench.config import MeasureConfig
+from qat.logs import JsonLines
+from qat.models.directory import check_free
+from qat.train.run import git_commit, write_atomically
+
+HOME = Path("runs/bench")
+ROWS, TABLE, WHOLE = "results.jsonl", "results.csv", "results.json"
+PACKAGES = ("torch", "triton", "transformers", "torchao", "qat")
+IN_EVERY_ROW = ("commit", "device", "torch", "triton")
+
+
+class Results:
+    """The directory of one benchmark; nothing is there before the first row."""
+
+    def __init__(self, out: Path | None, environment: dict[str, object]) -> None:
+        self.path = out or HOME / datetime.now().strftime("%Y%m%d-%H%M%S")
+        check_free(self.path)
+        self.environment = environment
+        self.rows: list[dict[str, object]] = []
+        self._lines: JsonLines | None = None
+
+    def add(self, **row: object) -> None:
+        """Append one row to the file of rows, with the environment's identity."""
+        if self._lines is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lines = JsonLines(self.path / ROWS)
+        common = {name: self.environment[name] for name in IN_EVERY_ROW}
+        self.rows.append({**row, **common})
+        self._lines.write(**self.rows[-1])
+
+    def finish(self, **summary: object) -> None:
+        """Write the table and the whole; call it once, after the last row."""
+        if self._lines is not None:
+            self._lines.close()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / TABLE, as_csv(self.rows))
+        whole = {"environment": self.environment, **summary, "rows": self.rows}
+        write_atomically(self.path / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
+
+
+def environment(backend: Backend, config: MeasureConfig) -> dict[str, object]:
+    """What the numbers depend on besides the code: versions, device, command, settings."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["qat", *sys.argv[1:]]),
+        "commit": git_commit(),
+        **{name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "device": backend.name(),
+        "device_memory_gib": backend.memory_gib(),
+        "driver": _driver(),
+        "cpu": _cpu(),
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "config_fingerprint": config.fingerprint(),
+    }
+
+
+def as_csv(rows: list[dict[str, object]]) -> str:
+    """Rows as CSV, with a column for every key that any of them has."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.split("\n")[0].strip()
+
+
+def _cpu() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,255 @@
+"""`qat bench`: one student, one or several batch sizes, or the search for the largest."""
+
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from qat.backend import Backend, select
+from qat.bench.batches import Source, check_batch_sizes, open_source
+from qat.bench.config import BenchConfig, MeasureConfig
+from qat.bench.devices import device_called, devices_named
+from qat.bench.find_max import Search, Trials, find_max_batch, fit_memory_model
+from qat.bench.flops import Roofline, TokenFlops, measure_roofline, token_flops
+from qat.bench.isolation import unless_out_of_memory
+from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
+from qat.bench.plan import Measured, Prediction, predict
+from qat.bench.results import Results, environment
+from qat.bench.student import open_student
+from qat.bench.subject import Ours, Subject
+from qat.data.batch import Batch
+from qat.errors import ConfigError
+from qat.train.config import StepConfig
+from qat.train.step import check_dtype
+
+logger = logging.getLogger(__name__)
+
+FACTS = (*StepConfig.model_fields, "to")
+"""Settings that every row repeats."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all measurements of one benchmark share."""
+
+    name: str
+    """The student, as the user called it."""
+    config: MeasureConfig
+    backend: Backend
+    data: Source
+    roofline: Roofline
+    flops: TokenFlops
+
+    def batches(self, batch_size: int) -> list[Batch]:
+        """The micro-batches of a step, on the host where a loader would have put them."""
+        count = self.config.grad_accum_steps
+        made = [self.data.batch(batch_size, step, self.backend) for step in range(count)]
+        return [Batch(*map(self.backend.pinned, batch)) for batch in made]
+
+    def time(self, subject: Subject, batch_size: int) -> Timing:
+        """Time a subject, then close it."""
+        try:
+            return time_steps(
+                subject,
+                self.batches(batch_size),
+                self.backend,
+                warmup=self.config.warmup,
+                steps=self.config.steps,
+            )
+        finally:
+            subject.close()
+
+    def row(self, kind: str, case: str, batch_size: int) -> dict[str, object]:
+        """What identifies a row."""
+        facts = {name: getattr(self.config, name) for name in FACTS}
+        return {
+            "kind": kind,
+            "case": case,
+            "student": self.name,
+            "data": self.data.kind,
+            "seq_len": self.data.seq_len,
+            "top_k": self.data.top_k,
+            **facts,
+            "scope": self.config.scope,
+            "batch_size": batch_size,
+        }
+
+    def numbers(self, timing: Timing) -> dict[str, object]:
+        """A timing as a row holds it, with its shares of the peaks."""
+        speed, flops = timing.tokens_per_s, self.flops
+        linears = self.roofline.mfu(flops.linears * speed)
+        return {
+            **timing.numbers(),
+            **self.roofline.mfu(flops.total * speed),
+            **{f"linears_{name}": share for name, share in linears.items()},
+            **{f"flops_per_token_{part}": value for part, value in asdict(flops).items()},
+            "sheet_tflops": self.roofline.sheet_flops and self.roofline.sheet_flops / 1e12,
+            "matmul_tflops": self.roofline.matmul_flops / 1e12,
+        }
+
+    def memory_limit(self) -> AbstractContextManager:
+        """The emulated device, if one was asked for."""
+        gib = self.config.memory_limit_gib
+        return nullcontext() if gib is None else self.backend.limit_memory(gib)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What a benchmark found, for whoever shows it."""
+
+    path: Path
+    rows: list[dict[str, object]]
+    load_s: float
+    fit: CostFit | None
+    search: Search | None
+    predictions: tuple[Prediction, ...]
+
+
+def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:
+    """Measure the training step of `student`; rows go to `out`, or a directory named by the time.
+
+    Raises:
+        ConfigError, CacheError, CheckpointError: see their messages.
+    """
+    devices = () if config.planned is None else devices_named(config.planned)
+    config, backend = check_dtype(config), select(config.device)
+    results = Results(out, environment(backend, config))
+    setting, ours, load_s = prepare(config, student)
+    bench = _Bench(setting, ours, results)
+    with setting.memory_limit():
+        if config.find_max_batch:
+            search = bench.find_max(config.sizes)
+        else:
+            search = None
+            bench.measure_all(config.sizes or (config.batch_size,))
+        predictions = bench.plan(devices, search) if devices else ()
+    fit = bench.fit()
+    found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
+    results.finish(**found, roofline=asdict(setting.roofline))
+    return BenchReport(results.path, results.rows, load_s, fit, search, predictions)
+
+
+def prepare(config: MeasureConfig, student: str) -> tuple[Setting, Ours, float]:
+    """Open the student and the data and measure the device; the seconds that opening took."""
+    backend = select(config.device)
+    began = time.perf_counter()
+    model = open_student(student, config)
+    data = open_source(config, model)
+    sizes = getattr(config, "sizes", ()) or (config.batch_size,)
+    if not getattr(config, "find_max_batch", False):
+        check_batch_sizes(data, sizes, config.grad_accum_steps)
+    ours = Ours(model, config)
+    backend.synchronize()
+    load_s = time.perf_counter() - began
+    roofline = measure_roofline(backend, config.dtype)
+    flops = token_flops(model, ours.names, config, S=data.seq_len, K=data.top_k)
+    return Setting(student, config, backend, data, roofline, flops), ours, load_s
+
+
+class _Bench:
+    """Measures one student and writes the rows."""
+
+    def __init__(self, setting: Setting, ours: Ours, results: Results) -> None:
+        self.setting = setting
+        self.ours = ours
+        self.results = results
+        self.timings: list[Timing] = []
+        self._trials = Trials(self._step_once, setting.backend)
+
+    def measure_all(self, sizes: tuple[int, ...]) -> None:
+        """One row per batch size; one that does not fit says so.
+
+        Raises:
+            ConfigError: none of them fits.
+        """
+        for size in sizes:
+            timing = self._time(size)
+            self._add("step", size, timing, "OOM" if timing is None else "OK")
+        if not self.timings:
+            raise ConfigError(
+                f"batch_size={min(sizes)} does not fit into memory; lower --batch-size, add "
+                "--gradient-checkpointing or ask for --find-max-batch"
+            )
+
+    def find_max(self, sizes: tuple[int, ...]) -> Search:
+        """A row per trial, and one for the largest batch, confirmed by timed steps."""
+        setting = self.setting
+        limit = setting.config.memory_limit_gib or setting.backend.memory_gib()
+        search = find_max_batch(self._trials, limit, setting.data.seq_len, sizes)
+        for trial in search.trials:
+            row = setting.row("trial", "ours", trial.batch_size)
+            status = "OK" if trial.fits else "OOM"
+            self.results.add(**row, peak_gib=trial.peak_gib, status=status)
+        for size in _downwards(search.largest, sizes):
+            timing = self._time(size)
+            if timing is not None:
+                self._add("max", size, timing, "MAX", predicted_max_batch=search.predicted)
+                return replace(search, largest=size)
+            logger.warning("batch %d took one step but not all of them; going down", size)
+        raise ConfigError("no batch size survives several steps; lower --seq-len")
+
+    def plan(self, devices: tuple, search: Search | None) -> tuple[Prediction, ...]:
+        """Other devices, predicted from the fastest row of this run."""
+        setting = self.setting
+        model = search.model if search else fit_memory_model(self._trials, setting.data.seq_len)
+        measured = Measured(
+            device_called(setting.backend.name()),
+            setting.roofline,
+            setting.flops.total,
+            max(timing.tokens_per_s for timing in self.timings),
+            model,
+        )
+        found = tuple(predict(measured, device) for device in devices)
+        for prediction in found:
+            row = setting.row("predicted", "ours", prediction.max_batch)
+            speed = prediction.tokens_per_s
+            self.results.add(
+                **{**row, "dtype": prediction.dtype},
+                on=prediction.device,
+                tokens_per_s=speed,
+                status="PREDICTED",
+            )
+        return found
+
+    def fit(self) -> CostFit | None:
+        """Fixed and marginal cost over the rows measured."""
+        sizes = [timing.positions for timing in self.timings]
+        return fit_cost(sizes, [timing.step_s for timing in self.timings])
+
+    def _time(self, size: int) -> Timing | None:
+        compile_anew()
+        return unless_out_of_memory(lambda: self._steps(size), self.setting.backend)
+
+    def _steps(self, size: int) -> Timing:
+        try:
+            return self.setting.time(self.ours.subject(), size)
+        finally:
+            self.ours.forget_gradients()
+
+    def _step_once(self, size: int) -> None:
+        subject = self.ours.subject()
+        try:
+            subject(self.setting.batches(size), 0)
+        finally:
+            subject.close()
+            self.ours.forget_gradients()
+
+    def _add(
+        self, kind: str, size: int, timing: Timing | None, status: str, **more: object
+    ) -> None:
+        numbers = {}
+        if timing is not None:
+            self.timings.append(timing)
+            numbers = self.setting.numbers(timing)
+            logger.info(
+                "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
+            )
+        self.results.add(**self.setting.row(kind, "ours", size), **numbers, **more, status=status)
+
+
+def _downwards(largest: int, sizes: tuple[int, ...]) -> list[int]:
+    """The largest batch, then smaller ones in strides of a sixty-fourth, or those named."""
+    if sizes:
+        return [size for size in reversed(sizes) if size <= largest]
+    return list(range(largest, 0, -max(1, largest // 64)))

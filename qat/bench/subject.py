@@ -1,0 +1,85 @@
+"""What a benchmark measures: anything that takes optimizer steps, ours first of all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from qat.bench.config import MeasureConfig
+from qat.data.batch import Batch
+from qat.models.language_model import LanguageModel
+from qat.models.swap import to_latent
+from qat.nn.lut_linear import LutLinear
+from qat.train.config import StepConfig, TrainConfig
+from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.step import StepResult, TrainingStep
+
+FOREVER = 2**31
+
+
+class Subject(Protocol):
+    """One way to take a training step."""
+
+    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Take one optimizer step."""
+
+    def compile_facts(self) -> dict[str, object]:
+        """What the compiler did: compiled, graphs, recompiles, cuda_graph, fallback."""
+
+    def close(self) -> None:
+        """Let go of all memory that the next subject needs."""
+
+
+class Ours:
+    """A student ready to learn; every `subject()` is a fresh training step over it.
+
+    Learning rates are zero, so all of them train the same student.
+    """
+
+    def __init__(self, student: LanguageModel, config: MeasureConfig) -> None:
+        self.student = student
+        self.config = config
+        self.names = linears_in_scope(student.model, config.scope)
+        if "weights" in config.kinds:
+            frozen = [n for n in self.names if not _is_latent(student, n)]
+            to_latent(student.model, frozen)
+        by_kind = learnable(student.model, self.names, config.kinds)
+        torch.manual_seed(config.seed)
+        self.optimizer = Optimizer(student.model, by_kind, standing_still(config))
+        self._make_moments()
+
+    def subject(self) -> TrainingStep:
+        """A training step that has compiled and recorded nothing yet."""
+        self.forget_gradients()
+        return TrainingStep(self.student, self.optimizer, self.config)
+
+    def forget_gradients(self) -> None:
+        """Drop what a step that failed has left in the parameters."""
+        for parameter in self.optimizer.parameters.values():
+            parameter.grad = None
+
+    def _make_moments(self) -> None:
+        """Let the optimizer make its state now, so that the first step holds what all others do."""
+        for parameter in self.optimizer.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step(0)
+
+
+def standing_still(config: MeasureConfig) -> TrainConfig:
+    """The settings of a training run with these steps, whose learning rates are zero."""
+    shared = {name: getattr(config, name) for name in StepConfig.model_fields}
+    rates = dict.fromkeys(("lr", "lr_scales", "lr_codebook", "lr_norms"), 0.0)
+    cache_dir = config.cache_dir or Path("synthetic")
+    return TrainConfig(
+        cache_dir=cache_dir,
+        max_steps=FOREVER,
+        schedule="constant",
+        warmup_steps=0,
+        **rates,
+        **shared,
+    )
+
+
+def _is_latent(student: LanguageModel, name: str) -> bool:
+    return isinstance(student.model.get_submodule(name), LutLinear)

@@ -1,0 +1,155 @@
+"""`qat bench`: how fast a training step is, how large it can be, and what others would take."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from qat.bench.config import BaselinesConfig, BenchConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from qat.bench.plan import Prediction
+    from qat.bench.run import BenchReport
+
+SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
+SUMMARY_DIGITS = 6
+
+bench_app = App(help="Measure the training step of a student.")
+
+
+@bench_app.default
+def bench(
+    student: str,
+    *,
+    config: Annotated[BenchConfig, Parameter(name="*")] = BenchConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Time the training step of STUDENT; compiling and warming up are reported apart.
+
+    Args:
+        student: packed checkpoint, or a shape: tiny, qwen3-0.6b, llama-3.2-1b, gemma-3-270m, ...
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from rich.console import Console
+
+    from qat.bench.run import run_bench
+
+    report = run_bench(config, student, out)
+    console = Console()
+    console.print(_table([row for row in report.rows if row["kind"] != "predicted"]))
+    for line in _findings(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if report.predictions:
+        console.print(_predicted(report.predictions))
+    return _summary(report)
+
+
+@bench_app.command
+def baselines(
+    student: str,
+    *,
+    config: Annotated[BaselinesConfig, Parameter(name="*")] = BaselinesConfig(),  # noqa: B008
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Time other ways to train the same layers on the same data beside ours.
+
+    Args:
+        student: packed checkpoint or shape, as for 'qat bench'.
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from rich.console import Console
+
+    from qat.bench.baselines.run import run_baselines
+
+    report = run_baselines(config, student, out)
+    Console().print(_table(report.rows, first=("Case", "case"), last=("x ours", "ours_over_this")))
+    return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
+
+
+def _table(
+    rows: "Sequence[dict]",
+    first: tuple[str, str] | None = None,
+    last: tuple[str, str] | None = None,
+) -> "Table":
+    """The reference's columns, MFU beside them, and one more at either end."""
+    from rich.table import Table
+
+    columns = [
+        ("Batch", "batch_size", "{}"),
+        ("Step(s)", "step_s", "{:.4g}"),
+        ("Memory", "peak_gib", "{:.2f} GiB"),
+        ("t/s", "tokens_per_s", "{:,.0f}"),
+        ("Loss", "loss_nats", "{:.4f}"),
+        ("Status", "status", "{}"),
+        ("MFU", "mfu_frac", "{:.3f}"),
+        ("of matmul", "mfu_of_matmul_frac", "{:.3f}"),
+    ]
+    if first:
+        columns.insert(0, (*first, "{}"))
+    if last:
+        columns.append((*last, "{:.2f}"))
+    table = Table(*(title for title, _, _ in columns))
+    for row in rows:
+        table.add_row(*(_cell(row.get(key), form) for _, key, form in columns))
+    return table
+
+
+def _cell(value: object, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _findings(report: "BenchReport") -> list[str]:
+    timed = [row for row in report.rows if "step_s" in row]
+    lines = [
+        f"data: {timed[0]['data']}; ready after {report.load_s:.1f} s, compiling and warming up "
+        f"took {sum(row['warmup_s'] for row in timed):.1f} s more, both outside the clock"
+    ]
+    for row in timed:
+        if row.get("fallback"):
+            lines.append(f"batch {row['batch_size']} ran uncompiled: {row['fallback']}")
+    if report.fit:
+        lines.append(
+            f"cost of a step: {report.fit.fixed_s:.4g} s fixed, then "
+            f"{report.fit.marginal_tokens_per_s:,.0f} t/s (within {report.fit.worst_error:.1%})"
+        )
+    search = report.search
+    if search and search.model:
+        lines.append(
+            f"largest batch: {search.largest} measured, {search.predicted} predicted from "
+            f"{search.model.fixed_gib:.3f} GiB + {search.model.per_sequence_gib:.3g} GiB a sequence"
+        )
+    elif search:
+        lines.append(f"largest batch: {search.largest} measured")
+    return lines
+
+
+def _predicted(predictions: "Sequence[Prediction]") -> "Table":
+    from rich.table import Table
+
+    table = Table("Device", "dtype", "Max batch", "t/s", title="PREDICTED, not measured")
+    for found in predictions:
+        table.add_row(
+            found.device, found.dtype, _cell(found.max_batch, "{:,}"), f"{found.tokens_per_s:,.0f}"
+        )
+    return table
+
+
+def _summary(report: "BenchReport") -> dict[str, object]:
+    """The fastest row's numbers, and what was searched for."""
+    timed = [row for row in report.rows if "step_s" in row]
+    best = max(timed, key=lambda row: row["tokens_per_s"])
+    summary = {name: _rounded(best[name]) for name in SUMMARY}
+    if report.search:
+        summary["max_batch"] = timed[-1]["batch_size"]
+        summary["predicted_max_batch"] = report.search.predicted
+    return dict(out=report.path, **summary)
+
+
+def _rounded(value: object) -> object:
+    return float(f"{value:.{SUMMARY_DIGITS}g}") if isinstance(value, float) else value
