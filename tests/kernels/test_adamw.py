@@ -2,51 +2,12 @@
 
 import pytest
 import torch
+from adamw_case import RATES, assert_rounded, copy, kept, moved, moving, neighbours, shared
 from torch import Tensor
 
-from qat.kernels.adamw import (
-    Moving,
-    Noise,
-    Rates,
-    round_stochastically,
-    stochastic_adamw_,
-)
+from qat.kernels.adamw import Noise, round_stochastically, stochastic_adamw_
 
-RATES = Rates(lr=1e-2, decay=1e-3, beta1=0.9, beta2=0.95, eps=1e-12)
 SPECIAL = [0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")]
-
-
-def moving(*shape: int, gradient_dtype: torch.dtype = torch.bfloat16) -> Moving:
-    p, g, m = torch.randn(3, *shape)
-    return Moving(
-        p.bfloat16(), g.to(gradient_dtype), (m * 0.1).bfloat16(), m.square().bfloat16() * 0.3
-    )
-
-
-def shared(factor: float = 0.5, step: int = 3) -> Tensor:
-    return torch.tensor([factor, 1 - 0.9**step, (1 - 0.95**step) ** 0.5])
-
-
-def moved(before: Moving, dtype: torch.dtype, factor: float = 0.5) -> list[Tensor]:
-    """What torch.optim.AdamW makes of the same values at step 3, in `dtype`."""
-    p, g, m, v = (tensor.to(dtype) for tensor in before)
-    p = torch.nn.Parameter(p)
-    adamw = torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
-    adamw.state[p] = {"step": torch.tensor(2.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
-    p.grad = g * factor
-    adamw.step()
-    return [p.detach(), adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"]]
-
-
-def neighbours(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 numbers around float64 ones: towards zero and away from it."""
-    bits = exact.float().view(torch.int32)
-    inner = bits & -(1 << 16)
-    return inner.view(torch.float32).double(), (inner + (1 << 16)).view(torch.float32).double()
-
-
-def kept(tensors: Moving) -> tuple[Tensor, Tensor, Tensor]:
-    return tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq
 
 
 def test_rounding_gives_a_neighbour_and_the_mean_is_right() -> None:
@@ -69,23 +30,18 @@ def test_what_is_bfloat16_already_stays() -> None:
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
 def test_a_step_is_adamw_in_float32_rounded(gradient_dtype: torch.dtype) -> None:
     before = moving(37, 11, gradient_dtype=gradient_dtype)
-    after = Moving(*(tensor.clone() for tensor in before))
-    exact = moved(before, torch.float64)
+    after = copy(before)
+    exact = moved(before)
     stochastic_adamw_(after, shared(), RATES, Noise(0, 2, 0))
     for found, wanted in zip(kept(after), exact, strict=True):
-        low, high = neighbours(wanted)
-        slack = wanted.abs() * 1e-6
-        inside = (found.double().abs() >= low.abs() - slack) & (
-            found.double().abs() <= high.abs() + slack
-        )
-        assert inside.all()
+        assert_rounded(found, wanted)
 
 
 def test_steps_below_the_spacing_add_up() -> None:
     before = moving(4000)
     before.parameter.fill_(1.0)
     rates = RATES._replace(lr=1e-4, decay=0.0)  # 2**-8 is the spacing below one
-    after = Moving(*(tensor.clone() for tensor in before))
+    after = copy(before)
     for step in range(10):
         after.gradient.fill_(1.0)
         after.exp_avg.fill_(1.0)
@@ -99,7 +55,7 @@ def test_noise_depends_on_seed_step_and_tensor_alone() -> None:
     before = moving(3000)
 
     def run(*numbers: int) -> Tensor:
-        after = Moving(*(tensor.clone() for tensor in before))
+        after = copy(before)
         torch.rand(1)  # the global generator has no part in it
         stochastic_adamw_(after, shared(), RATES, Noise(*numbers))
         return after.parameter
@@ -113,6 +69,6 @@ def test_noise_depends_on_seed_step_and_tensor_alone() -> None:
 def test_a_factor_that_is_no_number_moves_nothing(factor: float) -> None:
     before = moving(100)
     before.gradient[3] = float("nan")
-    after = Moving(*(tensor.clone() for tensor in before))
+    after = copy(before)
     stochastic_adamw_(after, shared(factor), RATES, Noise(0, 0, 0))
     assert all(torch.equal(a, b) for a, b in zip(kept(after), kept(before), strict=True))
