@@ -20,7 +20,9 @@ from qat.bench.student import open_student
 from qat.bench.subject import Ours, Subject
 from qat.data.batch import Batch
 from qat.errors import ConfigError
+from qat.models.language_model import LanguageModel
 from qat.train.config import StepConfig
+from qat.train.optim import linears_in_scope
 from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)
@@ -115,8 +117,13 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
     devices = () if config.planned is None else devices_named(config.planned)
     config, backend = check_dtype(config), select(config.device)
     results = Results(out, environment(backend, config))
-    setting, ours, load_s = prepare(config, student)
-    bench = _Bench(setting, ours, results)
+    began = time.perf_counter()
+    setting, model = prepare(config, student)
+    if not config.find_max_batch:
+        sizes = config.sizes or (config.batch_size,)
+        check_batch_sizes(setting.data, sizes, config.grad_accum_steps)
+    bench = _Bench(setting, Ours(model, config), results)
+    load_s = time.perf_counter() - began
     with setting.memory_limit():
         if config.find_max_batch:
             search = bench.find_max(config.sizes)
@@ -130,21 +137,19 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
     return BenchReport(results.path, results.rows, load_s, fit, search, predictions)
 
 
-def prepare(config: MeasureConfig, student: str) -> tuple[Setting, Ours, float]:
-    """Open the student and the data and measure the device; the seconds that opening took."""
+def prepare(config: MeasureConfig, student: str) -> tuple[Setting, LanguageModel]:
+    """Open the student and the data, and measure the device.
+
+    Raises:
+        ConfigError, CacheError, CheckpointError: see their messages.
+    """
     backend = select(config.device)
-    began = time.perf_counter()
     model = open_student(student, config)
     data = open_source(config, model)
-    sizes = getattr(config, "sizes", ()) or (config.batch_size,)
-    if not getattr(config, "find_max_batch", False):
-        check_batch_sizes(data, sizes, config.grad_accum_steps)
-    ours = Ours(model, config)
-    backend.synchronize()
-    load_s = time.perf_counter() - began
+    names = linears_in_scope(model.model, config.scope)
     roofline = measure_roofline(backend, config.dtype)
-    flops = token_flops(model, ours.names, config, S=data.seq_len, K=data.top_k)
-    return Setting(student, config, backend, data, roofline, flops), ours, load_s
+    flops = token_flops(model, names, config, S=data.seq_len, K=data.top_k)
+    return Setting(student, config, backend, data, roofline, flops), model
 
 
 class _Bench:

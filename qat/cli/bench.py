@@ -10,6 +10,7 @@ from qat.bench.config import BaselinesConfig, BenchConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
     from rich.table import Table
 
     from qat.bench.plan import Prediction
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
 SUMMARY_DIGITS = 6
+FILE_WIDTH = 120
 
 bench_app = App(help="Measure the training step of a student.")
 
@@ -35,15 +37,13 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from rich.console import Console
-
     from qat.bench.run import run_bench
 
     report = run_bench(config, student, out)
-    console = Console()
+    console = _console()
     console.print(_table([row for row in report.rows if row["kind"] != "predicted"]))
     for line in _findings(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False)
     if report.predictions:
         console.print(_predicted(report.predictions))
     return _summary(report)
@@ -63,13 +63,19 @@ def baselines(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from rich.console import Console
-
     from qat.bench.baselines.run import run_baselines
 
     report = run_baselines(config, student, out)
-    Console().print(_table(report.rows, first=("Case", "case"), last=("x ours", "ours_over_this")))
+    _console().print(_table(report.rows, first=("Case", "case"), last=("x ours", "ours_over_this")))
     return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
+
+
+def _console() -> "Console":
+    """As wide as the terminal, or as our widest table needs where the output is a file."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def _table(

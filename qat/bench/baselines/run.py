@@ -1,0 +1,170 @@
+"""`qat bench baselines`: several ways to train the same layers, taking turns in one run."""
+
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from qat.backend import select
+from qat.bench.baselines.plain import plain_step
+from qat.bench.baselines.reference import TEMPERATURE, reference_step
+from qat.bench.baselines.textbook import check_losses
+from qat.bench.baselines.torchao_int2 import is_installed, torchao_step
+from qat.bench.batches import check_batch_sizes
+from qat.bench.config import BaselinesConfig
+from qat.bench.isolation import unless_out_of_memory
+from qat.bench.measure import Timing, compile_anew
+from qat.bench.results import Results, environment
+from qat.bench.run import Setting, prepare
+from qat.bench.subject import Ours, Subject
+from qat.models.language_model import LanguageModel
+from qat.train.optim import linears_in_scope
+from qat.train.step import check_dtype
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[bool], Subject]
+"""Makes one case's subject, compiled or not."""
+OWN_SETTINGS = {
+    "reference": {"loss": "candidates", "temperature": TEMPERATURE, "gradient_checkpointing": True}
+}
+"""What a case trains with whatever the flags say."""
+
+
+@dataclass(frozen=True)
+class BaselinesReport:
+    """What a comparison found."""
+
+    path: Path
+    rows: list[dict[str, object]]
+    """One per case, those that took no step among them."""
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Tokens per second by case."""
+        return {row["case"]: row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row}
+
+    @property
+    def ours_over(self) -> dict[str, float]:
+        """How many times as fast as each case ours is, where both ran."""
+        ours = self.speeds.get("ours")
+        return {} if ours is None else {case: ours / speed for case, speed in self.speeds.items()}
+
+
+def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> BaselinesReport:
+    """Run every case of `config` in turn, `rounds` times, and compare them.
+
+    Only the case whose turn it is lies on the device. Every second round runs backwards, so that
+    a device which warms up or slows down favours nobody.
+
+    Raises:
+        ConfigError, CacheError, CheckpointError: see their messages.
+    """
+    if set(config.cases) - {"ours", "reference"}:
+        check_losses(config.losses)
+    config, backend = check_dtype(config), select(config.device)
+    results = Results(out, environment(backend, config))
+    setting, model = prepare(config, student)
+    check_batch_sizes(setting.data, (config.batch_size,), config.grad_accum_steps)
+    cases = _Cases(setting, model)
+    found: dict[str, list[Timing]] = defaultdict(list)
+    status = {name: cases.missing(name) for name in config.cases}
+    with setting.memory_limit():
+        for number in range(config.rounds):
+            for name in config.cases[:: -1 if number % 2 else 1]:
+                if status[name] is None:
+                    timing = cases.time(name)
+                    if timing is None:
+                        status[name] = "OOM"
+                        continue
+                    found[name].append(timing)
+                    row = cases.row("baseline-round", name, timing)
+                    results.add(**row, round=number, status="OK")
+    merged = {name: _merged(timings) for name, timings in found.items()}
+    rows = []
+    for name in config.cases:
+        row = cases.row("baseline", name, merged.get(name))
+        if name in merged and "ours" in merged:
+            row["ours_over_this"] = merged["ours"].tokens_per_s / merged[name].tokens_per_s
+        rows.append({**row, "status": status[name] or "OK"})
+        results.add(**rows[-1])
+    results.finish()
+    return BaselinesReport(results.path, rows)
+
+
+class _Cases:
+    """Builds one case after the other from one student, which waits on the host meanwhile."""
+
+    def __init__(self, setting: Setting, student: LanguageModel) -> None:
+        self.setting = setting
+        self.student = student
+        self._names = linears_in_scope(student.model, setting.config.scope)
+        config = setting.config
+        plain = partial(plain_step, student, self._names, config)
+        torchao = partial(torchao_step, student, self._names, config)
+        self._builds: dict[str, Build] = {
+            "ours": lambda _: Ours(student, config).subject(),
+            "plain-eager": lambda _: plain(is_compiled=False),
+            "plain-compiled": lambda compiled: plain(is_compiled=compiled),
+            "torchao-int2": lambda compiled: torchao(
+                is_compiled=compiled and setting.backend.compiles()
+            ),
+            "reference": lambda _: reference_step(student, self._names, config),
+        }
+
+    def missing(self, name: str) -> str | None:
+        """Why a case cannot run here, if so."""
+        if name == "torchao-int2" and not is_installed():
+            return "torchao is not installed"
+        return None
+
+    def time(self, name: str) -> Timing | None:
+        """One turn of a case; None if it does not fit into memory."""
+        compile_anew()
+        try:
+            timing = unless_out_of_memory(lambda: self._turn(name, True), self.setting.backend)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            logger.warning("%s cannot be compiled (%s): it runs eagerly", name, reason)
+            timing = unless_out_of_memory(lambda: self._turn(name, False), self.setting.backend)
+            if timing is not None:
+                timing = replace(timing, compiler={**timing.compiler, "fallback": reason})
+        if timing is not None:
+            logger.info("%s: %.0f tokens/s", name, timing.tokens_per_s)
+        return timing
+
+    def _turn(self, name: str, compiled: bool) -> Timing:
+        model, setting = self.student.model, self.setting
+        model.to(setting.backend.device)
+        try:
+            subject = self._builds[name](compiled)
+            if name != "ours":
+                model.to("cpu")
+                setting.backend.free_memory()
+            return setting.time(subject, setting.config.batch_size)
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
+            model.to("cpu")
+
+    def row(self, kind: str, name: str, timing: Timing | None) -> dict[str, object]:
+        """A row of results; the numbers are missing where a case took no step."""
+        setting = self.setting
+        row = setting.row(kind, name, setting.config.batch_size) | OWN_SETTINGS.get(name, {})
+        return row if timing is None else row | setting.numbers(timing)
+
+
+def _merged(timings: list[Timing]) -> Timing:
+    """All rounds of a case as one: every timed step, the largest peak."""
+    peaks = [timing.peak_gib for timing in timings if timing.peak_gib is not None]
+    return replace(
+        timings[-1],
+        steps_s=tuple(step for timing in timings for step in timing.steps_s),
+        warmup_s=statistics.fmean(timing.warmup_s for timing in timings),
+        peak_gib=max(peaks, default=None),
+    )
