@@ -103,9 +103,43 @@ class Backend:
             result = run()
         return graph.replay, result
 
+    def batches_ahead(self) -> int:
+        """Batches worth preparing while the device computes; a CPU would do both at once."""
+        return 0 if self.device.type == "cpu" else 2
+
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory that the device can copy from while it computes."""
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the device, in the order of its work; the host does not wait."""
+        return self.pinned(tensor).to(self.device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the host, to be read only after a call of what `finished` then gives."""
+        return tensor.to("cpu", non_blocking=self.device.type == "cuda")
+
+    def finished(self) -> Callable[[], None]:
+        """A function, for any thread, that waits for all that the device was given until now."""
+        if self.device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event.synchronize
+
+    def tokens_at_once(self) -> int:
+        """Tokens in one forward without gradients that keep the device busy."""
+        return 2**15 if self.device.type == "cuda" else 2**11
+
+    def logits_at_once(self) -> int:
+        """Logits to form at once: 64 MiB of float32 on a CPU; on a GPU a 16th of its memory.
+
+        Never more than 32-bit indices reach.
+        """
+        if self.device.type != "cuda":
+            return 2**24
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return min(2**31 - 1, total_bytes // 16 // torch.float32.itemsize)
 
     def mark(self) -> "torch.cuda.Event | float":
         """This moment in the course of the device's work; `seconds_between` compares two."""

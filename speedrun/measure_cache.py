@@ -25,6 +25,7 @@ from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.codec import decode_top_k, encode_top_k
 from qat.data.config import CacheSettings
+from qat.data.noise import uniforms
 from qat.data.packing import position_ids
 from qat.data.reader import TeacherCache
 from qat.data.signals import draw, top_k
@@ -120,9 +121,9 @@ def scale_head(teacher: LanguageModel, hidden_TD: Tensor) -> None:
 
 def distinct_ids(logits_TV: Tensor) -> float:
     """How many distinct ids the draws of a token have on average."""
-    draws = torch.cat(
-        [draw(part, DRAWS, torch.Generator().manual_seed(1)) for part in logits_TV.split(64)]
-    )
+    numbers = uniforms(1, torch.arange(len(logits_TV)), 2 * DRAWS)
+    pairs = zip(logits_TV.split(64), numbers.split(64), strict=True)
+    draws = torch.cat([draw(*pair) for pair in pairs])
     return 1 + (draws[:, 1:] != draws[:, :-1]).sum(-1).float().mean().item()
 
 

@@ -89,9 +89,7 @@ def build(out: Path) -> None:
     files = [Path(__file__), Path(build_cache.__code__.co_filename)]
     lines = [line for file in files for line in file.read_text().splitlines()]
     build_cache(
-        CacheSettings(
-            data="source", sequence_length=32, top_k=16, draws=10, batch_size=4, shard_size=8
-        ),
+        CacheSettings(data="source", sequence_length=32, top_k=16, draws=10, shard_size=8),
         tokenizer=byte_tokenizer(),
         teacher=LanguageModel(Qwen3ForCausalLM(config).eval()),
         info=TeacherInfo(
@@ -99,6 +97,7 @@ def build(out: Path) -> None:
         ),
         documents=filter(str.strip, lines),
         out=out,
+        batch_size=4,
     )
 
 

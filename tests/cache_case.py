@@ -27,7 +27,6 @@ def settings(**overrides: object) -> CacheSettings:
         "top_k": 5,
         "draws": 6,
         "held_out": 0.2,
-        "batch_size": 4,
         "shard_size": 10,
         **overrides,
     }
@@ -63,6 +62,7 @@ def build(out: Path, **overrides: object) -> Manifest:
         "teacher": teacher(),
         "info": info(),
         "documents": texts(),
+        "batch_size": 4,
     }
     for name in parts:
         parts[name] = overrides.pop(name, parts[name])

@@ -50,6 +50,7 @@ def cache(
         info=_describe_teacher(config.teacher, teacher),
         documents=source.documents,
         out=out,
+        batch_size=config.batch_size,
     )
     return dict(out=out, **_numbers(out, manifest))
 

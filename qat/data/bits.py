@@ -23,7 +23,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     """
     N, I = values.shape
     per_group, group_bytes = _group(bits)
-    values_NGI = pad(values, (0, -I % per_group)).view(N, -1, per_group).long()
+    word = torch.int32 if bits <= 24 else torch.int64  # holds an integer shifted by up to 7 bits
+    values_NGI = pad(values.to(word), (0, -I % per_group)).view(N, -1, per_group)
     octets = values_NGI.new_zeros(N, values_NGI.shape[1], group_bytes, dtype=torch.uint8)
     for i in range(per_group):
         first, shift = divmod(i * bits, 8)

@@ -2,22 +2,18 @@
 
 A shard is the unit of everything: it is computed from its own sequences alone and written whole,
 so a build that was killed at any instant goes on after its last shard and ends in the same bytes.
-
-Shapes: N sequences, S positions, T tokens of a chunk, V vocabulary.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-import torch
 import xxhash
-from safetensors.torch import save
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.data.bits import pack_bits
 from qat.data.cache import (
     MANIFEST,
     SPLITS,
@@ -32,10 +28,10 @@ from qat.data.cache import (
     write_atomic,
 )
 from qat.data.chat import Document
-from qat.data.codec import encode_draws, encode_top_k, id_bits
 from qat.data.config import CacheSettings
-from qat.data.packing import Packed, position_ids
-from qat.data.signals import Request, ask
+from qat.data.packing import Packed
+from qat.data.pipeline import Behind, prefetched
+from qat.data.shard import Answer, Plan, examine, make_plan, shard_bytes
 from qat.data.stream import Block, blocks
 from qat.data.teacher import Teacher
 from qat.data.text import tokenizer_hash
@@ -44,7 +40,7 @@ from qat.logs import progress
 
 logger = logging.getLogger(__name__)
 
-CHUNK_LOGITS = 2**24  # logits formed at once: 64 MiB in float32
+BLOCKS_AHEAD = 2  # tokenised and waiting for the teacher
 
 
 def build_cache(
@@ -55,10 +51,15 @@ def build_cache(
     info: TeacherInfo,
     documents: Iterable[Document],
     out: Path,
+    batch_size: int = 0,
 ) -> Manifest:
     """Run the teacher over the documents and keep its word in `out`; goes on where it stopped.
 
     The logits of a whole batch never exist at once. A finished cache is left as it is.
+
+    Args:
+        batch_size: most sequences in one forward; 0 takes as many as keep the teacher's device
+            busy. It may change the last bits of what a teacher says, not what is asked.
 
     Raises:
         ConfigError: K above the vocabulary, or sequences longer than the teacher can read.
@@ -71,15 +72,33 @@ def build_cache(
     if manifest.state == "complete" and not _has_gaps(manifest, out):
         logger.info("%s is complete already: nothing to do", out)
         return manifest
-    total = settings.num_sequences or None
-    with progress("teacher", total, "training sequences") as ticker:
-        for block in blocks(documents, tokenizer, settings):
-            manifest = _add_block(block, manifest, teacher, out)
-            ticker.advance(len(block.packed.tokens) if block.split == "train" else 0)
+    plan = make_plan(teacher, settings, info.vocab_size, batch_size)
+    manifest = _build(blocks(documents, tokenizer, settings), plan, manifest, out)
     manifest = manifest.model_copy(update={"state": "complete"})
     write_atomic(out / MANIFEST, manifest.to_bytes())
     _warn_if_empty(manifest)
     return manifest
+
+
+def _build(found: Iterator[Block], plan: Plan, manifest: Manifest, out: Path) -> Manifest:
+    """The manifest with all blocks in it.
+
+    While the teacher is asked about a block, one thread tokenises the next ones and another writes
+    the shard before: shards and manifests reach the disk one by one, in the order of the blocks.
+    """
+    total = plan.settings.num_sequences or None
+    with (
+        progress("teacher", total, "training sequences") as ticker,
+        Behind(partial(_add_shard, out=out), manifest) as written,
+        closing(prefetched(found, BLOCKS_AHEAD)) as ahead,
+    ):
+        for number, block in enumerate(ahead):
+            if number == 0 and not manifest.shards:
+                _start(manifest, out)
+            if not _is_there(block, manifest, out):
+                written.push((block, examine(block, plan)))
+            ticker.advance(len(block.packed.tokens) if block.split == "train" else 0)
+        return written.state()
 
 
 def _check_limits(settings: CacheSettings, info: TeacherInfo) -> None:
@@ -135,25 +154,30 @@ def _has_gaps(manifest: Manifest, out: Path) -> bool:
     return any(shard_problem(out, shard, deep=False) for shard in manifest.shards)
 
 
-def _add_block(block: Block, manifest: Manifest, teacher: Teacher, out: Path) -> Manifest:
-    """The manifest with the block's shard in it, built unless it is there already."""
-    content = _content_hash(block.packed)
+def _is_there(block: Block, manifest: Manifest, out: Path) -> bool:
+    """Whether the block's shard was built already and is whole.
+
+    Raises:
+        CacheError: it was built from other text.
+    """
     known = {shard.file: shard for shard in manifest.shards}.get(block.file)
-    if known is not None:
-        if known.content != content:
-            raise CacheError(
-                f"{out / block.file} was built from other text than the data now gives; "
-                "restore the data or choose another --out"
-            )
-        if shard_problem(out, known, deep=False) is None:
-            return manifest
-    if known is None and not manifest.shards:
-        _start(manifest, out)
-    raw = save(_shard_tensors(block, manifest, teacher))
+    if known is None:
+        return False
+    if known.content != _content_hash(block.packed):
+        raise CacheError(
+            f"{out / block.file} was built from other text than the data now gives; "
+            "restore the data or choose another --out"
+        )
+    return shard_problem(out, known, deep=False) is None
+
+
+def _add_shard(manifest: Manifest, answered: tuple[Block, list[Answer]], out: Path) -> Manifest:
+    """The manifest with the block's shard in it, both on disk."""
+    block, answers = answered
+    raw = shard_bytes(block, answers, manifest.teacher.vocab_size)
     write_atomic(out / block.file, raw)
-    shard = _describe(block, raw, content)
     others = [entry for entry in manifest.shards if entry.file != block.file]
-    shards = sorted([*others, shard], key=lambda s: (SPLITS.index(s.split), s.file))
+    shards = sorted([*others, _describe(block, raw)], key=lambda s: (SPLITS.index(s.split), s.file))
     manifest = manifest.model_copy(update={"shards": shards})
     write_atomic(out / MANIFEST, manifest.to_bytes())
     return manifest
@@ -168,7 +192,7 @@ def _content_hash(packed: Packed) -> str:
     return xxhash.xxh3_64_hexdigest(packed.tokens.tobytes() + packed.starts.tobytes())
 
 
-def _describe(block: Block, raw: bytes, content: str) -> Shard:
+def _describe(block: Block, raw: bytes) -> Shard:
     return Shard(
         file=block.file,
         split=block.split,
@@ -177,59 +201,8 @@ def _describe(block: Block, raw: bytes, content: str) -> Shard:
         counted=int(block.packed.mask.sum()),
         bytes=len(raw),
         sha256=hashlib.sha256(raw).hexdigest(),
-        content=content,
+        content=_content_hash(block.packed),
     )
-
-
-def _shard_tensors(block: Block, manifest: Manifest, teacher: Teacher) -> dict[str, Tensor]:
-    """All tensors of a shard, from its sequences batch by batch."""
-    size = manifest.settings.batch_size
-    batches = []
-    for first in range(0, len(block.packed.tokens), size):
-        rows = slice(first, first + size)
-        batches.append(_batch_tensors(block, rows, manifest, teacher))
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def _batch_tensors(
-    block: Block, rows: slice, manifest: Manifest, teacher: Teacher
-) -> dict[str, Tensor]:
-    packed, settings, V = block.packed, manifest.settings, manifest.teacher.vocab_size
-    tokens = torch.from_numpy(packed.tokens[rows]).long()
-    starts, mask = torch.from_numpy(packed.starts[rows]), torch.from_numpy(packed.mask[rows])
-    _check_tokens(tokens, V)
-    signals = ask(
-        teacher,
-        tokens,
-        position_ids(starts),
-        request=Request(settings.top_k, settings.draws, max(1, CHUNK_LOGITS // V)),
-        seed=_batch_seed(settings.seed, block, rows.start),
-    )
-    tensors = {
-        "tokens": pack_bits(tokens, id_bits(V)),
-        "starts": pack_bits(starts, 1),
-        "mask": pack_bits(mask, 1),
-    }
-    if signals.top is not None:
-        tensors |= encode_top_k(signals.top, len(tokens), V)
-    if signals.draws is not None:
-        tensors |= encode_draws(signals.draws.cpu().view(*tokens.shape, -1), mask, V)
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
-
-
-def _batch_seed(seed: int, block: Block, row: int) -> int:
-    """The seed of a batch's draws: of the user's seed and the batch's place, of nothing else."""
-    place = f"{seed}/{block.split}/{block.first_sequence + row}"
-    return xxhash.xxh3_64_intdigest(place.encode()) >> 1
-
-
-def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    largest = int(tokens.max())
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"the tokenizer gave token {largest}, but the teacher's vocabulary has {vocab_size}; "
-            "use the teacher's own tokenizer"
-        )
 
 
 def _warn_if_empty(manifest: Manifest) -> None:

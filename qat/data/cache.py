@@ -12,7 +12,7 @@ from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 
@@ -58,7 +58,7 @@ class Shard(_Part):
 class Manifest(_Part):
     """What a cache is: everything that is needed to read it, and to know whether it fits."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     state: Literal["building", "complete"]
     fingerprint: str
     """12 hex digits of settings, teacher and tokenizer."""

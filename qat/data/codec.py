@@ -85,15 +85,21 @@ def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tens
     how many distinct ids it has and, in unary, how often each was drawn. `sample_ids` holds the
     distinct ids of all sequences one after the other, `sample_lengths` bytes each.
     """
-    N = draws.shape[0]
+    bits = id_bits(vocab_size)
     marks = torch.ones_like(draws, dtype=torch.bool)
     marks[..., 1:] = draws[..., 1:] != draws[..., :-1]
     marks &= mask[..., None]
-    packed = [pack_bits(draws[i][marks[i]][None], id_bits(vocab_size))[0] for i in range(N)]
+    marks_NX = marks.flatten(1)
+    counts_N1 = marks_NX.sum(1, keepdim=True)
+    most = int(counts_N1.max())
+    ids_NI = draws.new_zeros(len(draws), most)
+    ids_NI[torch.arange(most) < counts_N1] = draws[marks]
+    packed = pack_bits(ids_NI, bits)
+    lengths_N1 = (counts_N1 * bits + 7) // 8
     return {
-        "sample_marks": pack_bits(marks.view(N, -1), 1),
-        "sample_ids": torch.cat(packed),
-        "sample_lengths": torch.tensor([len(row) for row in packed], dtype=torch.int32),
+        "sample_marks": pack_bits(marks_NX, 1),
+        "sample_ids": packed[torch.arange(packed.shape[1]) < lengths_N1],
+        "sample_lengths": lengths_N1[:, 0].int(),
     }
 
 

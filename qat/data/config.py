@@ -32,8 +32,6 @@ class CacheSettings(Settings):
     """Training sequences to build; 0 takes all that the data has."""
     held_out: float = Field(0.05, ge=0, lt=1)
     """Fraction of the documents kept away from training, for evaluation."""
-    batch_size: int = Field(32, ge=1)
-    """Sequences in one teacher forward."""
     shard_size: int = Field(1024, ge=1)
     """Sequences in one shard: what an interrupted build may have to repeat."""
     seed: int = Field(0, ge=0)
@@ -58,6 +56,8 @@ class CacheConfig(CacheSettings):
     """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The teacher's precision; auto is bf16 where it is native, else fp32."""
+    batch_size: int = Field(0, ge=0)
+    """Most sequences in one teacher forward; 0 takes as many as keep the device busy."""
     device_map: str | None = None
     """Spread the teacher over devices (`auto`); by default it runs on one."""
 

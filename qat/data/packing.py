@@ -3,6 +3,7 @@
 Shapes: N sequences, L = S positions.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -27,14 +28,21 @@ class Packed(NamedTuple):
     """Tokens that are not padding."""
 
 
+class _Piece(NamedTuple):
+    """A document or what is left of one."""
+
+    tokens: np.ndarray
+    begins: bool
+    ends: bool
+
+
 class Packer:
     """Lays documents end to end and cuts the stream into sequences of `length` tokens."""
 
     def __init__(self, length: int, pad: int) -> None:
         self._length = length
         self._pad = pad
-        self._documents: list[np.ndarray] = []
-        self._offset = 0
+        self._pieces: deque[_Piece] = deque()
         self._num_tokens = 0
 
     @property
@@ -49,52 +57,45 @@ class Packer:
 
     def push(self, ids: Sequence[int]) -> None:
         """Append one document."""
-        self._documents.append(np.asarray(ids, dtype=np.int32))
-        self._num_tokens += len(ids)
+        if len(ids):
+            self._pieces.append(_Piece(np.asarray(ids, dtype=np.int32), begins=True, ends=True))
+            self._num_tokens += len(ids)
 
     def take(self, count: int) -> Packed:
         """Remove the first `count` sequences; a last, partial one is padded."""
-        wanted = count * self._length
-        tokens = np.concatenate(self._documents)
-        lengths = [len(document) for document in self._documents]
-        starts, ends = _borders(lengths, self._offset)
-        tokens = tokens[self._offset :]
-        used = min(wanted, len(tokens))
-        packed = self._cut(tokens[:used], starts[:used], ~ends[:used], count)
-        self._drop(used)
-        return packed
-
-    def _cut(self, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, count: int) -> Packed:
-        padding = count * self._length - len(tokens)
+        used = min(count * self._length, self._num_tokens)
+        pieces = self._remove(used)
         shape = (count, self._length)
-        tokens_NL = np.pad(tokens, (0, padding), constant_values=self._pad).reshape(shape)
-        starts = np.pad(starts, (0, padding))
-        if padding:
-            starts[len(tokens)] = True
+        padding = (0, count * self._length - used)
+        tokens = np.concatenate([piece.tokens for piece in pieces])
+        stops = np.cumsum([len(piece.tokens) for piece in pieces])
+        starts, mask = np.zeros(used, dtype=bool), np.ones(used, dtype=bool)
+        starts[[0, *stops[:-1]]] = [piece.begins for piece in pieces]
+        mask[stops - 1] = [not piece.ends for piece in pieces]
+        starts = np.pad(starts, padding)
+        starts[used : used + 1] = True
         starts_NL = starts.reshape(shape)
         starts_NL[:, 0] = True
-        mask_NL = np.pad(mask, (0, padding)).reshape(shape)
-        return Packed(tokens_NL, starts_NL, mask_NL, num_tokens=len(tokens))
+        return Packed(
+            tokens=np.pad(tokens, padding, constant_values=self._pad).reshape(shape),
+            starts=starts_NL,
+            mask=np.pad(mask, padding).reshape(shape),
+            num_tokens=used,
+        )
 
-    def _drop(self, used: int) -> None:
-        self._num_tokens -= used
-        position = self._offset + used
-        done = 0
-        while done < len(self._documents) and position >= len(self._documents[done]):
-            position -= len(self._documents[done])
-            done += 1
-        del self._documents[:done]
-        self._offset = position
-
-
-def _borders(lengths: list[int], offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents laid end to end start and end, without the first `offset` tokens."""
-    stops = np.cumsum(lengths)
-    starts, ends = np.zeros(stops[-1], dtype=bool), np.zeros(stops[-1], dtype=bool)
-    starts[0] = True
-    starts[stops[:-1]] = True
-    ends[stops - 1] = True
-    return starts[offset:], ends[offset:]
+    def _remove(self, num_tokens: int) -> list[_Piece]:
+        """The first `num_tokens` tokens held; a document that reaches beyond them is cut."""
+        self._num_tokens -= num_tokens
+        pieces = []
+        while num_tokens:
+            piece = self._pieces.popleft()
+            if len(piece.tokens) > num_tokens:
+                rest = piece.tokens[num_tokens:]
+                self._pieces.appendleft(_Piece(rest, begins=False, ends=True))
+                piece = _Piece(piece.tokens[:num_tokens], piece.begins, ends=False)
+            pieces.append(piece)
+            num_tokens -= len(piece.tokens)
+        return pieces
 
 
 def pack(documents: Iterable[Sequence[int]], length: int, pad: int) -> Packed:

@@ -8,15 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.backend import Backend
+from qat.data.noise import uniforms
 from qat.data.teacher import Teacher
-from qat.errors import CacheError
+from qat.kernels.draw import draw_tokens
+from qat.kernels.topk import (
+    Blocks,
+    Selection,
+    log_sum_exp,
+    summarize,
+    top_k_of_blocks,
+    top_k_of_logits,
+)
 
 
 class TopK(NamedTuple):
     """The K most likely tokens, most likely first, and how the rest of the vocabulary weighs."""
 
     ids: Tensor
-    """`(T, K)` int64."""
+    """`(T, K)` int64; equally likely ones in ascending order."""
     distances: Tensor
     """`(T, K)` float64, nats: log-probability of the first token minus that of this one."""
     log_sum_exp: Tensor
@@ -28,27 +38,27 @@ class TopK(NamedTuple):
 def top_k(logits: Tensor, k: int) -> TopK:
     """The teacher's top `k` of `(T, V)` logits.
 
-    The mass outside is summed over the other V - k logits, in float64: `1 - sum(top)` would lose
-    a small tail, and a float32 sum would lose a small top.
+    The mass outside is summed over the other V - k logits: `1 - sum(top)` would lose a small tail.
     """
-    top_TK, ids_TK = torch.topk(logits.float(), k, dim=-1)
-    peak_T1 = top_TK[:, :1]
-    weights_TV = (logits.float() - peak_T1).exp_()
-    total_T = weights_TV.sum(-1, dtype=torch.float64).log()
-    rest_T = weights_TV.scatter_(-1, ids_TK, 0.0).sum(-1, dtype=torch.float64).log()
-    return TopK(
-        ids=ids_TK,
-        distances=(peak_T1 - top_TK).double(),
-        log_sum_exp=(total_T + peak_T1[:, 0]).float(),
-        tail_logprob=(rest_T - total_T).float(),
-    )
+    return _distances(top_k_of_logits(logits, k))
 
 
-def draw(logits: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
-    """`(T, num_draws)` int64 tokens drawn with replacement from `(T, V)` logits, ascending."""
-    probs_TV = torch.softmax(logits.float(), dim=-1)
-    draws_TN = torch.multinomial(probs_TV, num_draws, replacement=True, generator=generator)
-    return draws_TN.sort(dim=-1).values
+def _distances(selection: Selection) -> TopK:
+    values_TK, ids_TK, log_sum_exp_T, tail_T = selection
+    distances_TK = (values_TK[:, :1] - values_TK).double()
+    return TopK(ids_TK, distances_TK, log_sum_exp_T, tail_T)
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """`(T, N)` int64 tokens drawn with replacement from `(T, V)` logits, ascending.
+
+    `uniforms` `(T, 2 * N)`, float64 in [0, 1), decides which.
+    """
+    return _draw(logits, summarize(logits), uniforms)
+
+
+def _draw(logits: Tensor, blocks: Blocks, uniforms: Tensor) -> Tensor:
+    return draw_tokens(logits, blocks, uniforms.unflatten(1, (-1, 2))).sort(dim=-1).values
 
 
 class Request(NamedTuple):
@@ -57,6 +67,8 @@ class Request(NamedTuple):
     top_k: int
     draws: int
     chunk: int
+    stream: int
+    """Of random numbers (`qat.data.noise`), for the draws."""
 
 
 class Signals(NamedTuple):
@@ -65,38 +77,36 @@ class Signals(NamedTuple):
     top: TopK | None
     draws: Tensor | None
     """`(T, N)` int64, ascending."""
+    is_sound: Tensor
+    """`()` bool: no logit is NaN or +inf, and no token has only -inf."""
 
 
 @torch.no_grad()
 def ask(
-    teacher: Teacher, tokens: Tensor, positions: Tensor, *, request: Request, seed: int
+    teacher: Teacher, tokens: Tensor, positions: Tensor, *, request: Request, first_place: int
 ) -> Signals:
-    """The teacher's signals for `(B, S)` tokens, flattened; `(B * S, V)` logits never exist.
+    """The teacher's signals for `(B, S)` tokens on the host, flattened; never waits for the device.
 
-    The draws depend on `seed`, the tokens and the request, on nothing that ran before.
-
-    Raises:
-        CacheError: a logit is NaN or +inf (-inf is a token that cannot be).
+    Logits exist for `request.chunk` tokens at a time. The draws of the i-th token depend on its
+    logits, the request's stream and `first_place + i`, on nothing that ran before.
     """
-    hidden = teacher.hidden(tokens.to(teacher.device), positions.to(teacher.device))
-    tops, draws, generator = [], [], None
+    backend = Backend(teacher.device)
+    hidden = teacher.hidden(backend.to_device(tokens), backend.to_device(positions))
+    tops, draws, is_sound, place = [], [], [], first_place
     for hidden_TD in hidden.flatten(0, 1).split(request.chunk):
         logits = teacher.logits(hidden_TD)
-        _check_finite(logits)
+        blocks = summarize(logits)
         if request.top_k:
-            tops.append(top_k(logits, request.top_k))
+            tops.append(_distances(top_k_of_blocks(logits, request.top_k, blocks)))
+        total_T = tops[-1].log_sum_exp if request.top_k else log_sum_exp(blocks)
+        is_sound.append(total_T.isfinite().all())
         if request.draws:
-            generator = generator or torch.Generator(logits.device).manual_seed(seed)
-            draws.append(draw(logits, request.draws, generator))
+            places_T = torch.arange(place, place + len(logits), device=logits.device)
+            numbers = uniforms(request.stream, places_T, 2 * request.draws)
+            draws.append(_draw(logits, blocks, numbers))
+        place += len(logits)
     return Signals(
         top=TopK(*map(torch.cat, zip(*tops, strict=True))) if tops else None,
         draws=torch.cat(draws) if draws else None,
+        is_sound=torch.stack(is_sound).all(),
     )
-
-
-def _check_finite(logits: Tensor) -> None:
-    if not bool(logits.amax(-1).isfinite().all()):  # NaN wins a maximum
-        raise CacheError(
-            "the teacher gave a logit that is NaN or infinite, expected finite ones; "
-            "try --dtype fp32 or another teacher"
-        )

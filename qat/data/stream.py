@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import NamedTuple
 
 import xxhash
@@ -9,10 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.cache import SPLITS, Split
 from qat.data.chat import Document, render
-from qat.data.config import CacheSettings
+from qat.data.config import CacheSettings, Thinking
 from qat.data.packing import Packed, Packer
 from qat.data.text import encode, end_token
-from qat.errors import DataError
+from qat.errors import DataError, QatError
+
+BATCH_CHARACTERS = 2**19  # about 130,000 tokens of English
 
 
 class Block(NamedTuple):
@@ -47,9 +50,9 @@ def blocks(
         split: _Cutter(split, Packer(settings.sequence_length, end), settings, limits[split])
         for split in SPLITS
     }
-    for document in documents:
+    for document, texts in _tokenised(documents, tokenizer, settings.thinking):
         cutter = cutters[split_of(document, settings.seed, settings.held_out)]
-        for ids in encode(render(document, tokenizer, settings.thinking), tokenizer):
+        for ids in texts:
             if len(ids) > 1:
                 cutter.packer.push(ids)
         yield from cutter.full_blocks()
@@ -62,6 +65,42 @@ def blocks(
         )
     for cutter in cutters.values():
         yield from cutter.last_block()
+
+
+def _tokenised(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, thinking: Thinking
+) -> Iterator[tuple[Document, list[list[int]]]]:
+    """Each document with the token ids of its renderings."""
+    for batch in _batches(documents):
+        rendered = [render(document, tokenizer, thinking) for document in batch]
+        encoded = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
+        for document, renderings in zip(batch, rendered, strict=True):
+            yield document, list(islice(encoded, len(renderings)))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents, so many at once that tokenising them keeps all cores busy.
+
+    A bad row's error comes after the documents before it: who has enough by then never sees it.
+    """
+    batch, characters = [], 0
+    try:
+        for document in documents:
+            batch.append(document)
+            characters += _num_characters(document)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    except QatError:
+        yield batch
+        raise
+    yield batch
+
+
+def _num_characters(document: Document) -> int:
+    if isinstance(document, str):
+        return len(document)
+    return sum(len(message["content"]) for message in document)
 
 
 def split_of(document: Document, seed: int, held_out: float) -> Split:

@@ -39,16 +39,30 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each text, ended by exactly one end token.
+    """Token ids of each text, ended by exactly one end token; many texts at once use all cores.
 
     Plain text gets the special tokens that the tokenizer adds (a BOS for Llama and Gemma);
     templated text already holds them.
     """
     end = end_token(tokenizer)
-    return [
-        ids if ids and ids[-1] == end else [*ids, end]
-        for ids in (
-            tokenizer(r.text, add_special_tokens=not r.is_templated, verbose=False)["input_ids"]
-            for r in renderings
-        )
-    ]
+    encoded: list[list[int]] = [[]] * len(renderings)
+    for is_templated in (False, True):
+        places = [i for i, r in enumerate(renderings) if r.is_templated == is_templated]
+        texts = [renderings[i].text for i in places]
+        for i, ids in zip(places, _ids(texts, tokenizer, not is_templated), strict=True):
+            encoded[i] = ids if ids and ids[-1] == end else [*ids, end]
+    return encoded
+
+
+def _ids(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+) -> list[list[int]]:
+    if not texts:
+        return []
+    return tokenizer(
+        texts,
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]

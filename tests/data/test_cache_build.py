@@ -10,8 +10,9 @@ import cache_case
 import pytest
 import torch
 from cache_case import build, contents, info, settings, teacher, texts
+from tiny import VOCAB
 
-import qat.data.build as build_module
+from qat.backend import Backend
 from qat.data.cache import read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
@@ -78,13 +79,13 @@ def test_cache_holds_the_teachers_own_distribution(whole: Path) -> None:
 def test_logits_are_formed_in_chunks_without_changing_a_byte(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "CHUNK_LOGITS", 7 * 320)
+    monkeypatch.setattr(Backend, "logits_at_once", lambda self: 15 * VOCAB)
     widths = []
     model = teacher()
     inner = model.logits
     model.logits = lambda hidden: widths.append(len(hidden)) or inner(hidden)
     build(tmp_path / "chunked", teacher=model)
-    assert max(widths) == 7
+    assert max(widths) == 8
     chunked, unchunked = TeacherCache.open(tmp_path / "chunked"), TeacherCache.open(whole)
     for a, b in zip(chunked.batch(range(9)), unchunked.batch(range(9)), strict=True):
         torch.testing.assert_close(a, b)

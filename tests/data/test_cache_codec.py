@@ -18,6 +18,7 @@ from qat.data.codec import (
     id_bits,
     max_error,
 )
+from qat.data.noise import uniforms
 from qat.data.signals import draw, top_k
 
 S = 5
@@ -131,8 +132,8 @@ def test_stated_bound_is_the_documented_number() -> None:
 
 @pytest.mark.parametrize(("V", "n"), [(2, 1), (9, 50), (1001, 50), (151_936, 7)])
 def test_draws_round_trip_as_ids_and_counts(V: int, n: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    draws = draw(3 * torch.randn(3 * S, V), n, generator).view(3, S, n)
+    numbers = uniforms(1, torch.arange(3 * S), 2 * n)
+    draws = draw(3 * torch.randn(3 * S, V), numbers).view(3, S, n)
     mask = torch.rand(3, S) > 0.3
     rows = encode_draws(draws, mask, V)
     assert len(rows["sample_ids"]) == rows["sample_lengths"].sum()
@@ -151,11 +152,3 @@ def test_draws_of_fully_masked_sequences_are_empty() -> None:
     ids, counts = decode_draws(rows["sample_marks"], id_rows, length=S, num_draws=4, vocab_size=300)
     assert ids.shape == counts.shape == (2, S, 1)
     assert counts.sum() == 0
-
-
-def test_draws_follow_the_teacher() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(200, 4)
-    draws = draw(logits, 100, torch.Generator().manual_seed(0))
-    frequency = torch.bincount(draws.flatten(), minlength=4) / draws.numel()
-    torch.testing.assert_close(frequency, torch.softmax(logits[0], 0), rtol=0, atol=0.01)
-    assert torch.equal(draws, draws.sort(-1).values)

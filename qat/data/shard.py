@@ -1,0 +1,146 @@
+"""From a block of sequences to the bytes of its shard: first the device's part, then the host's.
+
+Shapes: N sequences of a block, B of a batch, S positions, V vocabulary, n draws.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from qat.backend import Backend
+from qat.data import noise
+from qat.data.bits import pack_bits
+from qat.data.codec import encode_draws, encode_top_k, id_bits
+from qat.data.config import CacheSettings
+from qat.data.packing import position_ids
+from qat.data.signals import Request, Signals, TopK, ask
+from qat.data.stream import Block
+from qat.data.teacher import Teacher
+from qat.errors import CacheError, ConfigError
+
+
+class Plan(NamedTuple):
+    """How a teacher is asked: the same way for every shard of a cache."""
+
+    teacher: Teacher
+    settings: CacheSettings
+    vocab_size: int
+    batch_size: int
+    chunk: int
+    """Tokens whose logits exist at once."""
+    fills_up: bool
+    """Whether a last, smaller batch is filled up with copies, because shapes cost compilations."""
+
+
+class Answer(NamedTuple):
+    """What the teacher said about one batch, on its way to the host."""
+
+    tensors: dict[str, Tensor]
+    """Encoded rows, raw draws and whether the logits are sound; filled once `wait` has returned."""
+    wait: Callable[[], None]
+
+
+def make_plan(
+    teacher: Teacher, settings: CacheSettings, vocab_size: int, batch_size: int = 0
+) -> Plan:
+    """The plan for a device: batches of at most `batch_size`, or of what keeps it busy if 0.
+
+    A shard's batches are equally large but for rounding.
+    """
+    backend = Backend(teacher.device)
+    limit = batch_size or max(1, backend.tokens_at_once() // settings.sequence_length)
+    num_batches = -(-settings.shard_size // limit)
+    chunk = max(1, backend.logits_at_once() // vocab_size)
+    return Plan(
+        teacher=teacher,
+        settings=settings,
+        vocab_size=vocab_size,
+        batch_size=-(-settings.shard_size // num_batches),
+        chunk=2 ** (chunk.bit_length() - 1),
+        fills_up=backend.compiles(),
+    )
+
+
+def examine(block: Block, plan: Plan) -> list[Answer]:
+    """The teacher's answers about a block, batch by batch; does not wait for the device.
+
+    Raises:
+        ConfigError: a token lies outside the teacher's vocabulary.
+    """
+    tokens_NS = torch.from_numpy(block.packed.tokens).long()
+    positions_NS = position_ids(torch.from_numpy(block.packed.starts))
+    _check_tokens(tokens_NS, plan.vocab_size)
+    firsts = range(0, len(tokens_NS), plan.batch_size)
+    return [_examine_batch(block, tokens_NS, positions_NS, plan=plan, first=i) for i in firsts]
+
+
+def _examine_batch(
+    block: Block, tokens_NS: Tensor, positions_NS: Tensor, *, plan: Plan, first: int
+) -> Answer:
+    settings, (N, S) = plan.settings, tokens_NS.shape
+    count = min(plan.batch_size, N - first)
+    rows_B = torch.arange(first, first + (plan.batch_size if plan.fills_up else count))
+    rows_B = rows_B.clamp(max=N - 1)
+    signals = ask(
+        plan.teacher,
+        tokens_NS[rows_B],
+        positions_NS[rows_B],
+        request=Request(
+            settings.top_k, settings.draws, plan.chunk, noise.stream(settings.seed, block.split)
+        ),
+        first_place=(block.first_sequence + first) * S,
+    )
+    tensors = _encode(signals, count, S, plan.vocab_size)
+    backend = Backend(signals.is_sound.device)
+    on_host = {name: backend.to_host(tensor) for name, tensor in tensors.items()}
+    return Answer(on_host, backend.finished())
+
+
+def _encode(signals: Signals, count: int, length: int, vocab_size: int) -> dict[str, Tensor]:
+    """What goes to the host of the first `count` sequences of a batch."""
+    tensors = {"is_sound": signals.is_sound[None]}
+    if signals.top is not None:
+        top = TopK(*(tensor[: count * length] for tensor in signals.top))
+        tensors |= encode_top_k(top, count, vocab_size)
+    if signals.draws is not None:
+        tensors["draws"] = signals.draws[: count * length].int().view(count, length, -1)
+    return tensors
+
+
+def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> bytes:
+    """The content of a block's shard file; waits for the answers.
+
+    Raises:
+        CacheError: a logit is NaN or +inf (-inf is a token that cannot be).
+    """
+    for answer in answers:
+        answer.wait()
+    batches = [answer.tensors for answer in answers]
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    if not joined.pop("is_sound").all():
+        raise CacheError(
+            "the teacher gave a logit that is NaN or infinite, expected finite ones; "
+            "try --dtype fp32 or another teacher"
+        )
+    tokens, starts, mask = map(torch.from_numpy, block.packed[:3])
+    tensors = {
+        "tokens": pack_bits(tokens, id_bits(vocab_size)),
+        "starts": pack_bits(starts, 1),
+        "mask": pack_bits(mask, 1),
+    }
+    draws = joined.pop("draws", None)
+    if draws is not None:
+        tensors |= encode_draws(draws, mask, vocab_size)
+    return save(tensors | joined)
+
+
+def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    largest = int(tokens.max())
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer gave token {largest}, but the teacher's vocabulary has {vocab_size}; "
+            "use the teacher's own tokenizer"
+        )
