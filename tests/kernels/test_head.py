@@ -1,0 +1,65 @@
+"""The head's plain functions against the textbook over all logits."""
+
+import pytest
+import torch
+from head_case import HEADS, head_case
+
+from qat.kernels.head import (
+    LogitGradients,
+    add_head_gradient,
+    before_softcap,
+    chosen_logits,
+    hidden_gradient,
+    other_words,
+    without,
+)
+
+
+def test_without_fills_each_rows_ids_and_ignores_absent_ones() -> None:
+    values = torch.arange(12.0).view(3, 4)
+    ids = torch.tensor([[0, 3], [-1, 2], [4, -100]])
+    expected = values.clone()
+    expected[0, 0] = expected[0, 3] = expected[1, 2] = -9.0
+    assert torch.equal(without(values, ids, -9.0), expected)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_chosen_and_others_equal_the_textbook(kind: str) -> None:
+    case = head_case(kind)
+    chosen = chosen_logits(case.hidden, case.head, case.ids)
+    torch.testing.assert_close(chosen, case.textbook_chosen())
+    others = other_words(case.hidden, case.head, case.excluded, want_slope=True)
+    lse = case.textbook_lse()
+    torch.testing.assert_close(others.lse, lse)
+    (slope,) = torch.autograd.grad(lse[lse.isfinite()].sum(), case.hidden)
+    torch.testing.assert_close(others.slope, slope)
+    only = other_words(case.hidden, case.head, case.excluded, want_slope=False)
+    assert only.slope is None and torch.equal(only.lse, others.lse)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("reads_others", [True, False])
+def test_gradients_equal_the_textbook(kind: str, reads_others: bool) -> None:
+    case = head_case(kind)
+    g_chosen = torch.randn(case.ids.shape, dtype=torch.float64)
+    g_others = torch.randn(len(case.hidden), dtype=torch.float64)
+    chosen, lse = case.textbook_chosen(), case.textbook_lse()
+    loss = (g_chosen * chosen).sum()
+    if reads_others:
+        loss = loss + (g_others * lse)[lse.isfinite()].sum()
+    others = other_words(case.hidden, case.head, case.excluded, want_slope=True)
+    raw = before_softcap(g_chosen, chosen, case.head.softcap)
+    rest = (others.lse, g_others) if reads_others else ()
+    g_logits = LogitGradients(case.ids, raw, case.excluded.shape[1], *rest)
+
+    out = torch.full_like(case.hidden, torch.nan)
+    hidden_gradient(g_logits, others.slope if reads_others else None, case.head.weight, out=out)
+    into = case.head._replace(
+        weight=torch.zeros_like(case.head.weight),
+        bias=None if case.head.bias is None else torch.zeros_like(case.head.bias),
+    )
+    add_head_gradient(case.hidden.detach(), case.head, g_logits, out=into)
+    expected = torch.autograd.grad(loss, case.leaves())
+    found = [t for t in (out, into.weight, into.bias) if t is not None]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other)
