@@ -17,6 +17,9 @@ STORED_DTYPES = {
 }
 """What a checkpoint stores each tensor in; training computes with the same rounded values."""
 
+ROWS_IN_CACHE = 256
+"""Rows of a low-rank product that a CPU sums at a time."""
+
 
 class Scales(NamedTuple):
     """The scale of a weight in one of its two forms; the other form's fields are None."""
@@ -46,11 +49,25 @@ class QuantizedWeight(NamedTuple):
 
 
 def expand_scales(scales: Scales, in_features: int) -> Tensor:
-    """`S`, `(O, I)`: each group's scale repeated over its features, or `A diag(g) B`."""
+    """`S`, `(O, I)`: each group's scale repeated over its features, or `A diag(g) B`.
+
+    The low-rank product is no matmul, whose order of summation is the device's: it adds
+    `(A[:, r] * g[r])[:, None] * B[r]` for r = 0, 1, ..., each product and sum rounded on its own,
+    so that every device gives the same bits.
+    """
     if scales.scales is not None:
         O, G = scales.scales.shape
         return scales.scales[..., None].expand(O, G, in_features // G).reshape(O, in_features)
-    return (scales.scale_out * scales.rank_gain) @ scales.scale_in
+    gained = scales.scale_out * scales.rank_gain
+    return torch.cat([_outer_sum(rows, scales.scale_in) for rows in gained.split(ROWS_IN_CACHE)])
+
+
+def _outer_sum(columns: Tensor, rows: Tensor) -> Tensor:
+    """`columns @ rows`, one outer product after the other."""
+    total = columns.new_zeros(columns.shape[0], rows.shape[1])
+    for column, row in zip(columns.T, rows, strict=True):
+        total += column[:, None] * row
+    return total
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
@@ -74,13 +91,26 @@ def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
     return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
 
 
+def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
+    """As `nearest_indices`, of levels in any order: training may carry one past another.
+
+    Levels are ranked for the search, then named as they lie in `codebook`.
+    """
+    levels, order = codebook.sort(stable=True)
+    return order.to(torch.uint8)[nearest_indices(weight, S, levels).int()]
+
+
 def round_as_stored(name: str, value: Tensor) -> Tensor:
     """`value` in float32 after rounding to the dtype that a checkpoint stores `name` in."""
     return value.to(STORED_DTYPES[name]).float()
 
 
+def round_scales(scales: Scales) -> Scales:
+    """Each part of `scales` rounded as stored; what is rounded already stays as it is."""
+    return Scales(**{name: round_as_stored(name, t) for name, t in scales.present().items()})
+
+
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight after a round trip through a checkpoint's dtypes."""
-    scales = {name: round_as_stored(name, t) for name, t in weight.scales.present().items()}
     codebook = round_as_stored("codebook", weight.codebook)
-    return QuantizedWeight(weight.indices, codebook, Scales(**scales))
+    return QuantizedWeight(weight.indices, codebook, round_scales(weight.scales))
