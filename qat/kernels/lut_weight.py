@@ -3,6 +3,11 @@
 `form` writes `W = codebook[indices] * S`; `pull_back` reduces `dW` to the gradients of what learns.
 The pull-back is linear in `dW`, so micro-batches add up.
 
+The indices come from a `source`: packed ones, or a latent weight `(O, I)` of any float dtype, whose
+index is that of the level nearest to it under the scales (`qat.quant.weight.latent_indices`).
+Scales are taken as they learn, in float32; both functions compute with them rounded to what a
+checkpoint stores, which changes nothing where they are rounded already.
+
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
 """
 
@@ -11,15 +16,49 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from qat.quant.weight import QuantizedWeight, Scales, chosen_levels, dequantize, expand_scales
+from qat.kernels.dispatch import use_triton
+from qat.quant.pack import Packed
+from qat.quant.weight import (
+    QuantizedWeight,
+    Scales,
+    chosen_levels,
+    expand_scales,
+    latent_indices,
+    round_scales,
+)
 
 
-def form(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """`W = codebook[indices] * S`, `(O, I)`: computed in float32, rounded once to `dtype`."""
-    return dequantize(weight).to(dtype)
+def form(
+    source: Packed | Tensor,
+    codebook: Tensor,
+    scales: Scales,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`W = codebook[indices] * S`, `(O, I)`: computed in float32, rounded once to `dtype`.
+
+    The same bits on every device. Written into `out` of that dtype if it is given.
+    """
+    if out is None:
+        out = torch.empty(source.shape, dtype=dtype, device=codebook.device)
+    if use_triton(codebook):
+        from qat.kernels import lut_weight_triton
+
+        lut_weight_triton.form(out, source, codebook, scales)
+        return out
+    weight, S = _weight_and_scale(source, codebook, scales)
+    return out.copy_(chosen_levels(weight) * S)
 
 
-def pull_back(dW: Tensor, weight: QuantizedWeight, wanted: Collection[str]) -> dict[str, Tensor]:
+def pull_back(
+    dW: Tensor,
+    source: Packed | Tensor,
+    codebook: Tensor,
+    scales: Scales,
+    *,
+    wanted: Collection[str],
+) -> dict[str, Tensor]:
     """The gradients that `dW` `(O, I)` implies, in float32, of those parts that are `wanted`.
 
     `wanted` holds names of parts: `codebook` and the fields of `Scales`. With
@@ -27,14 +66,56 @@ def pull_back(dW: Tensor, weight: QuantizedWeight, wanted: Collection[str]) -> d
     `dA = (dS B^T) diag(g)`, `dg = sum_o A * (dS B^T)`, `dB = (A diag(g))^T dS`.
     `d_codebook[c]` sums `dW * S` over the places whose index is `c`.
     """
+    wants = {
+        "wants_codebook": "codebook" in wanted,
+        "wants_scales": any(name in wanted for name in scales.present()),
+    }
+    if not any(wants.values()):
+        return {}
+    if use_triton(codebook):
+        from qat.kernels.lut_weight_triton import reduce as reduce_by_kernel
+
+        d_codebook, dS = reduce_by_kernel(dW, source, codebook, scales, **wants)
+    else:
+        d_codebook, dS = _reduce(dW, source, codebook, scales, **wants)
+    gradients = {} if d_codebook is None else {"codebook": d_codebook}
+    if dS is None:
+        return gradients
+    if scales.scales is not None:
+        return gradients | {"scales": dS}
+    return gradients | _pull_back_low_rank(dS, round_scales(scales), wanted)
+
+
+def _reduce(
+    dW: Tensor,
+    source: Packed | Tensor,
+    codebook: Tensor,
+    scales: Scales,
+    *,
+    wants_codebook: bool,
+    wants_scales: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`."""
     dW = dW.float()
-    gradients = {}
-    if "codebook" in wanted:
-        dWS = dW * expand_scales(weight.scales, dW.shape[1])
-        gradients["codebook"] = _sum_by_level(dWS, weight)
-    if any(name in wanted for name in Scales._fields):
-        gradients |= _pull_back_scales(dW * chosen_levels(weight), weight.scales, wanted)
-    return gradients
+    weight, S = _weight_and_scale(source, codebook, scales)
+    d_codebook = dS = None
+    if wants_codebook:
+        d_codebook = _sum_by_level(dW * S, weight)
+    if wants_scales:
+        dS = dW * chosen_levels(weight)
+        if scales.scales is not None:
+            dS = dS.view(*scales.scales.shape, -1).sum(-1)
+    return d_codebook, dS
+
+
+def _weight_and_scale(
+    source: Packed | Tensor, codebook: Tensor, scales: Scales
+) -> tuple[QuantizedWeight, Tensor]:
+    scales = round_scales(scales)
+    S = expand_scales(scales, source.shape[1])
+    is_packed = isinstance(source, Packed)
+    indices = source.indices() if is_packed else latent_indices(source, S, codebook)
+    return QuantizedWeight(indices, codebook, scales), S
 
 
 def _sum_by_level(dWS: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -47,10 +128,7 @@ def _sum_by_level(dWS: Tensor, weight: QuantizedWeight) -> Tensor:
     return sums.scatter_add_(1, weight.indices.long(), dWS.double()).sum(0).float()
 
 
-def _pull_back_scales(dS: Tensor, scales: Scales, wanted: Collection[str]) -> dict[str, Tensor]:
-    if scales.scales is not None:
-        O, G = scales.scales.shape
-        return {"scales": dS.view(O, G, -1).sum(-1)}
+def _pull_back_low_rank(dS: Tensor, scales: Scales, wanted: Collection[str]) -> dict[str, Tensor]:
     gradients = {}
     if "scale_in" in wanted:
         gradients["scale_in"] = (scales.scale_out * scales.rank_gain).T @ dS

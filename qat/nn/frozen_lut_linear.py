@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.nn.quant_linear import QuantLinear
-from qat.quant.pack import pack, unpack
+from qat.quant.pack import Packed, pack
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight
 
@@ -26,7 +26,10 @@ class FrozenLutLinear(QuantLinear):
         order = codebook.argsort(stable=True).to(self.packed.device, torch.uint8)
         self.packed.copy_(pack(order[self.indices().int()], self.spec.bits))
 
-    @torch.no_grad()
+    def source(self) -> Packed:
+        """The packed indices."""
+        return Packed(self.packed, self.spec.bits, self.in_features)
+
     def indices(self) -> Tensor:
         """The stored index of each weight: `(O, I)` uint8."""
-        return unpack(self.packed, self.spec.bits, self.in_features)
+        return self.source().indices()

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, expand_scales, nearest_indices
+from qat.quant.weight import QuantizedWeight, expand_scales, latent_indices
 
 
 class LutLinear(QuantLinear):
     """Codes follow a latent weight; forward uses only weights that the exported model can hold.
 
-    Backward passes the gradient of the quantized weight to `weight` unchanged (straight-through
+    The latent weight keeps the dtype that it is given, float32 or bfloat16. Backward passes the
+    gradient of the quantized weight to `weight` unchanged (straight-through
     estimator, arXiv:1308.3432) and the exact gradient to `codebook` and the scales.
     """
 
@@ -21,16 +22,17 @@ class LutLinear(QuantLinear):
         self, weight: Tensor, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec
     ) -> None:
         super().__init__(quantized, bias, spec)
-        self.weight = nn.Parameter(weight.detach().float().clone())
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def source(self) -> Tensor:
+        """The latent weight."""
+        return self.weight.detach()
 
     @torch.no_grad()
     def indices(self) -> Tensor:
         """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
         S = expand_scales(self.scales_as_stored(), self.in_features)
-        # training may carry one level past another: rank the levels, then name them as they lie
-        levels, order = self.codebook.sort()
-        nearest = nearest_indices(self.weight, S, levels)
-        return order.to(torch.uint8)[nearest.int()]
+        return latent_indices(self.weight, S, self.codebook)
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         """The latent weight, the codebook and the scales, by name."""

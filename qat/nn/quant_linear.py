@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form, pull_back
+from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales, round_as_stored
+from qat.quant.weight import QuantizedWeight, Scales, round_scales
 
 SCALE_NAMES = Scales._fields
 
 
 class QuantLinear(nn.Module):
-    """`y = x @ W.T + bias` with `W = codebook[indices] * S`; a subclass says what `indices` is.
+    """`y = x @ W.T + bias` with `W = codebook[indices] * S`; a subclass says where indices lie.
 
     Used alone, forward forms `W` and backward pulls its gradient back inside one autograd function.
     In a training step `form_` writes `W` once; every forward until the next `form_` is then a plain
@@ -35,6 +36,10 @@ class QuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("formed", None, persistent=False)
 
+    def source(self) -> Packed | Tensor:
+        """Packed indices, or the latent weight that they follow; no gradient."""
+        raise NotImplementedError
+
     def indices(self) -> Tensor:
         """Which level each weight takes: `(O, I)` uint8, no gradient."""
         raise NotImplementedError
@@ -45,28 +50,34 @@ class QuantLinear(nn.Module):
 
     def scales_as_stored(self) -> Scales:
         """The scales, rounded as a checkpoint stores them, float32, no gradient."""
-        named = self.scale_parameters().items()
-        return Scales(**{name: round_as_stored(name, p.detach()) for name, p in named})
+        return round_scales(self._raw_scales())
+
+    def _raw_scales(self) -> Scales:
+        return Scales(**{name: p.detach() for name, p in self.scale_parameters().items()})
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint would hold now: exactly what forward computes with."""
         return QuantizedWeight(self.indices(), self.codebook.detach(), self.scales_as_stored())
 
     @torch.no_grad()
-    def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def quantized_weight(
+        self, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+    ) -> Tensor:
         """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
-        with _full_precision(self.codebook):
-            return form(self.quantized(), dtype)
+        return form(self.source(), self.codebook, self._raw_scales(), dtype, out=out)
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
-        """Write `W` for the coming forwards; what learns gets its gradient through it."""
-        weight = self.quantized_weight(dtype)
+        """Write `W` for the coming forwards; what learns gets its gradient through it.
+
+        The memory of the last `W` is used again where dtype and device still fit, so that its
+        address stays.
+        """
         learns = self.learns()
-        if self.formed is not None and _kind(self.formed) == (dtype, weight.device, learns):
-            self.formed.copy_(weight)
+        if self.formed is not None and _kind(self.formed) == (dtype, self.codebook.device, learns):
+            self.quantized_weight(dtype, out=self.formed)
             return
-        self.formed = weight
+        self.formed = self.quantized_weight(dtype)
         if learns:
             self.formed.requires_grad_(True)
             self.formed.register_post_accumulate_grad_hook(self._pull_back_formed)
@@ -79,13 +90,12 @@ class QuantLinear(nn.Module):
         """All parameters that the weight is made of, by name; the bias is not among them."""
         return {"codebook": self.codebook, **self.scale_parameters()}
 
+    @torch.no_grad()
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
         """The gradient that `dW` implies for each of `weight_parameters` that is `wanted`."""
-        wanted = [name for name in ("codebook", *SCALE_NAMES) if name in wanted]
-        if not wanted:
-            return {}
-        with _full_precision(dW):
-            return pull_back(dW, self.quantized(), wanted)
+        with torch.autocast(dW.device.type, enabled=False):
+            scales = self._raw_scales()
+            return pull_back(dW, self.source(), self.codebook, scales, wanted=wanted)
 
     def learns(self) -> bool:
         """Whether anything that the weight is made of gets gradients."""
@@ -98,11 +108,13 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def _pull_back_formed(self, formed: Tensor) -> None:
         learning = self._learning()
-        gradients = self.pulled_back(formed.grad, learning.keys())
-        formed.grad = None
-        for name, parameter in learning.items():
-            gradient = gradients[name].to(parameter.dtype)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        dW, formed.grad = formed.grad, None
+        for name, gradient in self.pulled_back(dW, learning.keys()).items():
+            parameter = learning[name]
+            if parameter.grad is None:
+                parameter.grad = gradient.to(parameter.dtype)
+            else:
+                parameter.grad += gradient
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
@@ -153,11 +165,6 @@ class _FormedWeight(torch.autograd.Function):
         wanted = [name for name, is_needed in zip(ctx.names, needed, strict=True) if is_needed]
         gradients = ctx.linear.pulled_back(dW, wanted)
         return None, None, None, *(gradients.get(name) for name in ctx.names)
-
-
-def _full_precision(tensor: Tensor) -> torch.autocast:
-    """No mixed precision inside: what is formed must not depend on where it is formed."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _kind(formed: Tensor) -> tuple[torch.dtype, torch.device, bool]:

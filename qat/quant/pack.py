@@ -1,7 +1,27 @@
 """Indices of 1 to 4 bits, packed into bytes row by row, least significant bit first."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Packed(NamedTuple):
+    """The packed indices of one weight, and what is needed to read them."""
+
+    octets: Tensor
+    """`(O, packed_width)` uint8."""
+    bits: int
+    in_features: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(O, I)`, that of the indices."""
+        return torch.Size((self.octets.shape[0], self.in_features))
+
+    def indices(self) -> Tensor:
+        """`(O, I)` uint8."""
+        return unpack(self.octets, self.bits, self.in_features)
 
 
 def packed_width(in_features: int, bits: int) -> int:

@@ -1,0 +1,131 @@
+"""The Triton kernels of `lut_weight`, interpreted, against plain PyTorch and against float64."""
+
+import pytest
+import torch
+from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
+from quantized import SPECS
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+
+from qat.kernels import lut_weight
+from qat.quant.spec import LutSpec
+from qat.quant.weight import Scales
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
+
+from triton_interpreter import round_to_nearest_bf16
+
+from qat.kernels import lut_weight_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_to_nearest_bf16(monkeypatch)
+
+
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the Triton path computes."""
+    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+
+
+def size(spec: LutSpec) -> tuple[int, int]:
+    """A shape of several tiles in one direction at least, none of them full."""
+    return 37, spec.group_size * max(1, 72 // spec.group_size)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
+def test_every_bit_of_the_formed_weight(spec: LutSpec, source: str, monkeypatch) -> None:
+    parts = random_parts(*size(spec), spec, source)
+    expected = {dtype: lut_weight.form(*parts, dtype) for dtype in DTYPES}
+    by_kernel(monkeypatch)
+    for dtype, weight in expected.items():
+        out = torch.full(weight.shape, torch.nan, dtype=dtype)
+        assert lut_weight.form(*parts, dtype, out=out) is out
+        assert torch.equal(out, weight), dtype
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
+def test_gradients_are_no_worse_than_eager(spec: LutSpec, source: str, monkeypatch) -> None:
+    parts = random_parts(*size(spec), spec, source)
+    dW = torch.randn(size(spec))
+    indices = chosen(*parts)
+    _, eager = gradients(indices, *parts[1:], dW)
+    _, exact = gradients(indices, *parts[1:], dW.double())
+    poison_new_tensors(monkeypatch)
+    by_kernel(monkeypatch)
+    pulled = lut_weight.pull_back(dW, *parts, wanted=exact.keys())
+    assert pulled.keys() == exact.keys()
+    for name, gradient in pulled.items():
+        assert gradient.dtype == torch.float32
+        slack = 2e-6 * max(1.0, exact[name].abs().max().item())
+        assert_no_worse_than_eager(gradient, eager[name], exact[name], slack)
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make what a kernel leaves unwritten be seen."""
+
+    def empty(*shape: object, **options: object) -> Tensor:
+        return torch.full(shape[0] if len(shape) == 1 else shape, torch.nan, **options)
+
+    monkeypatch.setattr(lut_weight_triton.torch, "empty", empty)
+
+
+@pytest.mark.parametrize("wanted", ["codebook", "scales", "scale_in"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_gradient_alone(source: str, wanted: str, monkeypatch) -> None:
+    spec = SPECS["lut2_r4" if wanted == "scale_in" else "lut3"]
+    parts = random_parts(5, 64, spec, source)
+    dW = torch.randn(5, 64).bfloat16()
+    expected = lut_weight.pull_back(dW, *parts, wanted={wanted})
+    by_kernel(monkeypatch)
+    found = lut_weight.pull_back(dW, *parts, wanted={wanted})
+    assert found.keys() == {wanted}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_of_any_dtype_and_layout(dtype: torch.dtype, monkeypatch) -> None:
+    parts = random_parts(24, 64, SPECS["lut4"], "packed")
+    dW = torch.randn(64, 24).to(dtype).T
+    expected = lut_weight.pull_back(dW, *parts, wanted={"codebook", "scales"})
+    by_kernel(monkeypatch)
+    found = lut_weight.pull_back(dW, *parts, wanted={"codebook", "scales"})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("group_size", [6144, 4100])
+def test_a_group_larger_than_a_tile(group_size: int, source: str, monkeypatch) -> None:
+    parts = random_parts(3, group_size, LutSpec(bits=3, group_size=group_size), source)
+    dW = torch.randn(3, group_size)
+    weight = lut_weight.form(*parts, torch.float32)
+    pulled = lut_weight.pull_back(dW, *parts, wanted={"codebook", "scales"})
+    by_kernel(monkeypatch)
+    assert torch.equal(lut_weight.form(*parts, torch.float32), weight)
+    found = lut_weight.pull_back(dW, *parts, wanted={"codebook", "scales"})
+    torch.testing.assert_close(found, pulled, rtol=1e-4, atol=1e-3)
+
+
+def test_a_row_of_low_rank_larger_than_a_tile(monkeypatch) -> None:
+    parts = random_parts(9, 1100, LutSpec(bits=3, scale="low_rank", rank=3, group_size=1), "packed")
+    weight = lut_weight.form(*parts, torch.float32)
+    by_kernel(monkeypatch)
+    assert torch.equal(lut_weight.form(*parts, torch.float32), weight)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1e30])
+def test_far_and_equal_levels(spread: float, monkeypatch) -> None:
+    """Weights beyond every level, scales below float16's normal range, two equal levels."""
+    codebook = torch.tensor([0.5, -1.0, 0.5, 0.0, 2.0, -1.0, 0.25, 1.0])
+    scales = Scales(torch.logspace(-8, 0, 16).view(4, 4))
+    latent = torch.randn(4, 32) * spread
+    latent[0, :4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    weight = lut_weight.form(latent, codebook, scales, torch.float32)
+    by_kernel(monkeypatch)
+    assert torch.equal(lut_weight.form(latent, codebook, scales, torch.float32), weight)

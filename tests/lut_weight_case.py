@@ -1,0 +1,89 @@
+"""Cases for `qat.kernels.lut_weight` and its textbook form, shared by the tests of every path."""
+
+import torch
+from quantized import SPECS, random_codebook, random_scales
+from torch import Tensor
+
+from qat.quant.pack import Packed, pack
+from qat.quant.spec import LutSpec
+from qat.quant.weight import Scales
+
+ODD_SPECS = {
+    "lut1_odd": LutSpec(bits=1, group_size=7),
+    "lut2_odd": LutSpec(bits=2, group_size=3),
+    "lut3_odd": LutSpec(bits=3, group_size=5),
+    "lut4_odd": LutSpec(bits=4, group_size=1),
+    "lut3_g24": LutSpec(bits=3, group_size=24),
+    "lut2_g40": LutSpec(bits=2, group_size=40),
+    "ternary_odd": LutSpec(bits=2, codebook="ternary", group_size=9),
+    "lut3_odd_r5": LutSpec(bits=3, scale="low_rank", rank=5, group_size=11),
+    "lut1_odd_r2": LutSpec(bits=1, scale="low_rank", rank=2, group_size=7),
+}
+"""Group sizes that fill no bytes or are no powers of two; rows that end within a byte."""
+
+ALL_SPECS = {**SPECS, **ODD_SPECS}
+SOURCES = ("packed", "float32", "bfloat16")
+
+
+def random_parts(
+    O: int, I: int, spec: LutSpec, source: str
+) -> tuple[Packed | Tensor, Tensor, Scales]:
+    """Source, codebook and scales: scales not rounded yet, some zero; a latent source has ties.
+
+    Levels lie as training may leave them, in any order.
+    """
+    codebook = random_codebook(spec)[torch.randperm(spec.num_levels)]
+    scales = random_scales(O, I, spec)
+    next(iter(scales.present().values())).view(-1)[::5] = 0
+    if source == "packed":
+        indices = torch.randint(spec.num_levels, (O, I), dtype=torch.uint8)
+        return Packed(pack(indices, spec.bits), spec.bits, I), codebook, scales
+    latent = torch.randn(O, I) * 0.1
+    if spec.scale == "group":
+        levels = codebook.sort().values
+        middles = ((levels[1:] + levels[:-1]) / 2).repeat(O * I)[: O * I].view(O, I)
+        tied = middles * scales.scales.half().float().repeat_interleave(spec.group_size, 1)
+        latent = torch.where(torch.rand(O, I) < 0.3, tied, latent)
+    return latent.to(getattr(torch, source)), codebook, scales
+
+
+def chosen(source: Packed | Tensor, codebook: Tensor, scales: Scales) -> Tensor:
+    """The index of each weight, `(O, I)` int64, by trying every level for a latent source.
+
+    The lower of two levels that are equally near: with `float32` division, as is defined.
+    """
+    if isinstance(source, Packed):
+        return source.indices().long()
+    S = textbook_scale({n: t.float() for n, t in stored(scales).items()}, source.shape[1])
+    scaled = torch.where(S == 0, torch.zeros(()), source.float() / S)
+    levels, order = codebook.sort()
+    middles = (levels[1:] + levels[:-1]) / 2
+    return order[(scaled[..., None] > middles).sum(-1)]
+
+
+def stored(scales: Scales) -> dict[str, Tensor]:
+    """Every scale tensor as a checkpoint holds it, by name."""
+    rounded = {n: t if n == "rank_gain" else t.half() for n, t in scales.present().items()}
+    return {name: tensor.float() for name, tensor in rounded.items()}
+
+
+def textbook_scale(parts: dict[str, Tensor], I: int) -> Tensor:
+    """`S`, written out, with gradients."""
+    if "scales" in parts:
+        return parts["scales"][:, torch.arange(I) // (I // parts["scales"].shape[1])]
+    S = 0
+    for r in range(len(parts["rank_gain"])):
+        column = parts["scale_out"][:, r] * parts["rank_gain"][r]
+        S = S + column[:, None] * parts["scale_in"][r]
+    return S
+
+
+def gradients(
+    indices: Tensor, codebook: Tensor, scales: Scales, dW: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weight and all gradients by autograd, in the dtype of `dW`."""
+    tensors = {"codebook": codebook, **stored(scales)}
+    parts = {name: t.to(dW.dtype, copy=True).requires_grad_() for name, t in tensors.items()}
+    W = parts["codebook"][indices] * textbook_scale(parts, indices.shape[1])
+    W.backward(dW)
+    return W.detach(), {name: part.grad for name, part in parts.items()}
