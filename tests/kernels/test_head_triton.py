@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from head_case import HEADS, HeadCase, head_case
+from teacher_targets import targets_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
@@ -15,6 +16,8 @@ if torch.cuda.is_available():
 from qat.kernels import head as plain
 from qat.kernels import head_triton
 from qat.kernels.head import Head, LogitGradients
+from qat.losses.from_hidden import loss_from_hidden
+from qat.losses.from_logits import loss_from_logits
 
 SHAPES = {
     "odd": dict(T=5, D=70, V=301, N=21, K=18),
@@ -160,3 +163,21 @@ def test_no_token() -> None:
     others = head_triton.other_words(none, head, case.excluded[:0], want_slope=True)
     assert others.lse.shape == (0,) and others.slope.shape == none.shape
     assert head_triton.chosen_logits(none, head, case.ids[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "terms", [{"tail": 1.0, "sampled": 0.5}, {"candidates": 1.0}], ids="+".join
+)
+def test_losses_and_all_gradients(
+    kind: str, terms: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_triton_for", lambda _: head_triton)
+    case = head_case(kind, D=40, V=300).to(torch.float32)
+    targets = targets_of(2 * torch.randn(len(case.hidden), 300), 5)
+    found = loss_from_hidden(case.hidden, case.head, targets, terms, temperature=2.0)
+    logits = case.head.logits(case.hidden)
+    expected = loss_from_logits(logits, targets, terms, temperature=2.0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    pairs = (torch.autograd.grad(x["loss"], case.leaves()) for x in (found, expected))
+    torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-4)
