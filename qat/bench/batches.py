@@ -68,6 +68,12 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
         top_k = min(config.top_k or DEFAULT_TOP_K, vocab_size - 1)
         draws = DEFAULT_DRAWS if "sampled" in config.losses else 0
         length = config.seq_len or DEFAULT_LENGTH
+        longest = student.config.max_position_embeddings
+        if length > longest:
+            raise ConfigError(
+                f"seq_len={length}, but the student reads at most {longest} positions; lower "
+                "--seq-len"
+            )
         return Source(None, length, top_k, draws, vocab_size, config.seed)
     cache = TeacherCache.open(config.cache_dir)
     settings = cache.manifest.settings

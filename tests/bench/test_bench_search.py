@@ -1,0 +1,47 @@
+"""The search finds every threshold exactly, and does not ask more than it must."""
+
+from math import log2
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qat.bench.search import largest_that_fits
+
+SIZES = st.one_of(st.integers(0, 100), st.integers(0, 10**6))
+
+
+class Threshold:
+    """Fits up to a size; remembers what it was asked."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.asked: list[int] = []
+
+    def __call__(self, size: int) -> bool:
+        assert size >= 1
+        self.asked.append(size)
+        return size <= self.largest
+
+
+@settings(max_examples=400, deadline=None)
+@given(largest=SIZES, guess=SIZES)
+def test_any_threshold_is_found_in_few_trials(largest: int, guess: int) -> None:
+    fits = Threshold(largest)
+    assert largest_that_fits(fits, guess) == largest
+    assert len(fits.asked) == len(set(fits.asked))
+    assert len(fits.asked) <= 2 * log2(max(guess, largest, 1)) + 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(largest=SIZES, guess=SIZES, most=st.integers(1, 10**6))
+def test_nothing_beyond_the_most_is_tried(largest: int, guess: int, most: int) -> None:
+    fits = Threshold(largest)
+    assert largest_that_fits(fits, guess, most) == min(largest, most)
+    assert max(fits.asked) <= most
+    assert len(fits.asked) == len(set(fits.asked))
+
+
+def test_a_good_guess_costs_few_trials() -> None:
+    fits = Threshold(24_600)
+    assert largest_that_fits(fits, 24_576) == 24_600
+    assert len(fits.asked) <= 13

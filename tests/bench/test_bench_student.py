@@ -1,0 +1,57 @@
+"""Students of published shapes: their sizes, and codes that are there at once."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qat.bench.config import BenchConfig
+from qat.bench.shapes import SHAPES, shape_called
+from qat.bench.student import WEIGHT_RMS, open_student
+from qat.errors import ConfigError
+from qat.models.hf_quantizer import QatConfig
+from qat.nn.step import quant_linears
+from qat.quant.spec import PRESETS
+
+PUBLISHED = {  # parameters, a tied head once
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+}
+
+
+def test_shapes_have_the_published_number_of_parameters() -> None:
+    assert set(PUBLISHED) == set(SHAPES) - {"tiny"}
+    for name, published in PUBLISHED.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape_called(name)))
+        assert sum(p.numel() for p in model.parameters()) == published, name
+
+
+@pytest.mark.parametrize("preset", ["q2a4", "q2a4_r32"])
+def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
+    model = open_student("tiny", BenchConfig(device="cpu", to=preset)).model
+    linears = quant_linears(model)
+    assert len(linears) == 14
+    for name, linear in linears.items():
+        assert linear.spec == PRESETS[preset].spec_for(name)
+        assert not linear.packed.is_meta and linear.indices().unique().numel() > 1
+        rms = linear.quantized_weight().pow(2).mean().sqrt().item()
+        assert rms == pytest.approx(WEIGHT_RMS, rel=0.25)
+    assert set(QatConfig.of(model).modules) == set(linears)
+
+
+def test_a_student_computes_and_is_the_same_under_one_seed() -> None:
+    config = BenchConfig(device="cpu")
+    ids = torch.arange(8)[None]
+    hidden = [open_student("tiny", config).hidden(ids, ids) for _ in range(2)]
+    assert hidden[0].isfinite().all() and torch.equal(*hidden)
+
+
+def test_an_unknown_shape_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="student=tyni is neither a model directory nor a shape"):
+        open_student("tyni", BenchConfig(device="cpu"))
