@@ -9,7 +9,13 @@ from qat.train.config import StepConfig, TrainConfig
 
 @pytest.mark.parametrize(
     ("text", "gib"),
-    [("16GiB", 16.0), ("1.5 gib", 1.5), ("512MiB", 0.5), ("1GB", 1e9 / 2**30), ("2mb", 2e6 / 2**30)],
+    [
+        ("16GiB", 16.0),
+        ("1.5 gib", 1.5),
+        ("512MiB", 0.5),
+        ("1GB", 1e9 / 2**30),
+        ("2mb", 2e6 / 2**30),
+    ],
 )
 def test_memory_is_read_with_its_unit(text: str, gib: float) -> None:
     assert parse_gib(text) == pytest.approx(gib)

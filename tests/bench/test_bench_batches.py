@@ -1,0 +1,98 @@
+"""Batches: random ones have the form of real ones, real ones come from the cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import build
+from train_case import make_place
+
+from qat import backend
+from qat.bench.batches import check_batch_sizes, open_source
+from qat.bench.config import BenchConfig
+from qat.bench.student import open_student
+from qat.data.reader import TeacherCache
+from qat.errors import CacheError, ConfigError
+
+CPU = backend.select("cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+def config(**values: object) -> BenchConfig:
+    return BenchConfig(device="cpu", **values)
+
+
+def test_a_random_batch_has_the_form_of_a_real_one(place: Path) -> None:
+    student = open_student(str(place / "student"), config())
+    random = open_source(config(seq_len=16, top_k=5, loss="sampled"), student)
+    random, real = random.batch(4, 0, CPU), TeacherCache.open(place / "cache").batch(range(4))
+    for name in random._fields:
+        ours, theirs = getattr(random, name), getattr(real, name)
+        assert ours.dtype == theirs.dtype and ours.dim() == theirs.dim(), name
+        assert ours.shape[:2] == theirs.shape[:2], name
+
+
+def test_random_targets_are_a_distribution_over_distinct_tokens() -> None:
+    student = open_student("tiny", config())
+    batch = open_source(config(), student).batch(3, 0, CPU)
+    assert batch.input_ids.shape == (3, 64) and batch.topk_ids.shape == (3, 64, 64)
+    ids = batch.topk_ids.sort(-1).values
+    assert (ids[..., 1:] > ids[..., :-1]).all() and ids.max() < 512
+    whole = batch.topk_logprobs.exp().sum(-1) + batch.tail_logprob.exp()
+    torch.testing.assert_close(whole, torch.ones(3, 64))
+    assert (batch.topk_logprobs[..., 1:] <= batch.topk_logprobs[..., :-1]).all()
+    assert torch.equal(batch.labels[:, :-1], batch.input_ids[:, 1:])
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    source = open_source(config(), open_student("tiny", config()))
+    first, again, next_step = (source.batch(2, step, CPU) for step in (0, 0, 1))
+    assert torch.equal(first.input_ids, again.input_ids)
+    assert not torch.equal(first.input_ids, next_step.input_ids)
+
+
+def test_a_cache_gives_its_sequences_and_repeats_them_for_large_batches(place: Path) -> None:
+    student = open_student(str(place / "student"), config())
+    source = open_source(config(cache_dir=place / "cache"), student)
+    total = source.num_sequences
+    assert source.kind.startswith("cache ") and source.seq_len == 16 and source.top_k == 5
+    rows = source.batch(2 * total, 0, CPU).input_ids
+    assert len(rows.unique(dim=0)) <= total
+    with pytest.raises(ConfigError, match=f"is more than the {total} training sequences of"):
+        check_batch_sizes(source, (2, total + 1), 1)
+    check_batch_sizes(source, (total,), 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seq_len": 32}, "--seq-len 32, but .* holds 16; leave out --seq-len or choose another"),
+        ({"top_k": 6}, "--top-k 6, but .* holds 5; leave out --top-k"),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused(place: Path, values: dict, message: str) -> None:
+    student = open_student(str(place / "student"), config())
+    with pytest.raises(ConfigError, match=message):
+        open_source(config(cache_dir=place / "cache", **values), student)
+
+
+def test_a_loss_that_the_cache_cannot_feed_is_refused(tmp_path: Path, place: Path) -> None:
+    build(tmp_path / "cache", draws=0)
+    student = open_student(str(place / "student"), config())
+    with pytest.raises(ConfigError, match="losses=sampled reads the teacher's draws"):
+        open_source(config(cache_dir=tmp_path / "cache", loss="sampled"), student)
+
+
+def test_a_cache_over_another_vocabulary_is_refused(place: Path) -> None:
+    with pytest.raises(CacheError, match="over a vocabulary of 320, the student's has 512"):
+        open_source(config(cache_dir=place / "cache"), open_student("tiny", config()))
+
+
+def test_sequences_beyond_the_students_positions_are_refused() -> None:
+    student = open_student("tiny", config())
+    with pytest.raises(ConfigError, match="seq_len=50000, but the student reads at most 40960"):
+        open_source(config(seq_len=50_000), student)

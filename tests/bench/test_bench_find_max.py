@@ -1,0 +1,111 @@
+"""The search for the largest batch: its memory model, and trials that leave nothing behind."""
+
+import pytest
+import torch
+
+from qat import backend
+from qat.bench.find_max import MemoryModel, Trials, find_max_batch
+from qat.bench.isolation import unless_out_of_memory
+from qat.errors import ConfigError
+
+
+class Card(backend.Backend):
+    """A device of our own making: `peak = 2 + 0.25 * batch` GiB, and memory that can leak."""
+
+    def __init__(self, memory_gib: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.facts = {"memory": memory_gib, "held": 2.0, "peak": 0.0, "steps": []}
+
+    def step(self, batch_size: int) -> None:
+        self.facts["steps"].append(batch_size)
+        self.facts["peak"] = 2 + 0.25 * batch_size
+        if self.facts["peak"] > self.facts["memory"]:
+            raise torch.OutOfMemoryError("full")
+
+    def held_memory_gib(self) -> float:
+        return self.facts["held"]
+
+    def peak_memory_gib(self) -> float:
+        return self.facts["peak"]
+
+    def reset_peak_memory(self) -> None:
+        self.facts["peak"] = 0.0
+
+    def free_memory(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("memory", [2.25, 2.5, 3.0, 10.1, 1000.0])
+def test_the_largest_is_exact_and_the_model_predicts_it(memory: float) -> None:
+    card = Card(memory)
+    found = find_max_batch(Trials(card.step, card), memory, seq_len=1024)
+    assert found.largest == int((memory - 2) / 0.25)
+    assert len(card.facts["steps"]) == len(set(card.facts["steps"]))
+    assert [trial.fits for trial in found.trials] == sorted(
+        (trial.fits for trial in found.trials), reverse=True
+    )
+    if memory > 2.5:
+        assert found.predicted == found.largest
+        assert found.model.fixed_gib == pytest.approx(2)
+        assert found.model.per_sequence_gib == pytest.approx(0.25)
+
+
+def test_a_wrong_prediction_is_overruled_by_trials() -> None:
+    card = Card(10.0)
+    found = find_max_batch(Trials(card.step, card), 500.0, seq_len=1024)
+    assert found.predicted == 1992 and found.largest == 32
+
+
+def test_only_the_sizes_named_are_considered() -> None:
+    card = Card(10.0)
+    found = find_max_batch(Trials(card.step, card), 10.0, seq_len=1024, sizes=(8, 24, 40))
+    assert found.largest == 24
+    assert set(card.facts["steps"]) <= {4, 8, 24, 40}
+
+
+def test_not_even_one_sequence_is_a_mistake_of_the_user() -> None:
+    card = Card(2.1)
+    with pytest.raises(ConfigError, match="batch_size=1 does not fit into 2.1 GiB; add --grad"):
+        find_max_batch(Trials(card.step, card), 2.1, seq_len=1024)
+
+
+def test_a_model_predicts_no_negative_batch() -> None:
+    assert MemoryModel(4.0, 0.5).largest(3.0) == 0
+    assert MemoryModel(4.0, 0.5).peak_gib(4) == 6.0
+
+
+def test_a_failed_run_that_leaves_memory_behind_is_our_bug() -> None:
+    card = Card(10.0)
+
+    def leak() -> None:
+        card.facts["held"] += 1.0
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(AssertionError, match=r"running out of memory left 1\.000 GiB behind"):
+        unless_out_of_memory(leak, card)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("no")])
+def test_every_other_error_propagates(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        unless_out_of_memory(fail, backend.select("cpu"))
+
+
+def test_tensors_of_a_failed_run_are_freed_with_its_frames() -> None:
+    cpu = backend.select("cpu")
+
+    def inner(kept: torch.Tensor) -> None:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    def outer() -> None:
+        block = torch.ones(2**27)  # half a GiB, far above the slack
+        inner(block)
+
+    assert unless_out_of_memory(outer, cpu) is None
+    assert unless_out_of_memory(lambda: 3, cpu) == 3
