@@ -51,6 +51,18 @@ def test_steps_below_the_spacing_add_up() -> None:
     assert torch.equal(before.parameter - 1e-4, before.parameter)  # what rounding to nearest does
 
 
+def test_the_second_moment_forgets_although_it_forgets_less_than_the_spacing() -> None:
+    before = moving(4000)
+    rates = RATES._replace(beta2=0.999, lr=0.0, decay=0.0)
+    before.gradient.zero_()
+    before.exp_avg_sq.fill_(1.0)
+    for step in range(100):
+        stochastic_adamw_(before, shared(), rates, Noise(0, step, 0))
+    assert before.exp_avg_sq.double().mean().item() == pytest.approx(0.999**100, abs=2e-3)
+    one = torch.ones((), dtype=torch.bfloat16)
+    assert one * 0.999 == one  # what rounding to nearest does
+
+
 def test_noise_depends_on_seed_step_and_tensor_alone() -> None:
     before = moving(3000)
 
