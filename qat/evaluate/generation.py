@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 from qat.errors import ConfigError
 from qat.evaluate.divergence import judging
 from qat.models.language_model import LanguageModel
+from qat.models.regions import as_written
 
 
 class Generated(NamedTuple):
@@ -49,7 +50,8 @@ def generate_text(
     ids = encode_prompt(tokenizer, prompt, raw=raw).to(model.device)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
     config = _generation_config(model, max_new_tokens, temperature, top_p)
-    with judging(model), _generating_by(model, config):
+    # a compiled layer would be compiled again for every length
+    with judging(model), as_written(model.model), _generating_by(model, config):
         answer = model.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer
         )

@@ -91,9 +91,7 @@ def _heads_last(like: Tensor) -> Tensor:
     return like.new_empty(B, S, H, D).transpose(1, 2)
 
 
-def _keep_inputs(
-    ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor
-) -> None:
+def _keep_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 

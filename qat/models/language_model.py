@@ -5,6 +5,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qat.errors import CheckpointError
+from qat.kernels.attention import document_mask
+from qat.kernels.head import Head
+from qat.models.attention import causal_mask, use_packed_attention
 
 SPLIT_TOLERANCE = 0.02
 """Largest difference that two orders of the same sums may make, relative to the largest logit."""
@@ -19,6 +22,8 @@ class LanguageModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._is_plain = use_packed_attention(model)
+        self._cast_head: Tensor | None = None
 
     @property
     def config(self) -> object:
@@ -35,12 +40,28 @@ class LanguageModel:
         """Where the input ids go."""
         return self.model.get_input_embeddings().weight.device
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The last hidden state, `(B, S, D)`."""
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:
+        """The last hidden state, `(B, S, D)`; nothing waits for the device.
+
+        `is_packed=False` promises that every row is one document, which longer sequences
+        (beyond `qat.kernels.attention.MAX_TILE`) compute faster.
+        """
+        extra = self._attention_inputs(position_ids, is_packed) if self._is_plain else {}
         body = self.model.base_model
         return body(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
         ).last_hidden_state
+
+    def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
+        """The mask, made here: transformers would ask the device whether rows are packed."""
+        mask = document_mask(position_ids) if is_packed else None
+        if mask is None:
+            mask = causal_mask(position_ids.shape[1], position_ids.device)
+        return {
+            "attention_mask": mask,
+            "document_positions": position_ids,
+            "is_packed": is_packed,
+        }
 
     @torch.no_grad()
     def check_split(self) -> None:
@@ -65,9 +86,24 @@ class LanguageModel:
                 "choose another model"
             )
 
+    @property
+    def softcap(self) -> float | None:
+        """The bound that the model's logits are softly kept in, if there is one."""
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    def head_in(self, dtype: torch.dtype) -> Head:
+        """The output embedding for computing in `dtype`; a cast that it needs is made once."""
+        head = self.head
+        weight, bias = head.weight, head.bias
+        if weight.dtype != dtype and not weight.requires_grad:
+            if self._cast_head is None or self._cast_head.dtype != dtype:
+                self._cast_head = weight.detach().to(dtype)
+            weight = self._cast_head
+        return Head(weight, bias, self.softcap)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`(..., D)` to `(..., V)`, soft-capped if the model does so."""
         head = self.head
         logits = head(hidden.to(head.weight.device))
-        softcap = getattr(self.config, "final_logit_softcapping", None)
+        softcap = self.softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

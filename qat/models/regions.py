@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -48,8 +48,7 @@ class Regions:
             if every is not None and index % every == 0:
                 run = _Recomputed(run)
             layer.forward = run
-        norm = getattr(self._model.base_model, "norm", None)
-        if norm is not None:
+        for norm in _last_norm(self._model):
             norm.forward = self._compiled(norm.forward)
 
     def _compiled(self, forward: Callable) -> Callable:
@@ -59,16 +58,21 @@ class Regions:
 
     def remove(self) -> None:
         """Let the layers run as their class says."""
-        norm = getattr(self._model.base_model, "norm", None)
-        for module in (*decoder_layers(self._model), norm):
-            if module is not None:
-                vars(module).pop("forward", None)
+        for module in (*decoder_layers(self._model), *_last_norm(self._model)):
+            vars(module).pop("forward", None)
+
+
+def _last_norm(model: PreTrainedModel) -> list[nn.Module]:
+    """The norm behind the last layer, if the model keeps it where most do."""
+    norm = getattr(model.base_model, "norm", None)
+    return [] if norm is None else [norm]
 
 
 @contextmanager
 def as_written(model: PreTrainedModel) -> Iterator[None]:
     """Run a block with every region plain: generation's shapes would compile at each token."""
-    modules = [module for module in model.modules() if "forward" in vars(module)]
+    regions = (*decoder_layers(model), *_last_norm(model))
+    modules = [module for module in regions if "forward" in vars(module)]
     kept = [vars(module).pop("forward") for module in modules]
     try:
         yield

@@ -51,9 +51,13 @@ class Judge:
 
     def _batches(self) -> Iterator[Batch]:
         count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))
-        for start in range(0, count, self.config.batch_size):
-            indices = np.arange(start, min(start + self.config.batch_size, count))
-            yield self.cache.batch(indices, split="held_out")
+        size = min(self.config.batch_size, count)
+        for start in range(0, count, size):
+            # the last batch is filled up, for a compiled model knows one shape
+            places = np.arange(start, start + size)
+            batch = self.cache.batch(places % count, split="held_out")
+            is_new = torch.from_numpy(places < count)
+            yield batch._replace(mask=batch.mask & is_new[:, None])
 
 
 def score(verdict: dict[str, float | str | None]) -> float:

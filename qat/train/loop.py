@@ -1,45 +1,31 @@
 """The one training loop.
 
-Each optimizer step forms every quantized weight once, runs micro-batches through an ordinary model,
-and divides the summed loss by the step's count of valid tokens.
+It asks for batches ahead of time, takes steps, and every so often logs, judges and saves.
 """
 
 import logging
 import math
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import closing
 
 from torch import Tensor
 
 from qat import backend as backends
+from qat.data.ahead import ahead
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
-from qat.evaluate.targets import to_targets
-from qat.logs import JsonLines, progress
-from qat.losses.chunked import loss_from_hidden
+from qat.logs import JsonLines, Ticker, progress
 from qat.models.language_model import LanguageModel
-from qat.models.swap import decoder_layers
-from qat.nn.step import form_moved_weights, release_weights
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer
 from qat.train.run import HEARTBEAT, METRICS, Run, save_training_state
+from qat.train.step import StepResult, TrainingStep
 
 logger = logging.getLogger(__name__)
-
-
-class StepResult(NamedTuple):
-    """What one optimizer step saw; tensors stay on the device until somebody logs them."""
-
-    sums: dict[str, Tensor]
-    """Nats summed over valid tokens, by loss, and their weighted sum as `loss`."""
-    grad_norm: Tensor
-    """Before clipping."""
-    valid_tokens: int
-    positions: int
-    """Tokens including those that do not count."""
 
 
 class Trainer:
@@ -63,15 +49,11 @@ class Trainer:
         self.run = run
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
+        self.take_step = TrainingStep(student, optimizer, config)
         self.step = 0
         self.best = math.inf
         self._trouble: Tensor | float = 0.0
         """NaN once any gradient norm was not finite; stays on the device between checks."""
-        if config.gradient_checkpointing:
-            model = student.model  # newer transformers give the method another name
-            name = "activation_checkpointing_enable"
-            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
 
     def train(self) -> None:
         """Run until `max_steps`, from wherever the run stands.
@@ -81,70 +63,52 @@ class Trainer:
         """
         metrics = JsonLines(self.run.path / METRICS)
         speed = _Speed(JsonLines(self.run.path / HEARTBEAT), self.backend)
+        stream = ahead(self._micro_batches(), self.backend.batches_ahead())
         try:
-            with progress("training", self.config.max_steps, "steps") as ticker:
+            with progress("training", self.config.max_steps, "steps") as ticker, closing(stream):
                 ticker.advance(self.step)
                 if self.step == 0:
                     self._evaluate(metrics)
-                while self.step < self.config.max_steps:
-                    result = self._take_step()
-                    self.step += 1
-                    speed.count(result.positions)
-                    if self._is_due(self.config.log_every):
-                        ticker.note(self._log(metrics, speed, result))
-                    ticker.advance()
-                    if self._is_due(self.config.eval_every, self.config.save_every):
-                        self._pause(metrics, result)
-                        speed.restart()
+                for batches in stream:
+                    self._advance(batches, metrics, speed, ticker)
         finally:
             metrics.close()
             speed.close()
-            release_weights(self.student.model)
+            self.take_step.close()
+
+    def _advance(
+        self, batches: list[Batch], metrics: JsonLines, speed: "_Speed", ticker: Ticker
+    ) -> None:
+        """One step, and what is due after it."""
+        result = self.take_step(batches, self.step)
+        self._trouble = self._trouble + 0.0 * result.grad_norm
+        self.step += 1
+        speed.count(result.positions)
+        if self._is_due(self.config.log_every):
+            ticker.note(self._log(metrics, speed, result))
+        ticker.advance()
+        if self._is_due(self.config.eval_every, self.config.save_every):
+            self._pause(metrics, result)
+            speed.restart()
 
     def _is_due(self, *periods: int) -> bool:
         is_last = self.step == self.config.max_steps
         return is_last or any(self.step % period == 0 for period in periods)
 
-    def _take_step(self) -> StepResult:
-        batches = self._micro_batches()
-        valid = sum(int(batch.mask.sum()) for batch in batches)
-        form_moved_weights(self.student.model, self.dtype)
-        for layer in decoder_layers(self.student.model):
-            # transformers checkpoints a layer in training mode; its children, and with them
-            # dropout, stay in eval mode
-            layer.training = self.config.gradient_checkpointing
-        sums: dict[str, Tensor] = {}
-        for batch in batches:
-            parts = self._losses(batch.to(self.student.device))
-            (parts["loss"] / max(valid, 1)).backward()
-            sums = {name: sums.get(name, 0) + part.detach() for name, part in parts.items()}
-        norm = self.optimizer.step(self.step)
-        self._trouble = self._trouble + 0.0 * norm
-        return StepResult(sums, norm, valid, sum(b.mask.numel() for b in batches))
-
-    def _micro_batches(self) -> list[Batch]:
-        """This step's sequences, on the host: which ones depends on seed and step alone."""
-        config = self.config
-        indices = sequence_indices(
-            config.seed, self.step, config.sequences_per_step, self.cache.num_sequences("train")
-        )
-        parts = indices.reshape(config.grad_accum_steps, config.batch_size)
-        return [self.cache.batch(part) for part in parts]
-
-    def _losses(self, batch: Batch) -> dict[str, Tensor]:
-        with self.backend.autocast(self.dtype):
-            hidden = self.student.hidden(batch.input_ids, batch.position_ids)
-            return loss_from_hidden(
-                hidden.flatten(0, 1),
-                self.student.logits,
-                to_targets(batch),
-                self.config.losses,
-                temperature=self.config.temperature,
+    def _micro_batches(self) -> Iterator[list[Batch]]:
+        """The sequences of each step to come, on the host: seed and step alone decide which."""
+        config, pinned = self.config, self.backend.pinned
+        for step in range(self.step, config.max_steps):
+            indices = sequence_indices(
+                config.seed, step, config.sequences_per_step, self.cache.num_sequences("train")
             )
+            parts = indices.reshape(config.grad_accum_steps, config.batch_size)
+            yield [Batch(*map(pinned, self.cache.batch(part))) for part in parts]
 
     def _log(self, metrics: JsonLines, speed: "_Speed", result: StepResult) -> str:
         """Write the step's lines; returns what the progress line shows."""
-        count = max(result.valid_tokens, 1)
+        valid_tokens = int(result.valid_tokens)
+        count = max(valid_tokens, 1)
         means = {f"{name}_nats": part.item() / count for name, part in result.sums.items()}
         self._check_finite(result)
         metrics.write(
@@ -153,7 +117,7 @@ class Trainer:
             **means,
             grad_norm=result.grad_norm.item(),
             lr_share=self.optimizer.lr_share(self.step - 1),
-            valid_tokens=result.valid_tokens,
+            valid_tokens=valid_tokens,
         )
         tokens_per_s = speed.write(self.step)
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
@@ -190,7 +154,7 @@ class Trainer:
         self.run.remove_old(self.config.keep)
 
     def _check_finite(self, result: StepResult) -> None:
-        loss = result.sums["loss"].item() / max(result.valid_tokens, 1)
+        loss = result.sums["loss"].item() / max(int(result.valid_tokens), 1)
         if math.isfinite(loss + self._trouble):
             return
         latest = self.run.pointed("latest")

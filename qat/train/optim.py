@@ -146,9 +146,13 @@ class Optimizer:
             norm = self.loss_scale.settle(norm)
         for mover in self._movers:
             mover.move(step, self.lr_share(step), factor)
+        self.forget_gradients()
+        return norm
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        return norm
 
     def lr_share(self, step: int) -> float:
         """The schedule's share of the peak at `step`."""

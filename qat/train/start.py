@@ -26,6 +26,7 @@ from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.run import Run, load_training_state
+from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +75,14 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
     cache.check_student(
         tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
     )
-    optimizer, step, best = _prepare(model, config, checkpoint)
+    resolved = check_dtype(config)
+    optimizer, step, best = _prepare(model, resolved, checkpoint)
     if checkpoint is None:
         run.begin(config, student)
     run.forget_after(step)
     run.write_facts(cache_content=content, **_facts(config, student, cache, optimizer))
-    judge = Judge(model, tokenizer, cache, config)
-    trainer = Trainer(model, cache, optimizer, judge, run=run, config=config)
+    judge = Judge(model, tokenizer, cache, resolved)
+    trainer = Trainer(model, cache, optimizer, judge, run=run, config=resolved)
     trainer.step, trainer.best = step, best
     trainer.train()
     final = out / _final_name(model.model, config, trainer)
@@ -127,7 +129,7 @@ def _facts(
         "teacher": cache.manifest.teacher.name,
         "config_fingerprint": config.fingerprint(),
         "device": backend.name(),
-        "dtype": str(backend.dtype(config.dtype)).removeprefix("torch."),
+        "dtype": backend.dtype_name(config.dtype),
         "learnable": sum(p.numel() for p in optimizer.parameters.values()),
     }
 
@@ -138,8 +140,7 @@ def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
     for letter, part in (("q", ".mlp."), ("a", ".self_attn.")):
         bits = {m.spec.bits for name, m in quant_linears(model).items() if part in name}
         quant += f"{letter}{min(bits)}" if bits else ""
-    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.dtype]
-    return f"{quant}_{config.scope}_{trainer.best:.2f}_{dtype}"
+    return f"{quant}_{config.scope}_{trainer.best:.2f}_{trainer.config.dtype}"
 
 
 def _copy_packed(checkpoint: Path, final: Path) -> None:

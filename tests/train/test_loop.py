@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_padding_is_divided_out(place: Path, tmp_path: Path) -> None:
         batch = batch._replace(labels=torch.where(batch.mask, batch.labels, ids))
         logprobs = torch.where(batch.mask[..., None], batch.topk_logprobs, -1.0 - noise)
         batch = batch._replace(topk_logprobs=logprobs)
-        trainer._micro_batches = lambda batch=batch: [batch]
+        trainer._micro_batches = lambda batch=batch: iter([[batch]])
         found.append(first_gradients(trainer))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -144,7 +145,7 @@ def test_every_loss_teaches(place: Path, tmp_path: Path, loss: str) -> None:
         place, tmp_path, loss=loss, max_steps=5, warmup_steps=0, schedule="constant", batch_size=8
     )
     rows = trainer.cache.batch(np.arange(8))
-    trainer._micro_batches = lambda: [rows]
+    trainer._micro_batches = lambda: repeat([rows], trainer.config.max_steps)
     trainer.train()
     losses = [line["loss_nats"] for line in metrics(trainer, "train")]
     assert losses[-1] < losses[0]

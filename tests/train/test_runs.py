@@ -190,7 +190,7 @@ def test_the_directory_of_a_run(place: Path, whole) -> None:
     facts = json.loads((out / "run.json").read_text())
     cache = TeacherCache.open(place / "cache").manifest
     assert facts["cache_fingerprint"] == cache.fingerprint and facts["teacher"] == "tiny"
-    assert facts["student"] == str(place / "student") and facts["dtype"] == "float32"
+    assert facts["student"] == str(place / "student") and facts["dtype"] == "fp32"
     assert facts["device"] == "cpu" and facts["torch"] == torch.__version__
     assert facts["learnable"] > 0 and len(facts["config_fingerprint"]) == 12
     assert {"commit", "qat", "transformers", "python"} <= facts.keys()
@@ -397,7 +397,7 @@ def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
         ({"max_steps": 0}, "max_steps=0: Input should be greater than 0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"temperature": 0}, "temperature=0"),
-        ({"dtype": "fp16"}, "dtype='fp16': Input should be 'auto', 'fp32' or 'bf16'"),
+        ({"dtype": "int8"}, "dtype='int8': Input should be 'auto', 'fp32', 'tf32', 'bf16' or"),
         ({"schedule": "linear"}, "schedule='linear'"),
         ({"lr_biases": 1}, "lr_biases: Extra inputs are not permitted"),
     ],

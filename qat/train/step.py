@@ -1,0 +1,211 @@
+"""One optimizer step: form every weight once, run micro-batches, pull back, move what learns.
+
+Nothing in a step waits for the device. On a GPU the first steps compile; then forward and backward
+of a micro-batch are recorded as one graph and replayed, where its size makes that pay.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat import backend as backends
+from qat.data.batch import Batch
+from qat.evaluate.targets import to_targets
+from qat.kernels.attention import MAX_TILE
+from qat.losses.from_hidden import loss_from_hidden
+from qat.models.language_model import LanguageModel
+from qat.models.precision import compute_in
+from qat.models.regions import Regions, compile_facts
+from qat.nn.step import form_moved_weights, release_weights
+from qat.train.config import StepConfig
+from qat.train.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+EAGER_STEPS = 2
+"""Steps before recording: the compiler and the allocator must have seen everything once."""
+GRAPH_TOKENS = 2**16
+"""Largest micro-batch worth recording: beyond, launches hide behind the work."""
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step saw; tensors stay on the device until somebody logs them."""
+
+    sums: dict[str, Tensor]
+    """Nats summed over valid tokens, by loss, and their weighted sum as `loss`."""
+    grad_norm: Tensor
+    """Before clipping."""
+    valid_tokens: Tensor
+    """Tokens that count."""
+    positions: int
+    """Tokens including those that do not count."""
+
+
+class TrainingStep:
+    """The step of one student; calling it takes one."""
+
+    def __init__(self, student: LanguageModel, optimizer: Optimizer, config: StepConfig) -> None:
+        self.student = student
+        self.optimizer = optimizer
+        self.config = config
+        self.backend = backends.select(config.device)
+        self.dtype = self.backend.dtype(config.dtype)
+        self.fallback: str | None = None
+        """Why the layers run uncompiled although they should be compiled."""
+        is_compiled = config.compile == "on" or (
+            config.compile == "auto" and self.backend.compiles()
+        )
+        every = config.checkpoint_every if config.gradient_checkpointing else None
+        self._regions = Regions(student.model, is_compiled=is_compiled, recompute_every=every)
+        self._before = compile_facts()
+        self._taken = 0
+        self._graph: _Graph | None = None
+        compute_in(student.model, self.dtype)
+        self._regions.install()
+
+    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Take optimizer step number `step` over equally shaped micro-batches.
+
+        The batches may lie in pinned host memory or on the device.
+        """
+        is_packed = any(map(_is_packed, batches))
+        batches = [batch.to(self.student.device) for batch in batches]
+        valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
+        with self.backend.matmul_precision(self.config.dtype):
+            form_moved_weights(self.student.model, self.dtype)
+            sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
+        norm = self.optimizer.step(step)
+        self._taken += 1
+        names = (*self.config.losses, "loss")
+        by_name = dict(zip(names, sums.unbind(), strict=True))
+        return StepResult(by_name, norm, valid, sum(batch.mask.numel() for batch in batches))
+
+    def _micro_steps(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
+        if self._taken == 0:
+            return self._first(batches, valid, is_packed)
+        if self._taken >= EAGER_STEPS and self._graph is None and self._is_worth_a_graph(batches):
+            self._graph = _Graph(
+                lambda batch, count: self._micro_step(batch, count, is_packed),
+                batches[0],
+                valid,
+                step=self,
+            )
+        if self._graph is not None and self._graph.fits(batches[0]):
+            return self._graph.run(batches, valid)
+        return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
+
+    def _is_worth_a_graph(self, batches: list[Batch]) -> bool:
+        is_small = batches[0].mask.numel() <= GRAPH_TOKENS
+        return is_small and self.backend.records() and self.fallback is None
+
+    def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
+        """The first step, which compiles; if that fails, all layers run as they are written."""
+        try:
+            return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        logger.warning(
+            "the layers cannot be compiled (%s): they run uncompiled, more slowly", self.fallback
+        )
+        self.optimizer.forget_gradients()
+        self._regions.remove()
+        self._regions.is_compiled = False
+        self._regions.install()
+        return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
+
+    def _micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
+        """Forward and backward of one micro-batch: the sum of each loss, their total last."""
+        with self.backend.autocast(self.dtype):
+            hidden = self.student.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
+        parts = loss_from_hidden(
+            hidden.flatten(0, 1).to(self.dtype),
+            self.student.head_in(self.dtype),
+            to_targets(batch),
+            self.config.losses,
+            temperature=self.config.temperature,
+        )
+        self.optimizer.scale_loss(parts["loss"] / valid).backward()
+        return torch.stack([part.detach() for part in parts.values()])
+
+    def compile_facts(self) -> dict[str, object]:
+        """Whether the layers are compiled, into how many graphs, how often anew, and why not."""
+        found = compile_facts()
+        return {
+            "compiled": self._regions.is_compiled,
+            "graphs": found.graphs - self._before.graphs,
+            "recompiles": found.recompiles - self._before.recompiles,
+            "cuda_graph": self._graph is not None,
+            "fallback": self.fallback,
+        }
+
+    def close(self) -> None:
+        """Drop the recorded graph and the formed weights; layers run as written again."""
+        self._graph = None
+        self._regions.remove()
+        release_weights(self.student.model)
+
+
+class _Graph:
+    """Forward and backward of one micro-batch, recorded once and replayed on other data."""
+
+    def __init__(
+        self,
+        run: Callable[[Batch, Tensor], Tensor],
+        batch: Batch,
+        valid: Tensor,
+        *,
+        step: TrainingStep,
+    ) -> None:
+        self._batch = Batch(*(tensor.clone() for tensor in batch))
+        self._valid = valid.clone()
+        step.backend.free_memory()
+        self._replay, self._sums = step.backend.record(lambda: run(self._batch, self._valid))
+        every = step.optimizer.parameters.values()
+        self._parameters = [parameter for parameter in every if parameter.grad is not None]
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        step.optimizer.forget_gradients()
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the batch has the recorded shapes."""
+        pairs = zip(batch, self._batch, strict=True)
+        return all(new.shape == old.shape for new, old in pairs)
+
+    def run(self, batches: list[Batch], valid: Tensor) -> Tensor:
+        """The summed losses over all micro-batches; their gradients lie in the parameters."""
+        self._valid.copy_(valid)
+        gradients, sums = self._gradients, 0
+        for number, batch in enumerate(batches):
+            for old, new in zip(self._batch, batch, strict=True):
+                old.copy_(new)
+            self._replay()
+            sums = sums + self._sums
+            if len(batches) == 1:
+                break
+            if number == 0:
+                gradients = [gradient.clone() for gradient in self._gradients]
+            else:
+                torch._foreach_add_(gradients, self._gradients)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return sums
+
+
+def _is_packed(batch: Batch) -> bool:
+    """Whether a row holds several documents; assumed where looking would wait for the device."""
+    if batch.position_ids.shape[1] <= MAX_TILE or batch.position_ids.device.type != "cpu":
+        return True
+    return bool((batch.position_ids[:, 1:] == 0).any())
+
+
+def check_dtype(config: StepConfig) -> StepConfig:
+    """The settings with `dtype=auto` replaced by what it means on their device.
+
+    Raises:
+        ConfigError: the device is not there or lacks the dtype.
+    """
+    return config.model_copy(
+        update={"dtype": backends.select(config.device).dtype_name(config.dtype)}
+    )
