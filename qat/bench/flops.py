@@ -95,7 +95,7 @@ def measure_roofline(backend: Backend, dtype: str) -> Roofline:
 
 
 def _measure_matmul(backend: Backend, dtype: torch.dtype) -> float:
-    n, best = 1024, math.inf
+    n, best = 256, math.inf
     while True:
         a, b = (torch.randn(n, n, device=backend.device).to(dtype) for _ in range(2))
         out = a @ b

@@ -13,6 +13,7 @@ import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Self
 
 from qat.backend import Backend
 from qat.bench.config import MeasureConfig
@@ -27,7 +28,10 @@ IN_EVERY_ROW = ("commit", "device", "torch", "triton")
 
 
 class Results:
-    """The directory of one benchmark; nothing is there before the first row."""
+    """The directory of one benchmark; nothing is there before the first row.
+
+    A context manager: what was measured before an error stays in the file of rows.
+    """
 
     def __init__(self, out: Path | None, environment: dict[str, object]) -> None:
         self.path = out or HOME / datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -45,10 +49,17 @@ class Results:
         self.rows.append({**row, **common})
         self._lines.write(**self.rows[-1])
 
-    def finish(self, **summary: object) -> None:
-        """Write the table and the whole; call it once, after the last row."""
+    def __enter__(self) -> Self:
+        """Ready for rows."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file of rows."""
         if self._lines is not None:
             self._lines.close()
+
+    def finish(self, **summary: object) -> None:
+        """Write the table and the whole, after the last row."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / TABLE, as_csv(self.rows))
         whole = {"environment": self.environment, **summary, "rows": self.rows}

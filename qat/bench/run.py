@@ -116,24 +116,25 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
     """
     devices = () if config.planned is None else devices_named(config.planned)
     config, backend = check_dtype(config), select(config.device)
-    results = Results(out, environment(backend, config))
-    began = time.perf_counter()
-    setting, model = prepare(config, student)
-    if not config.find_max_batch:
-        sizes = config.sizes or (config.batch_size,)
-        check_batch_sizes(setting.data, sizes, config.grad_accum_steps)
-    bench = _Bench(setting, Ours(model, config), results)
-    load_s = time.perf_counter() - began
-    with setting.memory_limit():
-        if config.find_max_batch:
-            search = bench.find_max(config.sizes)
-        else:
-            search = None
-            bench.measure_all(config.sizes or (config.batch_size,))
-        predictions = bench.plan(devices, search) if devices else ()
-    fit = bench.fit()
-    found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
-    results.finish(**found, roofline=asdict(setting.roofline))
+    with Results(out, environment(backend, config)) as results:
+        began = time.perf_counter()
+        setting, model = prepare(config, student)
+        if not config.find_max_batch:
+            sizes = config.sizes or (config.batch_size,)
+            check_batch_sizes(setting.data, sizes, config.grad_accum_steps)
+        bench = _Bench(setting, Ours(model, config), results)
+        load_s = time.perf_counter() - began
+        search, predictions = None, ()
+        with setting.memory_limit():
+            if config.find_max_batch:
+                search = bench.find_max(config.sizes)
+            else:
+                bench.measure_all(config.sizes or (config.batch_size,))
+            if devices:
+                predictions = bench.plan(devices, search)
+        fit = bench.fit()
+        found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
+        results.finish(**found, roofline=asdict(setting.roofline))
     return BenchReport(results.path, results.rows, load_s, fit, search, predictions)
 
 

@@ -68,33 +68,34 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
     if set(config.cases) - {"ours", "reference"}:
         check_losses(config.losses)
     config, backend = check_dtype(config), select(config.device)
-    results = Results(out, environment(backend, config))
-    setting, model = prepare(config, student)
-    check_batch_sizes(setting.data, (config.batch_size,), config.grad_accum_steps)
-    cases = _Cases(setting, model)
-    found: dict[str, list[Timing]] = defaultdict(list)
-    status = {name: cases.missing(name) for name in config.cases}
-    with setting.memory_limit():
-        for number in range(config.rounds):
-            for name in config.cases[:: -1 if number % 2 else 1]:
-                if status[name] is None:
-                    timing = cases.time(name)
-                    if timing is None:
-                        status[name] = "OOM"
-                        continue
-                    found[name].append(timing)
-                    row = cases.row("baseline-round", name, timing)
-                    results.add(**row, round=number, status="OK")
-    merged = {name: _merged(timings) for name, timings in found.items()}
-    rows = []
-    for name in config.cases:
-        row = cases.row("baseline", name, merged.get(name))
-        if name in merged and "ours" in merged:
-            row["ours_over_this"] = merged["ours"].tokens_per_s / merged[name].tokens_per_s
-        rows.append({**row, "status": status[name] or "OK"})
-        results.add(**rows[-1])
-    results.finish()
+    with Results(out, environment(backend, config)) as results:
+        setting, model = prepare(config, student)
+        check_batch_sizes(setting.data, (config.batch_size,), config.grad_accum_steps)
+        cases = _Cases(setting, model)
+        with setting.memory_limit():
+            found = _take_turns(cases, config, results)
+        rows = [cases.row("baseline", name, found.get(name)) for name in config.cases]
+        for row in rows:
+            row["status"] = cases.trouble.get(row["case"], "OK")
+            if "ours" in found and row["case"] in found:
+                speed = found[row["case"]].tokens_per_s
+                row["ours_over_this"] = found["ours"].tokens_per_s / speed
+            results.add(**row)
+        results.finish()
     return BaselinesReport(results.path, rows)
+
+
+def _take_turns(cases: "_Cases", config: BaselinesConfig, results: Results) -> dict[str, Timing]:
+    """All rounds of each case as one timing; a row for every turn as it ends."""
+    found: dict[str, list[Timing]] = defaultdict(list)
+    for number in range(config.rounds):
+        for name in config.cases[:: -1 if number % 2 else 1]:
+            timing = cases.time(name)
+            if timing is not None:
+                found[name].append(timing)
+                row = cases.row("baseline-round", name, timing)
+                results.add(**row, round=number, status="OK")
+    return {name: _merged(timings) for name, timings in found.items()}
 
 
 class _Cases:
@@ -116,15 +117,15 @@ class _Cases:
             ),
             "reference": lambda _: reference_step(student, self._names, config),
         }
-
-    def missing(self, name: str) -> str | None:
-        """Why a case cannot run here, if so."""
-        if name == "torchao-int2" and not is_installed():
-            return "torchao is not installed"
-        return None
+        self.trouble: dict[str, str] = {}
+        """Why a case takes no turns any more."""
+        if not is_installed():
+            self.trouble["torchao-int2"] = "torchao is not installed"
 
     def time(self, name: str) -> Timing | None:
-        """One turn of a case; None if it does not fit into memory."""
+        """One turn of a case; None if it is not to be had, or does not fit into memory."""
+        if name in self.trouble:
+            return None
         compile_anew()
         try:
             timing = unless_out_of_memory(lambda: self._turn(name, True), self.setting.backend)
@@ -134,7 +135,9 @@ class _Cases:
             timing = unless_out_of_memory(lambda: self._turn(name, False), self.setting.backend)
             if timing is not None:
                 timing = replace(timing, compiler={**timing.compiler, "fallback": reason})
-        if timing is not None:
+        if timing is None:
+            self.trouble[name] = "OOM"
+        else:
             logger.info("%s: %.0f tokens/s", name, timing.tokens_per_s)
         return timing
 

@@ -1,0 +1,158 @@
+"""The baselines compute what they say: the same model, the same loss, the reference's formula."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qat import backend
+from qat.bench.baselines.plain import dense_copy, plain_step
+from qat.bench.baselines.reference import (
+    GatheredCandidates,
+    RankByRank,
+    rank_by_rank,
+    reference_step,
+)
+from qat.bench.baselines.run import run_baselines
+from qat.bench.baselines.textbook import CHUNK_TOKENS, ChunkedLoss
+from qat.bench.batches import open_source
+from qat.bench.config import BaselinesConfig, BenchConfig
+from qat.bench.student import open_student
+from qat.bench.subject import Ours
+from qat.data.batch import Batch
+from qat.errors import ConfigError
+from qat.evaluate.targets import to_targets
+from qat.models.language_model import LanguageModel
+from qat.nn.step import quant_linears
+from qat.train.optim import linears_in_scope
+
+CPU = backend.select("cpu")
+
+
+def case(**values: object) -> tuple[BenchConfig, LanguageModel, Batch]:
+    config = BenchConfig(device="cpu", dtype="fp32", seq_len=16, top_k=8, **values)
+    student = open_student("tiny", config)
+    return config, student, open_source(config, student).batch(3, 0, CPU)
+
+
+@pytest.mark.parametrize("loss", ["tail", "candidates", "sampled", "hard_ce:0.5,tail:2"])
+def test_plain_training_sees_our_loss(loss: str) -> None:
+    config, student, batch = case(loss=loss, temperature=1.5)
+    names = linears_in_scope(student.model, "e2e")
+    theirs = plain_step(student, names, config, is_compiled=False)([batch], 0)
+    ours = Ours(student, config).subject()([batch], 0)
+    torch.testing.assert_close(theirs.sums["loss"], ours.sums["loss"], rtol=1e-4, atol=1e-3)
+    assert int(theirs.valid_tokens) == int(ours.valid_tokens) == 48
+
+
+def test_plain_training_trains_the_layers_in_scope_and_stands_still() -> None:
+    config, student, batch = case(gradient_checkpointing=True)
+    names = linears_in_scope(student.model, "mlp")
+    step = plain_step(student, names, config, is_compiled=False)
+    model = step._model
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    first, second = (step([batch, batch], number) for number in range(2))
+    assert first.grad_norm > 0 and torch.equal(first.sums["loss"], second.sums["loss"])
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learning == {f"{name}.weight" for name in names}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_dense_copy_is_the_student() -> None:
+    _, student, batch = case()
+    model = dense_copy(student, torch.float32)
+    logits = model(batch.input_ids).logits
+    hidden = student.hidden(batch.input_ids, batch.position_ids)
+    torch.testing.assert_close(logits, student.logits(hidden), rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_add_up_to_the_whole() -> None:
+    T, V, D = CHUNK_TOKENS + 100, 40, 8
+    hidden = torch.randn(T, D, requires_grad=True)
+    head = torch.randn(V, D)
+    _, _, batch = case()
+    targets = to_targets(batch)
+    rows = torch.arange(T) % len(targets.mask)
+    targets = type(targets)(*(t[rows] for t in targets))
+    targets = targets._replace(labels=torch.randint(V, (T,)))
+    loss = ChunkedLoss(head, 20.0, {"hard_ce": 1.0}, 1.0)(hidden, targets)
+    capped = 20 * torch.tanh(hidden @ head.T / 20)
+    expected = F.cross_entropy(capped, targets.labels, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("rank", [3, 20])
+def test_rank_by_rank_is_the_product_with_the_formed_weight(rank: int) -> None:
+    O, I = 24, 32
+    linear = RankByRank(torch.randn(O, I), 0.1, rank).double()
+    x = torch.randn(2, 5, I, dtype=torch.float64, requires_grad=True)
+    A, B = F.normalize(linear.A, dim=0), F.normalize(linear.B, dim=1)
+    expected = x @ (linear.Q * ((A * linear.g) @ B)).T
+    torch.testing.assert_close(linear(x), expected)
+    formed = torch.autograd.grad(expected.square().sum(), [*linear.parameters(), x])
+    factored = torch.autograd.grad(linear(x).square().sum(), [*linear.parameters(), x])
+    torch.testing.assert_close(factored, formed)
+
+
+def test_the_references_ranks_are_its_published_ones() -> None:
+    config, student, batch = case()
+    names = linears_in_scope(student.model, "e2e")
+    step = reference_step(student, names, config)
+    modules = dict(step._model.named_modules())
+    assert {len(modules[n].B) for n in names if ".mlp." in n} == {32}
+    assert {len(modules[n].B) for n in names if ".self_attn." in n} == {8}
+    result = step([batch], 0)
+    assert result.sums["loss"].isfinite() and result.grad_norm > 0
+
+
+def test_a_rank_by_rank_weight_has_the_students_size() -> None:
+    _, student, _ = case()
+    for linear in list(quant_linears(student.model).values())[:7]:
+        module = rank_by_rank(linear, 8, torch.float32)
+        formed = module(torch.eye(linear.in_features)).T
+        ratio = formed.norm() / linear.quantized_weight().norm()
+        assert 0.8 < ratio < 1.2
+
+
+def test_gathered_candidates_are_our_candidates_loss() -> None:
+    _, student, batch = case()
+    head = student.head.weight.detach()
+    hidden, targets = torch.randn(48, 64), to_targets(batch)
+    logits = hidden @ head.T
+    chosen = torch.log_softmax(logits.gather(1, targets.topk_ids) / 2, 1)
+    teacher = torch.softmax(targets.topk_logprobs / 2, 1)
+    expected = 4 * F.kl_div(chosen, teacher, reduction="sum")
+    torch.testing.assert_close(GatheredCandidates(head)(hidden, targets), expected)
+
+
+def test_cases_take_turns_and_land_in_one_table(tmp_path: Path) -> None:
+    config = BaselinesConfig(
+        device="cpu",
+        seq_len=8,
+        top_k=4,
+        batch_size=2,
+        steps=2,
+        warmup=1,
+        rounds=2,
+        only="ours,plain-eager,reference",
+    )
+    report = run_baselines(config, "tiny", tmp_path / "out")
+    assert [row["case"] for row in report.rows] == ["ours", "plain-eager", "reference"]
+    ours, plain, reference = report.rows
+    assert ours["ours_over_this"] == 1.0 and ours["timed_steps"] == 4
+    assert plain["loss_nats"] == pytest.approx(ours["loss_nats"], rel=1e-4)
+    assert reference["loss"] == "candidates" and reference["gradient_checkpointing"]
+    assert report.ours_over["reference"] == reference["ours_over_this"]
+
+
+def test_a_case_that_is_not_installed_says_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("qat.bench.baselines.run.is_installed", lambda: False)
+    config = BaselinesConfig(device="cpu", steps=1, warmup=1, seq_len=8, only="torchao-int2")
+    report = run_baselines(config, "tiny", tmp_path / "out")
+    assert report.rows[0]["status"] == "torchao is not installed" and report.ours_over == {}
+
+
+def test_a_loss_that_no_textbook_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="loss=jsd, but the baselines know tail, candidates, sa"):
+        run_baselines(BaselinesConfig(loss="jsd", device="cpu"), "tiny", tmp_path)

@@ -1,0 +1,152 @@
+"""`qat bench` from the command line: a table, files that a machine reads, one line per mistake."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from train_case import make_place
+
+from qat import backend
+from qat.bench.config import BenchConfig
+from qat.bench.results import Results, as_csv
+from qat.bench.run import run_bench
+from qat.cli import main
+from qat.errors import ConfigError
+from qat.logs import read_json_lines
+
+QUICK = ["--device", "cpu", "--steps", "2", "--warmup", "1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["qat", "bench", *tokens])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_table_a_fit_and_predictions(tmp_path: Path, monkeypatch, capsys) -> None:
+    out = tmp_path / "out"
+    tokens = ["tiny", *QUICK, "--batch-sizes", "1,8,32", "--plan", "t4,h200", "--seq-len", "8"]
+    assert call(monkeypatch, *tokens, "--out", str(out)) == 0
+    printed = capsys.readouterr().out
+    for word in ("Batch", "Step(s)", "Memory", "t/s", "Loss", "Status", "MFU", "synthetic"):
+        assert word in printed
+    assert "PREDICTED, not measured" in printed and "H200" in printed
+    last = json.loads(printed.splitlines()[-1])
+    assert last["out"] == str(out) and last["batch_size"] in (1, 8, 32)
+    rows = read_json_lines(out / "results.jsonl")
+    assert [row["kind"] for row in rows] == ["step"] * 3 + ["predicted"] * 2
+    assert {row["loss_nats"] is None for row in rows[:3]} == {False}
+    for row in rows:
+        assert row["commit"] and row["device"] == "cpu" and row["student"] == "tiny"
+    with (out / "results.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["batch_size"] for row in table[:3]] == ["1", "8", "32"]
+    whole = json.loads((out / "results.json").read_text())
+    assert whole["environment"]["command"].startswith("qat bench tiny --device cpu")
+    assert whole["environment"]["config"]["steps"] == 2 and len(whole["rows"]) == 5
+    assert whole["environment"]["torch"] == torch.__version__
+
+
+def test_a_packed_checkpoint_and_real_batches(place: Path, tmp_path: Path, monkeypatch, capsys):
+    tokens = [str(place / "student"), "--cache-dir", str(place / "cache"), *QUICK]
+    assert call(monkeypatch, *tokens, "--batch-size", "4", "--out", str(tmp_path / "out")) == 0
+    row = read_json_lines(tmp_path / "out" / "results.jsonl")[0]
+    assert row["data"].startswith("cache ") and row["seq_len"] == 16 and row["positions"] == 64
+    assert row["valid_tokens_per_s"] < row["tokens_per_s"]
+    assert "data: cache" in capsys.readouterr().out
+
+
+def test_nothing_learns_while_it_is_measured(tmp_path: Path) -> None:
+    values = {"device": "cpu", "warmup": 1, "seq_len": 8, "batch_size": 2}
+    losses = [
+        run_bench(BenchConfig(**values, steps=steps), "tiny", tmp_path / str(steps)).rows[0]
+        for steps in (1, 4)
+    ]
+    assert losses[0]["loss_nats"] == losses[1]["loss_nats"]
+
+
+def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> None:
+    held = backend.select("cpu").held_memory_gib()
+    config = BenchConfig(
+        device="cpu",
+        cache_dir=place / "cache",  # of few sequences: they repeat
+        find_max_batch=True,
+        memory_limit=f"{held + 0.5:.3f}GiB",
+        batch_sizes="16,256,40000,80000",
+        steps=1,
+        warmup=1,
+    )
+    report = run_bench(config, str(place / "student"), tmp_path / "out")
+    assert report.search.largest in (16, 256)
+    assert report.search.predicted is not None
+    by_size = {trial.batch_size: trial.fits for trial in report.search.trials}
+    assert by_size[40000] is False
+    assert report.rows[-1]["status"] == "MAX"
+    assert report.rows[-1]["batch_size"] == report.search.largest
+
+
+def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tmp_path) -> None:
+    from qat.bench.run import Setting
+
+    real = Setting.batches
+
+    def full(setting: Setting, batch_size: int) -> list:
+        if batch_size > 2:
+            raise torch.OutOfMemoryError("full")
+        return real(setting, batch_size)
+
+    monkeypatch.setattr(Setting, "batches", full)
+    values = {"device": "cpu", "warmup": 1, "steps": 1, "seq_len": 8}
+    report = run_bench(BenchConfig(**values, batch_sizes="2,4"), "tiny", tmp_path / "a")
+    assert [row["status"] for row in report.rows] == ["OK", "OOM"]
+    with pytest.raises(ConfigError, match="batch_size=4 does not fit into memory; lower --batch-"):
+        run_bench(BenchConfig(**values, batch_size=4), "tiny", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["nope"], "student=nope is neither a model directory nor a shape; name a checkpoint of"),
+        (["tiny", "--plan", "h300"], "plan=h300 is no device of the table; choose among T4, L4"),
+        (["tiny", "--batch-size", "0"], "batch_size='0': Input should be greater than 0"),
+        (["tiny", "--batch-sizes", "0,8"], "batch_sizes='0,8': expected whole numbers of at lea"),
+        (["tiny", "--memory-limit", "16"], "memory_limit='16': expected a size with its unit; w"),
+        (["tiny", "--dtype", "tf32"], "dtype=tf32, but cpu has no such units; use --dtype fp32"),
+        (["tiny", "--to", "q9"], "to=q9 is neither a file nor a preset; use one of q4a4"),
+        (["tiny", "--cache-dir", "CACHE", "--seq-len", "64"], "--seq-len 64, but"),
+        (["STUDENT", "--cache-dir", "CACHE", "--batch-size", "999"], "batch_size=999 x grad_ac"),
+        (["tiny", "--out", "CACHE"], "is not empty, expected a new or empty directory"),
+        (["baselines", "tiny", "--only", "x"], "only='x': no case is called 'x'; choose among"),
+    ],
+)
+def test_a_mistake_is_one_line(tokens, message, place: Path, monkeypatch, capsys) -> None:
+    paths = {"CACHE": str(place / "cache"), "STUDENT": str(place / "student")}
+    tokens = [paths.get(token, token) for token in tokens]
+    device = [] if "baselines" in tokens else ["--device", "cpu"]
+    assert call(monkeypatch, *tokens, *device) == 1
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("qat: ")]
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_csv_has_a_column_for_every_key() -> None:
+    assert as_csv([{"a": 1, "b": None}, {"a": 2, "c": "x,y"}]) == 'a,b,c\n1,,\n2,,"x,y"\n'
+
+
+def test_nothing_is_written_before_the_first_row(tmp_path: Path) -> None:
+    identity = dict.fromkeys(("commit", "device", "torch", "triton"), "x")
+    with Results(tmp_path / "out", identity) as results:
+        assert not (tmp_path / "out").exists()
+        results.add(case="ours")
+    assert (tmp_path / "out" / "results.jsonl").read_text().count("\n") == 1
