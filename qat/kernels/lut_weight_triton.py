@@ -342,11 +342,19 @@ def _look_up(table, index):
 def _sum_by_level(values, index, SLOTS: tl.constexpr):
     """The sum of `values` where each index is taken, `(SLOTS,)`.
 
-    The sums of all levels are joined before they cross threads: one exchange, not one for each.
+    Index = high * LOW + low: the values of each high part times the one-hot of each low part, which
+    is half the comparisons. The sums of all levels are joined before they cross threads: one
+    exchange, not one for each.
     """
+    LOW: tl.constexpr = 4 if SLOTS > 4 else 2
+    is_low = ()
+    for low in tl.static_range(LOW):
+        is_low = is_low + (tl.where(index % LOW == low, 1.0, 0.0),)
     sums = ()
-    for c in tl.static_range(SLOTS):
-        sums = sums + (tl.sum(tl.where(index == c, values, 0.0), axis=2),)
+    for high in tl.static_range(SLOTS // LOW):
+        part = tl.where(index // LOW == high, values, 0.0)
+        for low in tl.static_range(LOW):
+            sums = sums + (tl.sum(part * is_low[low], axis=2),)
     for halving in tl.static_range(1, 5):
         if SLOTS >> halving > 0:
             joined = ()

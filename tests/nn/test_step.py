@@ -276,3 +276,71 @@ def test_between_steps_only_what_learns_is_formed_again(monkeypatch) -> None:
     form_moved_weights(model, torch.bfloat16)
     assert formed[1:] == [model["a"], model["b"]], "another dtype needs another weight"
     assert torch.equal(kept, model["b"].quantized_weight())
+
+
+def test_a_bf16_latent_weight_stays_so_and_takes_its_gradient_without_a_copy() -> None:
+    full = latent_linear(8, 32, SPECS["lut2"])
+    weight = full.weight.detach().bfloat16()
+    linear = LutLinear(weight, full.quantized(), None, full.spec)
+    assert linear.weight.dtype == torch.bfloat16
+    assert (
+        LutLinear(weight.float(), full.quantized(), None, full.spec).weight.dtype == torch.float32
+    )
+    with torch.no_grad():
+        full.weight.copy_(weight)
+    assert torch.equal(linear.quantized_weight(), full.quantized_weight())
+    linear.form_(torch.bfloat16)
+    seen = []
+    pulled_back = linear.pulled_back
+    linear.pulled_back = lambda dW, wanted: seen.append(dW) or pulled_back(dW, wanted)
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    linear(x).sum().backward()
+    assert linear.weight.grad is seen[0]
+    linear(x).sum().backward()
+    assert linear.weight.grad is seen[0], "micro-batches add up in place"
+    assert linear.weight.grad.dtype == torch.bfloat16
+    assert linear.scales.grad.dtype == torch.float32
+
+
+def test_gradients_add_up_where_they_lie() -> None:
+    linear = latent_linear(8, 32, SPECS["lut2_r4"])
+    linear.form_(torch.float32)
+    x = torch.randn(2, 32)
+    linear(x).sum().backward()
+    once = {name: p.grad.clone() for name, p in linear.weight_parameters().items()}
+    places = {name: p.grad.data_ptr() for name, p in linear.weight_parameters().items()}
+    linear(x).sum().backward()
+    for name, parameter in linear.weight_parameters().items():
+        assert parameter.grad.data_ptr() == places[name]
+        assert torch.equal(parameter.grad, 2 * once[name])
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_formed_linear_compiles_to_one_graph(kind: str, is_checkpointed: bool) -> None:
+    make = LINEARS[kind]
+    spec = SPECS["lut2"]
+    plain = Pair(make(16, 32, spec, bias=True), make(16, 16, spec), is_checkpointed)
+    layer = copy.deepcopy(plain)
+    for model in (plain, layer):
+        form_weights(model, torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    micro_batches = [torch.randn(4, 32), torch.randn(4, 32)]
+    torch.testing.assert_close(run_step(compiled, micro_batches), run_step(plain, micro_batches))
+    for (name, p), q in zip(plain.named_parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    assert layer.first.formed.grad is None
+
+
+def test_forming_again_does_not_compile_again() -> None:
+    layer = latent_linear(8, 32, SPECS["lut2"])
+    layer.form_(torch.float32)
+    graphs = []
+    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    x = torch.ones(2, 32)
+    for _ in range(3):
+        assert torch.equal(compiled(x), F.linear(x, layer.quantized_weight()))
+        with torch.no_grad():
+            layer.weight.neg_()
+        layer.form_(torch.float32)
+    assert len(graphs) == 1

@@ -1,0 +1,122 @@
+"""The kernels of `lut_weight` on CUDA: every bit of the CPU's weight, and no host in between."""
+
+import pytest
+import torch
+from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
+from quantized import SPECS, frozen_linear, latent_linear
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+
+from qat.kernels.lut_weight import form, pull_back
+from qat.quant.pack import Packed
+from qat.quant.spec import LutSpec
+from qat.quant.weight import Scales
+
+pytestmark = pytest.mark.gpu
+
+TRAINING_SHAPES = [(3072, 1024), (1024, 3072), (2048, 1024)]
+TRAINED = {
+    "lut2": LutSpec(bits=2),
+    "lut4": LutSpec(bits=4),
+    "lut2_r32": LutSpec(bits=2, scale="low_rank", rank=32),
+}
+
+Parts = tuple[Packed | Tensor, Tensor, Scales]
+
+
+def on_cuda(parts: Parts) -> Parts:
+    source, codebook, scales = parts
+    moved = Scales(**{name: tensor.cuda() for name, tensor in scales.present().items()})
+    is_packed = isinstance(source, Packed)
+    source = source._replace(octets=source.octets.cuda()) if is_packed else source.cuda()
+    return source, codebook.cuda(), moved
+
+
+def check(parts: Parts) -> None:
+    """Form in three dtypes to the bit; gradients of bf16 and float32 no worse than eager's."""
+    there = on_cuda(parts)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.full(parts[0].shape, torch.nan, dtype=dtype, device="cuda")
+        form(*there, dtype, out=out)
+        assert torch.equal(out.cpu(), form(*parts, dtype)), dtype
+    indices = chosen(*parts).cuda()
+    for dtype in (torch.float32, torch.bfloat16):
+        dW = torch.randn(parts[0].shape, device="cuda").to(dtype)
+        _, eager = gradients(indices, *there[1:], dW.float())
+        _, exact = gradients(indices, *there[1:], dW.double())
+        for name, gradient in pull_back(dW, *there, wanted=exact.keys()).items():
+            slack = 2e-6 * max(1.0, exact[name].abs().max().item())
+            assert_no_worse_than_eager(gradient, eager[name], exact[name], slack)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
+def test_odd_shapes(spec: LutSpec, source: str) -> None:
+    check(random_parts(131, spec.group_size * max(1, 300 // spec.group_size), spec, source))
+
+
+@pytest.mark.parametrize("shape", TRAINING_SHAPES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("spec", TRAINED.values(), ids=TRAINED)
+def test_training_shapes(spec: LutSpec, source: str, shape: tuple[int, int]) -> None:
+    check(random_parts(*shape, spec, source))
+
+
+@pytest.mark.parametrize("group_size", [3072, 4100, 12288])
+def test_large_groups(group_size: int) -> None:
+    check(random_parts(64, group_size, LutSpec(bits=4, group_size=group_size), "packed"))
+
+
+def test_twice_the_same_bits() -> None:
+    parts = on_cuda(random_parts(1024, 3072, TRAINED["lut4"], "packed"))
+    dW = torch.randn(1024, 3072, device="cuda").bfloat16()
+    first, second = (pull_back(dW, *parts, wanted={"codebook", "scales"}) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
+@pytest.mark.parametrize("name", ["lut2", "lut4", "lut2_r4"])
+def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
+    linear = make(128, 256, SPECS[name], bias=True).cuda()
+    x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        linear.form_(torch.bfloat16)
+        linear(x).square().sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
+def test_a_step_is_captured_in_a_graph(make: type) -> None:
+    linear = make(128, 256, SPECS["lut4"]).cuda()
+    x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        linear.form_(torch.bfloat16)
+        linear(x).float().square().sum().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    for parameter in linear.parameters():
+        parameter.grad.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    with torch.no_grad():
+        linear.codebook.mul_(0.5)
+    graph.replay()
+    captured = {name: p.grad.clone() for name, p in linear.named_parameters()}
+    linear.zero_grad()
+    step()
+    for name, parameter in linear.named_parameters():
+        torch.testing.assert_close(captured[name], parameter.grad, msg=name)
