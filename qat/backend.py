@@ -26,6 +26,13 @@ DTYPES = {
     "fp16": torch.float16,
 }
 GIB = 2**30
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""What plain runtime errors say when memory ran out outside PyTorch's own device allocator."""
 PROCESS, CLEAR_REFS, MEMINFO = (
     Path("/proc", *parts) for parts in (("self", "status"), ("self", "clear_refs"), ("meminfo",))
 )
@@ -204,8 +211,10 @@ class Backend:
         return _kib(MEMINFO.read_text(), "MemAvailable") / 2**20 + _process_gib("VmRSS")
 
     @contextmanager
-    def limit_memory(self, gib: float) -> Iterator[None]:
+    def limit_memory(self, gib: float) -> Iterator[float]:
         """Let the process hold no more than `gib` inside the block; beyond it runs out of memory.
+
+        The block gets `gib`.
 
         Raises:
             ConfigError: that much is held already, or more is asked for than there is.
@@ -223,21 +232,27 @@ class Backend:
             )
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory / GIB
+            index = self.device.index  # a bare `cuda` has none, and the limit wants one
+            index = torch.cuda.current_device() if index is None else index
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), self.device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), index)
             try:
-                yield
+                yield gib
             finally:
-                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+                torch.cuda.set_per_process_memory_fraction(1.0, index)
             return
         with _data_limit(_process_gib("VmData") + gib - held):
-            yield
+            yield gib
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that memory ran out: the device's, or the process's on a CPU."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+    def overcommits(self) -> bool:
+        """Whether the system promises memory that it has not got, and kills who uses it."""
+        return self.device.type == "cpu"
 
     def workers(self) -> int:
         """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""

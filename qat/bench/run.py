@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 FACTS = (*StepConfig.model_fields, "to")
 """Settings that every row repeats."""
+SAFE_SHARE = 0.9
+"""Of the memory of a machine that overcommits: a search stays within it."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ class Setting:
             "matmul_tflops": self.roofline.matmul_flops / 1e12,
         }
 
-    def memory_limit(self) -> AbstractContextManager:
-        """The emulated device, if one was asked for."""
+    def memory_limit(self, *, is_searched: bool = False) -> AbstractContextManager:
+        """The emulated device, if one was asked for, or if a search would end in a kill."""
         gib = self.config.memory_limit_gib
-        return nullcontext() if gib is None else self.backend.limit_memory(gib)
+        if gib is None and is_searched and self.backend.overcommits():
+            gib = SAFE_SHARE * self.backend.memory_gib()
+        return nullcontext(gib) if gib is None else self.backend.limit_memory(gib)
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,9 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
         bench = _Bench(setting, Ours(model, config), results)
         load_s = time.perf_counter() - began
         search, predictions = None, ()
-        with setting.memory_limit():
+        with setting.memory_limit(is_searched=config.find_max_batch) as limit:
             if config.find_max_batch:
-                search = bench.find_max(config.sizes)
+                search = bench.find_max(config.sizes, limit)
             else:
                 bench.measure_all(config.sizes or (config.batch_size,))
             if devices:
@@ -178,10 +182,10 @@ class _Bench:
                 "--gradient-checkpointing or ask for --find-max-batch"
             )
 
-    def find_max(self, sizes: tuple[int, ...]) -> Search:
+    def find_max(self, sizes: tuple[int, ...], limit: float | None) -> Search:
         """A row per trial, and one for the largest batch, confirmed by timed steps."""
         setting = self.setting
-        limit = setting.config.memory_limit_gib or setting.backend.memory_gib()
+        limit = limit or setting.backend.memory_gib()
         search = find_max_batch(self._trials, limit, setting.data.seq_len, sizes)
         for trial in search.trials:
             row = setting.row("trial", "ours", trial.batch_size)

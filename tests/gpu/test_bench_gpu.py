@@ -1,0 +1,78 @@
+"""The benchmark on a real GPU: its clock, emulated memory, isolation and every baseline."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat import backend
+from qat.bench.baselines.run import run_baselines
+from qat.bench.config import BaselinesConfig, BenchConfig
+from qat.bench.devices import device_called
+from qat.bench.isolation import unless_out_of_memory
+from qat.bench.run import run_bench
+
+pytestmark = pytest.mark.gpu
+
+QUICK = {"device": "cuda", "steps": 3, "warmup": 3}
+
+
+def test_a_smaller_card_is_emulated_and_gives_its_memory_back() -> None:
+    gpu = backend.select("cuda")
+
+    def take(gib: float) -> int:
+        return torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").numel()
+
+    with gpu.limit_memory(gpu.held_memory_gib() + 2):
+        assert unless_out_of_memory(lambda: take(1), gpu)
+        assert unless_out_of_memory(lambda: take(3), gpu) is None
+        assert unless_out_of_memory(lambda: take(1), gpu)
+    assert unless_out_of_memory(lambda: take(3), gpu)
+
+
+def test_marks_measure_the_device_and_not_the_host() -> None:
+    gpu = backend.select("cuda")
+    x = torch.randn(4096, 4096, device="cuda")
+    x @ x
+    first = gpu.mark()
+    for _ in range(10):
+        x @ x
+    assert gpu.seconds_between(first, gpu.mark()) > 1e-4
+
+
+def test_a_table_with_mfu_and_compile_facts(tmp_path: Path) -> None:
+    config = BenchConfig(**QUICK, batch_sizes="8,32,128", plan=True)
+    report = run_bench(config, "tiny", tmp_path / "out")
+    assert device_called(torch.cuda.get_device_name()) is not None
+    for row in report.rows[:3]:
+        assert row["status"] == "OK" and 0 < row["mfu_frac"] < 1
+        assert row["compiled"] and row["graphs"] > 0 and row["peak_gib"] > 0
+        assert row["fallback"] is None
+    assert all(prediction.max_batch > 0 for prediction in report.predictions)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_largest_batch_within_a_limit_is_exact(tmp_path: Path, checkpointing: bool) -> None:
+    limit = backend.select("cuda").held_memory_gib() + 1.5
+    config = BenchConfig(
+        **QUICK,
+        find_max_batch=True,
+        memory_limit=f"{limit:.2f}GiB",
+        gradient_checkpointing=checkpointing,
+        seq_len=256,
+    )
+    report = run_bench(config, "tiny", tmp_path / "out")
+    fits = {trial.batch_size: trial.fits for trial in report.search.trials}
+    assert report.rows[-1]["status"] == "MAX"
+    assert fits[max(size for size, fit in fits.items() if fit) + 1] is False
+    assert report.search.predicted == pytest.approx(report.search.largest, rel=0.3)
+
+
+def test_every_baseline_takes_its_turn(tmp_path: Path) -> None:
+    config = BaselinesConfig(**QUICK, batch_size=64, rounds=1)
+    report = run_baselines(config, "tiny", tmp_path / "out")
+    status = {row["case"]: row["status"] for row in report.rows}
+    assert status.pop("torchao-int2") in ("OK", "torchao is not installed")
+    assert set(status.values()) == {"OK"}
+    losses = {row["case"]: row.get("loss_nats") for row in report.rows}
+    assert losses["plain-compiled"] == pytest.approx(losses["ours"], rel=0.02)
