@@ -69,6 +69,8 @@ def hidden_gradient(
 ) -> None:
     """See `qat.kernels.head.hidden_gradient`; rounds to the dtype of `out` once."""
     ids, g_chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
+    # a column of a wider gradient, often
+    g_others = None if g_logits.others is None else g_logits.others.contiguous()
     (T, N), D = ids.shape, out.shape[1]
     if out.numel() == 0:
         return
@@ -77,7 +79,7 @@ def hidden_gradient(
             g_chosen,
             ids,
             weight,
-            g_logits.others,
+            g_others,
             slope,
             out,
             weight.stride(0),

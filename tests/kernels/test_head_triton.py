@@ -135,7 +135,7 @@ def test_mass_of_the_others_may_be_tiny() -> None:
 def test_hidden_gradient(shape: str, out_dtype: torch.dtype, reads_others: bool) -> None:
     case = head_case("plain", **SHAPES[shape]).to(torch.float32)
     T, D = case.hidden.shape
-    rest = (torch.randn(T), torch.randn(T)) if reads_others else ()
+    rest = (torch.randn(T), torch.randn(T, 3)[:, 1]) if reads_others else ()
     g_logits = LogitGradients(case.ids, torch.randn(case.ids.shape), 0, *rest)
     slope = torch.randn(T, D) if reads_others else None
     found, expected = torch.full((2, T, D), torch.nan, dtype=out_dtype)
