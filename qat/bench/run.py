@@ -20,6 +20,7 @@ from qat.bench.student import open_student
 from qat.bench.subject import Ours, Subject
 from qat.data.batch import Batch
 from qat.errors import ConfigError
+from qat.models.count import parameter_count
 from qat.models.language_model import LanguageModel
 from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope
@@ -39,6 +40,8 @@ class Setting:
 
     name: str
     """The student, as the user called it."""
+    parameters: int
+    """Its weights, embeddings among them."""
     config: MeasureConfig
     backend: Backend
     data: Source
@@ -71,6 +74,7 @@ class Setting:
             "kind": kind,
             "case": case,
             "student": self.name,
+            "parameters": self.parameters,
             "data": self.data.kind,
             "seq_len": self.data.seq_len,
             "top_k": self.data.top_k,
@@ -154,7 +158,8 @@ def prepare(config: MeasureConfig, student: str) -> tuple[Setting, LanguageModel
     names = linears_in_scope(model.model, config.scope)
     roofline = measure_roofline(backend, config.dtype)
     flops = token_flops(model, names, config, S=data.seq_len, K=data.top_k)
-    return Setting(student, config, backend, data, roofline, flops), model
+    count = parameter_count(model.model)
+    return Setting(student, count, config, backend, data, roofline, flops), model
 
 
 class _Bench:
