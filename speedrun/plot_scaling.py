@@ -48,7 +48,7 @@ def draw(rows: list[dict], out: Path) -> None:
     panels = (
         (against_batch(rows), "sequences a batch"),
         (against_length(rows), "positions a sequence"),
-        (against_size(rows), "parameters"),
+        (against_size(rows), "billion parameters"),
     )
     for panel, (curves, label) in zip(axes, panels, strict=True):
         _plot(panel, curves, label)
@@ -77,10 +77,10 @@ def against_length(rows: list[dict]) -> Points:
 
 
 def against_size(rows: list[dict]) -> Points:
-    """One curve per length: the fastest row of each student, by its parameters."""
+    """One curve per length: the fastest row of each student, by its billions of parameters."""
     curves = defaultdict(dict)
     for row in rows:
-        _keep_best(curves[f"L = {row['seq_len']}"], row["parameters"], row)
+        _keep_best(curves[f"L = {row['seq_len']}"], row["parameters"] / 1e9, row)
     return {label: sorted(points.items()) for label, points in curves.items() if len(points) > 1}
 
 
@@ -95,7 +95,8 @@ def _keep_best(points: dict[float, float], x: float, row: dict) -> None:
 def _plot(panel: Axes, curves: Points, label: str) -> None:
     for name, points in curves.items():
         panel.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
-    panel.set_xscale("log", base=2 if label != "parameters" else 10)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.set_xlabel(label)
     panel.set_ylim(bottom=0)
     panel.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g} k")

@@ -47,7 +47,7 @@ def test_each_panel_keeps_the_fastest_row_of_a_point(tmp_path: Path) -> None:
         "qwen3-0.6b, L = 64": [(8, 1000.0), (32, 3000.0)],
     }
     assert plot_scaling.against_length(rows) == {"qwen3-0.6b": [(64, 4000.0), (256, 2500.0)]}
-    assert plot_scaling.against_size(rows) == {"L = 64": [(6e8, 4000.0), (4e9, 500.0)]}
+    assert plot_scaling.against_size(rows) == {"L = 64": [(0.6, 4000.0), (4.0, 500.0)]}
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
