@@ -55,7 +55,7 @@ class CacheConfig(CacheSettings):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """The teacher's precision; auto is bf16 where it is native, else fp32."""
+    """The teacher's precision; auto is bf16 where it is native, fp16 on other GPUs, else fp32."""
     batch_size: int = Field(0, ge=0)
     """Most sequences in one teacher forward; 0 takes as many as keep the device busy."""
     device_map: str | None = None

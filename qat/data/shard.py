@@ -68,13 +68,22 @@ def examine(block: Block, plan: Plan) -> list[Answer]:
     """The teacher's answers about a block, batch by batch; does not wait for the device.
 
     Raises:
-        ConfigError: a token lies outside the teacher's vocabulary.
+        ConfigError: a token lies outside the teacher's vocabulary, or a batch does not fit the
+            device's memory.
     """
     tokens_NS = torch.from_numpy(block.packed.tokens).long()
     positions_NS = position_ids(torch.from_numpy(block.packed.starts))
     _check_tokens(tokens_NS, plan.vocab_size)
     firsts = range(0, len(tokens_NS), plan.batch_size)
-    return [_examine_batch(block, tokens_NS, positions_NS, plan=plan, first=i) for i in firsts]
+    try:
+        return [_examine_batch(block, tokens_NS, positions_NS, plan=plan, first=i) for i in firsts]
+    except (MemoryError, RuntimeError) as error:
+        if not Backend(plan.teacher.device).is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"batch_size={plan.batch_size} sequences of {tokens_NS.shape[1]} tokens are more than "
+            "the memory holds; run the same command with a lower --batch-size"
+        ) from error
 
 
 def _examine_batch(

@@ -101,23 +101,27 @@ def candidates(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _select(logits: Tensor, k: int, blocks: Blocks) -> Selection:
-    N = blocks.peaks.shape[1]
     mass_TN, peak_T1 = masses(blocks)
-    block_keys_TN = _keys(blocks.peaks, torch.arange(N, device=logits.device))
-    best_TC = block_keys_TN.topk(min(k, N)).values
-    outside_T = mass_TN.masked_fill(block_keys_TN >= best_TC[:, -1:], 0.0).sum(-1)
-    values_TCB, ids_TCB = candidates(logits, unpack_keys(best_TC)[1])
-    keys_TX = _keys(values_TCB, ids_TCB).flatten(1)
+    N = mass_TN.shape[1]
+    if 2 * k < N:  # else gathering most of the vocabulary costs more than taking all of it
+        block_keys_TN = _keys(blocks.peaks, torch.arange(N, device=logits.device))
+        best_TC = block_keys_TN.topk(k).values
+        outside_T = mass_TN.masked_fill(block_keys_TN >= best_TC[:, -1:], 0.0).sum(-1)
+        values_TX, ids_TX = (x.flatten(1) for x in candidates(logits, unpack_keys(best_TC)[1]))
+    else:
+        outside_T = mass_TN.new_zeros(())
+        values_TX, ids_TX = logits.float(), torch.arange(logits.shape[1], device=logits.device)
+    keys_TX = _keys(values_TX, ids_TX)
     best_TK = keys_TX.topk(k).values
-    weights_TX = (values_TCB.flatten(1) - peak_T1).exp_()
-    inside_T = weights_TX.masked_fill(keys_TX >= best_TK[:, -1:], 0.0).sum(-1, dtype=torch.float64)
+    weights_TX = (values_TX - peak_T1).exp_().masked_fill_(keys_TX >= best_TK[:, -1:], 0.0)
+    rest_T = outside_T + weights_TX.sum(-1).double()
     total_T = mass_TN.sum(-1).log()
     values_TK, ids_TK = unpack_keys(best_TK)
     return Selection(
         values=values_TK,
         ids=ids_TK,
         log_sum_exp=(total_T + peak_T1[:, 0]).float(),
-        tail_logprob=((outside_T + inside_T).log() - total_T).float(),
+        tail_logprob=(rest_T.log() - total_T).float(),
     )
 
 
@@ -129,7 +133,7 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
     """
     bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is +0.0
     ordered = bits ^ ((bits >> 31) & LOW_BITS)
-    return (ordered.long() << 32) | (LOW_BITS - ids)
+    return ordered.long().mul_(2**32).add_(LOW_BITS - ids)
 
 
 def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,189 @@
+"""Threads of the cache's builder: order, bounds, and whose error comes where."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import build, contents, teacher, texts
+
+from qat.backend import Backend
+from qat.data.cache import read_manifest
+from qat.data.pipeline import Behind, prefetched
+from qat.data.reader import TeacherCache
+from qat.errors import ConfigError, DataError
+
+
+class Broken(Exception):
+    """Stands for a failure on some thread."""
+
+
+def counting(stop: int, made: list[int], fail_at: int = -1) -> Iterator[int]:
+    for i in range(stop):
+        if i == fail_at:
+            raise Broken
+        made.append(i)
+        yield i
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_prefetched_items_come_in_order_and_not_too_far_ahead(depth: int) -> None:
+    made: list[int] = []
+    for taken, item in enumerate(prefetched(counting(9, made), depth)):
+        assert item == taken
+        time.sleep(0.002)
+        assert len(made) <= taken + 1 + depth
+    assert made == list(range(9))
+
+
+def test_items_are_made_on_another_thread() -> None:
+    threads = set(prefetched((threading.get_ident() for _ in range(3)), 2))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_an_error_comes_in_its_items_place() -> None:
+    found = []
+    with pytest.raises(Broken):
+        found.extend(prefetched(counting(9, [], fail_at=4), 3))
+    items = prefetched(counting(9, [], fail_at=2), 3)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(Broken):
+        next(items)
+
+
+def test_closing_leaves_no_thread_and_makes_no_more() -> None:
+    made: list[int] = []
+    before = threading.active_count()
+    with closing(prefetched(counting(10_000, made), 2)) as items:
+        next(items)
+    count = len(made)
+    time.sleep(0.01)
+    assert len(made) == count <= 4
+    assert threading.active_count() == before
+
+
+def test_behind_folds_in_order_one_item_at_a_time() -> None:
+    running = threading.Semaphore(1)
+
+    def fold(state: list[int], item: int) -> list[int]:
+        assert running.acquire(blocking=False)
+        time.sleep(0.001)
+        running.release()
+        return [*state, item]
+
+    with Behind(fold, [-1]) as behind:
+        for item in range(6):
+            behind.push(item)
+        assert behind.state() == [-1, 0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_is_folded_after_a_failure() -> None:
+    folded = []
+
+    def fold(state: None, item: int) -> None:
+        if item == 1:
+            raise Broken
+        folded.append(item)
+
+    with Behind(fold, None) as behind:
+        behind.push(0)
+        behind.push(1)
+        for _ in range(2):
+            with pytest.raises(Broken):
+                behind.push(2)
+        with pytest.raises(Broken):
+            behind.state()
+    assert folded == [0]
+
+
+def test_what_was_folded_survives_an_error_of_the_caller() -> None:
+    folded = []
+    with pytest.raises(Broken), Behind(lambda _, item: folded.append(item), None) as behind:
+        behind.push(0)
+        raise Broken
+    assert folded == [0]
+
+
+def rows_with_an_error(good: int) -> Iterator[str]:
+    yield from texts()[:good]
+    raise DataError("row 31 is not JSON, expected one value; mend it")
+
+
+def test_a_bad_row_keeps_the_shards_before_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="row 31"):
+        build(tmp_path / "c", documents=rows_with_an_error(30))
+    assert len(read_manifest(tmp_path / "c").shards) > 1
+    build(tmp_path / "c")
+    build(tmp_path / "whole")
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
+def test_a_bad_row_behind_the_limit_is_never_read(tmp_path: Path) -> None:
+    build(tmp_path / "c", documents=rows_with_an_error(40), num_sequences=5)
+    assert TeacherCache.open(tmp_path / "c").num_sequences("train") == 5
+
+
+def test_an_interrupt_leaves_a_cache_that_goes_on(tmp_path: Path) -> None:
+    model, calls = teacher(), []
+    hidden = model.hidden
+
+    def interrupted(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return hidden(*args)
+
+    model.hidden = interrupted
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "c", teacher=model)
+    assert threading.active_count() == before
+    assert len(read_manifest(tmp_path / "c").shards) == 1
+    build(tmp_path / "c")
+    build(tmp_path / "whole")
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
+def test_a_batch_beyond_the_memory_is_told_in_one_line(tmp_path: Path) -> None:
+    model = teacher()
+
+    def full(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.hidden = full
+    with pytest.raises(ConfigError, match="batch_size=4 sequences of 16 tokens are more than"):
+        build(tmp_path / "c", teacher=model)
+
+
+@pytest.mark.parametrize("batch_size", [3, 0])
+def test_the_batch_size_changes_no_token_and_no_draw(tmp_path: Path, batch_size: int) -> None:
+    build(tmp_path / "c", batch_size=batch_size)
+    build(tmp_path / "whole")
+    mine, whole = TeacherCache.open(tmp_path / "c"), TeacherCache.open(tmp_path / "whole")
+    assert mine.manifest.fingerprint == whole.manifest.fingerprint
+    for a, b in zip(mine.batch(range(20)), whole.batch(range(20)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_filled_up_batches_have_one_shape_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "whole")
+    monkeypatch.setattr(Backend, "compiles", lambda self: True)
+    model, shapes = teacher(), set()
+    hidden = model.hidden
+    model.hidden = lambda ids, positions: shapes.add(ids.shape) or hidden(ids, positions)
+    build(tmp_path / "c", teacher=model)
+    assert shapes == {(4, 16)}
+    mine, whole = TeacherCache.open(tmp_path / "c"), TeacherCache.open(tmp_path / "whole")
+    for split in ("train", "held_out"):
+        count = whole.num_sequences(split)
+        assert mine.num_sequences(split) == count
+        for a, b in zip(
+            mine.batch(range(count), split), whole.batch(range(count), split), strict=True
+        ):
+            torch.testing.assert_close(a, b)
