@@ -31,7 +31,7 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
-def _attention(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -43,6 +43,7 @@ def _attention(
     is_packed: bool = True,
     **rest: object,
 ) -> tuple[Tensor, None]:
+    """As `sdpa_attention_forward` of transformers: heads `(B, H, S, D)` to `(B, S, H, D)`."""
     if document_positions is not None:
         query, key = query.to(value.dtype), key.to(value.dtype)
         if fits_tile(query, value):
@@ -54,5 +55,5 @@ def _attention(
     )
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)

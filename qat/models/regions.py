@@ -1,8 +1,8 @@
 """The decoder, region by region: each layer compiled, recomputed in backward, or both.
 
-All equal layers share one compiled graph. A recomputed layer keeps its input alone, and backward
-goes through it a slice of the batch at a time, so that what a layer holds inside does not grow with
-the batch.
+All equal layers share one compiled graph, in which projections of the same input are one matmul. A
+recomputed layer keeps its input alone, and backward goes through it a slice of the batch at a time,
+so that what a layer holds inside does not grow with the batch.
 """
 
 import sys
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from qat.models.projections import join_projections, part_projections
 from qat.models.swap import decoder_layers
 
 SLICE_TOKENS = 2**15
@@ -42,6 +43,8 @@ class Regions:
 
     def install(self) -> None:
         """Let every layer, and the norm behind the last, run this way."""
+        if self.is_compiled:
+            join_projections(self._model)
         for index, layer in enumerate(decoder_layers(self._model)):
             run = self._compiled(layer.forward)
             every = self._recompute_every
@@ -60,6 +63,7 @@ class Regions:
         """Let the layers run as their class says."""
         for module in (*decoder_layers(self._model), *_last_norm(self._model)):
             vars(module).pop("forward", None)
+        part_projections(self._model)
 
 
 def _last_norm(model: PreTrainedModel) -> list[nn.Module]:

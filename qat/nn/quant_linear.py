@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form, pull_back
+from qat.nn.formed import room_for
 from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, round_scales
@@ -35,6 +36,7 @@ class QuantLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor.float().clone()))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("formed", None, persistent=False)
+        self._joined: tuple[nn.Module | None, slice] = (None, slice(0))
 
     def source(self) -> Packed | Tensor:
         """Packed indices, or the latent weight that they follow; no gradient."""
@@ -73,14 +75,19 @@ class QuantLinear(nn.Module):
         The memory of the last `W` is used again where dtype and device still fit, so that its
         address stays.
         """
-        learns = self.learns()
-        if self.formed is not None and _kind(self.formed) == (dtype, self.codebook.device, learns):
-            self.quantized_weight(dtype, out=self.formed)
-            return
-        self.formed = self.quantized_weight(dtype)
-        if learns:
-            self.formed.requires_grad_(True)
-            self.formed.register_post_accumulate_grad_hook(self._pull_back_formed)
+        self.formed = room_for(
+            self.formed,
+            self.codebook,
+            (self.out_features, self.in_features),
+            dtype=dtype,
+            take_gradient=self.pull_back_ if self.learns() else None,
+        )
+        self.quantized_weight(dtype, out=self.formed)
+
+    def join(self, joined: nn.Module | None, rows: slice) -> None:
+        """Let `joined` form this weight, as `rows` of its own; None ends that."""
+        self.release_()
+        self._joined = (joined, rows)  # a tuple: a submodule would own this one
 
     def release_(self) -> None:
         """Drop the formed weight: the next forward forms its own."""
@@ -106,9 +113,9 @@ class QuantLinear(nn.Module):
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     @torch.no_grad()
-    def _pull_back_formed(self, formed: Tensor) -> None:
+    def pull_back_(self, dW: Tensor) -> None:
+        """Add what `dW` implies to the gradients of what learns."""
         learning = self._learning()
-        dW, formed.grad = formed.grad, None
         for name, gradient in self.pulled_back(dW, learning.keys()).items():
             parameter = learning[name]
             if parameter.grad is None:
@@ -116,11 +123,18 @@ class QuantLinear(nn.Module):
             else:
                 parameter.grad += gradient
 
+    def _formed_weight(self) -> Tensor | None:
+        joined, rows = self._joined
+        if joined is None or joined.formed is None:
+            return self.formed
+        return joined.formed[rows]
+
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.formed is not None:
-            return F.linear(x, self.formed, bias)
+        formed = self._formed_weight()
+        if formed is not None:
+            return F.linear(x, formed, bias)
         parameters = self.weight_parameters()
         weight = _FormedWeight.apply(self, tuple(parameters), x.dtype, *parameters.values())
         return F.linear(x, weight, bias)
@@ -165,7 +179,3 @@ class _FormedWeight(torch.autograd.Function):
         wanted = [name for name, is_needed in zip(ctx.names, needed, strict=True) if is_needed]
         gradients = ctx.linear.pulled_back(dW, wanted)
         return None, None, None, *(gradients.get(name) for name in ctx.names)
-
-
-def _kind(formed: Tensor) -> tuple[torch.dtype, torch.device, bool]:
-    return formed.dtype, formed.device, formed.requires_grad
