@@ -4,10 +4,12 @@ Shapes: O out_features, I in_features.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from qat.backend import Backend
@@ -19,10 +21,10 @@ from qat.models.language_model import LanguageModel
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.quant_linear import QuantLinear
-from qat.quant.error_feedback import damped, fit_to_inputs, output_error
+from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan
-from qat.quant.weight import dequantize
+from qat.quant.weight import QuantizedWeight, dequantize
 
 TINY = 1e-30
 
@@ -44,6 +46,7 @@ class ModuleReport:
     bits_per_weight: float
     """Indices, scales and codebook over the number of weights."""
     seconds: float
+    """Its share, by size, of fitting all linears that share its input."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,14 @@ def quantize_model(
     if base is not None:
         _check_base(student.model, base.model, list(specs))
     todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
-    with progress(f"quantizing to {plan.name}", len(todo), "linears") as ticker:
+    description = f"quantizing to {plan.name}"
+    with progress(description, len(todo), "linears") as ticker, _fast_matmuls():
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
         if calibration:
-            quantize_in_order(student, calibration, list(todo), job.quantize)
+            quantize_in_order(student, calibration, list(todo), job.quantize_stage)
         else:
-            job.quantize(list(todo), None)
-    reports = {report.name: report for report in job.reports}
+            job.quantize_alone(list(todo))
+    reports = job.reports()
     return QuantizeReport(
         plan=plan.name,
         seconds=time.perf_counter() - began,
@@ -118,8 +122,19 @@ def _shape(linear: nn.Linear | QuantLinear) -> tuple[int, int]:
     return linear.out_features, linear.in_features
 
 
+@dataclass
+class _Fitted:
+    """One linear in its place, and what its report needs."""
+
+    linear: FrozenLutLinear
+    error: Tensor
+    """`|W - W_q| / |W|`, still on the device."""
+    output_error: float | None
+    seconds: float
+
+
 class _Conversion:
-    """Fits linears in parallel and puts the result in their place."""
+    """Fits linears and puts the results in their place."""
 
     def __init__(
         self,
@@ -135,28 +150,59 @@ class _Conversion:
         self.base = base
         self.workers = workers or Backend(next(model.parameters()).device).workers()
         self.ticker = ticker
-        self.reports: list[ModuleReport] = []
+        self.fitted: dict[str, _Fitted] = {}
 
-    def quantize(self, names: list[str], hessian: Tensor | None) -> None:
-        """Replace the linears called `names`; they share the input behind `hessian`."""
+    def quantize_alone(self, names: list[str]) -> None:
+        """Replace the linears called `names`, each fitted to its weight, some at a time."""
+
+        def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
+            began, weight = time.perf_counter(), self._weight(name)
+            return weight, fit_weight(weight, self.specs[name]), time.perf_counter() - began
+
         with ThreadPoolExecutor(self.workers) as pool:
-            for name, linear, report in pool.map(lambda n: self._fit(n, hessian), names):
-                replace_module(self.model, name, linear)
-                self.reports.append(report)
-                self.ticker.advance()
-                self.ticker.note(f"{name} {report.relative_error:.3f}")
+            for name, (weight, quantized, seconds) in zip(names, pool.map(fit, names), strict=True):
+                self._put(name, weight, quantized, output_error=None, seconds=seconds)
 
-    def _fit(self, name: str, hessian: Tensor | None) -> tuple[str, FrozenLutLinear, ModuleReport]:
-        began = time.perf_counter()
-        spec, weight = self.specs[name], self._weight(name)
-        if hessian is None:
-            fitted = fit_weight(weight, spec)
-        else:
-            fitted = fit_to_inputs(weight, spec, hessian)
+    def quantize_stage(self, names: list[str], hessian: Tensor) -> None:
+        """Replace the linears called `names`, fitted to the common input behind `hessian`."""
+        for spec in dict.fromkeys(self.specs[name] for name in names):
+            began = time.perf_counter()
+            own = [name for name in names if self.specs[name] == spec]
+            weights = [self._weight(name) for name in own]
+            fits = fit_all_to_inputs(weights, spec, hessian)
+            per_weight = (time.perf_counter() - began) / sum(weight.numel() for weight in weights)
+            for name, weight, fit in zip(own, weights, fits, strict=True):
+                seconds = per_weight * weight.numel()
+                self._put(
+                    name, weight, fit.quantized, output_error=fit.output_error, seconds=seconds
+                )
+
+    def reports(self) -> dict[str, ModuleReport]:
+        """Of every linear that was replaced, by name."""
+        if not self.fitted:
+            return {}
+        names, errors = zip(*((n, fitted.error) for n, fitted in self.fitted.items()), strict=True)
+        pairs = zip(names, torch.stack(errors).tolist(), strict=True)
+        return {name: _report(name, self.fitted[name], error) for name, error in pairs}
+
+    def _put(
+        self,
+        name: str,
+        weight: Tensor,
+        quantized: QuantizedWeight,
+        *,
+        output_error: float | None,
+        seconds: float,
+    ) -> None:
         bias = self.model.get_submodule(name).bias
-        linear = FrozenLutLinear(fitted, None if bias is None else bias.detach(), spec)
-        report = _report(name, linear, weight, hessian)
-        return name, linear, replace(report, seconds=time.perf_counter() - began)
+        linear = FrozenLutLinear(
+            quantized, None if bias is None else bias.detach(), self.specs[name]
+        )
+        replace_module(self.model, name, linear)
+        error = (weight - dequantize(quantized)).norm() / weight.norm().clamp_min(TINY)
+        self.fitted[name] = _Fitted(linear, error, output_error, seconds)
+        self.ticker.advance()
+        self.ticker.note(name)
 
     def _weight(self, name: str) -> Tensor:
         """The float weight to imitate, on the device of the one it replaces."""
@@ -168,15 +214,8 @@ class _Conversion:
         return module.weight.detach().float().to(device)
 
 
-def _report(
-    name: str, linear: FrozenLutLinear, weight: Tensor, hessian: Tensor | None
-) -> ModuleReport:
-    quantized, spec, weighted = linear.quantized(), linear.spec, None
-    if hessian is not None:
-        H = damped(hessian)
-        whole = ((weight @ H) * weight).sum().item()
-        weighted = (output_error(weight, quantized, H) / max(whole, TINY)) ** 0.5
-    error = weight - dequantize(quantized)
+def _report(name: str, fitted: _Fitted, error: float) -> ModuleReport:
+    spec = fitted.linear.spec
     return ModuleReport(
         name=name,
         bits=spec.bits,
@@ -184,11 +223,25 @@ def _report(
         scale=spec.scale,
         group_size=spec.group_size,
         rank=spec.rank,
-        relative_error=(error.norm() / weight.norm().clamp_min(TINY)).item(),
-        weighted_error=weighted,
-        bits_per_weight=bits_per_weight(linear),
-        seconds=0.0,
+        relative_error=error,
+        weighted_error=fitted.output_error,
+        bits_per_weight=bits_per_weight(fitted.linear),
+        seconds=fitted.seconds,
     )
+
+
+@contextmanager
+def _fast_matmuls() -> Iterator[None]:
+    """Float32 matmuls may multiply in bf16 or TF32 where the device does so faster.
+
+    Sums stay in float32. Moment matrices keep their symmetry and sign: both factors round alike.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _has_format(module: nn.Module, spec: LutSpec) -> bool:

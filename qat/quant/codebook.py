@@ -20,3 +20,14 @@ def fixed_grid(spec: LutSpec) -> Tensor | None:
     if spec.codebook == "int":
         return torch.arange(-(C // 2), C // 2).float()
     return torch.tensor([-1.0, 0.0, 1.0])
+
+
+def nearest_level(values: Tensor, levels: Tensor) -> Tensor:
+    """The index, uint8, of the one of ascending `levels` `(C,)` that is nearest to each value.
+
+    `torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)` at a fraction of its time.
+    """
+    indices = torch.zeros_like(values, dtype=torch.uint8)
+    for middle in ((levels[1:] + levels[:-1]) / 2).unbind():
+        indices += values > middle
+    return indices

@@ -1,32 +1,47 @@
-"""Quantize a weight against its layer's inputs: rounding errors are paid back by later columns.
+"""Quantize weights against their layer's inputs: rounding errors are paid back by later columns.
 
 With `H = mean(x x^T)` over the layer's inputs the layer's output error is
 `tr((W - W_q) H (W - W_q)^T)`. Indices are chosen column by column in falling order of `diag(H)`,
-each error compensated in the columns to come (GPTQ, arXiv:2210.17323); then, by turns, scales and
-levels are solved exactly against `H` and the indices improved by coordinate descent (as in LNQ,
+each error compensated in the columns to come (GPTQ, arXiv:2210.17323); then, by turns, the levels
+are solved against `H`, and scales and indices improved by coordinate descent (as in LNQ,
 arXiv:2505.07004).
 
-Shapes: O out_features, I in_features, G groups per row, C codebook entries.
+Weights that share their inputs (q, k, v) are swept together: their rows do not know each other.
+
+Shapes: O rows of all weights together, I in_features, G groups per row, C codebook entries.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qat.quant.fit import fit_weight, normalize
+from qat.quant.codebook import nearest_level
+from qat.quant.columns import REFERENCE, ColumnOps, Columns, descent_sweep, feedback_sweep
+from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
-    as_stored,
     dequantize,
     expand_scales,
-    nearest_indices,
+    round_as_stored,
 )
 
-BLOCK = 128
 DAMPING = 0.01
-ROUNDS = 4
-SWEEPS = 2
+TINY = torch.finfo(torch.float32).tiny
+SWEEPS = 4
+LEVEL_SAMPLE = 2**18
+"""Weights that the levels are solved from."""
+
+
+class InputFit(NamedTuple):
+    """A quantized weight and what it does to its layer's output."""
+
+    quantized: QuantizedWeight
+    output_error: float
+    """`norm(x (W - W_q)^T) / norm(x W^T)` over the inputs behind the damped Hessian."""
 
 
 def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWeight:
@@ -34,137 +49,167 @@ def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWe
 
     Never worse, by that measure, than rounding every weight alone (`fit_weight`).
     """
-    weight = weight.detach().float()
+    (fit,) = fit_all_to_inputs([weight], spec, hessian)
+    return fit.quantized
+
+
+def fit_all_to_inputs(
+    weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
+) -> list[InputFit]:
+    """`fit_to_inputs` of each of `weights` `(O_n, I)`, which share their inputs."""
     H = damped(hessian.float())
-    best = fit_weight(weight, spec, H.diagonal())
-    least = output_error(weight, best, H)
-    S = expand_scales(best.scales, weight.shape[1])
-    current = best._replace(indices=error_feedback(weight, S, best.codebook, H))
-    for _ in range(ROUNDS):
-        current = _refit(weight, current, H, spec)
-        error = output_error(weight, current, H)
-        if error < least:
-            best, least = current, error
-    return best
+    weights = [weight.detach().float() for weight in weights]
+    starts = [fit_weight(weight, spec, H.diagonal()) for weight in weights]
+    columns = stack(weights, starts)
+    sizes = [len(weight) for weight in weights]
+    whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
+    feed_back(columns, H, ops)
+    if spec.codebook == "lut":
+        refit_levels(columns, H, sizes, spec)
+    descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
+    after = _row_energy(columns.residual, H)
+    ends = unstack(columns, sizes, starts)
+    rows = torch.stack([whole, before, after]).split(sizes, dim=1)
+    energies = torch.stack([own.sum(1) for own in rows]).tolist()  # the one wait for the device
+    return [
+        InputFit(end if after < before else start, (min(before, after) / max(whole, TINY)) ** 0.5)
+        for start, end, (whole, before, after) in zip(starts, ends, energies, strict=True)
+    ]
 
 
 def damped(hessian: Tensor) -> Tensor:
     """`hessian` with a little of its mean diagonal added, and 1 where a feature never fires."""
     H = hessian.clone()
     diagonal = H.diagonal()
-    mean = diagonal.mean()
-    diagonal += DAMPING * mean
+    diagonal += DAMPING * diagonal.mean()
     diagonal[diagonal == 0] = 1.0
     return H
 
 
 def output_error(weight: Tensor, quantized: QuantizedWeight, H: Tensor) -> float:
     """`tr((W - W_q) H (W - W_q)^T)`: the mean squared error of the layer's output."""
-    error = weight - dequantize(quantized)
-    return ((error @ H) * error).sum().item()
+    return _row_energy((weight - dequantize(quantized)).T, H).sum().item()
 
 
-def error_feedback(weight: Tensor, S: Tensor, levels: Tensor, H: Tensor) -> Tensor:
-    """Indices `(O, I)` by GPTQ in falling order of `diag(H)`, under fixed scales and levels."""
+def feedback_coupling(H: Tensor) -> Tensor:
+    """`A` `(I, I)`, strictly lower triangular: how much of each residual a later column pays back.
+
+    With `H = M D M^T`, M unit upper triangular, `tr(R H R^T) = sum_k D_k |R M[:, k]|^2`, and column
+    k, which comes after all j < k, makes its term small by aiming at `w_k + sum_j M_jk r_j`.
+    """
+    # the Cholesky factor of H with its order turned round is upper triangular
+    turned = H.flip(0, 1)
+    factor, failed = torch.linalg.cholesky_ex(turned)
+    if failed:  # too close to singular for float32
+        factor = torch.linalg.cholesky(turned.double())
+    factor = factor.flip(0, 1)
+    return (factor / factor.diagonal()).T.float().tril(-1)
+
+
+def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
+    """Choose all levels anew by GPTQ in falling order of `diag(H)`, under scales that stay."""
     order = H.diagonal().argsort(descending=True)
-    W, S = weight[:, order].clone(), S[:, order]
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[order][:, order].double()))
-    U = torch.linalg.cholesky(inverse, upper=True).float()
-    indices = torch.empty_like(W, dtype=torch.uint8)
-    for start in range(0, W.shape[1], BLOCK):
-        end = min(start + BLOCK, W.shape[1])
-        errors = torch.empty_like(W[:, start:end])
-        for i in range(start, end):
-            column = nearest_indices(W[:, i], S[:, i], levels)
-            error = (W[:, i] - levels[column.int()] * S[:, i]) / U[i, i]
-            W[:, i + 1 : end] -= error[:, None] * U[i, i + 1 : end]
-            indices[:, i], errors[:, i - start] = column, error
-        W[:, end:] -= errors @ U[start:end, end:]
-    return indices[:, order.argsort()]
+    sorted_columns = Columns(
+        columns.weight[order],
+        columns.residual,
+        columns.chosen,
+        columns.scales[order // columns.group_size],
+        columns.levels,
+    )
+    feedback_sweep(sorted_columns, feedback_coupling(H[order][:, order]), ops)
+    back = order.argsort()
+    columns.residual, columns.chosen = columns.residual[back], columns.chosen[back]
 
 
-def coordinate_descent(weight: Tensor, quantized: QuantizedWeight, H: Tensor) -> Tensor:
-    """Indices `(O, I)` after one sweep in which each moves to its best level given all others.
-
-    For column i the best value is `w_i + sum_{j != i} (w_j - q_j) H_ji / H_ii`; the output error
-    never rises.
-    """
-    S = expand_scales(quantized.scales, weight.shape[1])
-    levels, indices = quantized.codebook, quantized.indices.clone()
-    residual = weight - dequantize(quantized)
-    pull = residual @ H
-    for start in range(0, weight.shape[1], BLOCK):
-        end = min(start + BLOCK, weight.shape[1])
-        before = residual[:, start:end].clone()
-        block_H = H[start:end, start:end].contiguous()
-        block_pull = pull[:, start:end].clone()
-        for i in range(start, end):
-            k = i - start
-            target = weight[:, i] - residual[:, i] + block_pull[:, k] / H[i, i]
-            column = nearest_indices(target, S[:, i], levels)
-            new = weight[:, i] - levels[column.int()] * S[:, i]
-            block_pull += (new - residual[:, i])[:, None] * block_H[k]
-            residual[:, i], indices[:, i] = new, column
-        pull += (residual[:, start:end] - before) @ H[start:end]
-    return indices
+def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) -> None:
+    """Sweeps of coordinate descent over indices, and group scales if they may move."""
+    diagonal = H.diagonal()
+    coupling = (H / diagonal[:, None]).fill_diagonal_(0.0)
+    for _ in range(SWEEPS):
+        descent_sweep(columns, coupling, diagonal, moves_scales=moves_scales, ops=ops)
 
 
-def fit_group_scales_to_inputs(weight: Tensor, quantized: QuantizedWeight, H: Tensor) -> Tensor:
-    """The scales `(O, G)` that minimise the output error for the given indices, exactly.
+def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Columns:
+    """Weights and what they are quantized to, side by side and transposed."""
+    I = weights[0].shape[1]
+    groups, chosen, levels = [], [], []
+    for weight, q in zip(weights, quantized, strict=True):
+        is_low_rank = q.scales.scales is None
+        groups.append(expand_scales(q.scales, I) if is_low_rank else q.scales.scales)
+        chosen.append(q.codebook[q.indices.int()])
+        levels.append(q.codebook[:, None].expand(-1, len(weight)))
+    columns = Columns(
+        weight=torch.cat(list(weights)).T.contiguous(),
+        residual=torch.empty(0),
+        chosen=torch.cat(chosen).T.contiguous(),
+        scales=torch.cat(groups).T.contiguous(),
+        levels=torch.cat(levels, dim=1),
+    )
+    _renew_residual(columns)
+    return columns
 
-    With `D_o` the `(I, G)` matrix of row o's levels in their groups, `(D_o^T H D_o) s_o = D_o^T H
-    w_o`: a G x G system for each row. A scale that would turn negative keeps its old value.
-    """
-    old = quantized.scales.scales
-    O, G = old.shape
-    Q = quantized.codebook[quantized.indices.int()]
-    normal = torch.empty(O, G, G, dtype=torch.float64, device=Q.device)
-    size = Q.shape[1] // G
-    for g in range(G):
-        part = slice(g * size, (g + 1) * size)
-        normal[:, g] = ((Q[:, part] @ H[part]) * Q).view(O, G, size).sum(-1)
-    right = ((weight @ H) * Q).view(O, G, size).sum(-1).double()
-    fitted = _solve(normal, right).float()
-    return torch.where(fitted > 0, fitted, old)
+
+def unstack(
+    columns: Columns, sizes: Sequence[int], old: Sequence[QuantizedWeight]
+) -> list[QuantizedWeight]:
+    """The quantized weights of `columns`; low-rank scales, which no sweep moves, are the `old`."""
+    parts = (t.split(sizes, dim=1) for t in (columns.chosen, columns.scales, columns.levels))
+    fitted = []
+    for start, chosen, groups, levels in zip(old, *parts, strict=True):
+        indices, codebook = nearest_level(chosen.T, levels[:, 0]), levels[:, 0].clone()
+        if start.scales.scales is not None:
+            scales = Scales(scales=groups.T.contiguous())
+        else:
+            scales, codebook = normalize(start.scales, codebook)
+        fitted.append(QuantizedWeight(indices, codebook, scales))
+    return fitted
 
 
-def fit_levels_to_inputs(weight: Tensor, quantized: QuantizedWeight, H: Tensor) -> Tensor:
+def solve_levels(weight: Tensor, scales: Tensor, indices: Tensor, *, H: Tensor, C: int) -> Tensor:
     """The levels `(C,)` that minimise the output error for the given indices and scales, exactly.
 
-    With `P_c = S * (indices == c)`: `sum_c' <P_c H, P_c'> l_c' = <P_c H, W>`.
+    With `P_c = scales * (indices == c)`: `sum_c' <P_c, H P_c'> l_c' = <P_c, H W>`. All transposed:
+    `weight`, `scales` and `indices` are `(I, O)`.
     """
-    S = expand_scales(quantized.scales, weight.shape[1])
-    C = quantized.codebook.numel()
-    parts = [torch.where(quantized.indices == c, S, 0.0) for c in range(C)]
-    normal = torch.empty(C, C, dtype=torch.float64, device=S.device)
-    right = torch.empty(C, dtype=torch.float64, device=S.device)
-    for c, part in enumerate(parts):
-        pulled = part @ H
-        normal[c] = torch.stack([(pulled * other).sum(dtype=torch.float64) for other in parts])
-        right[c] = (pulled * weight).sum(dtype=torch.float64)
-    return _solve(normal[None], right[None])[0].float()
+    parts = torch.stack([torch.where(indices == c, scales, 0.0) for c in range(C)])
+    pulled = (H @ parts).view(C, -1).double()
+    normal = pulled @ parts.view(C, -1).double().T
+    right = pulled @ weight.reshape(-1).double()
+    return _solve(normal, right).float()
 
 
-def _refit(weight: Tensor, current: QuantizedWeight, H: Tensor, spec: LutSpec) -> QuantizedWeight:
-    """One turn: scales, levels, then indices; every part exact given the others."""
-    scales, levels = current.scales, current.codebook
-    if scales.scales is not None:
-        scales = Scales(scales=fit_group_scales_to_inputs(weight, current, H))
-    if spec.codebook == "lut":
-        levels = fit_levels_to_inputs(weight, current._replace(scales=scales), H)
-        order = levels.argsort()
-        levels, rank = levels[order], order.argsort().to(torch.uint8)
-        current = current._replace(indices=rank[current.indices.int()])
-        scales, levels = normalize(scales, levels)
-    turned = as_stored(QuantizedWeight(current.indices, levels, scales))
-    for _ in range(SWEEPS):
-        turned = turned._replace(indices=coordinate_descent(weight, turned, H))
-    return turned
+def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpec) -> None:
+    """Solve the levels of each weight anew; indices stay, scales follow the normalized levels."""
+    end = 0
+    for size in sizes:
+        own, end = slice(end, end + size), end + size
+        chosen, levels = columns.chosen[:, own], columns.levels[:, own]
+        indices = nearest_level(chosen, levels[:, 0])
+        rows = sample_rows(chosen.T, LEVEL_SAMPLE)
+        S = columns.scales[:, own][:, rows].repeat_interleave(columns.group_size, dim=0)
+        solved = solve_levels(
+            columns.weight[:, own][:, rows], S, indices[:, rows], H, spec.num_levels
+        )
+        if spec.scale == "group":
+            scales, solved = normalize(Scales(scales=columns.scales[:, own]), solved)
+            columns.scales[:, own] = round_as_stored("scales", scales.scales)
+        columns.chosen[:, own] = solved[indices.int()]
+        columns.levels[:, own] = solved.sort().values[:, None]
+    _renew_residual(columns)
+
+
+def _renew_residual(columns: Columns) -> None:
+    S = columns.scales.repeat_interleave(columns.group_size, dim=0)
+    columns.residual = torch.addcmul(columns.weight, columns.chosen, S, value=-1)
+
+
+def _row_energy(columns: Tensor, H: Tensor) -> Tensor:
+    """`x^T H x` of each column x of `(I, O)`: its share of the output's mean square, `(O,)`."""
+    return (columns * (H @ columns)).sum(0)
 
 
 def _solve(normal: Tensor, right: Tensor) -> Tensor:
-    """Batched symmetric solve with a ridge that only an unused unknown can feel."""
-    diagonal = normal.diagonal(dim1=-2, dim2=-1)
-    ridge = 1e-9 * diagonal.mean(-1, keepdim=True) + torch.finfo(torch.float64).tiny
-    regular = normal + torch.diag_embed(ridge.expand_as(diagonal))
-    return torch.linalg.solve(regular, right[..., None])[..., 0]
+    """Symmetric solve with a ridge that only an unused unknown can feel."""
+    diagonal = normal.diagonal()
+    ridge = 1e-9 * diagonal.mean() + torch.finfo(torch.float64).tiny
+    return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right)

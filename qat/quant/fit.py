@@ -1,14 +1,16 @@
 """Quantize a weight without its layer's inputs: levels and scales by turns.
 
+Levels belong to the whole tensor, so a sample of its rows teaches them; group scales and indices
+belong to a row, so they follow for all rows, a cache-sized piece at a time.
+
 Shapes: O out_features, I in_features, G groups per row, C codebook entries.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qat.quant.codebook import fixed_grid
-from qat.quant.kmeans import refine_levels, weighted_kmeans
+from qat.quant.codebook import fixed_grid, nearest_level
+from qat.quant.kmeans import weighted_kmeans
 from qat.quant.scales import absmax_scales, fit_group_scales, fit_low_rank, low_rank_start
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
@@ -17,17 +19,23 @@ from qat.quant.weight import (
     as_stored,
     dequantize,
     expand_scales,
-    nearest_indices,
 )
 
 ROUNDS = 10
+ROUNDS_OF_ALL_ROWS = 3
+SAMPLE = 2**17
+"""Weights that levels are learned from."""
+PIECE = 2**19
+"""Weights whose scales and indices are found at a time."""
 
 
 def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) -> QuantizedWeight:
     """The levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
 
-    Alternates weighted k-means (learned codebooks only), nearest indices and a least-squares refit
-    of the scales, and keeps the best round after rounding as a checkpoint stores it.
+    Alternates nearest indices and least-squares refits of levels (learned codebooks only) and
+    scales, from the levels of weighted k-means, and keeps the best round after rounding as a
+    checkpoint stores it. More than `SAMPLE` weights with group scales learn their levels from that
+    many, in whole rows drawn at random (always the same ones).
 
     Args:
         weight: `(O, I)` float.
@@ -36,22 +44,29 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
             `(O, I)` (Fisher); 1 everywhere if None.
     """
     weight = weight.detach().float()
-    h = torch.ones_like(weight) if importance is None else importance.float().expand_as(weight)
-    scales = _start_scales(weight, spec)
-    levels = fixed_grid(spec)
-    levels = None if levels is None else levels.to(weight.device)
-    best, least = None, float("inf")
-    for _ in range(ROUNDS):
-        S = expand_scales(scales, weight.shape[1])
-        if spec.codebook == "lut":
-            levels = _learn_levels(weight, S, h, num_levels=spec.num_levels, levels=levels)
-        indices = nearest_indices(weight, S, levels)
-        scales = refit_scales(weight, levels[indices.int()], h, scales)
-        candidate = settle(weight, scales, levels, spec)
-        error = weighted_error(weight, candidate, h)
-        if error < least:
-            best, least = candidate, error
-    return best
+    h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
+    h = h.expand_as(weight)
+    rows = sample_rows(weight, SAMPLE)
+    if spec.scale == "low_rank" or len(rows) == len(weight):
+        return _alternate(weight, h, spec, rows)
+    sample = _alternate(weight[rows], h[rows], spec, None)
+    # absmax scales start as far from the fitted ones as they were in the sample
+    groups = absmax_scales(weight, spec.group_size)
+    groups = groups * (sample.scales.scales / groups[rows]).median()
+    return _follow(weight, h, sample.codebook, groups)
+
+
+def sample_rows(weight: Tensor, num_weights: int) -> Tensor:
+    """Row numbers `(n,)`, ascending, that hold about `num_weights` weights; all if there are fewer.
+
+    The same for every weight of one shape.
+    """
+    O, I = weight.shape
+    count = -(-num_weights // I)
+    if count >= O:
+        return torch.arange(O, device=weight.device)
+    drawn = torch.randperm(O, generator=torch.Generator().manual_seed(0))[:count]
+    return drawn.sort().values.to(weight.device)
 
 
 def weighted_error(weight: Tensor, quantized: QuantizedWeight, importance: Tensor) -> float:
@@ -66,13 +81,29 @@ def refit_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
     return Scales(scales=fit_group_scales(weight, levels, importance, old.scales))
 
 
+def refit_levels(
+    weight: Tensor, S: Tensor, importance: Tensor, indices: Tensor, *, old: Tensor
+) -> Tensor:
+    """The least-squares levels `(C,)` for the indices at hand; one that nobody takes stays.
+
+    `l_c = sum(h S w) / sum(h S^2)` over the places whose index is `c`. Ascending if the indices are
+    the nearest ones.
+    """
+    place, weighted = indices.flatten().int(), importance * S
+    sums = [
+        torch.bincount(place, (weighted * other).flatten().double(), minlength=len(old))
+        for other in (weight, S)
+    ]
+    return torch.where(sums[1] > 0, sums[0] / sums[1], old.double()).float()
+
+
 def settle(weight: Tensor, scales: Scales, levels: Tensor, spec: LutSpec) -> QuantizedWeight:
     """The weight as a checkpoint would hold it: rounded scales first, then the nearest indices."""
     if spec.codebook == "lut":
         scales, levels = normalize(scales, levels)
     stored = as_stored(QuantizedWeight(torch.empty(0), levels, scales))
     S = expand_scales(stored.scales, weight.shape[1])
-    return stored._replace(indices=nearest_indices(weight, S, stored.codebook))
+    return stored._replace(indices=_nearest(weight, S, stored.codebook))
 
 
 def normalize(scales: Scales, levels: Tensor) -> tuple[Scales, Tensor]:
@@ -80,6 +111,49 @@ def normalize(scales: Scales, levels: Tensor) -> tuple[Scales, Tensor]:
     size = levels.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     name = "scales" if scales.scales is not None else "rank_gain"
     return scales._replace(**{name: getattr(scales, name) * size}), levels / size
+
+
+def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) -> QuantizedWeight:
+    """Rounds of indices, levels and scales; k-means sees `rows` alone (None for all)."""
+    scales = _start_scales(weight, spec)
+    levels = fixed_grid(spec)
+    if levels is None:
+        S = expand_scales(scales, weight.shape[1])
+        seen = slice(None) if rows is None else rows
+        levels = _start_levels(weight[seen], S[seen], h[seen], spec.num_levels)
+    levels = levels.to(weight.device)
+    best, least = None, float("inf")
+    for _ in range(ROUNDS):
+        S = expand_scales(scales, weight.shape[1])
+        indices = _nearest(weight, S, levels)
+        if spec.codebook == "lut":
+            levels = refit_levels(weight, S, h, indices, old=levels)
+        scales = refit_scales(weight, levels[indices.int()], h, scales)
+        candidate = settle(weight, scales, levels, spec)
+        error = weighted_error(weight, candidate, h)
+        if error < least:
+            best, least = candidate, error
+    return best
+
+
+def _follow(weight: Tensor, h: Tensor, levels: Tensor, groups: Tensor) -> QuantizedWeight:
+    """Scales and indices of all rows under levels that stay, from the start `groups` `(O, G)`."""
+    O, I = weight.shape
+    scales, indices = torch.empty_like(groups), torch.empty_like(weight, dtype=torch.uint8)
+    size = max(1, PIECE // I)
+    for piece in (slice(start, start + size) for start in range(0, O, size)):
+        own = Scales(scales=groups[piece])
+        for _ in range(ROUNDS_OF_ALL_ROWS):
+            chosen = _nearest(weight[piece], expand_scales(own, I), levels)
+            own = refit_scales(weight[piece], levels[chosen.int()], h[piece], own)
+        own = as_stored(QuantizedWeight(torch.empty(0), levels, own)).scales
+        scales[piece] = own.scales
+        indices[piece] = _nearest(weight[piece], expand_scales(own, I), levels)
+    return QuantizedWeight(indices, levels, Scales(scales=scales))
+
+
+def _nearest(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
+    return nearest_level(torch.where(S == 0, 0.0, weight / S), levels)
 
 
 def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
@@ -91,15 +165,9 @@ def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
     return low_rank_start(groups.repeat_interleave(spec.group_size, dim=1), spec.rank)
 
 
-def _learn_levels(
-    weight: Tensor, S: Tensor, importance: Tensor, *, num_levels: int, levels: Tensor | None
-) -> Tensor:
+def _start_levels(weight: Tensor, S: Tensor, importance: Tensor, num_levels: int) -> Tensor:
     # an error of the scaled weight counts S^2 times as much in the weight itself
     values = torch.where(S == 0, 0.0, weight / S).flatten()
     mass = (importance * S**2).flatten()
-    values, mass = values.cpu().double().numpy(), mass.cpu().double().numpy()
-    if levels is None:
-        found = weighted_kmeans(values, mass, num_levels)
-    else:
-        found = refine_levels(values, mass, levels.cpu().double().numpy())
-    return torch.from_numpy(np.ascontiguousarray(found)).float().to(weight.device)
+    found = weighted_kmeans(values.cpu().double().numpy(), mass.cpu().double().numpy(), num_levels)
+    return torch.from_numpy(found).float()

@@ -8,7 +8,7 @@ import torch
 from quantized import SPECS, random_weight
 from torch import Tensor
 
-from qat.quant.codebook import fixed_grid
+from qat.quant.codebook import fixed_grid, nearest_level
 from qat.quant.fit import fit_weight, normalize, weighted_error
 from qat.quant.scales import absmax_scales
 from qat.quant.spec import LutSpec
@@ -154,3 +154,28 @@ def test_nearest_index_is_the_argmin() -> None:
     distance = (weight[..., None] / S[..., None] - levels).abs()
     assert torch.equal(nearest_indices(weight, S, levels).long(), distance.argmin(-1))
     assert (nearest_indices(weight, torch.zeros(9, 20), levels) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["lut1", "lut2", "lut3", "seq2", "int3", "ternary"])
+def test_levels_of_a_sample_serve_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, spec = torch.randn(300, 96), SPECS[name]
+    importance = torch.rand(96) + 0.01
+    whole = fit_weight(weight, spec, importance)
+    monkeypatch.setattr("qat.quant.fit.SAMPLE", 60 * 96)
+    monkeypatch.setattr("qat.quant.fit.PIECE", 7 * 96)
+    sampled = fit_weight(weight, spec, importance)
+    assert same_bits(sampled, as_stored(sampled)) and same_bits(
+        sampled, fit_weight(weight, spec, importance)
+    )
+    h = importance.expand_as(weight)
+    errors = [weighted_error(weight, quantized, h) for quantized in (sampled, whole)]
+    assert errors[0] < 1.02 * errors[1]
+
+
+@pytest.mark.parametrize("C", [2, 3, 4, 16])
+def test_nearest_level_is_bucketize(C: int) -> None:
+    levels = torch.randn(C).sort().values
+    middles = (levels[1:] + levels[:-1]) / 2
+    values = torch.cat([torch.randn(500), middles, levels])
+    expected = torch.bucketize(values, middles)
+    assert torch.equal(nearest_level(values, levels).long(), expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from qat.quant.kmeans import best_split, histogram, refine_levels, weighted_kmeans
+from qat.quant.kmeans import best_split, coarser, histogram, polish, weighted_kmeans
 
 Array = NDArray[np.float64]
 ALLOWED = 1 + 1e-4  # the promise: 0.01 %
@@ -90,7 +90,7 @@ def test_within_a_ten_thousandth_of_the_optimum(name: str, kind: str) -> None:
 def test_more_values_than_bins_stay_within_it(monkeypatch) -> None:
     values, weights = sample("normal", 3000), importance("weighted", 3000)
     monkeypatch.setattr("qat.quant.kmeans.POLISH_BINS", 2048)
-    monkeypatch.setattr("qat.quant.kmeans.START_BINS", 512)
+    monkeypatch.setattr("qat.quant.kmeans.START_BINS", 256)
     least = optima(values, weights, 16)[16]
     assert cost(values, weights, weighted_kmeans(values, weights, 16)) <= ALLOWED * least
 
@@ -108,7 +108,6 @@ def test_fewer_distinct_values_than_levels() -> None:
     values = np.array([3.0, -1.0, 3.0, 0.5])
     levels = weighted_kmeans(values, np.ones(4), 8)
     np.testing.assert_array_equal(levels, [-1.0, 0.5, 3, 3, 3, 3, 3, 3])
-    np.testing.assert_array_equal(refine_levels(values, np.ones(4), np.zeros(4)), [-1, 0.5, 3, 3])
 
 
 @pytest.mark.parametrize("value", [0.0, -2.5])
@@ -149,10 +148,28 @@ def test_histogram_keeps_mass_and_mean() -> None:
     assert (mass * points).sum() == pytest.approx((weights * values).sum())
 
 
-def test_refining_never_loses() -> None:
-    values, weights = sample("student", 20_000), importance("weighted", 20_000)
-    start = np.linspace(values.min(), values.max(), 8)
-    refined = refine_levels(values, weights, start)
-    assert cost(values, weights, refined) < 0.9 * cost(values, weights, start)
-    again = refine_levels(values, weights, refined)
-    assert cost(values, weights, again) <= 1.0001 * cost(values, weights, refined)
+def test_coarser_bins_keep_mass_and_mean() -> None:
+    points, mass = np.sort(sample("student", 5000)), importance("weighted", 5000) + 0.01
+    few, total = coarser(points, mass, 64)
+    assert len(few) <= 64 and (np.diff(few) > 0).all()
+    assert total.sum() == pytest.approx(mass.sum())
+    assert (total * few).sum() == pytest.approx((mass * points).sum())
+    assert total.max() < 2.1 * mass.sum() / 64
+    for same in coarser(points, mass, 5000):
+        assert len(same) == 5000
+
+
+def test_polishing_takes_lloyds_steps() -> None:
+    points, mass = np.sort(sample("student", 500)), importance("weighted", 500) + 0.01
+    start = np.linspace(-1.0, 1.0, 8)
+    nearest = np.abs(points[:, None] - start).argmin(1)
+    expected = np.bincount(nearest, mass * points) / np.bincount(nearest, mass)
+    np.testing.assert_allclose(polish(points, mass, start, 1), expected, rtol=1e-9)
+    settled = polish(points, mass, start, 1000)
+    np.testing.assert_allclose(polish(points, mass, settled, 1), settled, rtol=1e-9)
+    assert cost(points, mass, settled) < cost(points, mass, expected)
+
+
+def test_a_level_without_points_stays() -> None:
+    points, mass = np.array([0.0, 1.0]), np.ones(2)
+    np.testing.assert_array_equal(polish(points, mass, np.array([0.1, 1.2, 9.0]), 5), [0, 1, 9])
