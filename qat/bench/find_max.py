@@ -11,9 +11,9 @@ from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = 4096
-"""Tokens of the smaller trial that the memory model is fitted on; below, buffers of fixed size
-would pass for a cost per sequence."""
+PROBES = 8
+"""Of the tokens that keep a device busy, the smaller trial of the memory model takes one part in
+so many: with fewer, buffers of fixed size would pass for a cost per sequence."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,18 @@ class Trials:
             logger.info("batch %d: %s", batch_size, outcome)
         return self.done[batch_size].fits
 
+    def memory_model(self, seq_len: int) -> MemoryModel | None:
+        """The line through two small batches' peaks; None if they do not fit or tell nothing."""
+        tokens = self._backend.tokens_at_once() // PROBES
+        for small in dict.fromkeys((max(1, tokens // seq_len), 1)):
+            if self.fits(small) and self.fits(2 * small):
+                low, high = self.done[small].peak_gib, self.done[2 * small].peak_gib
+                if low is None or high is None or high <= low:
+                    return None
+                slope = (high - low) / small
+                return MemoryModel(low - slope * small, slope)
+        return None
+
     def _peak_gib(self, batch_size: int) -> tuple[float | None]:
         self._backend.reset_peak_memory()
         self._step(batch_size)
@@ -95,7 +107,7 @@ def find_max_batch(
     Raises:
         ConfigError: not even the smallest size fits.
     """
-    model = fit_memory_model(trials, seq_len)
+    model = trials.memory_model(seq_len)
     predicted = None
     if model is not None and memory_gib is not None:
         predicted = model.largest(memory_gib)
@@ -114,16 +126,3 @@ def find_max_batch(
         )
     ordered = tuple(trials.done[size] for size in sorted(trials.done))
     return Search(largest, memory_gib, model, predicted, ordered)
-
-
-def fit_memory_model(trials: Trials, seq_len: int) -> MemoryModel | None:
-    """The line through the peaks of two small batches; None if they do not fit or tell nothing."""
-    large = max(1, PROBE_TOKENS // seq_len)
-    for small in dict.fromkeys((large, 1)):
-        if trials.fits(small) and trials.fits(2 * small):
-            low, high = trials.done[small].peak_gib, trials.done[2 * small].peak_gib
-            if low is None or high is None or high <= low:
-                return None
-            slope = (high - low) / small
-            return MemoryModel(low - slope * small, slope)
-    return None

@@ -20,7 +20,7 @@ class Timing:
     steps_s: tuple[float, ...]
     """Device time of each step: from the end of the one before to its own end."""
     peak_gib: float | None
-    """Most memory held during the timed steps."""
+    """Most memory held from the first step on."""
     loss_nats: float
     """Mean over valid tokens; the same student and data at every step."""
     valid_tokens: int
@@ -65,11 +65,12 @@ def time_steps(
     Nothing waits for the device between the timed steps, as in training: they are told apart by
     marks on its own clock.
     """
+    # from here on: a replayed graph asks for no memory, only its recording did
+    backend.reset_peak_memory()
     began = backend.mark()
     for step in range(warmup):
         result = subject(batches, step)
     backend.synchronize()
-    backend.reset_peak_memory()
     marks = [backend.mark()]
     for step in range(warmup, warmup + steps):
         result = subject(batches, step)

@@ -10,7 +10,7 @@ from qat.backend import Backend, select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.devices import device_called, devices_named
-from qat.bench.find_max import Search, Trials, find_max_batch, fit_memory_model
+from qat.bench.find_max import Search, Trials, find_max_batch
 from qat.bench.flops import Roofline, TokenFlops, measure_roofline, token_flops
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
@@ -207,7 +207,7 @@ class _Bench:
     def plan(self, devices: tuple, search: Search | None) -> tuple[Prediction, ...]:
         """Other devices, predicted from the fastest row of this run."""
         setting = self.setting
-        model = search.model if search else fit_memory_model(self._trials, setting.data.seq_len)
+        model = search.model if search else self._trials.memory_model(setting.data.seq_len)
         measured = Measured(
             device_called(setting.backend.name()),
             setting.roofline,

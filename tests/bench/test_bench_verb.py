@@ -89,7 +89,6 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
     )
     report = run_bench(config, str(place / "student"), tmp_path / "out")
     assert report.search.largest in (16, 256)
-    assert report.search.predicted is not None
     by_size = {trial.batch_size: trial.fits for trial in report.search.trials}
     assert by_size[40000] is False
     assert report.rows[-1]["status"] == "MAX"
