@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qat.backend import Backend
 from qat.errors import ConfigError
+from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
 from qat.models.calibrate import TokenBatch, quantize_in_order
 from qat.models.count import bits_per_weight, model_bits_per_weight
@@ -169,7 +170,7 @@ class _Conversion:
             began = time.perf_counter()
             own = [name for name in names if self.specs[name] == spec]
             weights = [self._weight(name) for name in own]
-            fits = fit_all_to_inputs(weights, spec, hessian)
+            fits = fit_all_to_inputs(weights, spec, hessian, COLUMN_OPS)
             per_weight = (time.perf_counter() - began) / sum(weight.numel() for weight in weights)
             for name, weight, fit in zip(own, weights, fits, strict=True):
                 seconds = per_weight * weight.numel()

@@ -187,9 +187,8 @@ def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpe
         indices = nearest_level(chosen, levels[:, 0])
         rows = sample_rows(chosen.T, LEVEL_SAMPLE)
         S = columns.scales[:, own][:, rows].repeat_interleave(columns.group_size, dim=0)
-        solved = solve_levels(
-            columns.weight[:, own][:, rows], S, indices[:, rows], H, spec.num_levels
-        )
+        weight = columns.weight[:, own][:, rows]
+        solved = solve_levels(weight, S, indices[:, rows], H=H, C=spec.num_levels)
         if spec.scale == "group":
             scales, solved = normalize(Scales(scales=columns.scales[:, own]), solved)
             columns.scales[:, own] = round_as_stored("scales", scales.scales)

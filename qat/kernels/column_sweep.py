@@ -1,0 +1,37 @@
+"""The two steps inside a block of a column sweep, by whoever does them fastest.
+
+A Triton program holds a block of a tile of rows in registers and walks its columns there; the
+references in `quant.columns` take some ten operations a column.
+"""
+
+from torch import Tensor
+
+from qat.kernels.dispatch import use_triton
+from qat.quant import columns as reference
+from qat.quant.columns import ColumnOps, Columns
+
+MOST_COLUMNS = 128
+"""Columns of a block that registers hold."""
+
+
+def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
+    """As `quant.columns.settle_columns`."""
+    if use_triton(target) and len(target) <= MOST_COLUMNS:
+        from qat.kernels import column_sweep_triton as triton
+
+        triton.settle_columns(columns, target, coupling)
+    else:
+        reference.settle_columns(columns, target, coupling)
+
+
+def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
+    """As `quant.columns.refit_scale`."""
+    if use_triton(target) and len(target) <= MOST_COLUMNS:
+        from qat.kernels import column_sweep_triton as triton
+
+        triton.refit_scale(columns, target, coupling, diagonal)
+    else:
+        reference.refit_scale(columns, target, coupling, diagonal)
+
+
+COLUMN_OPS = ColumnOps(settle_columns, refit_scale)

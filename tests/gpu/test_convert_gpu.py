@@ -1,0 +1,91 @@
+"""Quantizing on CUDA: the kernels against their references, whole fits against the CPU's."""
+
+import pytest
+import torch
+from tiny import VOCAB, tiny_model
+
+from qat.kernels.column_sweep import COLUMN_OPS
+from qat.models.calibrate import TokenBatch
+from qat.models.language_model import LanguageModel
+from qat.models.quantize import quantize_model
+from qat.models.swap import linear_names
+from qat.quant.columns import REFERENCE, Columns
+from qat.quant.error_feedback import damped, fit_all_to_inputs, output_error
+from qat.quant.spec import PRESETS, LutSpec
+
+pytestmark = pytest.mark.gpu
+
+SPECS = {
+    "lut2": LutSpec(bits=2),
+    "lut4": LutSpec(bits=4, group_size=64),
+    "int3": LutSpec(bits=3, codebook="int", group_size=128),
+    "wide groups": LutSpec(bits=2, group_size=256),
+    "low rank": LutSpec(bits=2, scale="low_rank", rank=4),
+}
+
+
+def moment(features: int) -> torch.Tensor:
+    x = torch.randn(4 * features, features) @ (torch.randn(features, features) / features**0.5)
+    return (x.T @ x / len(x)).cuda()
+
+
+def block(B: int, O: int, C: int) -> tuple[Columns, torch.Tensor, torch.Tensor]:
+    levels = torch.randn(C, O).sort(0).values
+    scales = (torch.rand(1, O) + 0.1).half().float()
+    chosen = levels.gather(0, torch.randint(C, (B, O)))
+    weight = torch.randn(B, O)
+    tensors = (weight, weight - chosen * scales, chosen, scales, levels)
+    coupling = 0.1 * torch.randn(B, B).fill_diagonal_(0.0)
+    target = weight + 0.3 * torch.randn(B, O)
+    return Columns(*(t.cuda() for t in tensors)), target.cuda(), coupling.cuda()
+
+
+@pytest.mark.parametrize(("B", "O", "C"), [(32, 6144, 4), (8, 1000, 16), (128, 77, 4), (20, 33, 2)])
+def test_kernels_equal_their_references(B: int, O: int, C: int) -> None:
+    columns, target, coupling = block(B, O, C)
+    diagonal = torch.rand(B, device="cuda") + 0.5
+    found = []
+    for ops in (COLUMN_OPS, REFERENCE):
+        own, aim = Columns(*(t.clone() for t in vars(columns).values())), target.clone()
+        ops.refit(own, aim, coupling, diagonal)
+        ops.settle(own, aim, coupling)
+        found.append(own)
+    ours, theirs = found
+    # a scale, or a level, that lies between two values may take either
+    is_same = torch.isclose(ours.scales, theirs.scales, rtol=1e-5)
+    assert is_same.float().mean() > 0.99
+    torch.testing.assert_close(ours.scales, theirs.scales, rtol=2e-3, atol=0)
+    assert torch.isclose(ours.chosen, theirs.chosen)[:, is_same[0]].float().mean() > 0.99
+    torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * ours.scales)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_fits_are_as_good_as_the_references_and_the_cpus(spec: LutSpec) -> None:
+    weights = [torch.randn(rows, 512) for rows in (96, 33)]
+    H = moment(512)
+    tries: list[tuple[str, Callable]] = [
+        ("cuda", COLUMN_OPS),
+        ("cuda", REFERENCE),
+        ("cpu", REFERENCE),
+    ]
+    errors = []
+    for device, ops in tries:
+        own = [weight.to(device) for weight in weights]
+        fits = fit_all_to_inputs(own, spec, H.to(device), ops)
+        D = damped(H.to(device))
+        pairs = zip(own, fits, strict=True)
+        errors.append(sum(output_error(weight, fit.quantized, D) for weight, fit in pairs))
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+    assert errors[0] == pytest.approx(errors[2], rel=0.02)
+
+
+def test_a_model_is_converted_as_well_as_on_the_cpu() -> None:
+    ids = torch.randint(VOCAB, (8, 12), generator=torch.Generator().manual_seed(5))
+    batches = [TokenBatch(ids, torch.arange(12).expand_as(ids))]
+    means = []
+    for device in ("cpu", "cuda"):
+        model = LanguageModel(tiny_model(initializer_range=0.2).to(device))
+        report = quantize_model(model, PRESETS["q2a4"], calibration=batches)
+        assert [m.name for m in report.modules] == linear_names(model.model)
+        means.append(sum(m.weighted_error for m in report.modules) / len(report.modules))
+    assert means[0] == pytest.approx(means[1], rel=0.05)
