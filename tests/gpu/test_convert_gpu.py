@@ -63,13 +63,8 @@ def test_kernels_equal_their_references(B: int, O: int, C: int) -> None:
 def test_fits_are_as_good_as_the_references_and_the_cpus(spec: LutSpec) -> None:
     weights = [torch.randn(rows, 512) for rows in (96, 33)]
     H = moment(512)
-    tries: list[tuple[str, Callable]] = [
-        ("cuda", COLUMN_OPS),
-        ("cuda", REFERENCE),
-        ("cpu", REFERENCE),
-    ]
     errors = []
-    for device, ops in tries:
+    for device, ops in (("cuda", COLUMN_OPS), ("cuda", REFERENCE), ("cpu", REFERENCE)):
         own = [weight.to(device) for weight in weights]
         fits = fit_all_to_inputs(own, spec, H.to(device), ops)
         D = damped(H.to(device))
