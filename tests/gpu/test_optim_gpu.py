@@ -37,6 +37,8 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def optimizer_on(device: str, place: Path, state: dict | None = None, **values: str) -> Optimizer:
+    if values.get("optimizer") == "adamw8bit":
+        pytest.importorskip("torchao")
     model = tiny_quantized("qwen3", SPECS["lut2"], intermediate_size=128)
     to_latent(model, linear_names(model))
     model.to(device)

@@ -1,0 +1,140 @@
+"""One training step on CUDA: compiled, recorded, without waiting. Run with `-m gpu`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from teacher_targets import targets_of
+from tiny import tiny_model
+from train_case import config
+
+from qat.backend import select
+from qat.data.batch import Batch
+from qat.models.language_model import LanguageModel
+from qat.models.quantize import quantize_model
+from qat.models.swap import to_latent
+from qat.quant.spec import PRESETS
+from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.step import EAGER_STEPS, TrainingStep
+
+# compilers warn of much that is not about us
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+B, S, K, V = 4, 64, 8, 320
+
+
+def step_of(place: Path, **values: object) -> TrainingStep:
+    settings = config(place, device="cuda", **{"dtype": "bf16", "compile": "on", **values})
+    model = LanguageModel(tiny_model(hidden_size=64, intermediate_size=128, initializer_range=0.1))
+    quantize_model(model, PRESETS["q2a4"], workers=1)
+    model.model.cuda()
+    names = linears_in_scope(model.model, "e2e")
+    if "weights" in settings.kinds:
+        to_latent(model.model, names)
+    by_kind = learnable(model.model, names, settings.kinds)
+    return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings)
+
+
+def batch(seed: int, sequences: int = B, length: int = S) -> Batch:
+    """Two documents a row, in pinned memory."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(sequences * length, V, generator=generator)
+    rows = [value.unflatten(0, (sequences, length)) for value in targets_of(logits, K, draws=5)]
+    mask, labels, ids, logprobs, tail, sample_ids, counts = rows
+    positions = (torch.arange(length) % (length // 2 + 1)).expand(sequences, length)
+    tokens = torch.randint(V, (sequences, length), generator=generator)
+    made = Batch(tokens, positions, mask, labels, ids, logprobs, tail, sample_ids, counts)
+    return Batch(*(tensor.contiguous().pin_memory() for tensor in made))
+
+
+def course(step: TrainingStep, steps: int, accumulate: int = 1) -> list[float]:
+    losses = []
+    for number in range(steps):
+        batches = [batch(10 * number + part) for part in range(accumulate)]
+        result = step(batches, number)
+        losses.append((result.sums["loss"] / result.valid_tokens).item())
+    return losses
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"learn": "scales,codebook", "loss": "candidates"},
+        {"loss": "sampled:1,hard_ce:0.1"},
+        {"gradient_checkpointing": True},
+        {"dtype": "fp16"},
+        {"latent_dtype": "bf16"},
+        {"compile": "off"},
+    ],
+    ids=str,
+)
+def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None:
+    step, batches = step_of(tmp_path, **values), [batch(1)]
+    for number in range(EAGER_STEPS + 1):
+        step(batches, number)
+    with no_synchronisation():
+        step(batches, EAGER_STEPS + 1)
+    assert step.compile_facts()["cuda_graph"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales,codebook", "scales,norms"])
+def test_a_recorded_step_is_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learn: str, accumulate: int
+) -> None:
+    recorded = step_of(tmp_path, learn=learn)
+    found = course(recorded, 6, accumulate)
+    assert recorded.compile_facts()["cuda_graph"]
+    monkeypatch.setattr("qat.train.step.GRAPH_TOKENS", 0)
+    eager = step_of(tmp_path, learn=learn)
+    expected = course(eager, 6, accumulate)
+    assert not eager.compile_facts()["cuda_graph"]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < found[0] or learn == "scales,norms"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp32"])
+def test_compiled_layers_compute_what_is_written(tmp_path: Path, dtype: str) -> None:
+    compiled = course(step_of(tmp_path, dtype=dtype), 4)
+    written = course(step_of(tmp_path, dtype=dtype, compile="off"), 4)
+    cpu_like = course(step_of(tmp_path, dtype="fp32", compile="off"), 4)
+    assert compiled == pytest.approx(written, rel=3e-3)
+    assert compiled == pytest.approx(cpu_like, rel=1e-2)
+
+
+def test_recomputed_slices_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = course(step_of(tmp_path), 4)
+    monkeypatch.setattr("qat.models.regions.SLICE_TOKENS", 3 * S)
+    sliced = step_of(tmp_path, gradient_checkpointing=True)
+    assert course(sliced, 4) == pytest.approx(plain, rel=3e-3)
+    assert sliced.compile_facts()["fallback"] is None
+
+
+def test_equal_layers_share_their_graphs(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    step = step_of(tmp_path)
+    course(step, 4)
+    facts = step.compile_facts()
+    assert facts["compiled"] and facts["fallback"] is None
+    # the first layer's input needs no gradient, the others' does; and the last norm
+    assert facts["graphs"] <= 4
+
+
+def test_longer_sequences_run_too(tmp_path: Path) -> None:
+    step = step_of(tmp_path)
+    result = step([batch(3, sequences=2, length=200)], 0)
+    assert bool(result.sums["loss"].isfinite()) and select("cuda").records()
