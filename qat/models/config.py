@@ -21,6 +21,6 @@ class ConvertConfig(Settings):
     calibration_length: int = Field(256, gt=1)
     """Tokens per sequence of a text file (a cache has its own)."""
     workers: int = Field(0, ge=0)
-    """Layers quantized at a time; 0 for one per core, or one where a GPU does the work."""
+    """Linears fitted at a time without calibration; 0: one per core, or one where a GPU works."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
