@@ -33,9 +33,11 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
+    from qat.backend import select
     from qat.data.build import build_cache
     from qat.data.sources import open_source
     from qat.models.load import load_teacher, load_tokenizer
+    from qat.models.regions import Regions
 
     source = open_source(config.data, config.format, config.text_field)
     out = out or CACHES / suggested_name(config, source)
@@ -43,6 +45,8 @@ def cache(
     teacher = load_teacher(
         config.teacher, device=config.device, dtype=config.dtype, device_map=config.device_map
     )
+    if select(config.device).compiles() and config.device_map is None:
+        Regions(teacher.model, is_compiled=True, recompute_every=None).install()
     manifest = build_cache(
         config.settings().model_copy(update={"format": source.format}),
         tokenizer=tokenizer,

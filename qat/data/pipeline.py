@@ -12,11 +12,14 @@ END = object()
 
 
 def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
-    """The items in order, up to `depth` of them made ahead on a thread of their own.
+    """The items in order, up to `depth` of them made ahead on a thread of their own; 0 for none.
 
     What making an item raises is raised here in its place. Closing the iterator waits for the item
     under way and makes no other.
     """
+    if depth == 0:
+        yield from items
+        return
     iterator = iter(items)
     with ThreadPoolExecutor(1) as thread:
         ahead = deque(thread.submit(next, iterator, END) for _ in range(depth))

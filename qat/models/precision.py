@@ -3,19 +3,22 @@
 The residual stream takes its dtype from the embedding's output; what learns stays float32.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
     """Let `model` compute in `dtype` (under autocast, which casts what stays float32).
 
     Parameters without gradient are cast if every value survives; a checkpoint stores the same
-    numbers afterwards. Decides on the host: for the start of a run, not for a step.
+    numbers afterwards. Decides on the host: for the start of a run, not for a step. What it gives
+    back ends the casting of the residual stream.
     """
     if dtype == torch.float32:
-        return
+        return lambda: None
     for parameter in model.parameters():
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad
         if is_fixed and parameter.dtype != dtype:
@@ -26,4 +29,4 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     def in_compute_dtype(_module: nn.Module, _args: tuple, embedded: Tensor) -> Tensor:
         return embedded.to(dtype)
 
-    model.get_input_embeddings().register_forward_hook(in_compute_dtype)
+    return model.get_input_embeddings().register_forward_hook(in_compute_dtype).remove

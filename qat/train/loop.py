@@ -12,8 +12,8 @@ from contextlib import closing
 from torch import Tensor
 
 from qat import backend as backends
-from qat.data.ahead import ahead
 from qat.data.batch import Batch
+from qat.data.pipeline import prefetched
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
@@ -63,7 +63,7 @@ class Trainer:
         """
         metrics = JsonLines(self.run.path / METRICS)
         speed = _Speed(JsonLines(self.run.path / HEARTBEAT), self.backend)
-        stream = ahead(self._micro_batches(), self.backend.batches_ahead())
+        stream = prefetched(self._micro_batches(), self.backend.batches_ahead())
         try:
             with progress("training", self.config.max_steps, "steps") as ticker, closing(stream):
                 ticker.advance(self.step)

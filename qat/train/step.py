@@ -63,7 +63,7 @@ class TrainingStep:
         self._before = compile_facts()
         self._taken = 0
         self._graph: _Graph | None = None
-        compute_in(student.model, self.dtype)
+        self._end_precision = compute_in(student.model, self.dtype)
         self._regions.install()
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
@@ -145,6 +145,7 @@ class TrainingStep:
         """Drop the recorded graph and the formed weights; layers run as written again."""
         self._graph = None
         self._regions.remove()
+        self._end_precision()
         release_weights(self.student.model)
 
 

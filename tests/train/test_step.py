@@ -1,0 +1,78 @@
+"""A step by itself: facts about compiling, and the fallback where that fails."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_case import config, make_place, make_trainer
+
+from qat.models.swap import decoder_layers
+from qat.train.loop import Trainer
+from qat.train.step import check_dtype
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("step"))
+
+
+def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
+    return make_trainer(config(place, **values), place / "student", out / "run")
+
+
+def batches(trainer: Trainer) -> list:
+    return [trainer.cache.batch(np.arange(4))]
+
+
+def test_a_plain_step_says_that_nothing_is_compiled(place: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(place, tmp_path)
+    result = trainer.take_step(batches(trainer), 0)
+    assert int(result.valid_tokens) == int(batches(trainer)[0].mask.sum())
+    facts = trainer.take_step.compile_facts()
+    assert facts == {
+        "compiled": False,
+        "graphs": 0,
+        "recompiles": 0,
+        "cuda_graph": False,
+        "fallback": None,
+    }
+
+
+def test_a_failing_compiler_warns_once_and_the_layers_run_as_written(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_args: object, **_kwargs: object) -> object:
+        def run(*_args: object, **_kwargs: object) -> object:
+            raise torch._dynamo.exc.Unsupported("no such instruction\nmore of it")
+
+        return run
+
+    expected = trainer_of(place, tmp_path / "plain")
+    wanted = expected.take_step(batches(expected), 0)
+    monkeypatch.setattr(torch, "compile", broken)
+    trainer = trainer_of(place, tmp_path / "broken", compile="on")
+    with caplog.at_level(logging.WARNING):
+        results = [trainer.take_step(batches(trainer), step) for step in range(3)]
+    warnings = [r.message for r in caplog.records if "cannot be compiled" in r.message]
+    assert len(warnings) == 1
+    facts = trainer.take_step.compile_facts()
+    assert not facts["compiled"] and "no such instruction" in facts["fallback"]
+    assert results[0].sums["loss"].item() == pytest.approx(wanted.sums["loss"].item(), rel=1e-5)
+    assert results[2].sums["loss"] < results[0].sums["loss"]
+
+
+def test_closing_leaves_the_model_as_it_was(place: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(place, tmp_path, gradient_checkpointing=True, dtype="bf16")
+    trainer.take_step(batches(trainer), 0)
+    trainer.take_step.close()
+    layers = decoder_layers(trainer.student.model)
+    assert not any("forward" in vars(layer) for layer in layers)
+    assert not trainer.student.model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_auto_becomes_the_dtype_that_it_means(place: Path) -> None:
+    settings = config(place, dtype="auto")
+    assert check_dtype(settings).dtype == "fp32"
