@@ -40,7 +40,7 @@ from qat.logs import progress
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_AHEAD = 2  # tokenised and waiting for the teacher
+BLOCKS_AHEAD = 32  # so that the teacher does not wait while a long document is tokenised
 
 
 def build_cache(

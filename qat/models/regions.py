@@ -22,6 +22,9 @@ from qat.models.swap import decoder_layers
 SLICE_TOKENS = 2**15
 """Tokens that one recomputed layer works on at a time."""
 
+MOST_GRAPHS = 32
+"""Graphs that the compiler may make of one layer before it gives up."""
+
 
 @dataclass(frozen=True)
 class CompileFacts:
@@ -44,6 +47,8 @@ class Regions:
     def install(self) -> None:
         """Let every layer, and the norm behind the last, run this way."""
         if self.is_compiled:
+            # training, judging, the first layer and a few batch shapes: each is a graph of its own
+            torch._dynamo.config.recompile_limit = MOST_GRAPHS
             join_projections(self._model)
         for index, layer in enumerate(decoder_layers(self._model)):
             run = self._compiled(layer.forward)

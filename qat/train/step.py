@@ -105,7 +105,10 @@ class TrainingStep:
         """The first step, which compiles; if that fails, all layers run as they are written."""
         try:
             return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (
+            torch._dynamo.exc.TorchDynamoException,
+            torch._dynamo.exc.FailOnRecompileLimitHit,
+        ) as error:
             self.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         logger.warning(
             "the layers cannot be compiled (%s): they run uncompiled, more slowly", self.fallback

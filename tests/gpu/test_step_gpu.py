@@ -24,6 +24,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 B, S, K, V = 4, 64, 8, 320
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> None:
+    torch.compiler.reset()
+
+
 def step_of(place: Path, **values: object) -> TrainingStep:
     settings = config(place, device="cuda", **{"dtype": "bf16", "compile": "on", **values})
     model = LanguageModel(tiny_model(hidden_size=64, intermediate_size=128, initializer_range=0.1))
@@ -125,7 +130,6 @@ def test_recomputed_slices_compute_the_same(
 
 
 def test_equal_layers_share_their_graphs(tmp_path: Path) -> None:
-    torch.compiler.reset()
     step = step_of(tmp_path)
     course(step, 4)
     facts = step.compile_facts()
