@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from qat.backend import Backend
 from qat.bench.isolation import unless_out_of_memory
@@ -11,9 +12,12 @@ from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PROBES = 8
-"""Of the tokens that keep a device busy, the smaller trial of the memory model takes one part in
-so many: with fewer, buffers of fixed size would pass for a cost per sequence."""
+PROBES = (1, 8)
+"""The smaller trial of the memory model has the tokens that keep a device busy, or the eighth part
+of them where those do not fit: buffers of fixed size would pass for a cost per sequence of fewer,
+and so would what a recomputed layer holds for a slice of the batch."""
+REACH = 8
+"""The trial that says where to begin is one part in so many of what the small ones predict."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,12 @@ class MemoryModel:
     def peak_gib(self, batch_size: int) -> float:
         """Predicted peak."""
         return self.fixed_gib + self.per_sequence_gib * batch_size
+
+    @classmethod
+    def through(cls, low: tuple[int, float], high: tuple[int, float]) -> Self:
+        """The line through two batch sizes and their peaks in GiB."""
+        slope = (high[1] - low[1]) / (high[0] - low[0])
+        return cls(low[1] - slope * low[0], slope)
 
     def largest(self, memory_gib: float) -> int:
         """The largest batch whose predicted peak stays within `memory_gib`; at least 0."""
@@ -62,15 +72,24 @@ class Trials:
 
     def memory_model(self, seq_len: int) -> MemoryModel | None:
         """The line through two small batches' peaks; None if they do not fit or tell nothing."""
-        tokens = self._backend.tokens_at_once() // PROBES
-        for small in dict.fromkeys((max(1, tokens // seq_len), 1)):
+        tokens = self._backend.tokens_at_once()
+        for small in dict.fromkeys((*(max(1, tokens // part // seq_len) for part in PROBES), 1)):
             if self.fits(small) and self.fits(2 * small):
                 low, high = self.done[small].peak_gib, self.done[2 * small].peak_gib
                 if low is None or high is None or high <= low:
                     return None
-                slope = (high - low) / small
-                return MemoryModel(low - slope * small, slope)
+                return MemoryModel.through((small, low), (2 * small, high))
         return None
+
+    def nearer(self, model: MemoryModel, memory_gib: float) -> MemoryModel:
+        """A model through larger trials, if need be a new one: it predicts from less far away."""
+        self.fits(max(1, model.largest(memory_gib) // REACH))
+        peaks = {size: trial.peak_gib for size, trial in self.done.items() if trial.fits}
+        high = max(peaks)
+        low = max((size for size in peaks if 2 * size <= high), default=high)
+        if peaks[high] <= peaks[low]:
+            return model
+        return MemoryModel.through((low, peaks[low]), (high, peaks[high]))
 
     def _peak_gib(self, batch_size: int) -> tuple[float | None]:
         self._backend.reset_peak_memory()
@@ -98,6 +117,8 @@ def find_max_batch(
 ) -> Search:
     """Fit a memory model on two small trials, then search around its prediction.
 
+    Unless sizes are named, one trial between corrects where the search begins.
+
     Args:
         trials: what tries a size.
         memory_gib: memory that may be held.
@@ -112,6 +133,8 @@ def find_max_batch(
     if model is not None and memory_gib is not None:
         predicted = model.largest(memory_gib)
     guess = predicted or 1
+    if predicted and not sizes:
+        guess = trials.nearer(model, memory_gib).largest(memory_gib)
     if sizes:
         place = sum(size <= guess for size in sizes)
         found = largest_that_fits(lambda n: trials.fits(sizes[n - 1]), place, len(sizes))

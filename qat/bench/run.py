@@ -4,6 +4,7 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from qat.backend import Backend, select
@@ -162,6 +163,29 @@ def prepare(config: MeasureConfig, student: str) -> tuple[Setting, LanguageModel
     return Setting(student, count, config, backend, data, roofline, flops), model
 
 
+def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
+    """Our step, compiled anew for this size; None if it does not fit into memory."""
+
+    def steps() -> Timing:
+        try:
+            return setting.time(ours.subject(), batch_size)
+        finally:
+            ours.forget_gradients()
+
+    compile_anew()
+    return unless_out_of_memory(steps, setting.backend)
+
+
+def step_once(setting: Setting, ours: Ours, batch_size: int) -> None:
+    """One step of ours, as a trial of `batch_size`; what was compiled before is used again."""
+    subject = ours.subject()
+    try:
+        subject(setting.batches(batch_size), 0)
+    finally:
+        subject.close()
+        ours.forget_gradients()
+
+
 class _Bench:
     """Measures one student and writes the rows."""
 
@@ -170,7 +194,7 @@ class _Bench:
         self.ours = ours
         self.results = results
         self.timings: list[Timing] = []
-        self._trials = Trials(self._step_once, setting.backend)
+        self._trials = Trials(partial(step_once, setting, ours), setting.backend)
 
     def measure_all(self, sizes: tuple[int, ...]) -> None:
         """One row per batch size; one that does not fit says so.
@@ -179,7 +203,7 @@ class _Bench:
             ConfigError: none of them fits.
         """
         for size in sizes:
-            timing = self._time(size)
+            timing = time_ours(self.setting, self.ours, size)
             self._add("step", size, timing, "OOM" if timing is None else "OK")
         if not self.timings:
             raise ConfigError(
@@ -197,7 +221,7 @@ class _Bench:
             status = "OK" if trial.fits else "OOM"
             self.results.add(**row, peak_gib=trial.peak_gib, status=status)
         for size in _downwards(search.largest, sizes):
-            timing = self._time(size)
+            timing = time_ours(self.setting, self.ours, size)
             if timing is not None:
                 self._add("max", size, timing, "MAX", predicted_max_batch=search.predicted)
                 return replace(search, largest=size)
@@ -231,24 +255,6 @@ class _Bench:
         """Fixed and marginal cost over the rows measured."""
         sizes = [timing.positions for timing in self.timings]
         return fit_cost(sizes, [timing.step_s for timing in self.timings])
-
-    def _time(self, size: int) -> Timing | None:
-        compile_anew()
-        return unless_out_of_memory(lambda: self._steps(size), self.setting.backend)
-
-    def _steps(self, size: int) -> Timing:
-        try:
-            return self.setting.time(self.ours.subject(), size)
-        finally:
-            self.ours.forget_gradients()
-
-    def _step_once(self, size: int) -> None:
-        subject = self.ours.subject()
-        try:
-            subject(self.setting.batches(size), 0)
-        finally:
-            subject.close()
-            self.ours.forget_gradients()
 
     def _add(
         self, kind: str, size: int, timing: Timing | None, status: str, **more: object

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+FIRST_STRIDES = 128
+"""The first stride is one part in so many of the guess."""
+
 
 def largest_that_fits(fits: Callable[[int], bool], guess: int, most: int | None = None) -> int:
     """The largest `n >= 1` for which `fits(n)`, exactly; 0 if not even 1 fits.
@@ -17,7 +20,7 @@ def largest_that_fits(fits: Callable[[int], bool], guess: int, most: int | None 
         most: the largest size to consider; without it there is no cap.
     """
     guess = max(1, guess if most is None else min(guess, most))
-    stride = max(1, guess // 16)
+    stride = max(1, guess // FIRST_STRIDES)
     fitting, failing = 0, None if most is None else most + 1
     size = guess
     while failing is None or failing - fitting > 1:

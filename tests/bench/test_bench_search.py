@@ -44,4 +44,4 @@ def test_nothing_beyond_the_most_is_tried(largest: int, guess: int, most: int) -
 def test_a_good_guess_costs_few_trials() -> None:
     fits = Threshold(24_600)
     assert largest_that_fits(fits, 24_576) == 24_600
-    assert len(fits.asked) <= 13
+    assert len(fits.asked) <= 10

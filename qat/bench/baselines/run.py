@@ -71,7 +71,7 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
     with Results(out, environment(backend, config)) as results:
         setting, model = prepare(config, student)
         check_batch_sizes(setting.data, (config.batch_size,), config.grad_accum_steps)
-        cases = _Cases(setting, model)
+        cases = Cases(setting, model)
         with setting.memory_limit():
             found = _take_turns(cases, config, results)
         rows = [cases.row("baseline", name, found.get(name)) for name in config.cases]
@@ -85,7 +85,7 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
     return BaselinesReport(results.path, rows)
 
 
-def _take_turns(cases: "_Cases", config: BaselinesConfig, results: Results) -> dict[str, Timing]:
+def _take_turns(cases: "Cases", config: BaselinesConfig, results: Results) -> dict[str, Timing]:
     """All rounds of each case as one timing; a row for every turn as it ends."""
     found: dict[str, list[Timing]] = defaultdict(list)
     for number in range(config.rounds):
@@ -95,10 +95,10 @@ def _take_turns(cases: "_Cases", config: BaselinesConfig, results: Results) -> d
                 found[name].append(timing)
                 row = cases.row("baseline-round", name, timing)
                 results.add(**row, round=number, status="OK")
-    return {name: _merged(timings) for name, timings in found.items()}
+    return {name: merged(timings) for name, timings in found.items()}
 
 
-class _Cases:
+class Cases:
     """Builds one case after the other from one student, which waits on the host meanwhile."""
 
     def __init__(self, setting: Setting, student: LanguageModel) -> None:
@@ -162,7 +162,7 @@ class _Cases:
         return row if timing is None else row | setting.numbers(timing)
 
 
-def _merged(timings: list[Timing]) -> Timing:
+def merged(timings: list[Timing]) -> Timing:
     """All rounds of a case as one: every timed step, the largest peak."""
     peaks = [timing.peak_gib for timing in timings if timing.peak_gib is not None]
     return replace(
