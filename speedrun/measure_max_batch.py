@@ -1,0 +1,140 @@
+"""The largest batch of a training step, with gradient checkpointing, by memory limit.
+
+Limits rise, so that what fitted a smaller one is not tried again. A trial is one step; the batch
+found then takes a warm-up step and timed ones, and goes down while those do not fit.
+
+python speedrun/measure_max_batch.py --out runs/max_batch
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cyclopts import App
+from speed_case import (
+    CANDIDATES,
+    FROZEN,
+    SPEED_COLUMNS,
+    Figure,
+    Row,
+    record,
+    results_in,
+    settled,
+    show,
+    timed_row,
+    varied,
+)
+
+from qat.bench.find_max import Search, Trials, find_max_batch
+from qat.bench.isolation import unless_out_of_memory
+from qat.bench.measure import Timing
+from qat.bench.results import Results
+from qat.bench.run import Setting, prepare, step_once
+from qat.bench.subject import Ours
+from qat.logs import configure
+from qat.models.language_model import LanguageModel
+
+app = App(help=__doc__)
+GOALS = {0.0: 24576, 16.0: 640, 24.0: 2560, 40.0: 2880, 80.0: 10080}
+"""Sequences by limit; 0 is all that the device has, which is 139 GiB on an H200."""
+DOWN = 64
+"""If the batch found does not survive, it goes down by one part in so many."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is searched: our step over one student."""
+
+    setting: Setting
+    student: LanguageModel
+    ours: Ours
+
+
+@app.default
+def measure(
+    *,
+    out: Path,
+    shape: str = "qwen3-0.6b",
+    device: str = "auto",
+    limits: str = "16,24,40,80,0",
+    steps: int = 1,
+    seq_len: int = 64,
+) -> None:
+    """Write rows, a table and figures to OUT.
+
+    Parameters
+    ----------
+    limits
+        GiB, joined by commas; 0 is no limit, and comes last.
+    steps
+        Timed steps at the batch found.
+    """
+    configure()
+    checkpointed = FROZEN | CANDIDATES | {"gradient_checkpointing": True}
+    config = settled(device=device, steps=steps, warmup=1, seq_len=seq_len, **checkpointed)
+    wanted = sorted(map(float, limits.split(",")), key=lambda gib: gib or float("inf"))
+    with results_in(out, config) as results:
+        setting, student = prepare(config, shape)
+        place = Place(setting, student, Ours(student, config))
+        trials = Trials(partial(step_once, setting, place.ours), setting.backend)
+        rows = []
+        for gib in wanted:
+            trials.done = {size: trial for size, trial in trials.done.items() if trial.fits}
+            rows.append(search(place, trials, gib, results))
+            name = f"max_batch_{gib:g}gib" if gib else "max_batch_139gib"
+            goal = f">= {GOALS[gib]}" if gib in GOALS else "none"
+            record(out, Figure(name, "sequences", goal), [rows[-1]["batch_size"]])
+        results.finish()
+    limit, predicted = ("Limit", "limit_gib", "{:g} GiB"), ("Predicted", "predicted", "{}")
+    show(rows, limit, predicted, columns=SPEED_COLUMNS)
+
+
+def search(place: Place, trials: Trials, gib: float, results: Results) -> Row:
+    """Search within one limit; a row for each trial, and the one returned for the batch found."""
+    setting = place.setting
+    known = set(trials.done)
+    backend = setting.backend
+    limit = backend.limit_memory(gib) if gib else setting.memory_limit(is_searched=True)
+    with limit as most:
+        most = most or backend.memory_gib()
+        found = find_max_batch(trials, most, setting.data.seq_len)
+        for trial in found.trials:
+            if trial.batch_size not in known:
+                row = setting.row("trial", "ours", trial.batch_size)
+                status = "OK" if trial.fits else "OOM"
+                results.add(**row, limit_gib=most, peak_gib=trial.peak_gib, status=status)
+        size, timing = confirmed(place, found)
+    at = varied(setting, place.student, batch_size=size)
+    row = timed_row(at, "ours", timing, kind="max", status="MAX", limit_gib=most)
+    row |= {"predicted": found.predicted, "largest_one_step": found.largest}
+    row["trials"] = len(set(trials.done) - known)
+    results.add(**row)
+    return row
+
+
+def confirmed(place: Place, found: Search) -> tuple[int, Timing]:
+    """The largest batch that takes several steps, and their timing."""
+    for size in downwards(found.largest):
+        timing = unless_out_of_memory(partial(several, place, size), place.setting.backend)
+        if timing is not None:
+            return size, timing
+        print(f"batch {size} took one step but not {1 + place.setting.config.steps}; going down")
+    raise SystemExit("no batch takes several steps")
+
+
+def several(place: Place, size: int) -> Timing:
+    """The steps of `qat bench`, with what is compiled already."""
+    try:
+        return place.setting.time(place.ours.subject(), size)
+    finally:
+        place.ours.forget_gradients()
+
+
+def downwards(largest: int) -> Iterator[int]:
+    """The largest batch, then ever smaller ones."""
+    yield from range(largest, 0, -max(1, largest // DOWN))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,202 @@
+"""How fast a training step is, beside plain distillation and the reference's step, in one run.
+
+All cases take turns, every second round backwards, each alone on the device and compiled anew; a
+figure is the median over rounds. A ratio is taken within each round. The reference, plain eager and
+torchao's step take one turn.
+
+python speedrun/measure_step_speed.py --out runs/step_speed
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cyclopts import App
+from speed_case import (
+    CANDIDATES,
+    EXACT,
+    FROZEN,
+    LATENT,
+    Figure,
+    Row,
+    record,
+    results_in,
+    settled,
+    show,
+    timed_row,
+    varied,
+)
+
+from qat.bench.baselines.run import OWN_SETTINGS, Cases, merged
+from qat.bench.measure import Timing
+from qat.bench.results import Results
+from qat.bench.run import Setting, prepare
+from qat.logs import configure
+from qat.models.language_model import LanguageModel
+
+app = App(help=__doc__)
+SLOW_STEPS = {"steps": 2, "warmup": 1}
+"""Of the reference, whose step takes seconds."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to take a step, with settings of its own."""
+
+    name: str
+    settings: Row
+    way: str = "ours"
+    """A case of `qat bench baselines`."""
+    goal: str | None = None
+    """Of its tokens per second, which are then the figure `NAME_tok_s`."""
+    is_once: bool = False
+    """Takes one turn only."""
+
+
+EXACT_FROZEN = FROZEN | EXACT
+REFERENCE_BATCH = {"batch_size": 504}
+CASES = (
+    Case("frozen_candidates", FROZEN | CANDIDATES, goal=">= 200000"),
+    Case("frozen_candidates_504", FROZEN | CANDIDATES | REFERENCE_BATCH),
+    Case("mlp_only", FROZEN | CANDIDATES | {"mlp_only": True}, goal=">= 230000"),
+    Case("frozen_exact_ckpt", EXACT_FROZEN | {"gradient_checkpointing": True}, goal=">= 130000"),
+    Case("frozen_exact", EXACT_FROZEN, goal=">= 160000"),
+    Case("plain_compiled", EXACT_FROZEN, way="plain-compiled"),
+    Case("latent_exact", LATENT | EXACT),
+    Case(
+        "reference_504",
+        FROZEN | OWN_SETTINGS["reference"] | REFERENCE_BATCH | SLOW_STEPS,
+        way="reference",
+        is_once=True,
+    ),
+    Case("plain_eager", EXACT_FROZEN, way="plain-eager", is_once=True),
+    Case("torchao_int2", EXACT_FROZEN, way="torchao-int2", is_once=True),
+)
+RATIOS = {
+    Figure("frozen_exact_over_plain", "x", ">= 1.15"): ("frozen_exact", "plain_compiled"),
+    Figure("latent_exact_over_plain", "x", ">= 0.95"): ("latent_exact", "plain_compiled"),
+    Figure("over_reference", "x", ">= 50"): ("frozen_candidates_504", "reference_504"),
+}
+
+
+@app.default
+def measure(
+    *,
+    out: Path,
+    shape: str = "qwen3-0.6b",
+    device: str = "auto",
+    only: str = "",
+    rounds: int = 2,
+    steps: int = 20,
+    batch_size: int = 512,
+    seq_len: int = 64,
+) -> None:
+    """Write rows, a table and figures to OUT.
+
+    Parameters
+    ----------
+    only
+        Cases to run, joined by commas; all for none.
+    batch_size
+        Of all cases; those at the reference's batch are capped by it.
+    """
+    configure()
+    common = dict(device=device, steps=steps, batch_size=batch_size, seq_len=seq_len)
+    cases = chosen(only)
+    with results_in(out, settled(**common)) as results:
+        setting, frozen = prepare(settled(**common), shape)
+        turns = Turns(setting, frozen, shape)
+        try:
+            for number in range(rounds):
+                for case in cases[:: -1 if number % 2 else 1]:
+                    if number == 0 or not case.is_once:
+                        results.add(**turns.take(case), round=number)
+        finally:
+            report(turns, cases, results)
+
+
+def chosen(only: str) -> tuple[Case, ...]:
+    """The cases called `only`, in their order."""
+    names = only.split(",") if only else [case.name for case in CASES]
+    unknown = set(names) - {case.name for case in CASES}
+    if unknown:
+        raise SystemExit(f"no case is called {', '.join(unknown)}: {[c.name for c in CASES]}")
+    return tuple(case for case in CASES if case.name in names)
+
+
+class Turns:
+    """Runs one case after the other over two students: frozen codes, and latent weights."""
+
+    def __init__(self, setting: Setting, frozen: LanguageModel, shape: str) -> None:
+        self._setting = setting
+        self._frozen = frozen
+        self._shape = shape
+        frozen.model.to("cpu")
+        self.runners: dict[str, Cases] = {}
+        self.timings: dict[str, list[Timing]] = defaultdict(list)
+
+    def take(self, case: Case) -> Row:
+        """One turn, as a row."""
+        runner = self.cases(case)
+        timing = runner.time(case.way)
+        if timing is not None:
+            self.timings[case.name].append(timing)
+        status = runner.trouble.get(case.way, "OK")
+        row = timed_row(runner.setting, case.name, timing, status=status)
+        return {**row, "kind": "round"}
+
+    def cases(self, case: Case) -> Cases:
+        """The runner of a case, always the same, so that what cannot run is not tried again."""
+        if case.name not in self.runners:
+            student = self._frozen
+            if "weights" in case.settings["learn"]:
+                _, student = prepare(self._setting.config, self._shape)
+                student.model.to("cpu")
+            settings = dict(case.settings)
+            for name in ("batch_size", "steps"):
+                if name in settings:
+                    settings[name] = min(settings[name], getattr(self._setting.config, name))
+            self.runners[case.name] = Cases(varied(self._setting, student, **settings), student)
+        return self.runners[case.name]
+
+    def row(self, case: Case) -> Row:
+        """All turns of a case as one row."""
+        timings, runner = self.timings[case.name], self.cases(case)
+        found = merged(timings) if timings else None
+        status = runner.trouble.get(case.way, "OK")
+        rounds = [timing.tokens_per_s for timing in timings]
+        row = timed_row(runner.setting, case.name, found, status=status)
+        if rounds:
+            row |= {"tokens_per_s": statistics.median(rounds), "tokens_per_s_of_rounds": rounds}
+        return row
+
+    def ratios(self, case: str, other: str) -> list[float]:
+        """How many times as fast as `other` a case was in each round; the last turn stands in."""
+        mine = [timing.tokens_per_s for timing in self.timings[case]]
+        theirs = [timing.tokens_per_s for timing in self.timings[other]]
+        if not mine or not theirs:
+            return []
+        theirs += theirs[-1:] * (len(mine) - len(theirs))
+        return [a / b for a, b in zip(mine, theirs, strict=False)]
+
+
+def report(turns: Turns, cases: Sequence[Case], results: Results) -> None:
+    """A row for each case that took a turn, the table, and every figure that was measured."""
+    rows = [turns.row(case) for case in cases if case.name in turns.runners]
+    for row in rows:
+        results.add(**row)
+    results.finish()
+    show(rows, ("Case", "case", "{}"))
+    for case in cases:
+        if case.goal and turns.timings.get(case.name):
+            speeds = [timing.tokens_per_s for timing in turns.timings[case.name]]
+            record(results.path, Figure(f"{case.name}_tok_s", "tokens/s", case.goal), speeds)
+    for figure, (case, other) in RATIOS.items():
+        if found := turns.ratios(case, other):
+            record(results.path, figure, found, digits=3)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,107 @@
+"""What the scripts that measure speed share: settings, turns of a case, tables and figures."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import figures
+from rich.console import Console
+from rich.table import Table
+
+from qat.backend import select
+from qat.bench.batches import open_source
+from qat.bench.config import MeasureConfig
+from qat.bench.flops import token_flops
+from qat.bench.measure import Timing
+from qat.bench.results import Results, environment
+from qat.bench.run import Setting
+from qat.models.language_model import LanguageModel
+from qat.train.optim import linears_in_scope
+from qat.train.step import check_dtype
+
+FROZEN = {"learn": "scales,codebook"}
+LATENT = {"learn": "weights,scales,codebook"}
+CANDIDATES = {"loss": "candidates", "temperature": 2.0}
+EXACT = {"loss": "tail"}
+WIDTH = 130
+
+Row = dict[str, object]
+Column = tuple[str, str, str]
+"""Title, key of a row, format."""
+SPEED_COLUMNS: tuple[Column, ...] = (
+    ("Batch", "batch_size", "{}"),
+    ("Step(s)", "step_s", "{:.4g}"),
+    ("t/s", "tokens_per_s", "{:,.0f}"),
+    ("MFU", "mfu_frac", "{:.3f}"),
+    ("of matmul", "mfu_of_matmul_frac", "{:.3f}"),
+    ("Memory", "peak_gib", "{:.2f} GiB"),
+    ("Loss", "loss_nats", "{:.4f}"),
+    ("Status", "status", "{}"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that the issue asks for."""
+
+    name: str
+    unit: str
+    goal: str
+
+
+def settled(**settings: object) -> MeasureConfig:
+    """The settings of a measurement, with its dtype as the device has it."""
+    return check_dtype(MeasureConfig(**settings))
+
+
+def varied(setting: Setting, student: LanguageModel, **settings: object) -> Setting:
+    """The same student and device under other settings; the device is not measured again."""
+    config = settled(**{**setting.config.model_dump(), **settings})
+    data = open_source(config, student)
+    names = linears_in_scope(student.model, config.scope)
+    flops = token_flops(student, names, config, S=data.seq_len, K=data.top_k)
+    return replace(setting, config=config, data=data, flops=flops)
+
+
+@contextmanager
+def results_in(out: Path, config: MeasureConfig) -> Iterator[Results]:
+    """The files of one script's measurements, which hold its own command."""
+    found = environment(select(config.device), config)
+    with Results(out, {**found, "command": figures.command()}) as results:
+        yield results
+
+
+def record(out: Path, figure: Figure, values: Sequence[float], *, digits: int = 0) -> None:
+    """Append the median of `values` to the figures in `out`, with their standard deviation."""
+    value = round(statistics.median(values), digits)
+    figures.record(
+        out / "figures.jsonl",
+        figure.name,
+        value if digits else int(value),
+        figure.unit,
+        figure.goal,
+        runs=len(values),
+        spread=round(statistics.stdev(values), digits + 2) if len(values) > 1 else None,
+    )
+    print(f"{figure.name}: {value:,.{digits}f} {figure.unit} (goal {figure.goal})")
+
+
+def show(rows: Sequence[Row], *first: Column, columns: Sequence[Column] = SPEED_COLUMNS) -> None:
+    """Print rows as one table; a key that a row lacks is a dash."""
+    chosen = (*first, *columns)
+    table = Table(*(title for title, _, _ in chosen))
+    for row in rows:
+        values = [(row.get(key), form) for _, key, form in chosen]
+        table.add_row(*("-" if value is None else form.format(value) for value, form in values))
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def timed_row(setting: Setting, case: str, timing: Timing | None, **more: object) -> Row:
+    """A row of one case, whose numbers are missing where it did not fit into memory."""
+    numbers = {} if timing is None else setting.numbers(timing)
+    status = "OOM" if timing is None else "OK"
+    size = setting.config.batch_size
+    return {**setting.row("step", case, size), **numbers, "status": status, **more}
