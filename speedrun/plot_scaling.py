@@ -61,7 +61,7 @@ def draw(rows: list[dict], out: Path) -> None:
 def against_batch(rows: list[dict]) -> Points:
     """One curve per student, length and way of recomputing, over its batch sizes."""
     curves = defaultdict(dict)
-    for row in rows:
+    for row in _of_panel(rows, "batch"):
         recomputes = ", recomputing" if row["gradient_checkpointing"] else ""
         label = f"{_student(row)}, L = {row['seq_len']}{recomputes}"
         _keep_best(curves[label], row["batch_size"], row)
@@ -71,7 +71,7 @@ def against_batch(rows: list[dict]) -> Points:
 def against_length(rows: list[dict]) -> Points:
     """One curve per student: its fastest row at each length."""
     curves = defaultdict(dict)
-    for row in rows:
+    for row in _of_panel(rows, "length"):
         _keep_best(curves[_student(row)], row["seq_len"], row)
     return {label: sorted(points.items()) for label, points in curves.items() if len(points) > 1}
 
@@ -79,9 +79,14 @@ def against_length(rows: list[dict]) -> Points:
 def against_size(rows: list[dict]) -> Points:
     """One curve per length: the fastest row of each student, by its billions of parameters."""
     curves = defaultdict(dict)
-    for row in rows:
+    for row in _of_panel(rows, "size"):
         _keep_best(curves[f"L = {row['seq_len']}"], row["parameters"] / 1e9, row)
     return {label: sorted(points.items()) for label, points in curves.items() if len(points) > 1}
+
+
+def _of_panel(rows: list[dict], panel: str) -> list[dict]:
+    """Rows that say which `panels` they were measured for are drawn there alone."""
+    return [row for row in rows if panel in row.get("panels", (panel,))]
 
 
 def _student(row: dict) -> str:
