@@ -14,8 +14,7 @@ from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.models.swap import linear_names, to_latent
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 
-# compilers warn of much that is not about us
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.gpu
 
 KEPT = [
     {},

@@ -19,8 +19,7 @@ from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.step import EAGER_STEPS, TrainingStep
 
-# compilers warn of much that is not about us
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.gpu
 B, S, K, V = 4, 64, 8, 320
 
 

@@ -1,0 +1,9 @@
+"""Every test here runs compilers, which warn of much that is not about us."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
