@@ -26,7 +26,7 @@ def record(  # noqa: PLR0917
     Args:
         path: a record's figures.jsonl, made if missing.
         goal: what the issue asks for, e.g. `<= 40`.
-        runs: how many measurements `value` is the mean of.
+        runs: how many measurements `value` is the mean or median of.
         spread: their standard deviation, in `unit`.
     """
     line = {

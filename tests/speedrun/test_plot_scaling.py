@@ -50,6 +50,14 @@ def test_each_panel_keeps_the_fastest_row_of_a_point(tmp_path: Path) -> None:
     assert plot_scaling.against_size(rows) == {"L = 64": [(0.6, 4000.0), (4.0, 500.0)]}
 
 
+def test_a_row_that_names_its_panels_is_drawn_there_alone() -> None:
+    rows = [row(batch_size=size, panels=["batch"]) for size in (1, 2)]
+    rows += [row(seq_len=length, panels=["length"]) for length in (64, 128)]
+    assert list(plot_scaling.against_batch(rows)) == ["qwen3-0.6b, L = 64"]
+    assert list(plot_scaling.against_length(rows)) == ["qwen3-0.6b"]
+    assert plot_scaling.against_size(rows) == {}
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_figure_is_written(tmp_path: Path, suffix: str, monkeypatch, capsys) -> None:
     path, out = tmp_path / "results.jsonl", tmp_path / f"scaling.{suffix}"
