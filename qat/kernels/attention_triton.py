@@ -6,35 +6,46 @@ again, which costs less than reading them would.
 Shapes: B sequences, H query heads, K key-value heads, S positions, D head width.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
 @triton.jit
-def _tile(base, offset_s, offset_d, stride_s, S):
+def tile(base, offset_s, offset_d, stride_s, S):
     """`(S, D)` of one head, zero beyond S."""
     places = base + offset_s[:, None] * stride_s + offset_d[None, :]
     return tl.load(places, mask=offset_s[:, None] < S, other=0.0)
 
 
 @triton.jit
-def _weights(q, k, allowed, scale):
-    """Softmax over the allowed keys, `(S, S)` float32."""
-    scores = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
+def softmax(scores, allowed, scale):
+    """Over the allowed keys, `(S, S)` float32."""
+    scores = scores * (scale * 1.4426950408889634)
     scores = tl.where(allowed, scores, -1e30)
     p = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return p / tl.sum(p, 1)[:, None]
 
 
 @triton.jit
-def _allowed(positions, b, offset_s, S):
+def allowed_keys(positions, b, offset_s, S):
     """`(S, S)` bool; a row beyond S attends to itself, so that no row is empty."""
     position = tl.load(positions + b * S + offset_s, mask=offset_s < S, other=0)
     first = offset_s - position.to(tl.int32)
     column = offset_s[None, :]
     return (column <= offset_s[:, None]) & (column >= first[:, None])
+
+
+@triton.jit
+def head_gradients(do, q, k, v, allowed, scale, dk, dv):
+    """The gradient of one head's q, and `dk` and `dv` with what this head adds; float32."""
+    p = softmax(tl.dot(q, tl.trans(k)), allowed, scale)
+    dv += tl.dot(tl.trans(p.to(do.dtype)), do)
+    dp = tl.dot(do, tl.trans(v))
+    ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
+    ds = ds.to(q.dtype)
+    dk += tl.dot(tl.trans(ds), q)
+    return tl.dot(ds, k), dk, dv
 
 
 @triton.jit
@@ -45,13 +56,13 @@ def _forward_kernel(
 ):  # fmt: skip
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, TILE), tl.arange(0, D)
-    k = _tile(key + b * k_b + h * k_h, s, d, k_s, S)
-    v = _tile(value + b * v_b + h * v_h, s, d, v_s, S)
-    allowed = _allowed(positions, b, s, S)
+    k = tile(key + b * k_b + h * k_h, s, d, k_s, S)
+    v = tile(value + b * v_b + h * v_h, s, d, v_s, S)
+    allowed = allowed_keys(positions, b, s, S)
     for g in range(GROUP):
         head = h * GROUP + g
-        q = _tile(query + b * q_b + head * q_h, s, d, q_s, S)
-        p = _weights(q, k, allowed, scale)
+        q = tile(query + b * q_b + head * q_h, s, d, q_s, S)
+        p = softmax(tl.dot(q, tl.trans(k)), allowed, scale)
         o = tl.dot(p.to(v.dtype), v)
         places = out + ((b * S + s[:, None]) * HEADS + head) * D + d[None, :]
         tl.store(places, o.to(out.dtype.element_ty), mask=s[:, None] < S)
@@ -66,23 +77,18 @@ def _backward_kernel(
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, TILE), tl.arange(0, D)
     inside = s[:, None] < S
-    k = _tile(key + b * k_b + h * k_h, s, d, k_s, S)
-    v = _tile(value + b * v_b + h * v_h, s, d, v_s, S)
-    allowed = _allowed(positions, b, s, S)
+    k = tile(key + b * k_b + h * k_h, s, d, k_s, S)
+    v = tile(value + b * v_b + h * v_h, s, d, v_s, S)
+    allowed = allowed_keys(positions, b, s, S)
     dk = tl.zeros((TILE, D), tl.float32)
     dv = tl.zeros((TILE, D), tl.float32)
     for g in range(GROUP):
         head = h * GROUP + g
         places = ((b * S + s[:, None]) * HEADS + head) * D + d[None, :]
         do = tl.load(grad + places, mask=inside, other=0.0)
-        q = _tile(query + b * q_b + head * q_h, s, d, q_s, S)
-        p = _weights(q, k, allowed, scale)
-        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
-        dp = tl.dot(do, tl.trans(v))
-        ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
-        ds = ds.to(q.dtype)
-        dk += tl.dot(tl.trans(ds), q)
-        tl.store(d_query + places, tl.dot(ds, k).to(d_query.dtype.element_ty), mask=inside)
+        q = tile(query + b * q_b + head * q_h, s, d, q_s, S)
+        dq, dk, dv = head_gradients(do, q, k, v, allowed, scale, dk, dv)
+        tl.store(d_query + places, dq.to(d_query.dtype.element_ty), mask=inside)
     places = ((b * S + s[:, None]) * (HEADS // GROUP) + h) * D + d[None, :]
     tl.store(d_key + places, dk.to(d_key.dtype.element_ty), mask=inside)
     tl.store(d_value + places, dv.to(d_value.dtype.element_ty), mask=inside)

@@ -1,22 +1,27 @@
 """Projections that read the same input run as one matmul, in the families known to allow it.
 
-Queries, keys and values are one product then, gates and ups another. The modules keep their names
-and parameters; only their forward changes, and only while nothing is generated with a cache.
+Queries, keys and values are one product then, gates and ups another, and what follows works on the
+joined result, so that its gradient is joined too. The modules keep their names and parameters; only
+their forward changes, and only while nothing is generated with a cache.
 """
 
 from types import MethodType
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
+from qat.kernels.glu import silu_mul
+from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
 from qat.models.attention import attend
 from qat.nn.step import join_linears, part_linears
 
 ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)
+SILUS = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def join_projections(model: PreTrainedModel) -> None:
@@ -55,8 +60,41 @@ def _attention(
             **kwargs,
         )
     kwargs.pop("past_key_values", None)
+    qkv = module.qkv(hidden_states)
+    if joined_fits_tile(qkv, module.head_dim):
+        out = _fused(module, qkv, position_embeddings, kwargs["document_positions"])
+    else:
+        out = _unfused(module, qkv, position_embeddings, attention_mask, **kwargs)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _fused(
+    module: nn.Module, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], positions: Tensor
+) -> Tensor:
+    """`(B, S, H, D)`; all three families repeat the angles of the first half of a head."""
+    has_norms = hasattr(module, "q_norm")
+    return joined_tile_attention(
+        qkv,
+        *position_embeddings,
+        module.q_norm.weight if has_norms else None,
+        module.k_norm.weight if has_norms else None,
+        positions,
+        module.scaling,
+        module.q_norm.variance_epsilon if has_norms else 0.0,
+        module.config.num_attention_heads,
+    )
+
+
+def _unfused(
+    module: nn.Module,
+    qkv: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> Tensor:
+    """As `_fused`, in the family's own steps."""
     query, key, value = (
-        projected.unflatten(-1, (-1, module.head_dim)) for projected in module.qkv(hidden_states)
+        part.unflatten(-1, (-1, module.head_dim)) for part in module.qkv.split(qkv)
     )
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
@@ -65,11 +103,14 @@ def _attention(
     out, _ = attend(
         module, *rotated, value.transpose(1, 2), attention_mask, scaling=module.scaling, **kwargs
     )
-    return module.o_proj(out.flatten(2)), None
+    return out
 
 
 def _mlp(module: nn.Module, x: Tensor) -> Tensor:
     if not hasattr(module, "gate_up"):
         return type(module).forward(module, x)
-    gate, up = module.gate_up(x)
+    gate_up = module.gate_up(x)
+    if isinstance(module.act_fn, SILUS):
+        return module.down_proj(silu_mul(gate_up))
+    gate, up = module.gate_up.split(gate_up)
     return module.down_proj(module.act_fn(gate) * up)

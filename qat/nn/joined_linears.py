@@ -16,7 +16,8 @@ from qat.nn.quant_linear import QuantLinear
 class JoinedLinears(nn.Module):
     """Forms the weights of several linears into one matrix; they stay the owners of what learns.
 
-    Calling it equals calling each of them. While it is formed, so does calling one of them.
+    Calling it equals calling each of them, side by side. One called alone uses the joined weight
+    while it is formed.
     """
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
@@ -61,10 +62,14 @@ class JoinedLinears(nn.Module):
         for linear, rows in zip(self.linears, self._rows, strict=True):
             linear.pull_back_(dW[rows])
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`(..., I)` to one `(..., O_i)` for each linear."""
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`: what each linear gives, side by side."""
         if self.formed is None:
-            return tuple(linear(x) for linear in self.linears)
+            return torch.cat([linear(x) for linear in self.linears], dim=-1)
         biases = [linear.bias for linear in self.linears]
         bias = None if biases[0] is None else torch.cat(biases).to(x.dtype)
-        return F.linear(x, self.formed, bias).split(self.sizes, dim=-1)
+        return F.linear(x, self.formed, bias)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """`forward`'s result as one `(..., O_i)` for each linear."""
+        return y.split(self.sizes, dim=-1)

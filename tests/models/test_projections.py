@@ -5,8 +5,11 @@ import torch
 from quantized import SPECS, tiny_quantized
 from torch import Tensor
 
+from qat.kernels import glu
+from qat.models import projections
 from qat.models.language_model import LanguageModel
 from qat.models.projections import join_projections, part_projections
+from qat.models.swap import decoder_layers
 from qat.nn.joined_linears import JoinedLinears
 from qat.nn.step import form_weights, quant_linears, release_weights
 
@@ -17,7 +20,8 @@ POSITIONS = (torch.arange(7) % 4).expand(2, 7)
 def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
     model.model.zero_grad()
     hidden = model.hidden(IDS, POSITIONS)
-    hidden.square().sum().backward()
+    # not its square: behind the last norm that is the same for all
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
     named = model.model.named_parameters()
     return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
 
@@ -50,6 +54,29 @@ def test_joined_projections_compute_the_same(architecture, is_formed, spec) -> N
     assert not any(isinstance(module, JoinedLinears) for module in model.model.modules())
     again, _ = gradients(model)
     torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_compiled_layers_compute_the_same(architecture, is_fused, monkeypatch) -> None:
+    if is_fused:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(projections, "joined_fits_tile", lambda *_: True)
+        monkeypatch.setattr(glu, "use_triton", lambda _: True)
+    model = LanguageModel(tiny_quantized(architecture, SPECS["lut2"], num_attention_heads=4))
+    form_weights(model.model, torch.float32)
+    expected, expected_gradients = gradients(model)
+    join_projections(model.model)
+    form_weights(model.model, torch.float32)
+    for layer in decoder_layers(model.model):
+        layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    actual, actual_gradients = gradients(model)
+    torch.testing.assert_close(actual, expected)
+    assert actual_gradients.keys() == expected_gradients.keys()
+    for name, value in expected_gradients.items():
+        slack = 1e-5 * value.abs().max().item()
+        torch.testing.assert_close(actual_gradients[name], value, rtol=1e-4, atol=slack)
 
 
 def test_a_joined_linear_called_alone_uses_the_joined_weight() -> None:

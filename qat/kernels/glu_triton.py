@@ -1,0 +1,64 @@
+"""The Triton side of `qat.kernels.glu`: every tensor is read or written once.
+
+Shapes: F width of gates and of ups.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Columns of one row that a program takes: 16 bytes of gates and of ups for each thread."""
+
+
+@triton.jit
+def _forward_kernel(joined, out, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    places = joined + row * (2 * F) + column
+    gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(places + F, mask=inside, other=0.0).to(tl.float32)
+    found = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * F + column, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(grad, joined, d_joined, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    places = row * (2 * F) + column
+    gate = tl.load(joined + places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + places + F, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * F + column, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    d_up = g * gate * share
+    d_gate = g * up * share * (1 + gate * (1 - share))
+    kind = d_joined.dtype.element_ty
+    tl.store(d_joined + places, d_gate.to(kind), mask=inside)
+    tl.store(d_joined + places + F, d_up.to(kind), mask=inside)
+
+
+def silu_mul_forward(joined: Tensor) -> Tensor:
+    """See `qat.kernels.glu.silu_mul`; contiguous."""
+    out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
+    _launch(_forward_kernel, joined.contiguous(), out, like=out)
+    return out
+
+
+def silu_mul_backward(grad: Tensor, joined: Tensor) -> Tensor:
+    """The gradient of `joined` for `grad` `(..., F)`, contiguous."""
+    d_joined = joined.new_empty(joined.shape)
+    _launch(_backward_kernel, grad.contiguous(), joined.contiguous(), d_joined, like=grad)
+    return d_joined
+
+
+def _launch(kernel: triton.JITFunction, *tensors: Tensor, like: Tensor) -> None:
+    F = like.shape[-1]
+    if like.numel() == 0:
+        return
+    block = min(BLOCK, triton.next_power_of_2(F))
+    with torch.cuda.device_of(like):
+        kernel[(like.numel() // F, triton.cdiv(F, block))](*tensors, F=F, BLOCK=block, num_warps=4)

@@ -1,0 +1,106 @@
+"""The operators on joined projections on a GPU, at Qwen3-0.6B's shape. Run with `-m gpu`."""
+
+import pytest
+import torch
+from joined_attention_case import joined_case
+from quantized import SPECS, tiny_quantized
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels.glu import fused_silu_mul, silu_mul
+from qat.kernels.joined_attention import joined_attention, joined_fits_tile, joined_tile_attention
+from qat.models.language_model import LanguageModel
+from qat.models.regions import Regions
+from qat.nn.step import form_weights
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(512, 64, 16, 8, 128), (7, 61, 16, 8, 128), (5, 128, 32, 8, 64), (3, 100, 4, 4, 32)]
+
+
+def value_and_gradient(unit, joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = joined.clone().requires_grad_()
+    out = unit(leaf)
+    out.backward(grad)
+    return out.detach(), leaf.grad
+
+
+def plain_silu_mul(joined: Tensor) -> Tensor:
+    gate, up = joined.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("tokens", [(512, 64), (1, 13)])
+@pytest.mark.parametrize("width", [3072, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_silu_mul_errs_no_more_than_eager(tokens, width, dtype) -> None:
+    joined = (4 * torch.randn(*tokens, 2 * width, device="cuda")).to(dtype)
+    grad = torch.randn(*tokens, width, device="cuda").to(dtype)
+    kernel = value_and_gradient(silu_mul, joined, grad)
+    eager = value_and_gradient(plain_silu_mul, joined, grad)
+    exact = value_and_gradient(plain_silu_mul, joined.double(), grad.double())
+    for one, plain, truth in zip(kernel, eager, exact, strict=True):
+        assert one.is_contiguous()
+        slack = torch.finfo(dtype).eps * truth.abs().max().item()
+        assert_no_worse_than_eager(one, plain, truth, slack=slack)
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_joined_attention_errs_no_more_than_eager(shape, has_norms, dtype) -> None:
+    case = joined_case(*shape, has_norms=has_norms, dtype=dtype).in_(dtype, "cuda")
+    assert joined_fits_tile(case.qkv, shape[-1])
+    kernel = case.value_and_gradients(joined_tile_attention)
+    eager = case.value_and_gradients(joined_attention)
+    exact = case.in_(torch.float64, "cuda").value_and_gradients(joined_attention)
+    assert kernel[1].is_contiguous()
+    for one, plain, truth in zip(kernel, eager, exact, strict=True):
+        slack = torch.finfo(dtype).eps * truth.abs().max().item()
+        assert_no_worse_than_eager(one, plain, truth, slack=slack)
+
+
+def test_the_same_input_gives_the_same_gradient() -> None:
+    # backward's phases hand values on through memory: a race would show
+    case = joined_case(*SHAPES[0], has_norms=True, dtype=torch.bfloat16).in_(torch.bfloat16, "cuda")
+    first = case.value_and_gradients(joined_tile_attention)
+    for _ in range(5):
+        again = case.value_and_gradients(joined_tile_attention)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_compiled_layers_use_both(architecture) -> None:
+    model = LanguageModel(tiny_quantized(architecture, SPECS["lut2"]).cuda().bfloat16())
+    ids = torch.randint(300, (4, 32), device="cuda")
+    positions = (torch.arange(32, device="cuda") % 20).expand(4, 32)
+    weights = torch.randn(4, 32, 32, device="cuda")
+
+    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+        model.model.zero_grad()
+        form_weights(model.model, torch.bfloat16)
+        hidden = model.hidden(ids, positions)
+        (hidden * weights).sum().backward()
+        named = model.model.named_parameters()
+        return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    expected, expected_gradients = gradients()
+    way = Regions(model.model, is_compiled=True, recompute_every=None)
+    way.install()
+    with torch.profiler.profile() as seen:
+        actual, actual_gradients = gradients()
+    way.remove()
+    names = {event.key for event in seen.key_averages()}
+    assert {"qat::silu_mul", "qat::joined_tile_attention"} <= names
+    assert (actual - expected).norm() <= 0.05 * expected.norm()
+    for name, value in expected_gradients.items():
+        assert (actual_gradients[name] - value).norm() <= 0.1 * value.norm(), name
+
+
+def test_operators_keep_their_promises_to_the_compiler() -> None:
+    joined = torch.randn(3, 64, device="cuda", requires_grad=True)
+    torch.library.opcheck(fused_silu_mul, (joined,))
+    case = joined_case(2, 17, 4, 2, 32, has_norms=True).in_(torch.float16, "cuda")
+    torch.library.opcheck(joined_tile_attention, (case.qkv.requires_grad_(), *case[1:-1]))
