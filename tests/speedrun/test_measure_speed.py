@@ -1,0 +1,124 @@
+"""The scripts that measure speed: every one of them runs, small, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+SPEEDRUN = Path(__file__).parents[2] / "speedrun"
+SMALL = {"shape": "tiny", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
+    torch.set_num_threads(1)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def figures(out: Path) -> dict[str, dict]:
+    return {line["figure"]: line for line in lines(out / "figures.jsonl")}
+
+
+def test_cases_take_turns_and_ratios_stay_within_a_round(tmp_path: Path, capsys) -> None:
+    import measure_step_speed
+
+    out = tmp_path / "out"
+    cases = "frozen_candidates,frozen_candidates_504,latent_exact,reference_504"
+    measure_step_speed.measure(out=out, only=cases, steps=2, batch_size=2, seq_len=8, **SMALL)
+    rows = lines(out / "results.jsonl")
+    turns = [row["case"] for row in rows if row["kind"] == "round"]
+    in_order = cases.split(",")
+    assert turns == [*in_order, *in_order[-2::-1]]
+    merged = {row["case"]: row for row in rows if row["kind"] == "step"}
+    assert merged["reference_504"]["timed_steps"] == 2
+    assert merged["latent_exact"]["learn"] == "weights,scales,codebook"
+    assert merged["frozen_candidates_504"]["loss"] == "candidates"
+    assert len(merged["frozen_candidates"]["tokens_per_s_of_rounds"]) == 2
+    found = figures(out)
+    assert set(found) == {"frozen_candidates_tok_s", "over_reference"}
+    assert found["over_reference"]["runs"] == 2 and found["over_reference"]["spread"] is not None
+    assert "frozen_candidates_504" in capsys.readouterr().out
+
+
+def test_an_unknown_case_is_refused() -> None:
+    import measure_step_speed
+
+    with pytest.raises(SystemExit, match="no case is called nothing"):
+        measure_step_speed.chosen("nothing")
+
+
+def test_the_batch_found_takes_several_steps(tmp_path: Path, monkeypatch) -> None:
+    import measure_max_batch
+
+    def step_once(_setting: object, _ours: object, batch_size: int) -> None:
+        if batch_size > 21:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(measure_max_batch, "step_once", step_once)
+    out = tmp_path / "out"
+    measure_max_batch.measure(out=out, limits="0", seq_len=8, **SMALL)
+    *trials, found = lines(out / "results.jsonl")
+    assert {row["kind"] for row in trials} == {"trial"} and found["kind"] == "max"
+    assert found["batch_size"] == found["largest_one_step"] == 21
+    assert found["timed_steps"] == 1 and found["positions"] == 21 * 8
+    assert found["gradient_checkpointing"] and found["loss"] == "candidates"
+    assert figures(out)["max_batch_139gib"]["value"] == 21
+
+
+def test_a_point_is_measured_once_for_all_its_panels(tmp_path: Path, capsys) -> None:
+    import measure_scaling
+
+    out = tmp_path / "out"
+    measure_scaling.measure(
+        out=out, shapes="tiny", device="cpu", largest=4, tokens_divisor=256, steps=1
+    )
+    rows = lines(out / "results.jsonl")
+    panels = {(row["seq_len"], row["batch_size"]): row["panels"] for row in rows}
+    assert len(panels) == len(rows)
+    assert panels[64, 1] == ["batch", "size"] and panels[64, 2] == ["batch", "length"]
+    assert panels[64, 4] == ["batch"] and panels[128, 1] == ["length"]
+    assert (out / "scaling.svg").stat().st_size > 5000
+    assert figures(out)["flatness_percent"]["value"] >= 0
+    assert "L = 128" in capsys.readouterr().out
+
+
+def test_larger_batches_than_one_that_does_not_fit_are_left_out(tmp_path, monkeypatch) -> None:
+    import measure_scaling
+
+    real = measure_scaling.time_ours
+
+    def time_ours(setting: object, ours: object, batch_size: int) -> object:
+        return None if batch_size > 2 else real(setting, ours, batch_size)
+
+    monkeypatch.setattr(measure_scaling, "time_ours", time_ours)
+    out = tmp_path / "out"
+    measure_scaling.measure(
+        out=out, shapes="tiny", device="cpu", panels="batch", largest=16, steps=1
+    )
+    status = {row["batch_size"]: row["status"] for row in lines(out / "results.jsonl")}
+    assert status == {1: "OK", 2: "OK", 4: "OOM"}
+
+
+def test_every_kernel_has_a_share_of_the_roofline(tmp_path: Path, capsys) -> None:
+    import measure_kernels
+
+    out = tmp_path / "out"
+    measure_kernels.measure(out=out, batch_size=2, seq_len=8, repeats=1, **SMALL)
+    rows = {row["kernel"]: row for row in lines(out / "results.jsonl")}
+    assert {"form, packed 2-bit", "pull back, latent 4-bit", "gated unit, backward"} <= set(rows)
+    assert all(row["roofline_frac"] > 0 and row["plain_frac"] > 0 for row in rows.values())
+    least = min(row["roofline_frac"] for row in rows.values() if row["counts"])
+    assert figures(out)["kernel_roofline_min"]["value"] == round(least, 3)
+    assert "furthest from the roofline" in capsys.readouterr().out
+
+
+def test_bytes_are_those_of_every_tensor_once() -> None:
+    import kernel_work
+
+    one, two = torch.empty(3, 5), torch.empty(7, dtype=torch.bfloat16)
+    assert kernel_work.num_bytes(one, [two, two]) == 60 + 28
