@@ -1,9 +1,9 @@
 """`form` and `reduce` of `lut_weight` as one Triton kernel each.
 
 A kernel sees the weight as runs of consecutive weights: a run is one group where scales are by
-group, else one row. A program owns a tile of N runs x U units x E weights. Eight weights make a
-unit wherever they fill whole bytes, so that each packed byte is read once. The products that say
-which weight is formed are rounded one by one, as the reference rounds them: no fused multiply-add.
+group, else one row. A run is cut into units of 8 weights, or of 1 where 8 do not fill it: a thread
+reads the indices of a unit as one word. A tile is N runs x U units. The products that say which
+weight is formed are rounded one by one, as the reference rounds them: no fused multiply-add.
 """
 
 from typing import NamedTuple, Self
@@ -13,22 +13,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.lut_weight_parts_triton import (
+    as_stored,
+    chosen_index,
+    draw,
+    level_tables,
+    look_up,
+    low_rank_scale,
+    units_of_tile,
+)
 from qat.quant.pack import Packed
 from qat.quant.weight import Scales
 
 FORM_WEIGHTS = 4096
-"""Weights of a program that forms, 32 a thread."""
+"""Weights of a tile that forms, 32 a thread."""
 REDUCE_WEIGHTS = 2048
-"""Weights of a program that reduces, 16 a thread: it keeps a sum for each level."""
+"""Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
+REDUCE_PROGRAMS = 384
+"""Programs that share all tiles, about three for each multiprocessor of a large GPU: each sums its
+levels across threads once, and the last one adds up what all of them found."""
 WARPS = 4
+UNIT = 8
+"""Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
+WORDS = {2: torch.int16, 4: torch.int32}
+"""The word that holds the indices of a unit, by bits of one."""
 
 
 def form(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales) -> None:
     """Write `codebook[indices] * S` into `out`, in its dtype, to the bit as the reference does."""
     tiling = _Tiling.of(source, scales, FORM_WEIGHTS)
-    _form_kernel[tiling.grid](
+    _form_kernel[(tiling.num_tiles,)](
         out,
-        *_operands(source, codebook, scales),
+        *_operands(source, codebook, scales, tiling.E),
         **tiling.constants(source, codebook),
         enable_fp_fusion=False,
         num_warps=tiling.num_warps,
@@ -44,26 +60,54 @@ def reduce(
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of codebook and scales as `lut_weight` wants them; reads `dW` once."""
+    """The gradients of codebook and scales as `lut_weight` wants them; reads `dW` once.
+
+    The same bits each time. Calls on one device must follow each other, as on one stream they do.
+    """
     tiling = _Tiling.of(source, scales, REDUCE_WEIGHTS)
+    most = REDUCE_PROGRAMS if wants_codebook else 2 * REDUCE_PROGRAMS
+    rounds = triton.cdiv(tiling.num_tiles, most)
+    num_programs = triton.cdiv(tiling.num_tiles, rounds)  # so that all do equally much
     new = {"device": dW.device, "dtype": torch.float32}
-    d_levels = d_scales = None
+    d_levels = d_scales = partials = arrivals = None
     if wants_codebook:
-        d_levels = torch.empty(tiling.num_programs, codebook.numel(), **new)
+        d_levels = torch.empty(codebook.shape, **new)
+        partials = torch.empty(num_programs, triton.next_power_of_2(codebook.numel()), **new)
+        arrivals = _arrivals(dW.device)
     if wants_scales:
         d_scales = torch.empty(dW.shape if scales.scales is None else scales.scales.shape, **new)
-    _reduce_kernel[tiling.grid](
+    _reduce_kernel[(num_programs,)](
         d_levels,
         d_scales,
+        partials,
+        arrivals,
         dW.contiguous(),
-        *_operands(source, codebook, scales),
+        *_operands(source, codebook, scales, tiling.E),
+        num_tiles=tiling.num_tiles,
         **tiling.constants(source, codebook),
+        THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
+        PROGRAMS=triton.next_power_of_2(num_programs),
         enable_fp_fusion=scales.scales is not None,
         num_warps=tiling.num_warps,
     )
-    if wants_codebook:
-        d_levels = d_levels.sum(0, dtype=torch.float64).float()
     return d_levels, d_scales
+
+
+_ARRIVALS: dict[torch.device, Tensor] = {}
+
+
+def _arrivals(device: torch.device) -> Tensor:
+    """How many programs of the running `reduce` have stored their sums: its last one resets it.
+
+    Kept, so that no call has to write a zero. In a capture nothing runs yet that could write it:
+    there the graph gets its own.
+    """
+    if device in _ARRIVALS:
+        return _ARRIVALS[device]
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _ARRIVALS[device] = zero
+    return zero
 
 
 class _Tiling(NamedTuple):
@@ -89,16 +133,12 @@ class _Tiling(NamedTuple):
             num_runs, length, rank = O, I, scales.rank_gain.numel()
             columns = min(triton.next_power_of_2(length), weights // 8)
         N = min(max(weights // columns, 1), triton.next_power_of_2(num_runs))
-        E = 8 if length % 8 == 0 else 1
+        E = UNIT if length % UNIT == 0 else 1
         return cls(num_runs, length, rank, N, columns // E, E)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return triton.cdiv(self.num_runs, self.N), triton.cdiv(self.length, self.U * self.E)
-
-    @property
-    def num_programs(self) -> int:
-        return self.grid[0] * self.grid[1]
+    def num_tiles(self) -> int:
+        return triton.cdiv(self.num_runs, self.N) * triton.cdiv(self.length, self.U * self.E)
 
     @property
     def num_warps(self) -> int:
@@ -124,11 +164,14 @@ class _Tiling(NamedTuple):
 
 
 def _operands(
-    source: Packed | Tensor, codebook: Tensor, scales: Scales
+    source: Packed | Tensor, codebook: Tensor, scales: Scales, E: int
 ) -> tuple[Tensor | None, ...]:
-    tensor = source.octets if isinstance(source, Packed) else source
-    given = (None if scale is None else scale.contiguous() for scale in scales)
-    return tensor.contiguous(), codebook, *given
+    if isinstance(source, Packed):
+        octets = source.octets.contiguous()
+        tensor = octets if E == 1 else octets.view(WORDS.get(source.bits, torch.uint8))
+    else:
+        tensor = source.contiguous()
+    return tensor, codebook, *(None if scale is None else scale.contiguous() for scale in scales)
 
 
 @triton.jit
@@ -152,20 +195,24 @@ def _form_kernel(
     U: tl.constexpr,
     E: tl.constexpr,
 ):
-    run, column, inside = _places(num_runs, LENGTH, N, U, E)
-    S = _scale(scales, scale_out, rank_gain, scale_in, run, column, num_runs, LENGTH, R)
-    levels, middles, _order = _tables(codebook, BITS, C, SLOTS)
-    index = _index(
-        source, middles, S, inside, in_features, width, num_runs, LENGTH, BITS, C, N, U, E
-    )
-    W = _look_up(levels, index) * S
-    tl.store(out + run * LENGTH + column, W.to(out.dtype.element_ty), mask=inside)
+    run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
+    drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    if R == 0:
+        S = as_stored(tl.load(scales + run, mask=is_unit, other=1))[:, None]
+    else:
+        S = low_rank_scale(scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, E)
+    levels, middles, _order = level_tables(codebook, BITS, C, SLOTS)
+    W = look_up(levels, chosen_index(drawn, middles, S, BITS, C, R, E)) * S
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    tl.store(out + place, W.to(out.dtype.element_ty), mask=is_unit[:, None])
 
 
 @triton.jit
 def _reduce_kernel(
     d_levels,
     d_scales,
+    partials,
+    arrivals,
     dW,
     source,
     codebook,
@@ -176,6 +223,7 @@ def _reduce_kernel(
     num_runs,
     in_features,
     width,
+    num_tiles,
     LENGTH: tl.constexpr,
     BITS: tl.constexpr,
     C: tl.constexpr,
@@ -184,182 +232,124 @@ def _reduce_kernel(
     N: tl.constexpr,
     U: tl.constexpr,
     E: tl.constexpr,
+    THREADS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    run, column, inside = _places(num_runs, LENGTH, N, U, E)
-    place = run * LENGTH + column
-    dW = tl.load(dW + place, mask=inside, other=0).to(tl.float32)
-    S = _scale(scales, scale_out, rank_gain, scale_in, run, column, num_runs, LENGTH, R)
-    levels, middles, order = _tables(codebook, BITS, C, SLOTS)
-    index = _index(
-        source, middles, S, inside, in_features, width, num_runs, LENGTH, BITS, C, N, U, E
+    step = tl.num_programs(0)
+    next_dW, next_drawn, next_S = _read(
+        tl.program_id(0), dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
     )
-    if d_scales is not None:
-        dS = dW * _look_up(levels, index)
-        if R == 0:
-            by_run = tl.sum(tl.sum(dS, axis=2), axis=1)
-            runs = tl.program_id(0) * N + tl.arange(0, N)
-            tl.store(d_scales + runs, by_run, mask=runs < num_runs)
-        else:
-            tl.store(d_scales + place, dS, mask=inside)
+    levels, middles, order = level_tables(codebook, BITS, C, SLOTS)
+    sums = tl.zeros([THREADS, SLOTS], tl.float32)
+    tile = tl.program_id(0)
+    while tile < num_tiles:
+        values, drawn, S = next_dW.to(tl.float32), next_drawn, as_stored(next_S)[:, None]
+        # the next tile is on its way while this one is computed
+        next_dW, next_drawn, next_S = _read(
+            tile + step, dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
+        )
+        run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+        if R > 0:
+            S = low_rank_scale(scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, E)
+        index = chosen_index(drawn, middles, S, BITS, C, R, E)
+        if d_levels is not None:
+            # the levels of a unit are summed before they meet a scale that it shares
+            by_level = _sum_by_level(values if R == 0 else values * S, index, SLOTS)
+            of_codebook = by_level * S if R == 0 else by_level
+            sums += tl.sum(tl.reshape(of_codebook, (N * U // THREADS, THREADS, SLOTS)), axis=0)
+        if d_scales is not None:
+            if R > 0:
+                place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+                tl.store(d_scales + place, values * look_up(levels, index), mask=is_unit[:, None])
+            else:
+                if d_levels is not None and BITS > 0:
+                    by_unit = tl.sum(by_level * levels[None, :], axis=1)
+                else:
+                    by_unit = tl.sum(values * look_up(levels, index), axis=1)
+                runs = tile * N + tl.arange(0, N)
+                by_run = tl.sum(tl.reshape(by_unit, (N, U)), axis=1)
+                tl.store(d_scales + runs, by_run, mask=runs < num_runs)
+        tile += step
     if d_levels is not None:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        by_level = _sum_by_level(dW * S, index, SLOTS)
-        tl.store(d_levels + program * C + order, by_level, mask=order < C)
+        _add_up(d_levels, partials, arrivals, tl.sum(sums, axis=0), order, C, SLOTS, PROGRAMS)
 
 
 @triton.jit
-def _places(num_runs, LENGTH: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr):
-    """Run and column in it of each weight of this program's tile, and whether it exists."""
-    run = tl.program_id(0) * N + tl.arange(0, N)[:, None, None]
-    unit = tl.program_id(1) * U + tl.arange(0, U)[None, :, None]
-    column = unit * E + tl.arange(0, E)[None, None, :]
-    # whole units fit, or a unit is one weight
-    return run, column, (run < num_runs) & (unit * E < LENGTH)
-
-
-@triton.jit
-def _scale(
-    scales,
-    scale_out,
-    rank_gain,
-    scale_in,
-    run,
-    column,
-    num_runs,
-    LENGTH: tl.constexpr,
-    R: tl.constexpr,
-):
-    """`S` as a checkpoint stores it, of a shape that broadcasts to the tile's."""
-    if R == 0:
-        S = _as_stored(tl.load(scales + run, mask=run < num_runs, other=1))
-    else:
-        S = tl.zeros([run.shape[0], column.shape[1], column.shape[2]], tl.float32)
-        for r in range(R):
-            A = _as_stored(tl.load(scale_out + run * R + r, mask=run < num_runs, other=0))
-            B = _as_stored(tl.load(scale_in + r * LENGTH + column, mask=column < LENGTH, other=0))
-            S += (A * tl.load(rank_gain + r)) * B
-    return S
-
-
-@triton.jit
-def _as_stored(scale):
-    """float32 after a round trip through the float16 of a checkpoint."""
-    return scale.to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def _tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr):
-    """Levels in the order that the index counts, their middles, and each level's place.
-
-    Packed indices count levels as they lie; a latent weight's index counts them ascending.
-    """
-    place = tl.arange(0, SLOTS)
-    levels = tl.load(codebook + place, mask=place < C, other=float("inf"))
-    middles = levels
-    if BITS == 0:
-        row, column = levels[:, None], levels[None, :]
-        is_before = (column < row) | ((column == row) & (place[None, :] < place[:, None]))
-        rank = tl.sum(is_before.to(tl.int32), axis=1)
-        takes = rank[:, None] == place[None, :]
-        levels = tl.sum(tl.where(takes, row, 0.0), axis=0)
-        nexts = tl.sum(tl.where(rank[:, None] == place[None, :] + 1, row, 0.0), axis=0)
-        middles = (levels + nexts) * 0.5
-        place = tl.sum(tl.where(takes, place[:, None], 0), axis=0)
-    return levels, middles, place
-
-
-@triton.jit
-def _index(
+def _read(
+    tile,
+    dW,
     source,
-    middles,
-    S,
-    inside,
+    scales,
+    num_runs,
     in_features,
     width,
-    num_runs,
     LENGTH: tl.constexpr,
     BITS: tl.constexpr,
-    C: tl.constexpr,
+    R: tl.constexpr,
     N: tl.constexpr,
     U: tl.constexpr,
     E: tl.constexpr,
 ):
-    """The index of each weight of the tile."""
-    run = tl.program_id(0) * N + tl.arange(0, N)[:, None]
-    unit = tl.program_id(1) * U + tl.arange(0, U)[None, :]
-    first = run * LENGTH + unit * E
-    is_unit = (run < num_runs) & (unit * E < LENGTH)
-    if BITS == 0:
-        latent = tl.load(
-            source + first[:, :, None] + tl.arange(0, E)[None, None, :], mask=inside, other=0
-        )
-        scaled = tl.where(S == 0, 0.0, tl.div_rn(latent.to(tl.float32), tl.where(S == 0, 1.0, S)))
-        return _nearest(scaled, middles, C)
+    """What a tile reads once, as it lies: gradient, what indices come from, group scales."""
+    run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    dW = tl.load(dW + place, mask=is_unit[:, None], other=0)
+    drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    if R > 0:
+        return dW, drawn, tl.full([1], 1.0, tl.float32)
     else:
-        return _unpack(source, first, is_unit, in_features, width, BITS, E)
+        return dW, drawn, tl.load(scales + run, mask=is_unit, other=1)
 
 
 @triton.jit
-def _unpack(octets, first, is_unit, in_features, width, BITS: tl.constexpr, E: tl.constexpr):
-    """The indices of units whose first weights are `first`, counted through all rows."""
-    if E == 8:
-        octet = octets + first // 8 * BITS
-        shift = first * 0
-        COUNT: tl.constexpr = BITS
-    else:
-        bit = first % in_features * BITS
-        octet = octets + first // in_features * width + bit // 8
-        shift = bit % 8
-        COUNT: tl.constexpr = 1 if 8 % BITS == 0 else 2
-    word = tl.load(octet, mask=is_unit, other=0).to(tl.int32)
-    for k in tl.static_range(1, COUNT):
-        is_read = is_unit if E == 8 else is_unit & (shift + BITS > 8)
-        word |= tl.load(octet + k, mask=is_read, other=0).to(tl.int32) << (8 * k)
-    shifts = shift[:, :, None] + tl.arange(0, E)[None, None, :] * BITS
-    return (word[:, :, None] >> shifts) & (2**BITS - 1)
+def _add_up(
+    d_levels,
+    partials,
+    arrivals,
+    sums,
+    order,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Hand in this program's `sums`; whoever comes last adds up all, in the order of programs.
 
-
-@triton.jit
-def _nearest(scaled, middles, C: tl.constexpr):
-    """How many middles lie below each value: a binary search, ties to the lower level."""
-    SLOTS: tl.constexpr = middles.shape[0]
-    index = tl.zeros(scaled.shape, tl.int32)
-    for halving in tl.static_range(1, 5):
-        if SLOTS >> halving > 0:
-            middle = _look_up(middles, index + ((SLOTS >> halving) - 1))
-            index += tl.where(scaled <= middle, 0, SLOTS >> halving)
-    return tl.minimum(index, C - 1)
-
-
-@triton.jit
-def _look_up(table, index):
-    """`table[index]`."""
-    flat = tl.reshape(index, (index.numel,))
-    return tl.reshape(tl.gather(table, flat, 0), index.shape)
+    In float64, so that the many partial sums cost no digits.
+    """
+    slot = tl.arange(0, SLOTS)
+    tl.store(partials + tl.program_id(0) * SLOTS + slot, sums)
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        program = tl.arange(0, PROGRAMS)[:, None]
+        part = partials + program * SLOTS + slot[None, :]
+        is_part = program < tl.num_programs(0)
+        # past the first-level cache, which does not see what other multiprocessors store
+        found = tl.load(part, mask=is_part, other=0, cache_modifier=".cg").to(tl.float64)
+        tl.store(d_levels + order, tl.sum(found, axis=0).to(tl.float32), mask=order < C)
+        tl.store(arrivals, 0)
 
 
 @triton.jit
 def _sum_by_level(values, index, SLOTS: tl.constexpr):
-    """The sum of `values` where each index is taken, `(SLOTS,)`.
+    """The sums of a unit's `values` where each level is chosen, `(units, SLOTS)`.
 
     Index = high * LOW + low: the values of each high part times the one-hot of each low part, which
-    is half the comparisons. The sums of all levels are joined before they cross threads: one
-    exchange, not one for each.
+    is half the comparisons.
     """
     LOW: tl.constexpr = 4 if SLOTS > 4 else 2
     is_low = ()
     for low in tl.static_range(LOW):
-        is_low = is_low + (tl.where(index % LOW == low, 1.0, 0.0),)
+        is_low = is_low + (tl.where((index & (LOW - 1)) == low, 1.0, 0.0),)
     sums = ()
     for high in tl.static_range(SLOTS // LOW):
-        part = tl.where(index // LOW == high, values, 0.0)
+        part = tl.where((index & (SLOTS - LOW)) == high * LOW, values, 0.0)
         for low in tl.static_range(LOW):
-            sums = sums + (tl.sum(part * is_low[low], axis=2),)
+            sums = sums + (tl.sum(part * is_low[low], axis=1),)
     for halving in tl.static_range(1, 5):
         if SLOTS >> halving > 0:
             joined = ()
             for c in tl.static_range(SLOTS >> halving):
                 joined = joined + (tl.join(sums[c], sums[c + (SLOTS >> halving)]),)
             sums = joined
-    rows: tl.constexpr = index.shape[0] * index.shape[1]
-    return tl.sum(tl.reshape(sums[0], (rows, SLOTS)), axis=0)
+    return tl.reshape(sums[0], (values.shape[0], SLOTS))

@@ -15,6 +15,7 @@ from qat.quant.weight import Scales
 pytestmark = pytest.mark.gpu
 
 TRAINING_SHAPES = [(3072, 1024), (1024, 3072), (2048, 1024)]
+ODD = ("lut1", "lut3", "lut4_odd", "lut2_g40", "ternary_odd", "lut3_odd_r5")
 TRAINED = {
     "lut2": LutSpec(bits=2),
     "lut4": LutSpec(bits=4),
@@ -32,15 +33,15 @@ def on_cuda(parts: Parts) -> Parts:
     return source, codebook.cuda(), moved
 
 
-def check(parts: Parts) -> None:
-    """Form in three dtypes to the bit; gradients of bf16 and float32 no worse than eager's."""
+def check(parts: Parts, *dtypes: torch.dtype) -> None:
+    """Form to the bit; gradients no worse than eager's. In `dtypes`, or in three and two."""
     there = on_cuda(parts)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
         out = torch.full(parts[0].shape, torch.nan, dtype=dtype, device="cuda")
         form(*there, dtype, out=out)
         assert torch.equal(out.cpu(), form(*parts, dtype)), dtype
     indices = chosen(*parts).cuda()
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes or (torch.float32, torch.bfloat16):
         dW = torch.randn(parts[0].shape, device="cuda").to(dtype)
         _, eager = gradients(indices, *there[1:], dW.float())
         _, exact = gradients(indices, *there[1:], dW.double())
@@ -49,22 +50,22 @@ def check(parts: Parts) -> None:
             assert_no_worse_than_eager(gradient, eager[name], exact[name], slack)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
-def test_odd_shapes(spec: LutSpec, source: str) -> None:
+@pytest.mark.parametrize("source", ["packed", "float32"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_shapes(name: str, source: str) -> None:
+    spec = ALL_SPECS[name]
     check(random_parts(131, spec.group_size * max(1, 300 // spec.group_size), spec, source))
 
 
-@pytest.mark.parametrize("shape", TRAINING_SHAPES)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("spec", TRAINED.values(), ids=TRAINED)
-def test_training_shapes(spec: LutSpec, source: str, shape: tuple[int, int]) -> None:
-    check(random_parts(*shape, spec, source))
+def test_training_shapes(spec: LutSpec, source: str) -> None:
+    for shape in TRAINING_SHAPES:
+        check(random_parts(*shape, spec, source), torch.bfloat16)
 
 
-@pytest.mark.parametrize("group_size", [3072, 4100, 12288])
-def test_large_groups(group_size: int) -> None:
-    check(random_parts(64, group_size, LutSpec(bits=4, group_size=group_size), "packed"))
+def test_a_group_larger_than_a_tile() -> None:
+    check(random_parts(64, 4100, LutSpec(bits=4, group_size=4100), "packed"), torch.bfloat16)
 
 
 def test_twice_the_same_bits() -> None:
@@ -75,7 +76,7 @@ def test_twice_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
-@pytest.mark.parametrize("name", ["lut2", "lut4", "lut2_r4"])
+@pytest.mark.parametrize("name", ["lut2", "lut2_r4"])
 def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
     linear = make(128, 256, SPECS[name], bias=True).cuda()
     x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from triton_interpreter import round_to_nearest_bf16
+from triton_interpreter import round_fma_once, round_to_nearest_bf16
 
 from qat.kernels import lut_weight_triton
 
@@ -25,6 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     round_to_nearest_bf16(monkeypatch)
+    round_fma_once(monkeypatch)
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +113,38 @@ def test_a_group_larger_than_a_tile(group_size: int, source: str, monkeypatch) -
     torch.testing.assert_close(found, pulled, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("scale", ["group", "low_rank"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_programs_that_share_many_tiles(source: str, scale: str, monkeypatch) -> None:
+    rank = 2 if scale == "low_rank" else 0
+    parts = random_parts(300, 64, LutSpec(bits=4, scale=scale, rank=rank), source)
+    dW = torch.randn(300, 64)
+    wanted = {"codebook", "scales" if scale == "group" else "scale_in"}
+    expected = lut_weight.pull_back(dW, *parts, wanted=wanted)
+    by_kernel(monkeypatch)
+    monkeypatch.setattr(lut_weight_triton, "REDUCE_PROGRAMS", 3)
+    found, again = (lut_weight.pull_back(dW, *parts, wanted=wanted) for _ in range(2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(found[name], again[name]) for name in wanted)
+
+
 def test_a_row_of_low_rank_larger_than_a_tile(monkeypatch) -> None:
     parts = random_parts(9, 1100, LutSpec(bits=3, scale="low_rank", rank=3, group_size=1), "packed")
     weight = lut_weight.form(*parts, torch.float32)
     by_kernel(monkeypatch)
     assert torch.equal(lut_weight.form(*parts, torch.float32), weight)
+
+
+def test_quotients_are_rounded_as_division_rounds_them(monkeypatch) -> None:
+    """The middle of the levels is a quotient: one more unit in its last place would lie above."""
+    scales = Scales((torch.rand(64, 1) + 0.01).half().float())
+    latent = torch.randn(64, 128)
+    for middle in (latent / scales.scales).flatten()[::509].tolist():
+        codebook = torch.tensor([0.0, 2 * middle])
+        expected = lut_weight.form(latent, codebook, scales, torch.float32)
+        with monkeypatch.context() as patch:
+            by_kernel(patch)
+            assert torch.equal(lut_weight.form(latent, codebook, scales, torch.float32), expected)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e30])
