@@ -86,7 +86,7 @@ def reduce(
         num_tiles=tiling.num_tiles,
         **tiling.constants(source, codebook),
         THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
-        PROGRAMS=triton.next_power_of_2(num_programs),
+        PROGRAMS=triton.next_power_of_2(REDUCE_PROGRAMS),
         enable_fp_fusion=scales.scales is not None,
         num_warps=tiling.num_warps,
     )
