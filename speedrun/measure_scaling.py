@@ -38,7 +38,7 @@ from qat.models.language_model import LanguageModel
 
 app = App(help=__doc__)
 LENGTH = 64
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (64, 128, 512, 1024, 4096)
 LENGTH_TOKENS, SIZE_TOKENS = 2**15, 2**14
 """Tokens of a step, against length and against size."""
 BUSY_TOKENS = 2**14
@@ -101,7 +101,7 @@ def points(
     found: dict[Point, list[str]] = defaultdict(list)
     first = shapes[0]
     if "batch" in panels:
-        for power in range(largest.bit_length()):
+        for power in range(0, largest.bit_length(), 2):
             found[Point(first, LENGTH, 2**power)].append("batch")
     if "length" in panels:
         for length in LENGTHS:
