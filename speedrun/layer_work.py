@@ -61,6 +61,7 @@ def joined_attention_work(place: Place) -> Iterator[Work]:
     fits = joined_fits_tile(qkv, width)
     attend = joined_tile_attention if fits else joined_attention
     shared = num_bytes(cos, sin, *norms, positions)
+    turned = qkv[..., : (H + G) * width].contiguous()
     yield Work(
         "joined attention, forward",
         lambda: attend(qkv, *inputs, H),
@@ -71,7 +72,7 @@ def joined_attention_work(place: Place) -> Iterator[Work]:
     by_autograd = gradient_of(lambda joined: joined_attention(joined, *inputs, H), grad, qkv)
     yield Work(
         "joined attention, backward",
-        (lambda: torch.ops.qat.joined_tile_attention_backward(grad, qkv, *inputs, False))
+        (lambda: torch.ops.qat.joined_tile_attention_backward(grad, turned, qkv, *inputs, False))
         if fits
         else by_autograd,
         calls=1,

@@ -6,6 +6,9 @@ again, which costs less than reading them would.
 Shapes: B sequences, H query heads, K key-value heads, S positions, D head width.
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +22,13 @@ def tile(base, offset_s, offset_d, stride_s, S):
 
 
 @triton.jit
-def softmax(scores, allowed, scale):
+def _store(base, value, offset_s, offset_d, stride_s, S):
+    places = base + offset_s[:, None] * stride_s + offset_d[None, :]
+    tl.store(places, value.to(base.dtype.element_ty), mask=offset_s[:, None] < S)
+
+
+@triton.jit
+def _softmax(scores, allowed, scale):
     """Over the allowed keys, `(S, S)` float32."""
     scores = scores * (scale * 1.4426950408889634)
     scores = tl.where(allowed, scores, -1e30)
@@ -28,7 +37,7 @@ def softmax(scores, allowed, scale):
 
 
 @triton.jit
-def allowed_keys(positions, b, offset_s, S):
+def _allowed_keys(positions, b, offset_s, S):
     """`(S, S)` bool; a row beyond S attends to itself, so that no row is empty."""
     position = tl.load(positions + b * S + offset_s, mask=offset_s < S, other=0)
     first = offset_s - position.to(tl.int32)
@@ -37,9 +46,9 @@ def allowed_keys(positions, b, offset_s, S):
 
 
 @triton.jit
-def head_gradients(do, q, k, v, allowed, scale, dk, dv):
+def _head_gradients(do, q, k, v, allowed, scale, dk, dv):
     """The gradient of one head's q, and `dk` and `dv` with what this head adds; float32."""
-    p = softmax(tl.dot(q, tl.trans(k)), allowed, scale)
+    p = _softmax(tl.dot(q, tl.trans(k)), allowed, scale)
     dv += tl.dot(tl.trans(p.to(do.dtype)), do)
     dp = tl.dot(do, tl.trans(v))
     ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
@@ -58,40 +67,37 @@ def _forward_kernel(
     s, d = tl.arange(0, TILE), tl.arange(0, D)
     k = tile(key + b * k_b + h * k_h, s, d, k_s, S)
     v = tile(value + b * v_b + h * v_h, s, d, v_s, S)
-    allowed = allowed_keys(positions, b, s, S)
+    allowed = _allowed_keys(positions, b, s, S)
     for g in range(GROUP):
         head = h * GROUP + g
         q = tile(query + b * q_b + head * q_h, s, d, q_s, S)
-        p = softmax(tl.dot(q, tl.trans(k)), allowed, scale)
+        p = _softmax(tl.dot(q, tl.trans(k)), allowed, scale)
         o = tl.dot(p.to(v.dtype), v)
-        places = out + ((b * S + s[:, None]) * HEADS + head) * D + d[None, :]
-        tl.store(places, o.to(out.dtype.element_ty), mask=s[:, None] < S)
+        _store(out + (b * S * HEADS + head) * D, o, s, d, HEADS * D, S)
 
 
 @triton.jit
 def _backward_kernel(
     grad, query, key, value, positions, d_query, d_key, d_value, scale, S,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    dq_b, dq_h, dq_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, TILE), tl.arange(0, D)
-    inside = s[:, None] < S
     k = tile(key + b * k_b + h * k_h, s, d, k_s, S)
     v = tile(value + b * v_b + h * v_h, s, d, v_s, S)
-    allowed = allowed_keys(positions, b, s, S)
+    allowed = _allowed_keys(positions, b, s, S)
     dk = tl.zeros((TILE, D), tl.float32)
     dv = tl.zeros((TILE, D), tl.float32)
     for g in range(GROUP):
         head = h * GROUP + g
-        places = ((b * S + s[:, None]) * HEADS + head) * D + d[None, :]
-        do = tl.load(grad + places, mask=inside, other=0.0)
+        do = tile(grad + (b * S * HEADS + head) * D, s, d, HEADS * D, S)
         q = tile(query + b * q_b + head * q_h, s, d, q_s, S)
-        dq, dk, dv = head_gradients(do, q, k, v, allowed, scale, dk, dv)
-        tl.store(d_query + places, dq.to(d_query.dtype.element_ty), mask=inside)
-    places = ((b * S + s[:, None]) * (HEADS // GROUP) + h) * D + d[None, :]
-    tl.store(d_key + places, dk.to(d_key.dtype.element_ty), mask=inside)
-    tl.store(d_value + places, dv.to(d_value.dtype.element_ty), mask=inside)
+        dq, dk, dv = _head_gradients(do, q, k, v, allowed, scale, dk, dv)
+        _store(d_query + b * dq_b + head * dq_h, dq, s, d, dq_s, S)
+    _store(d_key + b * dk_b + h * dk_h, dk, s, d, dk_s, S)
+    _store(d_value + b * dv_b + h * dv_h, dv, s, d, dv_s, S)
 
 
 def attention_forward(
@@ -100,36 +106,46 @@ def attention_forward(
     """`qat.kernels.attention.packed_attention` in one launch, `(B, S, H, D)` contiguous."""
     B, H, S, D = query.shape
     out = query.new_empty(B, S, H, D)
-    tensors = (query, key, value)
-    _forward_kernel[(B, key.shape[1])](
-        *map(_dense_rows, tensors), positions.contiguous(), out, scale, S,
-        *_strides(tensors), **_constants(query, key),
-    )  # fmt: skip
+    tensors = [*map(_dense_rows, (query, key, value))]
+    with torch.cuda.device_of(query):
+        _forward_kernel[(B, key.shape[1])](
+            *tensors, positions.contiguous(), out, scale, S,
+            *_strides(tensors), **_constants(query, key),
+        )  # fmt: skip
     return out
 
 
 def attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value for `grad` `(B, S, H, D)`, contiguous."""
-    B, H, S, D = query.shape
-    K = key.shape[1]
-    d_query = query.new_empty(B, S, H, D)
-    d_key, d_value = key.new_empty(B, S, K, D), value.new_empty(B, S, K, D)
-    tensors = (query, key, value)
-    _backward_kernel[(B, K)](
-        grad, *map(_dense_rows, tensors), positions.contiguous(), d_query, d_key, d_value,
-        scale, S, *_strides(tensors), **_constants(query, key),
-    )  # fmt: skip
-    return tuple(found.transpose(1, 2) for found in (d_query, d_key, d_value))
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    scale: float,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value for `grad` `(B, S, H, D)`, contiguous.
+
+    They are written to `out`, three tensors with dense rows; without, to new ones that lie as
+    `(B, S, ., D)`.
+    """
+    tensors = [*map(_dense_rows, (query, key, value))]
+    if out is None:
+        out = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
+    with torch.cuda.device_of(query):
+        _backward_kernel[(query.shape[0], key.shape[1])](
+            grad, *tensors, positions.contiguous(), *out, scale, query.shape[2],
+            *_strides(tensors), *_strides(out), **_constants(query, key),
+        )  # fmt: skip
+    return tuple(out)
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _strides(tensors: tuple[Tensor, ...]) -> list[int]:
-    return [stride for tensor in tensors for stride in _dense_rows(tensor).stride()[:3]]
+def _strides(tensors: Sequence[Tensor]) -> list[int]:
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
 def _constants(query: Tensor, key: Tensor) -> dict[str, int]:

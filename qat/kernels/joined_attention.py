@@ -68,7 +68,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
 
 
-@torch.library.custom_op("qat::joined_tile_attention", mutates_args=())
 def joined_tile_attention(
     qkv: Tensor,
     cos: Tensor,
@@ -80,16 +79,38 @@ def joined_tile_attention(
     eps: float,
     heads: int,
 ) -> Tensor:
-    """As `joined_attention`, by one kernel that reads and writes every tensor once.
+    """As `joined_attention`, by Triton; half precision only.
 
-    What lies between is float32, rounded once before each product; half precision only.
+    What lies between is float32, rounded once before each product.
+    """
+    return joined_tile_operator(qkv, cos, sin, query_norm, key_norm, positions, scale, eps, heads)[
+        0
+    ]
+
+
+@torch.library.custom_op("qat::joined_tile_attention", mutates_args=())
+def joined_tile_operator(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    positions: Tensor,
+    scale: float,
+    eps: float,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """`joined_tile_attention`, and for its backward the heads that were turned.
+
+    The latter are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`; they
+    have no gradient of their own.
     """
     from qat.kernels.joined_attention_triton import joined_forward
 
     return joined_forward(qkv, cos, sin, query_norm, key_norm, positions, scale, eps, heads)
 
 
-@joined_tile_attention.register_fake
+@joined_tile_operator.register_fake
 def _(
     qkv: Tensor,
     cos: Tensor,
@@ -100,13 +121,16 @@ def _(
     scale: float,
     eps: float,
     heads: int,
-) -> Tensor:
-    return qkv.new_empty(*qkv.shape[:2], heads, cos.shape[-1])
+) -> tuple[Tensor, Tensor]:
+    B, S, width = qkv.shape
+    D = cos.shape[-1]
+    return qkv.new_empty(B, S, heads, D), qkv.new_empty(B, S, (width + heads * D) // 2)
 
 
 @torch.library.custom_op("qat::joined_tile_attention_backward", mutates_args=())
 def _joined_tile_attention_backward(
     grad: Tensor,
+    turned: Tensor,
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -120,13 +144,14 @@ def _joined_tile_attention_backward(
     from qat.kernels.joined_attention_triton import joined_backward
 
     return joined_backward(
-        grad, qkv, cos, sin, query_norm, key_norm, positions, scale, eps, want_norms
+        grad, turned, qkv, cos, sin, query_norm, key_norm, positions, scale, eps, want_norms
     )
 
 
 @_joined_tile_attention_backward.register_fake
 def _(
     grad: Tensor,
+    turned: Tensor,
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -141,23 +166,25 @@ def _(
     return qkv.new_empty(qkv.shape), norms
 
 
-def _keep_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.scale, ctx.eps, _ = inputs
-    ctx.save_for_backward(*tensors)
+    turned = output[1]
+    ctx.mark_non_differentiable(turned)
+    ctx.set_materialize_grads(False)  # or turned would get one, of zeros
+    ctx.save_for_backward(turned, *tensors)
 
 
-def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple:
-    # rotated heads and weights are computed again: nothing but the inputs is kept
+def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) -> tuple:
     wanted = ctx.needs_input_grad[3:5]
+    turned, *tensors = ctx.saved_tensors
     d_qkv, d_norms = _joined_tile_attention_backward(
-        grad, *ctx.saved_tensors, ctx.scale, ctx.eps, any(wanted)
+        grad, turned, *tensors, ctx.scale, ctx.eps, any(wanted)
     )
-    norms = ctx.saved_tensors[3:5]
     found = (
         d_norms[row].to(norm.dtype) if is_wanted else None
-        for row, (norm, is_wanted) in enumerate(zip(norms, wanted, strict=True))
+        for row, (norm, is_wanted) in enumerate(zip(tensors[3:5], wanted, strict=True))
     )
     return d_qkv, None, None, *found, None, None, None, None
 
 
-joined_tile_attention.register_autograd(_gradients, setup_context=_keep_inputs)
+joined_tile_operator.register_autograd(_gradients, setup_context=_keep)

@@ -9,7 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels.glu import fused_silu_mul, silu_mul
-from qat.kernels.joined_attention import joined_attention, joined_fits_tile, joined_tile_attention
+from qat.kernels.joined_attention import (
+    joined_attention,
+    joined_fits_tile,
+    joined_tile_attention,
+    joined_tile_operator,
+)
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions
 from qat.nn.step import form_weights
@@ -62,7 +67,7 @@ def test_joined_attention_errs_no_more_than_eager(shape, has_norms, dtype) -> No
 
 
 def test_the_same_input_gives_the_same_gradient() -> None:
-    # backward's phases hand values on through memory: a race would show
+    # backward turns gradients in place: a race would show
     case = joined_case(*SHAPES[0], has_norms=True, dtype=torch.bfloat16).in_(torch.bfloat16, "cuda")
     first = case.value_and_gradients(joined_tile_attention)
     for _ in range(5):
@@ -103,4 +108,4 @@ def test_operators_keep_their_promises_to_the_compiler() -> None:
     joined = torch.randn(3, 64, device="cuda", requires_grad=True)
     torch.library.opcheck(fused_silu_mul, (joined,))
     case = joined_case(2, 17, 4, 2, 32, has_norms=True).in_(torch.float16, "cuda")
-    torch.library.opcheck(joined_tile_attention, (case.qkv.requires_grad_(), *case[1:-1]))
+    torch.library.opcheck(joined_tile_operator, (case.qkv.requires_grad_(), *case[1:-1]))

@@ -12,9 +12,16 @@ from qat.kernels.joined_attention import (
     joined_attention,
     joined_fits_tile,
     joined_tile_attention,
+    joined_tile_operator,
 )
 
-SHAPES = [(2, 64, 4, 2, 32), (1, 17, 6, 2, 64), (2, 100, 2, 2, 32), (3, 1, 2, 1, 128)]
+SHAPES = [
+    (2, 64, 4, 2, 32),
+    (1, 17, 6, 2, 64),
+    (2, 100, 2, 2, 32),
+    (3, 1, 2, 1, 128),
+    (1, 3, 12, 6, 32),
+]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -64,7 +71,7 @@ def test_operator_keeps_its_promises_to_the_compiler() -> None:
     pytest.importorskip("triton")
     for has_norms in (True, False):
         qkv, *rest = joined_case(1, 5, 2, 1, 32, has_norms=has_norms)[:-1]
-        torch.library.opcheck(joined_tile_attention, (qkv.requires_grad_(), *rest))
+        torch.library.opcheck(joined_tile_operator, (qkv.requires_grad_(), *rest))
 
 
 def test_only_half_precision_on_a_gpu_fits() -> None:
