@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -51,11 +52,13 @@ class Regions:
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             join_projections(self._model)
         for index, layer in enumerate(decoder_layers(self._model)):
-            run = self._compiled(layer.forward)
             every = self._recompute_every
-            if every is not None and index % every == 0:
-                run = _Recomputed(run)
-            layer.forward = run
+            if every is None or index % every:
+                layer.forward = self._compiled(layer.forward)
+                continue
+            # compiled together with its recomputation, which then leaves out what nobody reads
+            recomputing = self._compiled(MethodType(_checkpointed, layer))
+            layer.forward = _InSlices(recomputing, self._compiled(layer.forward))
         for norm in _last_norm(self._model):
             norm.forward = self._compiled(norm.forward)
 
@@ -90,31 +93,35 @@ def as_written(model: PreTrainedModel) -> Iterator[None]:
             module.forward = forward
 
 
-class _Recomputed:
-    """A layer that keeps only its input and runs again in backward, slice by slice."""
+def _checkpointed(layer: nn.Module, hidden: Tensor, **kwargs: object) -> Tensor:
+    """The layer's forward, of which backward finds nothing but the input."""
+    forward = type(layer).forward
+    # no dropout: there is no generator state to repeat
+    return checkpoint(
+        forward, layer, hidden, use_reentrant=False, preserve_rng_state=False, **kwargs
+    )
 
-    def __init__(self, run: Callable) -> None:
-        self._run = run
+
+class _InSlices:
+    """A recomputed layer, a slice of the batch at a time; the plain one where nothing learns."""
+
+    def __init__(self, recomputing: Callable, plain: Callable) -> None:
+        self._recomputing = recomputing
+        self._plain = plain
 
     def __call__(self, hidden: Tensor, **kwargs: object) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._run(hidden, **kwargs)
+            return self._plain(hidden, **kwargs)
         B, S = hidden.shape[:2]
         rows = max(1, SLICE_TOKENS // S)
         if rows >= B:
-            return self._checkpointed(hidden, kwargs)
+            return self._recomputing(hidden, **kwargs)
         outputs = []
         for start in range(0, B, rows):
             # the last slice is filled up, so that every batch runs the same compiled shape
             part = Rows(slice(start, start + rows), batch=B, count=rows)
-            outputs.append(self._checkpointed(part.of(hidden), part.of(kwargs)))
+            outputs.append(self._recomputing(part.of(hidden), **part.of(kwargs)))
         return torch.cat(outputs)[:B]
-
-    def _checkpointed(self, hidden: Tensor, kwargs: dict[str, object]) -> Tensor:
-        # no dropout: there is no generator state to repeat
-        return checkpoint(
-            self._run, hidden, use_reentrant=False, preserve_rng_state=False, **kwargs
-        )
 
 
 class Rows(NamedTuple):

@@ -1,12 +1,14 @@
 """Layers run region by region: recomputed or not, the model and its gradients stay the same."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny import tiny_model
 
 from qat.models import regions
 from qat.models.language_model import LanguageModel
-from qat.models.regions import Regions, as_written
+from qat.models.regions import Regions, as_written, compile_facts
 from qat.models.swap import decoder_layers
 
 B, S = 5, 8
@@ -55,6 +57,21 @@ def test_every_nth_layer_runs_twice(every, calls) -> None:
     gradients(model)
     way.remove()
     assert count == calls
+
+
+def test_equal_layers_share_one_graph_with_their_recomputation(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    model = LanguageModel(tiny_model(num_hidden_layers=4))
+    expected = gradients(model)
+    before = compile_facts().graphs
+    way = Regions(model.model, is_compiled=True, recompute_every=1)
+    way.install()
+    actual = gradients(model)
+    way.remove()
+    assert compile_facts().graphs - before == 2  # a layer and the last norm
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_removed_regions_leave_nothing_behind() -> None:

@@ -80,7 +80,7 @@ def test_a_point_is_measured_once_for_all_its_panels(tmp_path: Path, capsys) -> 
     rows = lines(out / "results.jsonl")
     panels = {(row["seq_len"], row["batch_size"]): row["panels"] for row in rows}
     assert len(panels) == len(rows)
-    assert panels[64, 1] == ["batch", "size"] and panels[64, 2] == ["batch", "length"]
+    assert panels[64, 1] == ["batch", "size"] and panels[64, 2] == ["length"]
     assert panels[64, 4] == ["batch"] and panels[128, 1] == ["length"]
     assert (out / "scaling.svg").stat().st_size > 5000
     assert figures(out)["flatness_percent"]["value"] >= 0
@@ -93,15 +93,15 @@ def test_larger_batches_than_one_that_does_not_fit_are_left_out(tmp_path, monkey
     real = measure_scaling.time_ours
 
     def time_ours(setting: object, ours: object, batch_size: int) -> object:
-        return None if batch_size > 2 else real(setting, ours, batch_size)
+        return None if batch_size > 4 else real(setting, ours, batch_size)
 
     monkeypatch.setattr(measure_scaling, "time_ours", time_ours)
     out = tmp_path / "out"
     measure_scaling.measure(
-        out=out, shapes="tiny", device="cpu", panels="batch", largest=16, steps=1
+        out=out, shapes="tiny", device="cpu", panels="batch", largest=64, steps=1
     )
     status = {row["batch_size"]: row["status"] for row in lines(out / "results.jsonl")}
-    assert status == {1: "OK", 2: "OK", 4: "OOM"}
+    assert status == {1: "OK", 4: "OK", 16: "OOM"}
 
 
 def test_every_kernel_has_a_share_of_the_roofline(tmp_path: Path, capsys) -> None:
