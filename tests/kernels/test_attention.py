@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
-from three_way import assert_no_worse_than_eager
 
 from qat.kernels.attention import document_mask, packed_attention
 
