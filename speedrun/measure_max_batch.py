@@ -6,6 +6,8 @@ found then takes a warm-up step and timed ones, and goes down while those do not
 python speedrun/measure_max_batch.py --out runs/max_batch
 """
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +90,37 @@ def measure(
         results.finish()
     limit, predicted = ("Limit", "limit_gib", "{:g} GiB"), ("Predicted", "predicted", "{}")
     show(rows, limit, predicted, columns=SPEED_COLUMNS)
+
+
+@app.command
+def settle(log: Path, *, figures: Path, commit: str, device: str) -> None:
+    """Record what the last search in LOG had found when it was cut off: one step that fitted.
+
+    Parameters
+    ----------
+    log
+        What `measure` printed until something stopped it during the search without a limit.
+    commit, device
+        Of that run.
+    """
+    last = log.read_text(encoding="utf-8").split("\nmax_batch_")[-1]
+    tried = re.findall(r"^batch (\d+): (fits|out of memory)$", last, re.MULTILINE)
+    fitted = max(int(size) for size, outcome in tried if outcome == "fits")
+    above = min(int(size) for size, outcome in tried if outcome != "fits" and int(size) > fitted)
+    line = {
+        "figure": "max_batch_139gib",
+        "value": fitted,
+        "unit": "sequences",
+        "goal": f">= {GOALS[0.0]}",
+        "command": "python speedrun/measure_max_batch.py --out speedruns/max_139 --limits 0",
+        "commit": commit,
+        "device": device,
+        "runs": 1,
+        "spread": None,
+        "note": f"cut off: one step of {fitted} fitted, of {above} did not; between them untried",
+    }
+    with figures.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def search(place: Place, trials: Trials, gib: float, results: Results) -> Row:

@@ -70,6 +70,21 @@ def test_the_batch_found_takes_several_steps(tmp_path: Path, monkeypatch) -> Non
     assert figures(out)["max_batch_139gib"]["value"] == 21
 
 
+def test_a_search_that_was_cut_off_gives_what_had_fitted(tmp_path: Path) -> None:
+    import measure_max_batch
+
+    log = tmp_path / "log"
+    log.write_text(
+        "batch 9: fits\nmax_batch_16gib: 9 sequences\nbatch 40: out of memory\nbatch 20: fits\n"
+        "batch 30: fits\nbatch 35: out of memory\n"
+    )
+    figures_file = tmp_path / "figures.jsonl"
+    measure_max_batch.settle(log, figures=figures_file, commit="abc", device="one GPU")
+    (line,) = lines(figures_file)
+    assert line["figure"] == "max_batch_139gib" and line["value"] == 30
+    assert "30 fitted, of 35 did not" in line["note"]
+
+
 def test_a_point_is_measured_once_for_all_its_panels(tmp_path: Path, capsys) -> None:
     import measure_scaling
 
