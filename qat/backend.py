@@ -91,6 +91,12 @@ class Backend:
         # a cache of casts would outlive the block inside a captured graph
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
+    def shared_memory_bytes(self) -> int:
+        """What one block of a kernel may use of a GPU's shared memory; 0 elsewhere."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+
     def compiles(self) -> bool:
         """Whether compiling a model is worth its while here."""
         return self.device.type == "cuda"
@@ -297,6 +303,8 @@ def select(device: str = "auto") -> Backend:
             f"device={device}, but {present[kind]} {kind.upper()} devices are visible here; use "
             "--device cpu or one that is there"
         )
+    if kind == "cuda" and index:
+        torch.cuda.set_device(int(index))  # where kernels are launched
     return Backend(torch.device(device))
 
 

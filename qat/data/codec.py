@@ -117,7 +117,8 @@ def decode_draws(
     bits = id_bits(vocab_size)
     padded = pad_sequence(id_rows, batch_first=True)
     ids_NI = unpack_bits(padded, bits, padded.shape[1] * 8 // bits)
-    D = max(1, int(marks_NSn.sum(-1).max()))
+    # in sixteens, so that most batches have one shape and a recorded step fits them
+    D = min(n, -(-max(1, int(marks_NSn.sum(-1).max())) // 16) * 16)
     ids = torch.zeros(N, length, D, dtype=torch.int64)
     counts = torch.zeros(N, length, D)
     if ids_NI.shape[1] == 0:

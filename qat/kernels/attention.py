@@ -24,6 +24,15 @@ def fits_tile(query: Tensor, value: Tensor) -> bool:
     return use_triton(query) and is_half and is_shape and value.shape[2] == S
 
 
+def tile_bytes(length: int, width: int) -> int:
+    """Shared memory that backward takes for sequences of `length` and heads of `width`.
+
+    Four tiles of heads and one of weights, in half precision: what a T4 or a GeForce card may lack.
+    """
+    tile = max(16, 1 << (length - 1).bit_length())
+    return 2 * (4 * tile * width + tile * tile)
+
+
 def document_mask(positions: Tensor) -> Tensor:
     """`(B, 1, S, S)` bool: true where the token of a row attends to that of a column."""
     S = positions.shape[1]

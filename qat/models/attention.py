@@ -41,12 +41,13 @@ def attend(
     scaling: float,
     document_positions: Tensor | None = None,
     is_packed: bool = True,
+    tile_fits: bool = False,
     **rest: object,
 ) -> tuple[Tensor, None]:
     """As `sdpa_attention_forward` of transformers: heads `(B, H, S, D)` to `(B, S, H, D)`."""
     if document_positions is not None:
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if fits_tile(query, value):
+        if tile_fits and fits_tile(query, value):
             return tile_attention(query, key, value, document_positions, scaling), None
         if not is_packed:
             attention_mask = None  # the causal kernels read no mask

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.backend import Backend
 from qat.errors import CheckpointError
-from qat.kernels.attention import document_mask
+from qat.kernels.attention import document_mask, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import causal_mask, use_packed_attention
 
@@ -61,7 +62,16 @@ class LanguageModel:
             "attention_mask": mask,
             "document_positions": position_ids,
             "is_packed": is_packed,
+            "tile_fits": self._tile_fits(position_ids),
         }
+
+    def _tile_fits(self, position_ids: Tensor) -> bool:
+        """Whether the device has room for the tile of such sequences."""
+        config = self.config
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        room = Backend(position_ids.device).shared_memory_bytes()
+        return tile_bytes(position_ids.shape[1], width) <= room
 
     @torch.no_grad()
     def check_split(self) -> None:

@@ -61,7 +61,8 @@ def _attention(
         )
     kwargs.pop("past_key_values", None)
     qkv = module.qkv(hidden_states)
-    if joined_fits_tile(qkv, module.head_dim):
+    is_whole = position_embeddings[0].shape[-1] == module.head_dim  # all of a head is rotated
+    if kwargs.get("tile_fits") and is_whole and joined_fits_tile(qkv, module.head_dim):
         out = _fused(module, qkv, position_embeddings, kwargs["document_positions"])
     else:
         out = _unfused(module, qkv, position_embeddings, attention_mask, **kwargs)

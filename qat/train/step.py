@@ -5,7 +5,7 @@ of a micro-batch are recorded as one graph and replayed, where its size makes th
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,15 +87,10 @@ class TrainingStep:
         if self._taken == 0:
             return self._first(batches, valid, is_packed)
         if self._taken >= EAGER_STEPS and self._graph is None and self._is_worth_a_graph(batches):
-            self._graph = _Graph(
-                lambda batch, count: self._micro_step(batch, count, is_packed),
-                batches[0],
-                valid,
-                step=self,
-            )
-        if self._graph is not None and self._graph.fits(batches[0]):
+            self._graph = _Graph(self, batches[0], valid, is_packed)
+        if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)
-        return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
+        return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
 
     def _is_worth_a_graph(self, batches: list[Batch]) -> bool:
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
@@ -104,7 +99,7 @@ class TrainingStep:
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         """The first step, which compiles; if that fails, all layers run as they are written."""
         try:
-            return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
+            return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
         except (
             torch._dynamo.exc.TorchDynamoException,
             torch._dynamo.exc.FailOnRecompileLimitHit,
@@ -117,9 +112,9 @@ class TrainingStep:
         self._regions.remove()
         self._regions.is_compiled = False
         self._regions.install()
-        return sum(self._micro_step(batch, valid, is_packed) for batch in batches)
+        return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
 
-    def _micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
+    def run_micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
         """Forward and backward of one micro-batch: the sum of each loss, their total last."""
         with self.backend.autocast(self.dtype):
             hidden = self.student.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
@@ -155,26 +150,27 @@ class TrainingStep:
 class _Graph:
     """Forward and backward of one micro-batch, recorded once and replayed on other data."""
 
-    def __init__(
-        self,
-        run: Callable[[Batch, Tensor], Tensor],
-        batch: Batch,
-        valid: Tensor,
-        *,
-        step: TrainingStep,
-    ) -> None:
+    def __init__(self, step: TrainingStep, batch: Batch, valid: Tensor, is_packed: bool) -> None:
         self._batch = Batch(*(tensor.clone() for tensor in batch))
         self._valid = valid.clone()
+        self._is_packed = is_packed
         step.backend.free_memory()
-        self._replay, self._sums = step.backend.record(lambda: run(self._batch, self._valid))
+        self._replay, self._sums = step.backend.record(
+            lambda: step.run_micro_step(self._batch, self._valid, is_packed)
+        )
         every = step.optimizer.parameters.values()
         self._parameters = [parameter for parameter in every if parameter.grad is not None]
         self._gradients = [parameter.grad for parameter in self._parameters]
         step.optimizer.forget_gradients()
 
-    def fits(self, batch: Batch) -> bool:
-        """Whether the batch has the recorded shapes."""
-        pairs = zip(batch, self._batch, strict=True)
+    def fits(self, batches: Sequence[Batch], is_packed: bool) -> bool:
+        """Whether all batches have the recorded shapes, and rows like those recorded.
+
+        What was recorded for packed rows is right for any; not the other way round.
+        """
+        if is_packed and not self._is_packed:
+            return False
+        pairs = (pair for batch in batches for pair in zip(batch, self._batch, strict=True))
         return all(new.shape == old.shape for new, old in pairs)
 
     def run(self, batches: list[Batch], valid: Tensor) -> Tensor:

@@ -150,5 +150,5 @@ def test_draws_of_fully_masked_sequences_are_empty() -> None:
     rows = encode_draws(torch.zeros(2, S, 4).long(), torch.zeros(2, S, dtype=torch.bool), 300)
     id_rows = list(rows["sample_ids"].split(rows["sample_lengths"].tolist()))
     ids, counts = decode_draws(rows["sample_marks"], id_rows, length=S, num_draws=4, vocab_size=300)
-    assert ids.shape == counts.shape == (2, S, 1)
+    assert ids.shape == counts.shape == (2, S, 4)
     assert counts.sum() == 0

@@ -1,6 +1,7 @@
 """A step by itself: facts about compiling, and the fallback where that fails."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from train_case import config, make_place, make_trainer
 
+from qat.backend import Backend
 from qat.models.swap import decoder_layers
 from qat.train.loop import Trainer
 from qat.train.step import check_dtype
@@ -61,6 +63,74 @@ def test_a_failing_compiler_warns_once_and_the_layers_run_as_written(
     assert not facts["compiled"] and "no such instruction" in facts["fallback"]
     assert results[0].sums["loss"].item() == pytest.approx(wanted.sums["loss"].item(), rel=1e-5)
     assert results[2].sums["loss"] < results[0].sums["loss"]
+
+
+def pretend_recording(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[int]:
+    """Let the CPU record: a replay runs again and fills what the first run gave."""
+    parameters, replays = [*trainer.optimizer.parameters.values()], []
+
+    def record(_backend: Backend, run: Callable[[], torch.Tensor]) -> tuple:
+        result = run()
+        kept = {p: p.grad for p in parameters if p.grad is not None}
+
+        def replay() -> None:
+            replays.append(1)
+            held = [p.grad for p in parameters]
+            for p in parameters:
+                p.grad = None
+            result.copy_(run())
+            for p, gradient in kept.items():
+                gradient.copy_(p.grad)
+            for p, gradient in zip(parameters, held, strict=True):
+                p.grad = gradient
+
+        return replay, result
+
+    monkeypatch.setattr(Backend, "records", lambda _: True)
+    monkeypatch.setattr(Backend, "record", record)
+    return replays
+
+
+def course(trainer: Trainer, accumulate: int) -> list[float]:
+    losses = []
+    for step in range(5):
+        rows = np.arange(4 * accumulate).reshape(accumulate, 4)
+        found = trainer.take_step([trainer.cache.batch(part + step) for part in rows], step)
+        losses.append(found.sums["loss"].item() / int(found.valid_tokens))
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_replayed_step_is_the_step(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    settings = {"max_steps": 9, "grad_accum_steps": accumulate}
+    expected = course(trainer_of(place, tmp_path / "plain", **settings), accumulate)
+    trainer = trainer_of(place, tmp_path / "recorded", **settings)
+    replays = pretend_recording(monkeypatch, trainer)
+    assert course(trainer, accumulate) == pytest.approx(expected, rel=1e-6)
+    assert len(replays) == 3 * accumulate
+    assert trainer.take_step.compile_facts()["cuda_graph"]
+
+
+def test_other_shapes_and_packed_rows_are_not_replayed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(place, tmp_path)
+    replays = pretend_recording(monkeypatch, trainer)
+    monkeypatch.setattr("qat.train.step.MAX_TILE", 4)  # so that packed or not makes a difference
+    whole = batches(trainer)[0]
+    alone = torch.arange(whole.position_ids.shape[1]).expand_as(whole.position_ids)
+    unpacked = whole._replace(position_ids=alone)
+    for step in range(3):
+        trainer.take_step([unpacked], step)
+    assert len(replays) == 1
+    packed = alone % 5
+    trainer.take_step([whole._replace(position_ids=packed)], 3)
+    trainer.take_step([type(whole)(*(tensor[:2] for tensor in unpacked))], 4)
+    assert len(replays) == 1
+    trainer.take_step([unpacked], 5)
+    assert len(replays) == 2
 
 
 def test_closing_leaves_the_model_as_it_was(place: Path, tmp_path: Path) -> None:
