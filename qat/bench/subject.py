@@ -10,6 +10,7 @@ from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
 from qat.models.swap import to_latent
+from qat.nn.adapters import add_adapters
 from qat.nn.lut_linear import LutLinear
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope
@@ -44,6 +45,8 @@ class Ours:
         if "weights" in config.kinds:
             frozen = [n for n in self.names if not _is_latent(student, n)]
             to_latent(student.model, frozen)
+        if "lora" in config.kinds:
+            add_adapters(student.model, self.names, config.lora_rank, config.seed)
         by_kind = learnable(student.model, self.names, config.kinds)
         torch.manual_seed(config.seed)
         self.optimizer = Optimizer(student.model, by_kind, standing_still(config))
@@ -69,7 +72,7 @@ class Ours:
 def standing_still(config: MeasureConfig) -> TrainConfig:
     """The settings of a training run with these steps, whose learning rates are zero."""
     shared = {name: getattr(config, name) for name in StepConfig.model_fields}
-    rates = dict.fromkeys(("lr", "lr_scales", "lr_codebook", "lr_norms"), 0.0)
+    rates = dict.fromkeys(("lr", "lr_scales", "lr_codebook", "lr_lora", "lr_norms"), 0.0)
     cache_dir = config.cache_dir or Path("synthetic")
     return TrainConfig(
         cache_dir=cache_dir,

@@ -29,16 +29,16 @@ def quantized_parameter_count(model: nn.Module) -> int:
 
 
 def stored_bits(linear: QuantLinear) -> int:
-    """Bits that a checkpoint spends on this weight: packed indices, scales and codebook."""
+    """Bits that a checkpoint spends on this weight: packed indices, scales, codebook, adapter."""
     bits = 8 * linear.out_features * packed_width(linear.in_features, linear.spec.bits)
-    tensors = {"codebook": linear.codebook, **linear.scale_parameters()}
+    tensors = {"codebook": linear.codebook, **linear.scale_parameters(), **linear.lora_parameters()}
     for name, tensor in tensors.items():
         bits += 8 * STORED_DTYPES[name].itemsize * tensor.numel()
     return bits
 
 
 def bits_per_weight(linear: QuantLinear) -> float:
-    """Bits a weight including scales and codebook."""
+    """Bits a weight including scales, codebook and adapter."""
     return stored_bits(linear) / _num_weights(linear)
 
 

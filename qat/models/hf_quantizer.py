@@ -20,6 +20,7 @@ from qat.models.swap import ascending, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
+from qat.quant.lora import Lora
 from qat.quant.pack import pack
 from qat.quant.spec import LutSpec
 from qat.quant.weight import STORED_DTYPES, QuantizedWeight, Scales
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # this file is imported while transformers itself still is
 
 QUANT_METHOD = "qat"
 FORMAT = 1
+LORA_RANK = "lora_rank"
+"""Key of a module with an adapter, beside those of its spec."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -65,7 +68,7 @@ class QatConfig(QuantizationConfigMixin):
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
                 "'qat convert' first"
             )
-        return cls(FORMAT, {name: m.spec.model_dump() for name, m in linears.items()})
+        return cls(FORMAT, {name: _entry(m) for name, m in linears.items()})
 
     def specs(self) -> dict[str, LutSpec]:
         """Each quantized module's spec.
@@ -75,11 +78,26 @@ class QatConfig(QuantizationConfigMixin):
         """
         try:
             return {
-                name: LutSpec.parse(values, f"quantization_config of {name}")
+                name: LutSpec.parse(_without_rank(values), f"quantization_config of {name}")
                 for name, values in self.modules.items()
             }
         except ConfigError as error:
             raise CheckpointError(f"{error}; convert the model anew") from None
+
+    def lora_ranks(self) -> dict[str, int]:
+        """The rank of each module's adapter; modules without one are left out.
+
+        Raises:
+            CheckpointError: a rank is no positive integer.
+        """
+        ranks = {n: values[LORA_RANK] for n, values in self.modules.items() if LORA_RANK in values}
+        for name, rank in ranks.items():
+            if type(rank) is not int or rank < 1:
+                raise CheckpointError(
+                    f"quantization_config of {name} has {LORA_RANK}={rank!r}, expected a positive "
+                    "integer; the file is damaged: copy it anew"
+                )
+        return ranks
 
 
 @register_quantizer(QUANT_METHOD)
@@ -105,6 +123,8 @@ class QatHfQuantizer(HfQuantizer):
     ) -> None:
         for name, spec in self.quantization_config.specs().items():
             replace_module(model, name, empty_linear(model, name, spec))
+        for name, rank in self.quantization_config.lora_ranks().items():
+            set_empty_adapter(name, model.get_submodule(name), rank)
         if checkpoint_files is not None:
             check_tensors(model, checkpoint_files)
 
@@ -119,8 +139,9 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state as a packed checkpoint stores it.
 
     Of each quantized linear: `packed` (uint8), `codebook` (float32, ascending), its scales
-    (float16, `rank_gain` float32) and the bias. Everything else as it is, in bfloat16 where that
-    loses nothing: a student whose masters are float32 does not grow beyond its teacher.
+    (float16, `rank_gain` float32), the factors of its adapter (float16) and the bias. Everything
+    else as it is, in bfloat16 where that loses nothing: a student whose masters are float32 does
+    not grow beyond its teacher.
 
     Raises:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.
@@ -187,6 +208,7 @@ def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
 def _stored_tensors(linear: QuantLinear) -> dict[str, Tensor]:
     quantized = ascending(linear.quantized())
     tensors = {"codebook": quantized.codebook, **quantized.scales.present()}
+    tensors |= {name: factor.detach() for name, factor in linear.lora_parameters().items()}
     stored = {name: tensor.to(STORED_DTYPES[name]) for name, tensor in tensors.items()}
     return {"packed": pack(quantized.indices, linear.spec.bits), **stored}
 
@@ -226,6 +248,33 @@ def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutL
         indices = torch.empty(O, I, dtype=torch.uint8)
         quantized = QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
         return FrozenLutLinear(quantized, linear.bias, spec)
+
+
+def set_empty_adapter(name: str, linear: QuantLinear, rank: int) -> None:
+    """Give the linear called `name` an adapter without values on the meta device.
+
+    Raises:
+        CheckpointError: `rank` is above the smaller side of its weight.
+    """
+    O, I = linear.out_features, linear.in_features
+    if rank > min(O, I):
+        raise CheckpointError(
+            f"quantization_config of {name} has {LORA_RANK}={rank}, expected at most {min(O, I)} "
+            f"for a weight of {O} x {I}; the file is damaged: copy it anew"
+        )
+    linear.set_lora(Lora(torch.empty(O, rank, device="meta"), torch.empty(rank, I, device="meta")))
+
+
+def _entry(linear: QuantLinear) -> dict[str, object]:
+    """What `quantization_config` says of one module."""
+    adapter = {LORA_RANK: linear.lora_rank} if linear.lora_rank else {}
+    return {**linear.spec.model_dump(), **adapter}
+
+
+def _without_rank(values: object) -> object:
+    if not isinstance(values, dict):
+        return values
+    return {key: value for key, value in values.items() if key != LORA_RANK}
 
 
 def _check_groups(name: str, spec: LutSpec, out_features: int, in_features: int) -> None:

@@ -75,6 +75,7 @@ def to_frozen(model: nn.Module) -> None:
     for name, module in quant_linears(model).items():
         if isinstance(module, LutLinear):
             frozen = FrozenLutLinear(ascending(module.quantized()), module.bias, module.spec)
+            frozen.set_lora(module.lora())
             replace_module(model, name, frozen.train(module.training))
 
 
@@ -91,6 +92,7 @@ def to_latent(model: nn.Module, names: list[str]) -> None:
         frozen = model.get_submodule(name)
         quantized = ascending(frozen.quantized())
         latent = LutLinear(dequantize(quantized), quantized, frozen.bias, frozen.spec)
+        latent.set_lora(frozen.lora())
         if not torch.equal(latent.quantized_weight(), frozen.quantized_weight()):
             raise CheckpointError(
                 f"{name}: two levels of its codebook are too close for a latent weight to choose "

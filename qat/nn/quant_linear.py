@@ -12,6 +12,15 @@ from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form, pull_back
 from qat.nn.formed import room_for
+from qat.quant.lora import (
+    LORA_NAMES,
+    Lora,
+    add_product_,
+    factor_size,
+    pull_back_product,
+    random_lora,
+    round_lora,
+)
 from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, round_scales
@@ -21,6 +30,9 @@ SCALE_NAMES = Scales._fields
 
 class QuantLinear(nn.Module):
     """`y = x @ W.T + bias` with `W = codebook[indices] * S`; a subclass says where indices lie.
+
+    An adapter, if there is one, is part of the weight: `W = codebook[indices] * S + lora_out @
+    lora_in`, so that its linear runs the same single matmul.
 
     Used alone, forward forms `W` and backward pulls its gradient back inside one autograd function.
     In a training step `form_` writes `W` once; every forward until the next `form_` is then a plain
@@ -37,6 +49,7 @@ class QuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("formed", None, persistent=False)
         self._joined: tuple[nn.Module | None, slice] = (None, slice(0))
+        self.set_lora(None)
 
     def source(self) -> Packed | Tensor:
         """Packed indices, or the latent weight that they follow; no gradient."""
@@ -57,8 +70,48 @@ class QuantLinear(nn.Module):
     def _raw_scales(self) -> Scales:
         return Scales(**{name: p.detach() for name, p in self.scale_parameters().items()})
 
+    def lora_parameters(self) -> dict[str, nn.Parameter]:
+        """The factors of the adapter, by name; none without one."""
+        factors = {name: self._parameters[name] for name in LORA_NAMES}
+        return {name: factor for name, factor in factors.items() if factor is not None}
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of the adapter; 0 without one."""
+        return 0 if self.lora_in is None else self.lora_in.shape[0]
+
+    def lora(self) -> Lora | None:
+        """The adapter, rounded as a checkpoint stores it, float32, no gradient."""
+        raw = self._raw_lora()
+        return None if raw is None else round_lora(raw)
+
+    def set_lora(self, lora: Lora | None) -> None:
+        """Put this adapter in the place of the one that there is, if any."""
+        for name in LORA_NAMES:
+            factor = None if lora is None else nn.Parameter(getattr(lora, name).float().clone())
+            self.register_parameter(name, factor)
+        self.release_()
+
+    @torch.no_grad()
+    def add_lora(self, rank: int, generator: torch.Generator) -> None:
+        """Add an adapter that does not change the function yet; `generator` is the CPU's."""
+        self.set_lora(random_lora(self._quantized_part(), rank, generator))
+
+    @torch.no_grad()
+    def lora_size(self) -> float:
+        """The natural size of the adapter's factors (`qat.quant.lora.factor_size`)."""
+        return factor_size(self._quantized_part(), self.lora_rank)
+
+    def _raw_lora(self) -> Lora | None:
+        factors = self.lora_parameters()
+        return Lora(**{name: f.detach() for name, f in factors.items()}) if factors else None
+
+    def _quantized_part(self) -> Tensor:
+        """`codebook[indices] * S`, without the adapter, in float32."""
+        return form(self.source(), self.codebook, self._raw_scales(), torch.float32)
+
     def quantized(self) -> QuantizedWeight:
-        """What a checkpoint would hold now: exactly what forward computes with."""
+        """What a checkpoint would hold now beside the adapter: what forward computes with."""
         return QuantizedWeight(self.indices(), self.codebook.detach(), self.scales_as_stored())
 
     @torch.no_grad()
@@ -66,7 +119,11 @@ class QuantLinear(nn.Module):
         self, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
         """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
-        return form(self.source(), self.codebook, self._raw_scales(), dtype, out=out)
+        lora = self._raw_lora()
+        if lora is None:
+            return form(self.source(), self.codebook, self._raw_scales(), dtype, out=out)
+        weight = add_product_(self._quantized_part(), lora)
+        return weight.to(dtype) if out is None else out.copy_(weight)
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
@@ -95,14 +152,15 @@ class QuantLinear(nn.Module):
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters that the weight is made of, by name; the bias is not among them."""
-        return {"codebook": self.codebook, **self.scale_parameters()}
+        return {"codebook": self.codebook, **self.scale_parameters(), **self.lora_parameters()}
 
     @torch.no_grad()
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
         """The gradient that `dW` implies for each of `weight_parameters` that is `wanted`."""
         with torch.autocast(dW.device.type, enabled=False):
-            scales = self._raw_scales()
-            return pull_back(dW, self.source(), self.codebook, scales, wanted=wanted)
+            lora, scales = self._raw_lora(), self._raw_scales()
+            gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
+            return gradients | pull_back(dW, self.source(), self.codebook, scales, wanted=wanted)
 
     def learns(self) -> bool:
         """Whether anything that the weight is made of gets gradients."""
@@ -152,10 +210,11 @@ class QuantLinear(nn.Module):
         scale = f"group_size={self.spec.group_size}"
         if self.spec.scale == "low_rank":
             scale = f"rank={self.spec.rank}"
+        adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bits={self.spec.bits}, codebook={self.spec.codebook}, {scale}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}{adapter}"
         )
 
 

@@ -14,6 +14,8 @@ STORED_DTYPES = {
     "scale_out": torch.float16,
     "rank_gain": torch.float32,
     "scale_in": torch.float16,
+    "lora_out": torch.float16,
+    "lora_in": torch.float16,
 }
 """What a checkpoint stores each tensor in; training computes with the same rounded values."""
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from qat.config import Settings
 from qat.losses.config import parse_losses
 
-KINDS = ("weights", "scales", "codebook", "norms")
+KINDS = ("weights", "scales", "codebook", "lora", "norms")
 """What may learn; each kind has its own learning rate."""
 
 Scope = Literal["mlp", "attention", "e2e"]
@@ -24,9 +24,13 @@ class StepConfig(Settings):
     e2e: bool = False
     """Train all quantized linears (the default)."""
     learn: str = "weights,scales,codebook"
-    """What learns: any of weights, scales, codebook, norms, joined by commas."""
+    """What learns: any of weights, scales, codebook, lora, norms, joined by commas (lora is for
+    codes that stay: not with weights)."""
+    lora_rank: int = Field(16, gt=0)
+    """Rank of the adapters that learn=lora adds; those that a student has already go on."""
     loss: str = "tail"
-    """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce; or a sum: tail:1,hard_ce:0.1."""
+    """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce, or a sum: tail:1,hard_ce:0.1;
+    with a teacher that runs beside: kl, reverse_kl, jsd, cakld, hard_ce."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
     batch_size: int = Field(16, gt=0)
@@ -57,6 +61,11 @@ class StepConfig(Settings):
         unknown = set(self.kinds) - set(KINDS)
         if unknown or not self.learn:
             raise ValueError(f"learn={self.learn!r}: choose among {', '.join(KINDS)}")
+        if {"weights", "lora"} <= set(self.kinds):
+            raise ValueError(
+                f"learn={self.learn!r}: lora is for frozen codes, which weights would move; drop "
+                "one of the two"
+            )
         is_plain = self.optimizer == "adamw" and self.latent_dtype == "fp32"
         if "weights" not in self.kinds and not is_plain:
             raise ValueError(
@@ -95,6 +104,9 @@ class TrainConfig(StepConfig):
 
     cache_dir: Path
     """Teacher cache to learn from (see qat cache)."""
+    teacher: str | None = None
+    """The cache's teacher, directory or hub id, to run beside the student: losses then compare all
+    words, at the cost of its forward; the cache gives the text and judges."""
     max_steps: int = Field(1000, gt=0)
     """Optimizer steps."""
     lr: float = Field(1e-2, ge=0)
@@ -103,6 +115,8 @@ class TrainConfig(StepConfig):
     """Peak learning rate of the scales."""
     lr_codebook: float = Field(1e-3, ge=0)
     """Peak learning rate of the codebooks."""
+    lr_lora: float = Field(1e-3, ge=0)
+    """Peak learning rate of the adapters, relative to an adapter as large as its weight."""
     lr_norms: float = Field(1e-3, ge=0)
     """Peak learning rate of the normalisation weights."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"

@@ -7,12 +7,21 @@ from qat import backend
 from qat.errors import ConfigError
 from qat.nn.quant_linear import SCALE_NAMES
 from qat.nn.step import quant_linears
+from qat.quant.lora import LORA_NAMES
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import TrainConfig
 from qat.train.loss_scale import LossScale
 from qat.train.schedule import lr_share
 
 SCOPE_PART = {"mlp": ".mlp.", "attention": ".self_attn.", "e2e": "."}
+
+KIND_OF = {
+    "weight": "weights",
+    "codebook": "codebook",
+    **dict.fromkeys(SCALE_NAMES, "scales"),
+    **dict.fromkeys(LORA_NAMES, "lora"),
+}
+"""The kind of each parameter that a quantized weight is made of."""
 
 
 def linears_in_scope(model: nn.Module, scope: str) -> list[str]:
@@ -40,7 +49,7 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
     modules = quant_linears(model)
     for name in names:
         for local in modules[name].weight_parameters():
-            kind = "scales" if local in SCALE_NAMES else "weights" if local == "weight" else local
+            kind = KIND_OF[local]
             is_fixed_grid = kind == "codebook" and modules[name].spec.codebook != "lut"
             if kind in found and not is_fixed_grid:
                 found[kind].append(f"{name}.{local}")
@@ -58,9 +67,9 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
 class Optimizer:
     """AdamW over the learnable parameters; everything else is frozen here.
 
-    Each tensor's learning rate is its kind's, times the schedule, times the root mean square that
-    the tensor had when the run began. With `latent_dtype=bf16` the latent weights become bfloat16
-    here. When the step computes in float16, `scale_loss` must be applied to every loss.
+    Each tensor's learning rate is its kind's, times the schedule, times the natural size that the
+    tensor had when the run began. With `latent_dtype=bf16` the latent weights become bfloat16 here.
+    When the step computes in float16, `scale_loss` must be applied to every loss.
     """
 
     def __init__(
@@ -77,13 +86,9 @@ class Optimizer:
             parameter.requires_grad_(name in wanted)
             if name in wanted:
                 self.parameters[name] = parameter
-        state = state or {}
-        # a run that goes on keeps the sizes that it began with
-        self.sizes = {
-            n: state[f"size.{n}"].item() if state else _rms(p) for n, p in self.parameters.items()
-        }
-        # a norm's weight scales by itself or by one more than itself: its natural size is one
-        self.sizes |= dict.fromkeys(by_kind.get("norms", ()), 1.0)
+        self.sizes = natural_sizes(model, by_kind)
+        if state:  # a run that goes on keeps the sizes that it began with
+            self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
         if config.latent_dtype == "bf16":
             for name in by_kind.get("weights", ()):
                 self.parameters[name].data = self.parameters[name].data.bfloat16()
@@ -187,6 +192,26 @@ class Optimizer:
 
 def _peak(kind: str, config: TrainConfig) -> float:
     return config.lr if kind == "weights" else getattr(config, f"lr_{kind}")
+
+
+def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
+    """How large each learnable tensor is: what its learning rate is relative to.
+
+    Its root mean square; one for a norm, whose weight scales by itself or by one more than itself.
+    A factor of an adapter may be zero: its size is that of factors whose product is as large as the
+    weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
+    """
+    linears, parameters = quant_linears(model), dict(model.named_parameters())
+    size_of = {
+        "norms": lambda _: 1.0,
+        "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
+    }
+
+    def rms(name: str) -> float:
+        return _rms(parameters[name])
+
+    kinds = by_kind.items()
+    return {name: size_of.get(kind, rms)(name) for kind, names in kinds for name in names}
 
 
 def _rms(parameter: Tensor) -> float:

@@ -1,0 +1,224 @@
+"""Linears with adapters against autograd through the dense weight, in every way they can run."""
+
+import copy
+
+import pytest
+import torch
+from quantized import SPECS, frozen_linear, latent_linear, tiny_quantized
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from qat.errors import ConfigError
+from qat.models.language_model import LanguageModel
+from qat.models.projections import join_projections
+from qat.models.swap import decoder_layers, linear_names, to_frozen, to_latent
+from qat.nn.adapters import add_adapters
+from qat.nn.joined_linears import JoinedLinears
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import form_moved_weights, form_weights, quant_linears, release_weights
+from qat.quant.lora import LORA_NAMES, round_lora
+from qat.quant.weight import dequantize
+
+LINEARS = {"frozen": frozen_linear, "latent": latent_linear}
+IDS = torch.arange(2 * 7).view(2, 7)
+POSITIONS = (torch.arange(7) % 4).expand(2, 7)
+
+
+def with_adapter(linear: QuantLinear, rank: int = 3) -> QuantLinear:
+    """The same linear with an adapter that does something."""
+    linear.add_lora(rank, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        linear.lora_out.normal_(0, 0.1)
+    return linear
+
+
+def adapted_model(**overrides: object) -> PreTrainedModel:
+    model = tiny_quantized("qwen3", SPECS["lut2"], **overrides)
+    for linear in quant_linears(model).values():
+        with_adapter(linear)
+    return model
+
+
+def dense(linear: QuantLinear) -> dict[str, Tensor]:
+    """Leaves in float64 of what a dense reference computes with."""
+    named = {"lut": dequantize(linear.quantized()), **linear.lora()._asdict()}
+    if linear.bias is not None:
+        named["bias"] = linear.bias.detach()
+    return {name: t.double().clone().requires_grad_() for name, t in named.items()}
+
+
+def reference(x: Tensor, named: dict[str, Tensor]) -> Tensor:
+    """Two matmuls beside the dense one: the adapter as everybody writes it."""
+    low = F.linear(F.linear(x, named["lora_in"]), named["lora_out"])
+    return F.linear(x, named["lut"], named.get("bias")) + low
+
+
+@pytest.mark.parametrize("mode", ["formed", "alone", "formed_checkpointed", "alone_checkpointed"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("spec", ["lut2", "lut3", "ternary", "lut2_r4"])
+def test_gradients_equal_the_dense_reference(spec: str, kind: str, bias: bool, mode: str) -> None:
+    linear = with_adapter(LINEARS[kind](19, 64, SPECS[spec], bias))
+    named = dense(linear)
+    if "formed" in mode:
+        form_weights(linear, torch.float32)
+    x = torch.randn(5, 64, requires_grad=True)
+    exact_x = x.detach().double().requires_grad_()
+    for _ in range(2):  # micro-batches add up
+        y = checkpoint(linear, x, use_reentrant=False) if "checkpointed" in mode else linear(x)
+        y.square().sum().backward()
+        exact = reference(exact_x, named)
+        exact.square().sum().backward()
+        torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+    pairs = {"x": (x.grad, exact_x.grad)}
+    pairs |= {name: (linear.get_parameter(name).grad, named[name].grad) for name in LORA_NAMES}
+    for name, (found, expected) in pairs.items():
+        assert F.cosine_similarity(found.double().flatten(), expected.flatten(), 0) >= 0.999999
+        slack = 2e-5 * expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=slack, msg=name)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+def test_an_adapter_leaves_the_gradients_of_the_lut_alone(kind: str) -> None:
+    plain = LINEARS[kind](8, 32, SPECS["lut2"])
+    adapted = with_adapter(copy.deepcopy(plain))
+    dW = torch.randn(8, 32)
+    found = adapted.pulled_back(dW, adapted.weight_parameters().keys())
+    expected = plain.pulled_back(dW, plain.weight_parameters().keys())
+    assert set(found) == set(expected) | set(LORA_NAMES)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_new_adapter_does_not_change_the_function(kind: str) -> None:
+    linear = LINEARS[kind](8, 32, SPECS["lut2"])
+    before = linear.quantized_weight()
+    assert linear.lora_rank == 0 and linear.lora() is None and not linear.lora_parameters()
+    linear.add_lora(4, torch.Generator())
+    assert linear.lora_rank == 4 and set(linear.lora_parameters()) == set(LORA_NAMES)
+    assert torch.equal(linear.quantized_weight(), before)
+    assert "lora_rank=4" in repr(linear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_whole_weight_is_rounded_once(dtype: torch.dtype) -> None:
+    linear = with_adapter(frozen_linear(11, 32, SPECS["lut2"]))
+    weight = linear.quantized_weight()
+    assert torch.equal(linear.quantized_weight(dtype), weight.to(dtype))
+    x = torch.randn(3, 32, dtype=dtype)
+    alone = linear(x)
+    form_weights(linear, dtype)
+    assert torch.equal(linear.formed, weight.to(dtype))
+    assert torch.equal(alone, linear(x))
+
+
+def test_the_factors_count_as_a_checkpoint_stores_them() -> None:
+    linear = with_adapter(frozen_linear(11, 32, SPECS["lut2"]))
+    before = linear.quantized_weight()
+    assert not torch.equal(linear.lora_in, linear.lora().lora_in)
+    linear.set_lora(linear.lora())
+    assert torch.equal(linear.quantized_weight(), before)
+
+
+@pytest.mark.parametrize("frozen", LORA_NAMES)
+def test_each_factor_freezes_alone(frozen: str) -> None:
+    linear = with_adapter(frozen_linear(8, 32, SPECS["lut2"]))
+    linear.get_parameter(frozen).requires_grad_(False)
+    linear.form_(torch.float32)
+    linear(torch.randn(4, 32)).square().sum().backward()
+    has_gradient = {n: p.grad is not None for n, p in linear.weight_parameters().items()}
+    assert has_gradient == {n: n != frozen for n in has_gradient}
+
+
+def test_setting_an_adapter_drops_what_was_formed_without_it() -> None:
+    linear = frozen_linear(8, 32, SPECS["lut2"]).requires_grad_(False)
+    form_moved_weights(linear, torch.float32)
+    with_adapter(linear).requires_grad_(False)
+    form_moved_weights(linear, torch.float32)
+    assert torch.equal(linear.formed, linear.quantized_weight())
+    linear.set_lora(None)
+    assert linear.lora_rank == 0 and not linear.lora_parameters()
+
+
+def test_a_cast_of_the_model_does_not_round_an_adapter() -> None:
+    linear = with_adapter(frozen_linear(8, 32, SPECS["lut2"]))
+    before = linear.quantized_weight()
+    linear.to(torch.bfloat16)
+    assert torch.equal(linear.quantized_weight(), before)
+
+
+def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
+    model.model.zero_grad()
+    hidden = model.hidden(IDS, POSITIONS)
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    named = model.model.named_parameters()
+    return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_joined_linears_compute_the_same(is_compiled: bool) -> None:
+    model = LanguageModel(adapted_model())
+    form_weights(model.model, torch.float32)
+    expected, expected_gradients = gradients(model)
+    assert sum("lora" in name for name in expected_gradients) == 28
+    join_projections(model.model)
+    form_weights(model.model, torch.float32)
+    assert any(isinstance(module, JoinedLinears) for module in model.model.modules())
+    if is_compiled:
+        for layer in decoder_layers(model.model):
+            layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    actual, actual_gradients = gradients(model)
+    torch.testing.assert_close(actual, expected)
+    assert actual_gradients.keys() == expected_gradients.keys()
+    for name, value in expected_gradients.items():
+        slack = 1e-5 * value.abs().max().item()
+        torch.testing.assert_close(actual_gradients[name], value, rtol=1e-4, atol=slack)
+    release_weights(model.model)
+
+
+def test_an_adapter_survives_a_change_of_representation() -> None:
+    model = adapted_model()
+    before = {name: m.quantized_weight() for name, m in quant_linears(model).items()}
+    for change in (lambda m: to_latent(m, linear_names(m)), to_frozen):
+        change(model)
+        for name, linear in quant_linears(model).items():
+            assert linear.lora_rank == 3
+            assert torch.equal(linear.quantized_weight(), before[name])
+
+
+def test_adapters_are_added_where_there_are_none() -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    names = linear_names(model)
+    add_adapters(model, names[:3], 4, seed=0)
+    kept = model.get_submodule(names[0]).lora_in
+    assert [m.lora_rank for m in quant_linears(model).values()] == [4] * 3 + [0] * 11
+    add_adapters(model, names, 4, seed=1)
+    assert all(m.lora_rank == 4 for m in quant_linears(model).values())
+    assert model.get_submodule(names[0]).lora_in is kept
+
+
+def test_each_linear_draws_values_of_its_own() -> None:
+    model = nn.Sequential(*(frozen_linear(8, 32, SPECS["lut2"]) for _ in range(2)))
+    add_adapters(model, ["0", "1"], 4, seed=0)
+    first, second = (round_lora(m.lora()).lora_in for m in model)
+    cosine = F.cosine_similarity(first.flatten(), second.flatten(), 0)
+    assert cosine.abs() < 0.5
+
+
+def test_a_rank_above_the_smaller_side_is_refused() -> None:
+    model = nn.ModuleDict({"a": frozen_linear(64, 32, SPECS["lut2"])})
+    model["b"] = frozen_linear(8, 32, SPECS["lut2"])
+    message = "lora_rank=9 is more than b has, whose sides are 8 and 32; use --lora-rank 8 or less"
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(model, ["a", "b"], 9, seed=0)
+    assert not any(linear.lora_rank for linear in quant_linears(model).values())
+
+
+def test_another_rank_is_refused() -> None:
+    model = nn.Sequential(with_adapter(frozen_linear(8, 32, SPECS["lut2"]), rank=3))
+    message = "lora_rank=4, but the adapter of 0 has rank 3, expected the same; go on with --lora-r"
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(model, ["0"], 4, seed=0)
