@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, as_stored
 
@@ -70,4 +72,20 @@ def tiny_quantized(architecture: str, spec: LutSpec, **overrides: object) -> Pre
         bias = None if linear.bias is None else torch.randn_like(linear.bias)
         quantized = random_weight(*linear.weight.shape, spec)
         replace_module(model, name, FrozenLutLinear(quantized, bias, spec).eval())
+    return model
+
+
+def with_adapter(linear: QuantLinear, rank: int = 3) -> QuantLinear:
+    """The same linear with an adapter that does something."""
+    linear.add_lora(rank, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        linear.lora_out.normal_(0, 0.1)
+    return linear
+
+
+def tiny_adapted(architecture: str, spec: LutSpec, **overrides: object) -> PreTrainedModel:
+    """As `tiny_quantized`, each linear with an adapter of rank 3 that does something."""
+    model = tiny_quantized(architecture, spec, **overrides)
+    for linear in quant_linears(model).values():
+        with_adapter(linear)
     return model

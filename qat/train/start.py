@@ -19,6 +19,7 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import to_latent
+from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
@@ -98,6 +99,8 @@ def _prepare(
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
         to_latent(model.model, names)
+    if "lora" in config.kinds:
+        add_adapters(model.model, names, config.lora_rank, config.seed)
     by_kind = learnable(model.model, names, config.kinds)
     logger.info(
         "learning: %s",

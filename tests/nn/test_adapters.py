@@ -4,11 +4,17 @@ import copy
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, latent_linear, tiny_quantized
+from quantized import (
+    SPECS,
+    frozen_linear,
+    latent_linear,
+    tiny_adapted,
+    tiny_quantized,
+    with_adapter,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
@@ -24,21 +30,6 @@ from qat.quant.weight import dequantize
 LINEARS = {"frozen": frozen_linear, "latent": latent_linear}
 IDS = torch.arange(2 * 7).view(2, 7)
 POSITIONS = (torch.arange(7) % 4).expand(2, 7)
-
-
-def with_adapter(linear: QuantLinear, rank: int = 3) -> QuantLinear:
-    """The same linear with an adapter that does something."""
-    linear.add_lora(rank, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        linear.lora_out.normal_(0, 0.1)
-    return linear
-
-
-def adapted_model(**overrides: object) -> PreTrainedModel:
-    model = tiny_quantized("qwen3", SPECS["lut2"], **overrides)
-    for linear in quant_linears(model).values():
-        with_adapter(linear)
-    return model
 
 
 def dense(linear: QuantLinear) -> dict[str, Tensor]:
@@ -149,6 +140,18 @@ def test_a_cast_of_the_model_does_not_round_an_adapter() -> None:
     assert torch.equal(linear.quantized_weight(), before)
 
 
+def test_autocast_does_not_reach_the_adapter() -> None:
+    linear = with_adapter(frozen_linear(8, 32, SPECS["lut2"]))
+    weight, x = linear.quantized_weight(), torch.randn(3, 32)
+    dW = torch.randn(8, 32)
+    expected = linear.pulled_back(dW, LORA_NAMES)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear.quantized_weight(), weight)
+        found = linear.pulled_back(dW, LORA_NAMES)
+        assert torch.equal(linear(x), F.linear(x, weight))
+    assert all(torch.equal(found[name], expected[name]) for name in LORA_NAMES)
+
+
 def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
     model.model.zero_grad()
     hidden = model.hidden(IDS, POSITIONS)
@@ -160,7 +163,7 @@ def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_joined_linears_compute_the_same(is_compiled: bool) -> None:
-    model = LanguageModel(adapted_model())
+    model = LanguageModel(tiny_adapted("qwen3", SPECS["lut2"]))
     form_weights(model.model, torch.float32)
     expected, expected_gradients = gradients(model)
     assert sum("lora" in name for name in expected_gradients) == 28
@@ -180,7 +183,7 @@ def test_joined_linears_compute_the_same(is_compiled: bool) -> None:
 
 
 def test_an_adapter_survives_a_change_of_representation() -> None:
-    model = adapted_model()
+    model = tiny_adapted("qwen3", SPECS["lut2"])
     before = {name: m.quantized_weight() for name, m in quant_linears(model).items()}
     for change in (lambda m: to_latent(m, linear_names(m)), to_frozen):
         change(model)

@@ -1,0 +1,161 @@
+"""Packed checkpoints with adapters: equal after reload, counted, and as strict as any other."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, latent_linear, tiny_adapted, tiny_quantized, with_adapter
+from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qat.errors import CheckpointError
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.count import (
+    bits_per_weight,
+    model_bits_per_weight,
+    parameter_count,
+    stored_bits,
+    tensor_bytes,
+)
+from qat.models.swap import linear_names, replace_module
+from qat.nn.step import quant_linears
+
+IDS = torch.arange(40).view(2, 20) * 7 % 320
+NAME = "model.layers.0.mlp.down_proj"
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tiny_adapted("qwen3", SPECS["lut2"]), None, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def edit(path: Path, module: dict | None = None, **tensors: Tensor | None) -> None:
+    """Change what the checkpoint says of and stores for `NAME`."""
+    config, weights = path / "config.json", path / "model.safetensors"
+    values = json.loads(config.read_text())
+    values["quantization_config"]["modules"][NAME] |= module or {}
+    config.write_text(json.dumps(values))
+    state = load_file(weights)
+    for key, tensor in tensors.items():
+        state.pop(f"{NAME}.{key}", None)
+        if tensor is not None:
+            state[f"{NAME}.{key}"] = tensor
+    save_file(state, weights, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("spec", ["lut2", "lut3", "ternary", "lut2_r4"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_reloaded_logits_are_equal(architecture: str, spec: str, tmp_path: Path) -> None:
+    model = tiny_adapted(architecture, SPECS[spec])
+    save_checkpoint(model, None, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+    assert {m.lora_rank for m in quant_linears(loaded).values()} == {3}
+    plain = tiny_quantized(architecture, SPECS[spec])
+    assert not torch.equal(logits(plain), logits(model))
+
+
+def test_latent_weights_are_saved_with_their_adapters(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    for name in linear_names(model)[::2]:
+        old = model.get_submodule(name)
+        latent = latent_linear(old.out_features, old.in_features, SPECS["lut2"])
+        replace_module(model, name, with_adapter(latent, rank=5))
+    save_checkpoint(model, None, tmp_path / "out")
+    loaded = load_checkpoint(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+    assert [m.lora_rank for m in quant_linears(loaded).values()] == [5, 0] * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_in_half_precision_rounds_no_factor(dtype: torch.dtype, saved: Path) -> None:
+    full, half = load_checkpoint(saved), load_checkpoint(saved, dtype)
+    for one, two in zip(quant_linears(full).values(), quant_linears(half).values(), strict=True):
+        for name, factor in two.lora_parameters().items():
+            assert factor.dtype == torch.float32
+            assert torch.equal(factor, one.lora_parameters()[name])
+    assert half.get_input_embeddings().weight.dtype == dtype
+
+
+def test_saving_again_gives_the_same_bytes(saved: Path, tmp_path: Path) -> None:
+    save_checkpoint(load_checkpoint(saved), None, tmp_path / "again")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_only_adapters_add_to_the_format(saved: Path, tmp_path: Path) -> None:
+    modules = json.loads((saved / "config.json").read_text())["quantization_config"]["modules"]
+    assert all(values["lora_rank"] == 3 for values in modules.values())
+    tensors = load_file(saved / "model.safetensors")
+    assert {tensors[f"{NAME}.{key}"].dtype for key in ("lora_out", "lora_in")} == {torch.float16}
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path / "plain")
+    assert "lora" not in (tmp_path / "plain/config.json").read_text()
+
+
+def test_adapters_count_as_bits_and_bytes_but_not_as_parameters(saved: Path) -> None:
+    model, plain = load_checkpoint(saved), tiny_quantized("qwen3", SPECS["lut2"])
+    assert parameter_count(model) == parameter_count(plain)
+    tensors = load_file(saved / "model.safetensors")
+    for name, linear in quant_linears(model).items():
+        own = [t for key, t in tensors.items() if key.startswith(f"{name}.")]
+        assert stored_bits(linear) == 8 * sum(t.numel() * t.element_size() for t in own)
+        O, I = linear.out_features, linear.in_features
+        extra = 16 * 3 * (O + I) / (O * I)
+        bare = bits_per_weight(plain.get_submodule(name))
+        assert bits_per_weight(linear) == pytest.approx(bare + extra)
+    assert model_bits_per_weight(model) > model_bits_per_weight(plain)
+    assert tensor_bytes(model) == sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+DAMAGES = {
+    "missing": ({}, {"lora_in": None}, rf"misses {NAME}.lora_in; expected"),
+    "shape": (
+        {},
+        {"lora_out": torch.ones(32, 4).half()},
+        rf"wrong shapes: {NAME}.lora_out \(32, 4\) instead of \(32, 3\)",
+    ),
+    "dtype": (
+        {},
+        {"lora_out": torch.ones(32, 3)},
+        rf"wrong dtypes: {NAME}.lora_out F32 instead of F16",
+    ),
+    "another_rank": ({"lora_rank": 4}, {}, rf"wrong shapes: {NAME}.lora_in \(3, 64\) instead of"),
+    "no_rank": ({"lora_rank": 0}, {}, rf"{NAME} has lora_rank=0, expected a positive integer"),
+    "words": ({"lora_rank": "3"}, {}, rf"{NAME} has lora_rank='3', expected a positive integer"),
+    "too_large": ({"lora_rank": 33}, {}, rf"{NAME} has lora_rank=33, expected at most 32 for a"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damages_are_named(damage: str, saved: Path) -> None:
+    module, tensors, message = DAMAGES[damage]
+    edit(saved, module, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved)
+
+
+def test_factors_without_a_rank_are_refused(saved: Path) -> None:
+    config = saved / "config.json"
+    values = json.loads(config.read_text())
+    del values["quantization_config"]["modules"][NAME]["lora_rank"]
+    config.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=rf"no place for: {NAME}.lora_in, {NAME}.lora_out"):
+        load_checkpoint(saved)
+
+
+def test_a_factor_beyond_float16_is_refused(tmp_path: Path) -> None:
+    model = tiny_adapted("qwen3", SPECS["lut2"])
+    with torch.no_grad():
+        model.get_submodule(NAME).lora_out[0, 0] = 1e6
+    with pytest.raises(CheckpointError, match=rf"{NAME}.lora_out holds values that are not finite"):
+        save_checkpoint(model, None, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
