@@ -1,4 +1,4 @@
-"""Which losses there are, what each needs from a cache, and how a weighted sum is written."""
+"""Which losses there are, what each needs of a teacher, and how a weighted sum is written."""
 
 import difflib
 
@@ -13,7 +13,12 @@ NEEDS = {
     "cakld": "topk",
     "hard_ce": "labels",
 }
-"""Each loss by name, and the kind of target that it reads: `topk`, `draws` or `labels`."""
+"""Each loss on a cache, and the kind of target that it reads: `topk`, `draws` or `labels`."""
+
+WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
+"""The losses on a teacher that runs beside the student."""
+
+NAMES = (*dict.fromkeys((*NEEDS, *WITH_TEACHER)),)
 
 
 def parse_losses(text: str) -> dict[str, float]:
@@ -25,7 +30,7 @@ def parse_losses(text: str) -> dict[str, float]:
     terms: dict[str, float] = {}
     for part in text.split(","):
         name, colon, weight = part.strip().partition(":")
-        if name not in NEEDS:
+        if name not in NAMES:
             raise ConfigError(_unknown(name, text))
         if name in terms:
             raise ConfigError(f"losses={text!r} names {name} twice; give each loss one weight")
@@ -37,12 +42,18 @@ def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:
     """Refuse losses whose targets the cache does not hold; `top_k` and `draws` describe the cache.
 
     Raises:
-        ConfigError: a term reads the teacher's top K or draws, and the cache holds none.
+        ConfigError: a term reads the teacher's top K or draws, and the cache holds none; or it
+            reads every word of the teacher.
     """
     held = {"topk": top_k > 0, "draws": draws > 0, "labels": True}
     flags = {"topk": "--top-k 64", "draws": "--draws 50"}
     fitting = ", ".join(name for name, need in NEEDS.items() if held[need])
     for name in terms:
+        if name not in NEEDS:
+            raise ConfigError(
+                f"losses={name} reads every word of the teacher, but a cache holds top_k={top_k} "
+                f"and draws={draws}; use 'qat train --teacher DIR' or choose among {fitting}"
+            )
         need = NEEDS[name]
         if not held[need]:
             raise ConfigError(
@@ -52,10 +63,24 @@ def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:
             )
 
 
+def check_with_teacher(terms: dict[str, float]) -> None:
+    """Refuse losses that read a cache where the teacher itself is there.
+
+    Raises:
+        ConfigError: a term is not one of `WITH_TEACHER`.
+    """
+    for name in terms:
+        if name not in WITH_TEACHER:
+            raise ConfigError(
+                f"losses={name} reads the teacher from a cache, but --teacher runs it beside the "
+                f"student; drop --teacher or choose among {', '.join(WITH_TEACHER)}"
+            )
+
+
 def _unknown(name: str, text: str) -> str:
-    near = difflib.get_close_matches(name, NEEDS, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
-    return f"losses={text!r} has no loss called {name!r}; there are {', '.join(NEEDS)}; {hint}"
+    return f"losses={text!r} has no loss called {name!r}; there are {', '.join(NAMES)}; {hint}"
 
 
 def _weight(text: str, name: str) -> float:

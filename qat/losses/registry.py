@@ -24,6 +24,16 @@ LOSSES: dict[str, Loss] = {
 }
 """Exactly the names of `qat.losses.config.NEEDS`."""
 
+WITH_TEACHER: dict[str, Loss] = {
+    "kl": tail,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "cakld": cakld,
+    "hard_ce": hard_ce,
+}
+"""Exactly the names of `qat.losses.config.WITH_TEACHER`: the teacher's top-k is all words, so the
+tail is empty and `tail` is the KL."""
+
 
 def needs_of(names: Collection[str]) -> set[str]:
     """The kinds of words whose logits these losses read."""
@@ -36,9 +46,14 @@ def reads_others(names: Collection[str]) -> bool:
 
 
 def sums_by_name(
-    student: Student, targets: Targets, terms: dict[str, float], temperature: float
+    student: Student,
+    targets: Targets,
+    terms: dict[str, float],
+    temperature: float,
+    *,
+    losses: dict[str, Loss] = LOSSES,
 ) -> dict[str, Tensor]:
     """The sum of each loss over valid tokens, and their weighted sum as `"loss"`."""
-    sums = {name: LOSSES[name](student, targets, temperature=temperature) for name in terms}
+    sums = {name: losses[name](student, targets, temperature=temperature) for name in terms}
     sums["loss"] = sum(weight * sums[name] for name, weight in terms.items())
     return sums

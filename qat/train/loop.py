@@ -19,6 +19,7 @@ from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.logs import JsonLines, Ticker, progress
 from qat.models.language_model import LanguageModel
+from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer
@@ -40,6 +41,7 @@ class Trainer:
         *,
         run: Run,
         config: TrainConfig,
+        teacher: LanguageModel | None = None,
     ) -> None:
         self.student = student
         self.cache = cache
@@ -49,7 +51,8 @@ class Trainer:
         self.run = run
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
-        self.take_step = TrainingStep(student, optimizer, config)
+        self.take_step = TrainingStep(student, optimizer, config, teacher)
+        self.codes = CodeWatch(student.model)
         self.step = 0
         self.best = math.inf
         self._trouble: Tensor | float = 0.0
@@ -119,7 +122,7 @@ class Trainer:
             lr_share=self.optimizer.lr_share(self.step - 1),
             valid_tokens=valid_tokens,
         )
-        tokens_per_s = speed.write(self.step)
+        tokens_per_s = speed.write(self.step, self.take_step.compile_facts())
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
 
     def _pause(self, metrics: JsonLines, result: StepResult) -> None:
@@ -132,6 +135,9 @@ class Trainer:
     def _evaluate(self, metrics: JsonLines) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts."""
         verdict = self.judge.verdict(self.dtype)
+        flipped = self.codes.flipped_frac()
+        if flipped is not None:
+            verdict["codes_flipped_frac"] = flipped
         metrics.write(kind="eval", step=self.step, **verdict)
         numbers = (f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float))
         logger.info("step %d: %s", self.step, "  ".join(numbers))
@@ -143,7 +149,7 @@ class Trainer:
     def _save(self, *, is_best: bool) -> None:
         """Write this step's checkpoint and let the pointers name it."""
         path = self.run.checkpoint_path(self.step)
-        state = {**self.optimizer.state(), **_rng_tensors(self.backend)}
+        state = {**self.optimizer.state(), **_rng_tensors(self.backend), **self.codes.state()}
         facts = {"step": self.step, "best": self.best}
         save_training_state(
             self.student.model, self.judge.tokenizer, path, tensors=state, facts=facts
@@ -186,8 +192,8 @@ class _Speed:
         self._steps += 1
         self._positions += positions
 
-    def write(self, step: int) -> float:
-        """One heartbeat line for the stretch so far; returns tokens per second."""
+    def write(self, step: int, facts: dict[str, object]) -> float:
+        """One heartbeat line for the stretch so far, with `facts`; returns tokens per second."""
         self._backend.synchronize()
         seconds = time.perf_counter() - self._since
         tokens_per_s = self._positions / seconds
@@ -197,6 +203,7 @@ class _Speed:
             step_s=seconds / self._steps,
             peak_gib=self._backend.peak_memory_gib(),
             elapsed_s=time.perf_counter() - self._began,
+            **facts,
         )
         self.restart()
         return tokens_per_s

@@ -5,16 +5,16 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat import backend as backends
 from qat.config import fingerprint
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
-from qat.losses.config import check_targets
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
@@ -22,12 +22,14 @@ from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
+from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.run import Run, load_training_state
 from qat.train.step import check_dtype
+from qat.train.teacher import check_losses, open_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,7 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
         ConfigError, CacheError, CheckpointError, TrainingError: see their messages.
     """
     cache = TeacherCache.open(config.cache_dir)
-    settings = cache.manifest.settings
-    check_targets(config.losses, settings.top_k, settings.draws)
+    check_losses(config, cache)
     if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
         raise ConfigError(
             f"{config.cache_dir} has {cache.num_sequences('train')} training and "
@@ -77,24 +78,37 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
         tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
     )
     resolved = check_dtype(config)
-    optimizer, step, best = _prepare(model, resolved, checkpoint)
+    teacher = open_teacher(resolved, cache)
+    begin = _prepare(model, resolved, checkpoint)
     if checkpoint is None:
         run.begin(config, student)
-    run.forget_after(step)
-    run.write_facts(cache_content=content, **_facts(config, student, cache, optimizer))
+    run.forget_after(begin.step)
+    run.write_facts(cache_content=content, **_facts(config, student, cache, begin.optimizer))
     judge = Judge(model, tokenizer, cache, resolved)
-    trainer = Trainer(model, cache, optimizer, judge, run=run, config=resolved)
-    trainer.step, trainer.best = step, best
+    trainer = Trainer(
+        model, cache, begin.optimizer, judge, run=run, config=resolved, teacher=teacher
+    )
+    trainer.step, trainer.best = begin.step, begin.best
+    trainer.codes.load(begin.codes)
     trainer.train()
     final = out / _final_name(model.model, config, trainer)
     _copy_packed(run.pointed("best"), final)
     return TrainReport(final, trainer.step, trainer.best)
 
 
-def _prepare(
-    model: LanguageModel, config: TrainConfig, checkpoint: Path | None
-) -> tuple[Optimizer, int, float]:
-    """Make the wished parameters learn; the optimizer, and the step and score to go on from."""
+class _Begin(NamedTuple):
+    """Where a run begins or goes on."""
+
+    optimizer: Optimizer
+    step: int
+    best: float
+    """The best score so far."""
+    codes: dict[str, Tensor]
+    """What a `CodeWatch` remembered."""
+
+
+def _prepare(model: LanguageModel, config: TrainConfig, checkpoint: Path | None) -> _Begin:
+    """Make the wished parameters learn, and find out where the run stands."""
     backend = backends.select(config.device)
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
@@ -108,7 +122,7 @@ def _prepare(
     )
     if checkpoint is None:
         torch.manual_seed(config.seed)
-        return Optimizer(model.model, by_kind, config), 0, math.inf
+        return _Begin(Optimizer(model.model, by_kind, config), 0, math.inf, {})
     tensors, facts = load_training_state(checkpoint)
     for name, linear in quant_linears(model.model).items():
         codebook = tensors.get(f"parameter.{name}.codebook")
@@ -117,7 +131,9 @@ def _prepare(
     generators = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
     backend.set_rng_state(generators)
     logger.info("going on from %s", checkpoint)
-    return Optimizer(model.model, by_kind, config, tensors), facts["step"], facts["best"]
+    optimizer = Optimizer(model.model, by_kind, config, tensors)
+    codes = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    return _Begin(optimizer, facts["step"], facts["best"], codes)
 
 
 def _facts(

@@ -16,6 +16,8 @@ from qat.data.batch import Batch
 from qat.evaluate.targets import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.from_hidden import loss_from_hidden
+from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
+from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
 from qat.models.precision import compute_in
 from qat.models.regions import Regions, compile_facts
@@ -45,10 +47,21 @@ class StepResult(NamedTuple):
 
 
 class TrainingStep:
-    """The step of one student; calling it takes one."""
+    """The step of one student; calling it takes one.
 
-    def __init__(self, student: LanguageModel, optimizer: Optimizer, config: StepConfig) -> None:
+    With a `teacher`, in the compute dtype, that one runs beside the student and is learned from;
+    without, what the batches hold of it.
+    """
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        optimizer: Optimizer,
+        config: StepConfig,
+        teacher: LanguageModel | None = None,
+    ) -> None:
         self.student = student
+        self.teacher = teacher
         self.optimizer = optimizer
         self.config = config
         self.backend = backends.select(config.device)
@@ -59,12 +72,17 @@ class TrainingStep:
             config.compile == "auto" and self.backend.compiles()
         )
         every = config.checkpoint_every if config.gradient_checkpointing else None
-        self._regions = Regions(student.model, is_compiled=is_compiled, recompute_every=every)
+        self._is_compiled = is_compiled
+        self._regions = [Regions(student.model, is_compiled=is_compiled, recompute_every=every)]
+        if teacher is not None:
+            beside = Regions(teacher.model, is_compiled=is_compiled, recompute_every=None)
+            self._regions.append(beside)
         self._before = compile_facts()
         self._taken = 0
         self._graph: _Graph | None = None
         self._end_precision = compute_in(student.model, self.dtype)
-        self._regions.install()
+        for regions in self._regions:
+            regions.install()
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take optimizer step number `step` over equally shaped micro-batches.
@@ -109,30 +127,47 @@ class TrainingStep:
             "the layers cannot be compiled (%s): they run uncompiled, more slowly", self.fallback
         )
         self.optimizer.forget_gradients()
-        self._regions.remove()
-        self._regions.is_compiled = False
-        self._regions.install()
+        self._is_compiled = False
+        for regions in self._regions:
+            regions.remove()
+            regions.is_compiled = False
+            regions.install()
         return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
 
     def run_micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
         """Forward and backward of one micro-batch: the sum of each loss, their total last."""
+        targets = self._targets(batch, is_packed)
         with self.backend.autocast(self.dtype):
             hidden = self.student.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
-        parts = loss_from_hidden(
+        loss = loss_from_hidden if isinstance(targets, Targets) else loss_from_teacher
+        parts = loss(
             hidden.flatten(0, 1).to(self.dtype),
             self.student.head_in(self.dtype),
-            to_targets(batch),
+            targets,
             self.config.losses,
             temperature=self.config.temperature,
         )
         self.optimizer.scale_loss(parts["loss"] / valid).backward()
         return torch.stack([part.detach() for part in parts.values()])
 
+    @torch.no_grad()
+    def _targets(self, batch: Batch, is_packed: bool) -> Targets | OnlineTargets:
+        """What the batch holds of the teacher, or the teacher itself after reading the batch."""
+        if self.teacher is None:
+            return to_targets(batch)
+        hidden = self.teacher.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
+        return OnlineTargets(
+            batch.mask.flatten(),
+            batch.labels.flatten(),
+            hidden.flatten(0, 1),
+            self.teacher.head_in(self.dtype),
+        )
+
     def compile_facts(self) -> dict[str, object]:
         """Whether the layers are compiled, into how many graphs, how often anew, and why not."""
         found = compile_facts()
         return {
-            "compiled": self._regions.is_compiled,
+            "compiled": self._is_compiled,
             "graphs": found.graphs - self._before.graphs,
             "recompiles": found.recompiles - self._before.recompiles,
             "cuda_graph": self._graph is not None,
@@ -142,7 +177,8 @@ class TrainingStep:
     def close(self) -> None:
         """Drop the recorded graph and the formed weights; layers run as written again."""
         self._graph = None
-        self._regions.remove()
+        for regions in self._regions:
+            regions.remove()
         self._end_precision()
         release_weights(self.student.model)
 

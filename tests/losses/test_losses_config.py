@@ -3,16 +3,23 @@
 import pytest
 
 from qat.errors import ConfigError
-from qat.losses.config import NEEDS, check_targets, parse_losses
-from qat.losses.registry import LOSSES
+from qat.losses import registry
+from qat.losses.config import (
+    NEEDS,
+    WITH_TEACHER,
+    check_targets,
+    check_with_teacher,
+    parse_losses,
+)
 
 
 def test_the_names_are_listed_once() -> None:
-    assert set(LOSSES) == set(NEEDS)
+    assert set(registry.LOSSES) == set(NEEDS)
+    assert set(registry.WITH_TEACHER) == set(WITH_TEACHER)
 
 
 def test_parse_losses() -> None:
-    assert parse_losses("tail") == {"tail": 1.0}
+    assert parse_losses("tail") == {"tail": 1.0} and parse_losses("kl") == {"kl": 1.0}
     assert parse_losses("tail:2, hard_ce:0.1") == {"tail": 2.0, "hard_ce": 0.1}
 
 
@@ -41,3 +48,14 @@ def test_check_targets() -> None:
         check_targets({"jsd": 1.0}, top_k=0, draws=12)
     with pytest.raises(ConfigError, match="draws=0; rebuild.*--draws 50' or choose among tail,"):
         check_targets({"sampled": 1.0}, top_k=8, draws=0)
+    with pytest.raises(ConfigError, match="kl reads every word .*--teacher DIR' or choose among "):
+        check_targets({"hard_ce": 1.0, "kl": 1.0}, top_k=8, draws=12)
+
+
+def test_check_with_teacher() -> None:
+    check_with_teacher(dict.fromkeys(WITH_TEACHER, 1.0))
+    for name in set(NEEDS) - set(WITH_TEACHER):
+        with pytest.raises(
+            ConfigError, match=f"{name} reads .*; drop --teacher or choose among kl"
+        ):
+            check_with_teacher({"kl": 1.0, name: 1.0})

@@ -234,6 +234,7 @@ def test_metrics_say_when_and_in_what_unit(place: Path, tmp_path: Path) -> None:
     beats = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
     assert [beat["step"] for beat in beats] == [4, 6]
     assert all(beat["tokens_per_s"] > 0 and beat["step_s"] > 0 for beat in beats)
+    assert all(beat["compiled"] is False and beat["fallback"] is None for beat in beats)
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(place: Path, tmp_path: Path) -> None:

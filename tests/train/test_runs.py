@@ -350,7 +350,7 @@ def foreign(**parts: object) -> Callable[[Path], dict]:
             "is over a vocabulary of 321, the student's has 320",
         ),
         (lambda path: {"cache_dir": path / "no"}, {}, CacheError, "no"),
-        (lambda path: {}, {"loss": "kl"}, ConfigError, "has no loss called 'kl'"),
+        (lambda path: {}, {"loss": "ki"}, ConfigError, "has no loss called 'ki'"),
     ],
 )
 def test_what_does_not_fit_leaves_nothing(

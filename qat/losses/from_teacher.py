@@ -1,0 +1,126 @@
+"""Losses against the teacher itself, over the whole vocabulary, never all logits at once.
+
+Shapes: T tokens, D model width of the student, E of the teacher, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.kernels.head import Head, before_softcap, wide
+from qat.losses.in_forward import Gradients, sums_with_gradient
+from qat.losses.registry import WITH_TEACHER, sums_by_name
+from qat.losses.student import Student
+from qat.losses.targets import NO_LABEL, Targets
+
+CHUNK_LOGITS = 2**26
+"""Logits of either side that exist together: a quarter of a gigabyte in float32, a few times."""
+
+
+class OnlineTargets(NamedTuple):
+    """The teacher's last hidden states on `T` tokens, and the head that makes words of them."""
+
+    mask: Tensor
+    """`(T,)` bool: the token counts."""
+    labels: Tensor
+    """`(T,)` int64: the token that really follows, `NO_LABEL` where unknown."""
+    hidden: Tensor
+    """`(T, E)`"""
+    head: Head
+    """Over the words of the student's head."""
+
+
+def loss_from_teacher(
+    hidden: Tensor,
+    head: Head,
+    targets: OnlineTargets,
+    terms: dict[str, float],
+    *,
+    temperature: float = 1.0,
+) -> dict[str, Tensor]:
+    """The sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in nats.
+
+    `kl` is KL(teacher || student) over all V words; the others are what `loss_from_logits` gives
+    where the teacher's top-k is the whole vocabulary, so none of them is approximate. `(T, V)`
+    never exists. As in `loss_from_hidden`, the gradient of `"loss"` is computed along with it, the
+    sums by name have none, and nothing waits for the device; the teacher gets no gradient.
+
+    Args:
+        hidden: `(T, D)` last hidden states. Under autocast they are used in its dtype.
+        head: the output embedding; its weight and bias get gradients if they require them.
+        targets: the teacher on the T tokens.
+        terms: weight by name of loss, of `qat.losses.config.WITH_TEACHER`.
+        temperature: softmax temperature of the divergences, > 0.
+
+    Raises:
+        ValueError: `temperature` is not positive, or the vocabularies differ in size.
+    """
+    V, teacher_V = head.weight.shape[0], targets.head.weight.shape[0]
+    if V != teacher_V:
+        raise ValueError(f"the student's head has {V} words and the teacher's {teacher_V}")
+    return sums_with_gradient(hidden, head, _Task(head.softcap, targets, terms, temperature))
+
+
+class _Task(NamedTuple):
+    softcap: float | None
+    targets: OnlineTargets
+    terms: dict[str, float]
+    temperature: float
+
+    def chunk_tokens(self) -> int:
+        return max(1, CHUNK_LOGITS // self.targets.head.weight.shape[0])
+
+    def of_rows(self, rows: slice) -> "_Task":
+        mask, labels, hidden, head = self.targets
+        some = OnlineTargets(
+            mask=mask[rows],
+            labels=labels[rows].masked_fill(~mask[rows], NO_LABEL),
+            hidden=hidden[rows].masked_fill(~mask[rows, None], 0.0),
+            head=head,
+        )
+        return self._replace(targets=some)
+
+    def add_chunk(self, hidden: Tensor, head: Head, gradients: Gradients) -> dict[str, Tensor]:
+        hidden = hidden.masked_fill(~self.targets.mask[:, None], 0.0)
+        logits, targets = wide(head.logits(hidden)), _all_words(self.targets)
+        if all(gradient is None for gradient in gradients):
+            return self._sums(logits, targets)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            sums = self._sums(leaf, targets)
+            (g_logits,) = torch.autograd.grad(sums["loss"], leaf)
+        g_logits = before_softcap(g_logits, logits, head.softcap)
+        _add_gradients(hidden, head, g_logits, gradients)
+        return {name: value.detach() for name, value in sums.items()}
+
+    def _sums(self, logits: Tensor, targets: Targets) -> dict[str, Tensor]:
+        label = logits.gather(1, targets.labels.clamp_min(0)[:, None])
+        student = Student(logits, logits[:, :0], label, others_lse=None)
+        return sums_by_name(student, targets, self.terms, self.temperature, losses=WITH_TEACHER)
+
+
+@torch.no_grad()
+def _all_words(targets: OnlineTargets) -> Targets:
+    """What a cache would hold of these tokens if it kept every word."""
+    log_p = wide(targets.head.logits(targets.hidden)).log_softmax(1)
+    return Targets(
+        mask=targets.mask,
+        labels=targets.labels,
+        topk_ids=torch.arange(log_p.shape[1], device=log_p.device).expand_as(log_p),
+        topk_logprobs=log_p,
+        tail_logprob=torch.full_like(log_p[:, 0], -torch.inf),
+        sample_ids=targets.labels[:, None][:, :0],
+        sample_counts=log_p[:, :0],
+    )
+
+
+def _add_gradients(hidden: Tensor, head: Head, g_logits: Tensor, gradients: Gradients) -> None:
+    """Write and add what the gradient of the logits implies for hidden states and head."""
+    narrow = g_logits.to(hidden.dtype)  # matmuls compute in the dtype of hidden states
+    if gradients.hidden is not None:
+        gradients.hidden.copy_(narrow @ head.weight.to(hidden.dtype))
+    if gradients.weight is not None:
+        gradients.weight.add_(narrow.T @ hidden)
+    if gradients.bias is not None:
+        gradients.bias.add_(g_logits.sum(0))

@@ -1,0 +1,39 @@
+"""The float teacher that runs beside a student, if the settings name one."""
+
+from qat.data.reader import TeacherCache
+from qat.errors import ConfigError
+from qat.losses.config import check_targets, check_with_teacher
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_teacher, model_identity
+from qat.train.config import TrainConfig
+
+
+def check_losses(config: TrainConfig, cache: TeacherCache) -> None:
+    """Make sure that whoever teaches can tell what the losses ask.
+
+    Raises:
+        ConfigError: the cache does not hold it, or the teacher that runs beside is not asked so.
+    """
+    if config.teacher is not None:
+        check_with_teacher(config.losses)
+        return
+    settings = cache.manifest.settings
+    check_targets(config.losses, settings.top_k, settings.draws)
+
+
+def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | None:
+    """The teacher in the compute dtype, without gradients; None where the cache alone teaches.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ConfigError: it is not the model whose words the cache holds and the student is judged by.
+    """
+    if config.teacher is None:
+        return None
+    identity, known = model_identity(config.teacher), cache.manifest.teacher
+    if identity != known.identity:
+        raise ConfigError(
+            f"teacher={config.teacher} is model {identity}, but {config.cache_dir} holds the words "
+            f"of {known.name}, {known.identity}; name that teacher, or build a cache of this one"
+        )
+    return load_teacher(config.teacher, device=config.device, dtype=config.dtype)

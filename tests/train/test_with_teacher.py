@@ -1,0 +1,154 @@
+"""A teacher that runs beside its student: what it teaches, how runs go on, what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_case import TOKENIZER, build, info, teacher
+from torch.nn import functional as F
+from train_case import config, make_place, make_trainer
+
+from qat.errors import CheckpointError, ConfigError
+from qat.logs import read_json_lines
+from qat.models.load import load_teacher, model_identity
+from qat.train.config import TrainConfig
+from qat.train.loop import Trainer
+from qat.train.optim import Optimizer
+from qat.train.start import train_student
+from qat.train.step import TrainingStep
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As every run's place, with the teacher on disk and a cache that knows it."""
+    place = make_place(tmp_path_factory.mktemp("beside"))
+    teacher().model.save_pretrained(place / "teacher")
+    TOKENIZER.save_pretrained(place / "teacher")
+    known = info(name=str(place / "teacher"), identity=model_identity(str(place / "teacher")))
+    build(place / "known", info=known)
+    return place
+
+
+def settings(place: Path, **values: object) -> TrainConfig:
+    beside = {"cache_dir": place / "known", "teacher": str(place / "teacher"), "loss": "kl"}
+    return config(place, **{**beside, **values})
+
+
+def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
+    """A trainer with the teacher beside its student."""
+    chosen = settings(place, **values)
+    trainer = make_trainer(chosen, place / "student", out)
+    beside = load_teacher(chosen.teacher, device="cpu", dtype=chosen.dtype)
+    trainer.take_step = TrainingStep(trainer.student, trainer.optimizer, chosen, beside)
+    return trainer
+
+
+def test_kl_is_the_textbook_over_valid_tokens(place: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(place, tmp_path, loss="kl:2,hard_ce:0.5")
+    batch = trainer.cache.batch(np.arange(4))
+    pair = trainer.student, load_teacher(str(place / "teacher"), device="cpu", dtype="fp32")
+    with torch.no_grad():
+        log_q, log_p = (
+            model.logits(model.hidden(batch.input_ids, batch.position_ids)).log_softmax(-1)
+            for model in pair
+        )
+    kl = F.kl_div(log_q[batch.mask], log_p[batch.mask], log_target=True, reduction="sum")
+    result = trainer.take_step([batch], 0)
+    assert result.sums["kl"].item() == pytest.approx(kl.item(), rel=1e-5)
+    total = 2 * result.sums["kl"] + 0.5 * result.sums["hard_ce"]
+    assert result.sums["loss"].item() == pytest.approx(total.item(), rel=1e-6)
+
+
+def test_what_a_cache_would_hold_is_not_read(place: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(place, tmp_path)
+    batch = trainer.cache.batch(np.arange(4))
+    noisy = batch._replace(topk_logprobs=torch.full_like(batch.topk_logprobs, torch.nan))
+    result = trainer.take_step([noisy], 0)
+    assert result.sums["kl"] > 0 and result.grad_norm.isfinite()
+
+
+@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "jsd", "cakld"])
+def test_micro_batches_add_up_and_teach(place: Path, tmp_path: Path, loss: str) -> None:
+    courses = []
+    for size, accumulate in ((4, 1), (2, 2)):
+        trainer = trainer_of(place, tmp_path / str(size), loss=loss, max_steps=9)
+        parts = np.arange(4).reshape(accumulate, size)
+        batches = [trainer.cache.batch(part) for part in parts]
+        courses.append([trainer.take_step(batches, n).sums["loss"].item() for n in range(6)])
+    assert courses[0] == pytest.approx(courses[1], rel=1e-4)
+    assert courses[0][-1] < courses[0][0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_recomputation_changes_nothing(place: Path, tmp_path: Path, dtype: str) -> None:
+    found = []
+    for checkpointing in (False, True):
+        trainer = trainer_of(
+            place, tmp_path / str(checkpointing), dtype=dtype, gradient_checkpointing=checkpointing
+        )
+        batch = trainer.cache.batch(np.arange(4))
+        found.append([trainer.take_step([batch], n).sums["loss"].item() for n in range(3)])
+        trainer.take_step.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = settings(place, max_steps=7)
+    train_student(wanted, str(place / "student"), tmp_path / "whole", resume=False)
+    real = Optimizer.step
+
+    def stop(optimizer: Optimizer, step: int) -> torch.Tensor:
+        if step == 5:
+            raise KeyboardInterrupt
+        return real(optimizer, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_student(wanted, str(place / "student"), tmp_path / "run", resume=False)
+    train_student(wanted, str(place / "student"), tmp_path / "run", resume=True)
+    for name in ("metrics.jsonl", "best", "latest", "recipe.toml"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    lines = read_json_lines(tmp_path / "run/metrics.jsonl")
+    assert all(
+        line["kl_nats"] == line["loss_nats"] > 0 for line in lines if line["kind"] == "train"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"loss": "tail"}, ConfigError, "tail reads the teacher from a cache.*drop --teacher"),
+        ({"loss": "kl,sampled:0.1"}, ConfigError, "sampled reads the teacher from a cache"),
+        ({"teacher": None}, ConfigError, "kl reads every word of the teacher.*--teacher DIR"),
+        ({"teacher": "no/where/at/all"}, CheckpointError, "no/where/at/all does not exist"),
+        ({"cache": "cache"}, ConfigError, "is model .* holds the words of tiny, abc; name that"),
+    ],
+)
+def test_what_does_not_fit_leaves_nothing(
+    place: Path, tmp_path: Path, values: dict, error: type, message: str
+) -> None:
+    if "cache" in values:
+        values = {"cache_dir": place / values["cache"]}
+    with pytest.raises(error, match=message):
+        train_student(
+            settings(place, **values), str(place / "student"), tmp_path / "run", resume=False
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recipe_names_the_teacher(place: Path, tmp_path: Path) -> None:
+    wanted = settings(place, max_steps=1)
+    train_student(wanted, str(place / "student"), tmp_path / "run", resume=False)
+    assert f'teacher = "{place / "teacher"}"' in (tmp_path / "run/recipe.toml").read_text()
+    facts = json.loads((tmp_path / "run/run.json").read_text())
+    assert facts["teacher"] == str(place / "teacher")
