@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from cyclopts import App, Parameter
 from figures import record
 from pydantic import Field
+from teacher_model import (
+    HEAD_DIM,
+    Shape,
+    judge,
+    learning_rate,
+    loss_sum,
+    new_qwen3,
+    parameter_groups,
+)
 from tiny_teacher_text import (
     Corpus,
     as_chat,
@@ -32,7 +40,7 @@ from tiny_teacher_text import (
     write_corpus,
 )
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from qat import backend
 from qat.config import Settings
@@ -109,51 +117,10 @@ def epoch_batches(
 
 def build_model(config: TeacherConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 with tied embeddings, random weights from the seed, and residual dropout."""
-    heads = config.hidden // 64
-    torch.manual_seed(config.seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=3 * config.hidden,
-            num_hidden_layers=config.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 2),
-            head_dim=64,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            attn_implementation="sdpa",
-        )
-    )
-    for layer in model.model.layers:
-        for branch in (layer.self_attn.o_proj, layer.mlp):
-            branch.register_forward_hook(_dropout(config.dropout))
-    return model
-
-
-def _dropout(p: float) -> object:
-    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return F.dropout(output, p, training=module.training)
-
-    return hook
-
-
-def loss_sum(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor, Tensor],
-    device: backend.Backend,
-    dtype: str = "auto",
-) -> Tensor:
-    """Cross-entropy of a packed batch: nats summed over its labels, `()` float32."""
-    ids, positions, labels = (tensor.to(device.device, non_blocking=True) for tensor in batch)
-    with device.autocast(device.dtype(dtype)):
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
-    )
+    hidden = config.hidden
+    kv_heads = max(1, hidden // HEAD_DIM // 2)
+    shape = Shape(config.vocab, hidden, 3 * hidden, config.layers, kv_heads)
+    return new_qwen3(shape, tokenizer, dropout=config.dropout, seed=config.seed)
 
 
 @torch.no_grad()
@@ -169,23 +136,6 @@ def held_out_nats(
 
 
 # ---- training
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay, norms do not."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-
-
-def learning_rate(peak: float, done_frac: float) -> float:
-    """5 % linear warm-up, then a cosine to zero."""
-    if done_frac < 0.05:
-        return peak * max(done_frac, 1e-3) / 0.05
-    return peak * 0.5 * (1 + math.cos(math.pi * (done_frac - 0.05) / 0.95))
 
 
 class Trainer:
@@ -257,32 +207,6 @@ def train(
 # ---- result
 
 
-def judge(out: Path, documents: list[str], config: TeacherConfig) -> dict[str, float]:
-    """Perplexity and bits per byte of the saved model on `documents`, in float32.
-
-    The first token of a document has no context and is left out of both; the end token counts.
-    """
-    device = backend.select(config.device)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
-    model = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32).to(device.device).eval()
-    encoded = encode(tokenizer, documents)
-    packed = pack(encoded, config.row)
-    batches = zip(*(tensor.split(config.rows) for tensor in packed), strict=True)
-    with torch.no_grad():
-        nats = sum(loss_sum(model, b, device, dtype="fp32").item() for b in batches)
-    firsts = sum(len(tokenizer.decode(tokens[:1]).encode()) for tokens in encoded)
-    num_bytes = sum(len(document.encode()) for document in documents) - firsts
-    tokens = (packed[2] != NO_LABEL).sum().item()
-    return {
-        "megabytes": sum(file.stat().st_size for file in out.iterdir()) / 1e6,
-        "parameters": model.num_parameters(),
-        "held_out_documents": len(documents),
-        "held_out_tokens": tokens,
-        "perplexity": math.exp(nats / tokens),
-        "bits_per_byte": nats / math.log(2) / num_bytes,
-    }
-
-
 def command(config: TeacherConfig) -> str:
     """What makes this teacher again, every setting spelled out."""
     values = config.model_dump(exclude_none=True, exclude={"device", "max_minutes"})
@@ -335,7 +259,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    figures = judge(out, texts.held_out, config)
+    device = backend.select(config.device)
+    figures = judge(out, texts.held_out, row=config.row, rows=config.rows, device=device)
     (out / "README.md").write_text(readme(figures, texts, log, config), encoding="utf-8")
     print(json.dumps({"out": str(out)} | log.best_row() | figures))
 
