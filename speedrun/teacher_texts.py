@@ -46,7 +46,7 @@ def read_pieces(path: Path) -> list[Piece]:
         ValueError: there is no text.
     """
     if path.is_file():
-        pieces = [Piece(**json.loads(line)) for line in _content(path).splitlines()]
+        pieces = [Piece(**row) for row in _json_lines(path)]
     else:
         folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
         pieces = [piece for folder in folders for piece in _read_source(folder)]
@@ -67,7 +67,7 @@ def _read_source(folder: Path) -> list[Piece]:
         elif kind == ".json":
             units = _linked(path.name, json.loads(_content(path)))
         elif kind == ".jsonl":
-            units = _linked(path.name, [json.loads(line) for line in _content(path).splitlines()])
+            units = _linked(path.name, _json_lines(path))
         else:
             continue
         for unit, texts in units.items():
@@ -80,6 +80,11 @@ def _content(path: Path) -> str:
     opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     with opened(path, "rt", encoding="utf-8") as file:
         return file.read()
+
+
+def _json_lines(path: Path) -> list[dict]:
+    # not splitlines, which knows characters that a row may hold
+    return [json.loads(line) for line in _content(path).split("\n") if line.strip()]
 
 
 # ---- units
@@ -238,5 +243,5 @@ def _shared_out(
 def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     """Write JSON lines, compressed if the name ends in .xz."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = "".join(json.dumps(p._asdict(), ensure_ascii=False) + "\n" for p in pieces).encode()
+    content = "".join(json.dumps(p._asdict()) + "\n" for p in pieces).encode()
     path.write_bytes(lzma.compress(content, preset=9) if path.suffix == ".xz" else content)

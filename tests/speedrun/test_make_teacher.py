@@ -47,10 +47,10 @@ def texts(tmp_path: Path) -> Path:
     speeches = "\n\n".join(sentences(60, 100 + i) for i in range(30))
     (folder / "speeches" / "all.txt.xz").write_bytes(lzma.compress(speeches.encode()))
     rows = [
-        {"prompt": f"{sentences(6, 200 + i // 4)}\nWhat is {i}?\n", "completion": f"It is {i}."}
+        {"prompt": f"{sentences(6, 200 + i // 4)}\u2028What is {i}?\n", "completion": f"It is {i}."}
         for i in range(160)
     ]
-    lines = "\n".join(map(json.dumps, [*rows, rows[0]]))
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in [*rows, rows[0]])
     (folder / "tasks" / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "other" / "other.txt").write_text(sentences(50, 999))
     return folder
