@@ -49,7 +49,7 @@ def token_flops(
         linear = model.get_submodule(name)
         per_weight = 6 if teaches_weights and name in learning else 4
         linears += per_weight * linear.out_features * linear.in_features
-    V, D = student.head.weight.shape
+    V, D = student.head.out_features, student.head.in_features
     rows = K if set(config.losses) == {"candidates"} else V
     H, head_dim = settings.num_attention_heads, settings.head_dim
     keys = sum(_mean_keys(settings, layer, S) for layer in range(settings.num_hidden_layers))

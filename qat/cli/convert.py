@@ -48,6 +48,8 @@ def convert(
         linears=len(report.modules),
         kept=report.kept,
         bits_per_weight=round(report.bits_per_weight, 4),
+        whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
+        megabytes=round(report.megabytes, 3),
         seconds=round(report.seconds, 2),
         **verdicts,
     )

@@ -42,7 +42,7 @@ def open_student(
         ConfigError: the device is not there or cannot compute in `dtype`.
     """
     student = load_model(source, device=device, dtype=dtype)
-    form_weights(student.model, student.model.get_input_embeddings().weight.dtype)
+    form_weights(student.model, student.dtype)
     return student, load_tokenizer(source)
 
 

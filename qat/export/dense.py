@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.errors import ExportError
 from qat.models.checkpoint import quiet_transformers
 from qat.models.directory import atomic_directory
+from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
 
 
@@ -54,7 +55,7 @@ def write_dense(
 
 
 def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of the same model with `nn.Linear` for every quantized linear, in `dtype`.
+    """The state of the same model with ordinary linears and tables, in `dtype`.
 
     Raises:
         ExportError: a finite value overflows `dtype`.
@@ -64,6 +65,13 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         for key in ("packed", *linear.weight_parameters()):
             state.pop(f"{name}.{key}", None)
         state[f"{name}.weight"] = linear.quantized_weight()
+    for name, table in lut_tables(model).items():
+        for key in ("packed", *table.weight_tensors()):
+            state.pop(f"{name}.{key}")
+        state[f"{name}.weight"] = table.quantized_weight()
+    for name, module in model.named_modules():
+        if isinstance(module, TiedLutHead):
+            state[f"{name}.weight"] = module.table.quantized_weight()
     return {name: _cast(name, tensor, dtype) for name, tensor in state.items()}
 
 

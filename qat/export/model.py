@@ -23,6 +23,7 @@ from qat.models.checkpoint import (
 from qat.models.count import model_bits_per_weight, model_bytes, quantized_parameter_count
 from qat.models.directory import atomic_directory, check_free
 from qat.models.load import load_tokenizer, resolve
+from qat.models.tables import embedding_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def check_equal(model: PreTrainedModel, directory: Path) -> None:
     try:
         with quiet_transformers():
             reloaded = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=model.dtype, local_files_only=True
+                directory, dtype=embedding_dtype(model), local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"what was written cannot be read back ({error}); report this") from error
@@ -104,16 +105,17 @@ def _write(
     config: ExportConfig,
 ) -> None:
     if config.to == "dense":
-        write_dense(model, tokenizer, directory, model.dtype)
+        write_dense(model, tokenizer, directory, embedding_dtype(model))
     else:
         write_checkpoint(model, tokenizer, directory)
 
 
 def _report(model: PreTrainedModel, directory: Path, config: ExportConfig) -> ExportReport:
     is_dense = config.to == "dense"
+    dense_bits = 8.0 * embedding_dtype(model).itemsize
     return ExportReport(
         dtype=json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"],
         bytes=model_bytes(directory),
-        bits_per_weight=8.0 * model.dtype.itemsize if is_dense else model_bits_per_weight(model),
+        bits_per_weight=dense_bits if is_dense else model_bits_per_weight(model),
         quantized_weights=quantized_parameter_count(model),
     )

@@ -12,11 +12,14 @@ from qat.quant.columns import ColumnOps, Columns
 
 MOST_COLUMNS = 128
 """Columns of a block that registers hold."""
+MOST_LEVELS = 16
+"""Levels that a kernel compares with one by one."""
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     """As `quant.columns.settle_columns`."""
-    if use_triton(target) and len(target) <= MOST_COLUMNS:
+    is_small = len(target) <= MOST_COLUMNS and len(columns.levels) <= MOST_LEVELS
+    if use_triton(target) and is_small:
         from qat.kernels import column_sweep_triton as triton
 
         triton.settle_columns(columns, target, coupling)

@@ -27,6 +27,9 @@ from qat.quant.weight import (
     round_scales,
 )
 
+MOST_LEVELS = 16
+"""Levels that a kernel's threads hold."""
+
 
 def form(
     source: Packed | Tensor,
@@ -42,7 +45,7 @@ def form(
     """
     if out is None:
         out = torch.empty(source.shape, dtype=dtype, device=codebook.device)
-    if use_triton(codebook):
+    if _by_kernel(codebook):
         from qat.kernels import lut_weight_triton
 
         lut_weight_triton.form(out, source, codebook, scales)
@@ -72,7 +75,7 @@ def pull_back(
     }
     if not any(wants.values()):
         return {}
-    if use_triton(codebook):
+    if _by_kernel(codebook):
         from qat.kernels.lut_weight_triton import reduce as reduce_by_kernel
 
         d_codebook, dS = reduce_by_kernel(dW, source, codebook, scales, **wants)
@@ -84,6 +87,11 @@ def pull_back(
     if scales.scales is not None:
         return gradients | {"scales": dS}
     return gradients | _pull_back_low_rank(dS, round_scales(scales), wanted)
+
+
+def _by_kernel(codebook: Tensor) -> bool:
+    """Whether the Triton kernel computes: not where the levels are many."""
+    return use_triton(codebook) and codebook.numel() <= MOST_LEVELS
 
 
 def _reduce(

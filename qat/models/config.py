@@ -1,5 +1,7 @@
 """Settings of `qat convert`."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from qat.config import Settings
@@ -12,6 +14,8 @@ class ConvertConfig(Settings):
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
     group_size: int | None = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
+    embedding_bits: Literal[4, 8] | None = None
+    """Quantize the embedding and the head too, to 4 or 8 bits; as the plan says if not given."""
     base: str | None = None
     """Float model to take weights from, where the source is already quantized."""
     calibration: str | None = None

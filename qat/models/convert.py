@@ -24,6 +24,7 @@ from qat.models.directory import atomic_directory, check_free
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.quantize import QuantizeReport, quantize_model
+from qat.models.tables import with_tables
 from qat.quant.spec import PRESETS, PlanRule, QuantPlan
 
 REPORT_NAME = "convert_report.json"
@@ -78,6 +79,7 @@ def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> Quantiz
     check_free(out)
     plan = read_plan(config)
     student = load_model(source, device=config.device, dtype="fp32")
+    plan = with_tables(plan, student.model, config.embedding_bits)
     tokenizer = load_tokenizer(source)
     base = None
     if config.base is not None:

@@ -1,7 +1,8 @@
 """Packed checkpoints as transformers sees them: a quantization method called `qat`.
 
 Importing this module registers it. `from_pretrained` then builds the model on the meta device,
-this quantizer swaps in `FrozenLutLinear` modules, and the stored tensors are loaded into them.
+this quantizer swaps in `FrozenLutLinear` modules and tables, and the stored tensors are loaded into
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.swap import ascending, replace_module
+from qat.models.tables import put_table, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.quant.lora import Lora
@@ -60,15 +63,15 @@ class QatConfig(QuantizationConfigMixin):
         """What to write about `model` as it is now.
 
         Raises:
-            CheckpointError: it has no quantized linear.
+            CheckpointError: it has no quantized linear or table.
         """
-        linears = quant_linears(model)
-        if not linears:
+        modules = _quantized_modules(model)
+        if not modules:
             raise CheckpointError(
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
                 "'qat convert' first"
             )
-        return cls(FORMAT, {name: _entry(m) for name, m in linears.items()})
+        return cls(FORMAT, {name: _entry(m) for name, m in modules.items()})
 
     def specs(self) -> dict[str, LutSpec]:
         """Each quantized module's spec.
@@ -121,24 +124,32 @@ class QatHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
+        tables = table_names(model)
         for name, spec in self.quantization_config.specs().items():
-            replace_module(model, name, empty_linear(model, name, spec))
+            if name in tables:
+                put_empty_table(model, name, spec)
+            else:
+                replace_module(model, name, empty_linear(model, name, spec))
         for name, rank in self.quantization_config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
         if checkpoint_files is not None:
             check_tensors(model, checkpoint_files)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        for name, linear in quant_linears(model).items():
+        for linear in quant_linears(model).values():
             for parameter in linear.weight_parameters().values():
                 parameter.data = parameter.data.float()
-            _check_indices(name, linear)
+        for table in lut_tables(model).values():
+            for key, tensor in table.weight_tensors().items():
+                setattr(table, key, tensor.float())
+        for name, module in _quantized_modules(model).items():
+            _check_indices(name, module)
 
 
 def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state as a packed checkpoint stores it.
 
-    Of each quantized linear: `packed` (uint8), `codebook` (float32, ascending), its scales
+    Of each quantized linear or table: `packed` (uint8), `codebook` (float32, ascending), its scales
     (float16, `rank_gain` float32), the factors of its adapter (float16) and the bias. Everything
     else as it is, in bfloat16 where that loses nothing: a student whose masters are float32 does
     not grow beyond its teacher.
@@ -147,10 +158,10 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.
     """
     state = _narrowed(model.state_dict())
-    for name, linear in quant_linears(model).items():
-        for key in ("weight", "packed", *linear.weight_parameters()):
+    for name, module in _quantized_modules(model).items():
+        for key in ("weight", "packed", *_parts(module)):
             state.pop(f"{name}.{key}", None)
-        for key, tensor in _stored_tensors(linear).items():
+        for key, tensor in _stored_tensors(module).items():
             if not tensor.isfinite().all():
                 raise CheckpointError(
                     f"{name}.{key} holds values that are not finite in {tensor.dtype}, expected "
@@ -205,19 +216,30 @@ def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
     )
 
 
-def _stored_tensors(linear: QuantLinear) -> dict[str, Tensor]:
-    quantized = ascending(linear.quantized())
+def _quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
+    return {**lut_tables(model), **quant_linears(model)}
+
+
+def _parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
+    """What the weight is made of beside its indices, by name."""
+    is_table = isinstance(module, FrozenLutTable)
+    return module.weight_tensors() if is_table else module.weight_parameters()
+
+
+def _stored_tensors(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
+    quantized = ascending(module.quantized())
     tensors = {"codebook": quantized.codebook, **quantized.scales.present()}
-    tensors |= {name: factor.detach() for name, factor in linear.lora_parameters().items()}
+    if isinstance(module, QuantLinear):
+        tensors |= {name: factor.detach() for name, factor in module.lora_parameters().items()}
     stored = {name: tensor.to(STORED_DTYPES[name]) for name, tensor in tensors.items()}
-    return {"packed": pack(quantized.indices, linear.spec.bits), **stored}
+    return {"packed": pack(quantized.indices, module.spec.bits), **stored}
 
 
 def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     dtypes = {}
-    for name, linear in quant_linears(model).items():
+    for name, module in _quantized_modules(model).items():
         dtypes[f"{name}.packed"] = SAFETENSORS_NAMES[torch.uint8]
-        for key in linear.weight_parameters():
+        for key in _parts(module):
             dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[STORED_DTYPES[key]]
     return dtypes
 
@@ -240,22 +262,42 @@ def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutL
     O, I = linear.weight.shape
     _check_groups(name, spec, O, I)
     with torch.device("meta"):
-        if spec.scale == "low_rank":
-            R = spec.rank
-            scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
-        else:
-            scales = Scales(torch.empty(O, I // spec.group_size))
-        indices = torch.empty(O, I, dtype=torch.uint8)
-        quantized = QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
-        return FrozenLutLinear(quantized, linear.bias, spec)
+        return FrozenLutLinear(_empty_weight(spec, O, I), linear.bias, spec)
 
 
-def set_empty_adapter(name: str, linear: QuantLinear, rank: int) -> None:
+def put_empty_table(model: PreTrainedModel, name: str, spec: LutSpec) -> None:
+    """Replace the embedding or head called `name` by a table without values on the meta device.
+
+    Raises:
+        CheckpointError: the spec does not fit its shape.
+    """
+    shape = weight_shape(model.get_submodule(name))
+    _check_groups(name, spec, *shape)
+    with torch.device("meta"):
+        put_table(model, name, _empty_weight(spec, *shape), spec)
+
+
+def _empty_weight(spec: LutSpec, out_features: int, in_features: int) -> QuantizedWeight:
+    O, I, R = out_features, in_features, spec.rank
+    if spec.scale == "low_rank":
+        scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
+    else:
+        scales = Scales(torch.empty(O, I // spec.group_size))
+    indices = torch.empty(O, I, dtype=torch.uint8)
+    return QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
+
+
+def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
     """Give the linear called `name` an adapter without values on the meta device.
 
     Raises:
-        CheckpointError: `rank` is above the smaller side of its weight.
+        CheckpointError: it is a table, or `rank` is above the smaller side of its weight.
     """
+    if not isinstance(linear, QuantLinear):
+        raise CheckpointError(
+            f"quantization_config of {name} has {LORA_RANK}={rank}, expected none for a table, "
+            "which takes no adapter; the file is damaged: copy it anew"
+        )
     O, I = linear.out_features, linear.in_features
     if rank > min(O, I):
         raise CheckpointError(
@@ -265,10 +307,11 @@ def set_empty_adapter(name: str, linear: QuantLinear, rank: int) -> None:
     linear.set_lora(Lora(torch.empty(O, rank, device="meta"), torch.empty(rank, I, device="meta")))
 
 
-def _entry(linear: QuantLinear) -> dict[str, object]:
+def _entry(module: QuantLinear | FrozenLutTable) -> dict[str, object]:
     """What `quantization_config` says of one module."""
-    adapter = {LORA_RANK: linear.lora_rank} if linear.lora_rank else {}
-    return {**linear.spec.model_dump(), **adapter}
+    has_adapter = isinstance(module, QuantLinear) and module.lora_rank > 0
+    adapter = {LORA_RANK: module.lora_rank} if has_adapter else {}
+    return {**module.spec.model_dump(), **adapter}
 
 
 def _without_rank(values: object) -> object:
@@ -285,13 +328,13 @@ def _check_groups(name: str, spec: LutSpec, out_features: int, in_features: int)
             raise CheckpointError(f"quantization_config of {error}") from None
 
 
-def _check_indices(name: str, linear: QuantLinear) -> None:
-    if linear.spec.num_levels == 2**linear.spec.bits or linear.codebook.is_meta:
+def _check_indices(name: str, module: QuantLinear | FrozenLutTable) -> None:
+    if module.spec.num_levels == 2**module.spec.bits or module.codebook.is_meta:
         return
-    largest = int(linear.indices().max())
-    if largest >= linear.spec.num_levels:
+    largest = int(module.indices().max())
+    if largest >= module.spec.num_levels:
         raise CheckpointError(
-            f"{name}.packed holds index {largest}, but the codebook has {linear.spec.num_levels} "
+            f"{name}.packed holds index {largest}, but the codebook has {module.spec.num_levels} "
             "levels; the file is damaged: copy it anew"
         )
 

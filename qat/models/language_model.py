@@ -9,6 +9,8 @@ from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import causal_mask, use_packed_attention
+from qat.models.tables import embedding_dtype, module_device
+from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 
 SPLIT_TOLERANCE = 0.02
 """Largest difference that two orders of the same sums may make, relative to the largest logit."""
@@ -39,7 +41,12 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the input ids go."""
-        return self.model.get_input_embeddings().weight.device
+        return module_device(self.model.get_input_embeddings())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in without autocast."""
+        return embedding_dtype(self.model)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:
         """The last hidden state, `(B, S, D)`; nothing waits for the device.
@@ -102,8 +109,13 @@ class LanguageModel:
         return getattr(self.config, "final_logit_softcapping", None)
 
     def head_in(self, dtype: torch.dtype) -> Head:
-        """The output embedding for computing in `dtype`; a cast that it needs is made once."""
+        """The output embedding for computing in `dtype`; a cast that it needs is made once.
+
+        So is the whole table of a quantized one.
+        """
         head = self.head
+        if isinstance(head, FrozenLutHead | TiedLutHead):
+            return Head(head.weight_in(dtype), head.bias, self.softcap)
         weight, bias = head.weight, head.bias
         if weight.dtype != dtype and not weight.requires_grad:
             if self._cast_head is None or self._cast_head.dtype != dtype:
@@ -114,6 +126,6 @@ class LanguageModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """`(..., D)` to `(..., V)`, soft-capped if the model does so."""
         head = self.head
-        logits = head(hidden.to(head.weight.device))
+        logits = head(hidden.to(module_device(head)))
         softcap = self.softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,4 +1,4 @@
-"""Quantizes the linears of a model in place: each fitted alone, no training.
+"""Quantizes the linears and tables of a model in place: each fitted alone, no training.
 
 Shapes: O out_features, I in_features.
 """
@@ -17,10 +17,17 @@ from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
 from qat.models.calibrate import TokenBatch, quantize_in_order
-from qat.models.count import bits_per_weight, model_bits_per_weight
+from qat.models.count import (
+    bits_per_weight,
+    model_bits_per_weight,
+    tensor_bytes,
+    whole_model_bits,
+)
 from qat.models.language_model import LanguageModel
-from qat.models.swap import linear_names, replace_module
+from qat.models.swap import linear_names
+from qat.models.tables import put_quantized, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
@@ -32,7 +39,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """How well one linear survived."""
+    """How well one linear or table survived."""
 
     name: str
     bits: int
@@ -58,8 +65,12 @@ class QuantizeReport:
     seconds: float
     bits_per_weight: float
     """Over all quantized linears."""
+    whole_bits_per_weight: float
+    """Over the whole model: tables, norms and everything else included."""
+    megabytes: float
+    """Of all tensors of the checkpoint, in 10**6 bytes."""
     kept: int
-    """Linears that had their format already."""
+    """Linears and tables that had their format already."""
     modules: list[ModuleReport]
 
 
@@ -71,47 +82,49 @@ def quantize_model(
     calibration: Sequence[TokenBatch] = (),
     workers: int = 0,
 ) -> QuantizeReport:
-    """Quantize the linears of `student` in place by `plan`.
+    """Quantize the linears and tables of `student` in place by `plan`.
 
-    A linear that has the wished format already is kept as it is. The others are fitted to the
-    weights of `base` if given, else to their own. With `calibration` the blocks are quantized in
-    order, against the inputs that they will see.
+    What has the wished format already is kept as it is. The others are fitted to the weights of
+    `base` if given, else to their own. Tables come first. With `calibration` the blocks are then
+    quantized in order, against the inputs that they will see.
 
     Raises:
         ConfigError: the plan or the base does not fit the model.
     """
     began = time.perf_counter()
-    names = linear_names(student.model)
-    specs = plan.assign(names)
+    tables = table_names(student.model)
+    specs = plan.assign(linear_names(student.model), tables)
     for name, spec in specs.items():
-        module = student.model.get_submodule(name)
-        spec.check_shape(name, module.out_features, module.in_features)
+        spec.check_shape(name, *weight_shape(student.model.get_submodule(name)))
     if base is not None:
         _check_base(student.model, base.model, list(specs))
     todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
     description = f"quantizing to {plan.name}"
     with progress(description, len(todo), "linears") as ticker, _fast_matmuls():
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
+        job.quantize_alone([name for name in todo if name in tables])
+        linears = [name for name in todo if name not in tables]
         if calibration:
-            quantize_in_order(student, calibration, list(todo), job.quantize_stage)
+            quantize_in_order(student, calibration, linears, job.quantize_stage)
         else:
-            job.quantize_alone(list(todo))
+            job.quantize_alone(linears)
     reports = job.reports()
     return QuantizeReport(
         plan=plan.name,
         seconds=time.perf_counter() - began,
         bits_per_weight=model_bits_per_weight(student.model),
+        whole_bits_per_weight=whole_model_bits(student.model),
+        megabytes=tensor_bytes(student.model) / 1e6,
         kept=len(specs) - len(todo),
         modules=[reports[name] for name in todo],
     )
 
 
 def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
-    found = {
-        n: _shape(m) for n, m in base.named_modules() if isinstance(m, nn.Linear | QuantLinear)
-    }
+    kinds = nn.Linear | QuantLinear | nn.Embedding | FrozenLutTable
+    found = {n: weight_shape(m) for n, m in base.named_modules() if isinstance(m, kinds)}
     for name in names:
-        wished = _shape(model.get_submodule(name))
+        wished = weight_shape(model.get_submodule(name))
         if found.get(name) != wished:
             raise ConfigError(
                 f"base: its {name} is of shape {found.get(name)}, the model's of {wished}; give "
@@ -119,15 +132,11 @@ def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
             )
 
 
-def _shape(linear: nn.Linear | QuantLinear) -> tuple[int, int]:
-    return linear.out_features, linear.in_features
-
-
 @dataclass
 class _Fitted:
-    """One linear in its place, and what its report needs."""
+    """One linear or table in its place, and what its report needs."""
 
-    linear: FrozenLutLinear
+    module: FrozenLutLinear | FrozenLutTable
     error: Tensor
     """`|W - W_q| / |W|`, still on the device."""
     output_error: float | None
@@ -135,7 +144,7 @@ class _Fitted:
 
 
 class _Conversion:
-    """Fits linears and puts the results in their place."""
+    """Fits linears and tables and puts the results in their place."""
 
     def __init__(
         self,
@@ -154,7 +163,7 @@ class _Conversion:
         self.fitted: dict[str, _Fitted] = {}
 
     def quantize_alone(self, names: list[str]) -> None:
-        """Replace the linears called `names`, each fitted to its weight, some at a time."""
+        """Replace the modules called `names`, each fitted to its weight, some at a time."""
 
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight = time.perf_counter(), self._weight(name)
@@ -179,7 +188,7 @@ class _Conversion:
                 )
 
     def reports(self) -> dict[str, ModuleReport]:
-        """Of every linear that was replaced, by name."""
+        """Of every module that was replaced, by name."""
         if not self.fitted:
             return {}
         names, errors = zip(*((n, fitted.error) for n, fitted in self.fitted.items()), strict=True)
@@ -195,13 +204,9 @@ class _Conversion:
         output_error: float | None,
         seconds: float,
     ) -> None:
-        bias = self.model.get_submodule(name).bias
-        linear = FrozenLutLinear(
-            quantized, None if bias is None else bias.detach(), self.specs[name]
-        )
-        replace_module(self.model, name, linear)
+        put_quantized(self.model, name, quantized, self.specs[name])
         error = (weight - dequantize(quantized)).norm() / weight.norm().clamp_min(TINY)
-        self.fitted[name] = _Fitted(linear, error, output_error, seconds)
+        self.fitted[name] = _Fitted(self.model.get_submodule(name), error, output_error, seconds)
         self.ticker.advance()
         self.ticker.note(name)
 
@@ -209,14 +214,15 @@ class _Conversion:
         """The float weight to imitate, on the device of the one it replaces."""
         own = self.model.get_submodule(name)
         module = own if self.base is None else self.base.get_submodule(name)
-        if isinstance(module, QuantLinear):
+        if isinstance(module, QuantLinear | FrozenLutTable):
             return module.quantized_weight()
-        device = own.codebook.device if isinstance(own, QuantLinear) else own.weight.device
+        is_quantized = isinstance(own, QuantLinear | FrozenLutTable)
+        device = own.codebook.device if is_quantized else own.weight.device
         return module.weight.detach().float().to(device)
 
 
 def _report(name: str, fitted: _Fitted, error: float) -> ModuleReport:
-    spec = fitted.linear.spec
+    spec = fitted.module.spec
     return ModuleReport(
         name=name,
         bits=spec.bits,
@@ -226,7 +232,7 @@ def _report(name: str, fitted: _Fitted, error: float) -> ModuleReport:
         rank=spec.rank,
         relative_error=error,
         weighted_error=fitted.output_error,
-        bits_per_weight=bits_per_weight(fitted.linear),
+        bits_per_weight=bits_per_weight(fitted.module),
         seconds=fitted.seconds,
     )
 
@@ -246,4 +252,4 @@ def _fast_matmuls() -> Iterator[None]:
 
 
 def _has_format(module: nn.Module, spec: LutSpec) -> bool:
-    return isinstance(module, QuantLinear) and module.spec == spec
+    return isinstance(module, QuantLinear | FrozenLutTable) and module.spec == spec

@@ -1,4 +1,4 @@
-"""Indices of 1 to 4 bits, packed into bytes row by row, least significant bit first."""
+"""Indices of 1 to 8 bits, packed into bytes row by row, least significant bit first."""
 
 from typing import NamedTuple
 
@@ -36,8 +36,10 @@ def pack(indices: Tensor, bits: int) -> Tensor:
     with zeros. Eight indices fill `bits` whole bytes, so a row is packed eight at a time.
     """
     O, I = indices.shape
-    padded = torch.nn.functional.pad(indices, (0, -I % 8)).view(O, -1, 8).int()
-    word = (padded << _shifts(bits, indices.device)).sum(-1, dtype=torch.int32)
+    if bits == 8:
+        return indices.clone()
+    padded = torch.nn.functional.pad(indices, (0, -I % 8)).view(O, -1, 8).to(_word(bits))
+    word = (padded << _shifts(bits, indices.device)).sum(-1, dtype=_word(bits))
     byte_shifts = torch.arange(0, 8 * bits, 8, device=indices.device)
     octets = (word[..., None] >> byte_shifts) & 255
     return octets.view(O, -1)[:, : packed_width(I, bits)].to(torch.uint8).contiguous()
@@ -46,11 +48,18 @@ def pack(indices: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """The `(O, in_features)` uint8 indices that `pack` packed."""
     O, width = packed.shape
-    octets = torch.nn.functional.pad(packed, (0, -width % bits)).view(O, -1, bits).int()
+    if bits == 8:
+        return packed.clone()
+    octets = torch.nn.functional.pad(packed, (0, -width % bits)).view(O, -1, bits).to(_word(bits))
     byte_shifts = torch.arange(0, 8 * bits, 8, device=packed.device)
-    word = (octets << byte_shifts).sum(-1, dtype=torch.int32)
+    word = (octets << byte_shifts).sum(-1, dtype=_word(bits))
     indices = (word[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
     return indices.view(O, -1)[:, :in_features].to(torch.uint8).contiguous()
+
+
+def _word(bits: int) -> torch.dtype:
+    """What holds eight indices."""
+    return torch.int32 if bits <= 4 else torch.int64
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

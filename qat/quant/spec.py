@@ -1,5 +1,6 @@
 """How one linear layer is quantized, and which layer gets which way."""
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from typing import Literal, Self
 
@@ -18,7 +19,7 @@ class LutSpec(Settings):
     scale is `A diag(g) B` of rank `rank` (of the reference system and the Apple Neural Engine).
     """
 
-    bits: int = Field(ge=1, le=4)
+    bits: int = Field(ge=1, le=8)
     """Bits per index; the codebook has `2**bits` entries (three when ternary)."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary: fixed grids."""
@@ -68,34 +69,46 @@ class PlanRule(Settings):
     pattern: str
     spec: LutSpec | None = None
 
+    def catches(self, name: str, *, is_table: bool = False) -> bool:
+        """Whether the pattern matches; a table only if it is its name or says `embed` or `head`."""
+        is_meant = self.pattern == name or "embed" in self.pattern or "head" in self.pattern
+        return fnmatchcase(name, self.pattern) and (is_meant or not is_table)
+
 
 class QuantPlan(Settings):
-    """Rules in order: the first whose pattern matches a module's name decides."""
+    """Rules in order: the first whose pattern matches a module's name decides.
+
+    A table (embedding or head) is matched only by a pattern that is its name or holds `embed` or
+    `head`: what is written for linears, such as `*`, does not catch it by accident.
+    """
 
     name: str
     rules: tuple[PlanRule, ...]
 
-    def spec_for(self, module_name: str) -> LutSpec | None:
+    def spec_for(self, module_name: str, *, is_table: bool = False) -> LutSpec | None:
         """The spec of that module, or None if it stays in floating point."""
         for rule in self.rules:
-            if fnmatchcase(module_name, rule.pattern):
+            if rule.catches(module_name, is_table=is_table):
                 return rule.spec
         return None
 
-    def assign(self, module_names: list[str]) -> dict[str, LutSpec]:
-        """The modules to quantize and how.
+    def assign(
+        self, module_names: list[str], table_names: Collection[str] = ()
+    ) -> dict[str, LutSpec]:
+        """The modules to quantize and how: tables first, then linears.
 
         Raises:
             ConfigError: a pattern matches no module at all.
         """
+        is_table = dict.fromkeys(table_names, True) | dict.fromkeys(module_names, False)
         for rule in self.rules:
-            if not any(fnmatchcase(name, rule.pattern) for name in module_names):
+            if not any(rule.catches(name, is_table=kind) for name, kind in is_table.items()):
                 raise ConfigError(
                     f"plan {self.name}: pattern {rule.pattern!r} matches none of the model's "
                     f"{len(module_names)} linear layers (such as {module_names[0]!r}); mend the "
                     "pattern"
                 )
-        specs = {name: self.spec_for(name) for name in module_names}
+        specs = {name: self.spec_for(name, is_table=kind) for name, kind in is_table.items()}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
 

@@ -161,8 +161,8 @@ def test_the_group_size_of_a_plan_may_be_overridden(place: Path) -> None:
         (b'name = "x"\n', "rules: Field required"),
         (b'name = "x"\nrules = [{}]\n', "rules.0.pattern: Field required"),
         (
-            b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 7 }\n',
-            "rules.0.spec.bits=7: Input should be less than or equal to 4",
+            b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 9 }\n',
+            "rules.0.spec.bits=9: Input should be less than or equal to 8",
         ),
         (b'name = "x"\n[[rules]]\npattern = "*.moe.*"\n', r"pattern '\*.moe.\*' matches none"),
     ],

@@ -8,7 +8,7 @@ from qat.quant.pack import pack, packed_width, unpack
 WIDTHS = [1, 2, 3, 5, 7, 8, 9, 13, 16, 31, 64, 100]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("I", WIDTHS)
 def test_round_trip(bits: int, I: int) -> None:
     indices = torch.randint(2**bits, (5, I), dtype=torch.uint8)
@@ -18,7 +18,7 @@ def test_round_trip(bits: int, I: int) -> None:
     assert torch.equal(unpack(packed, bits, I), indices)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("I", WIDTHS)
 def test_a_row_is_one_little_endian_integer(bits: int, I: int) -> None:
     indices = torch.randint(2**bits, (3, I), dtype=torch.uint8)

@@ -1,0 +1,194 @@
+"""Embeddings and heads whose table is stored as packed indices: nothing of them learns.
+
+Shapes: V words, D model width, B sequences, S positions.
+"""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qat.kernels.lut_weight import form
+from qat.quant.pack import Packed, pack
+from qat.quant.spec import LutSpec
+from qat.quant.weight import QuantizedWeight, Scales
+
+PIECE = 2**24
+"""Weights of a table that are formed at a time."""
+
+
+class FrozenLutTable(nn.Module):
+    """A `(V, D)` table `codebook[indices] * S` as a checkpoint holds it.
+
+    All its tensors are buffers. `dtype` is that of the float table it stands for; casting the model
+    changes it and leaves what the table is made of as it is.
+    """
+
+    def __init__(self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec, self.dtype = spec, dtype
+        self.out_features, self.in_features = quantized.indices.shape
+        self.register_buffer("packed", pack(quantized.indices, spec.bits))
+        self.register_buffer("codebook", quantized.codebook.float().clone())
+        for name, tensor in quantized.scales.present().items():
+            self.register_buffer(name, tensor.float().clone())
+        self.register_buffer("formed", None, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table lies."""
+        return self.packed.device
+
+    def _scales(self) -> Scales:
+        """The scales, float32."""
+        return Scales(**{name: self._buffers.get(name) for name in Scales._fields})
+
+    def weight_tensors(self) -> dict[str, Tensor]:
+        """What the table is made of beside its indices, by name."""
+        return {"codebook": self.codebook, **self._scales().present()}
+
+    def indices(self) -> Tensor:
+        """The stored index of each weight: `(V, D)` uint8."""
+        return self._source(slice(None)).indices()
+
+    def quantized(self) -> QuantizedWeight:
+        """What a checkpoint holds."""
+        return QuantizedWeight(self.indices(), self.codebook, self._scales())
+
+    @torch.no_grad()
+    def rows(self, which: slice | Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The rows `which`, a slice or ids `(N,)`, as `(N, D)` in `dtype`; no other is unpacked."""
+        scales = self._scales()._asdict()
+        own = {n: scales[n][which] for n in ("scales", "scale_out") if scales[n] is not None}
+        scales = Scales(**{**scales, **own})
+        return form(self._source(which), self.codebook, scales, dtype, out=out)
+
+    @torch.no_grad()
+    def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole table, `(V, D)` in `dtype`."""
+        V, D = self.out_features, self.in_features
+        table = torch.empty(V, D, dtype=dtype, device=self.device)
+        size = max(1, PIECE // D)
+        for piece in (slice(start, start + size) for start in range(0, V, size)):
+            self.rows(piece, dtype, out=table[piece])
+        return table
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """As `quantized_weight`, made once and kept: the table does not learn."""
+        formed = self.formed
+        if formed is None or (formed.dtype, formed.device) != (dtype, self.device):
+            self.formed = self.quantized_weight(dtype)
+        return self.formed
+
+    def _source(self, which: slice | Tensor) -> Packed:
+        return Packed(self.packed[which], self.spec.bits, self.in_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+
+        def move(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
+
+        return super()._apply(move, recurse)
+
+    def extra_repr(self) -> str:
+        """Shape and format, for `print(model)`."""
+        spec = self.spec
+        return (
+            f"{self.out_features}, {self.in_features}, bits={spec.bits}, codebook={spec.codebook}, "
+            f"group_size={spec.group_size}, dtype={self.dtype}"
+        )
+
+
+class FrozenLutEmbedding(FrozenLutTable):
+    """`embedding.weight[ids]` in `dtype`, by unpacking the rows of these ids alone."""
+
+    def __init__(
+        self,
+        quantized: QuantizedWeight,
+        spec: LutSpec,
+        dtype: torch.dtype,
+        embed_scale: float | None = None,
+    ) -> None:
+        super().__init__(quantized, spec, dtype)
+        self.embed_scale = embed_scale
+        """What some models multiply the rows by, after rounding it to `dtype`."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`(B, S)` ids to `(B, S, D)`."""
+        flat = ids.flatten().to(self.device)
+        if self.formed is not None and self.formed.dtype == self.dtype:
+            rows = F.embedding(flat, self.formed)  # a tied head has made it already
+        else:
+            rows = self.rows(flat, self.dtype)
+        rows = rows.view(*ids.shape, self.in_features)
+        if self.embed_scale is None:
+            return rows
+        return rows * torch.tensor(self.embed_scale, dtype=self.dtype).item()
+
+
+class FrozenLutHead(FrozenLutTable):
+    """`hidden @ table.T + bias` with a table of its own."""
+
+    def __init__(
+        self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        super().__init__(quantized, spec, dtype)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`(..., D)` to `(..., V)`."""
+        return _logits(hidden, self, self.bias)
+
+
+class TiedLutHead(nn.Module):
+    """`hidden @ table.T + bias` with the table of the embedding, which owns it."""
+
+    def __init__(self, embedding: FrozenLutEmbedding, bias: Tensor | None) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # a tuple: a submodule would have a second name
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    @property
+    def table(self) -> FrozenLutEmbedding:
+        """The embedding."""
+        return self._embedding[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table lies."""
+        return self.table.device
+
+    @property
+    def out_features(self) -> int:
+        """Words."""
+        return self.table.out_features
+
+    @property
+    def in_features(self) -> int:
+        """Model width."""
+        return self.table.in_features
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The whole table, made once and kept."""
+        return self.table.weight_in(dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`(..., D)` to `(..., V)`."""
+        return _logits(hidden, self.table, self.bias)
+
+
+def lut_tables(model: nn.Module) -> dict[str, FrozenLutTable]:
+    """The model's quantized tables by name, in order; a tied head is none."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, FrozenLutTable)}
+
+
+def _logits(hidden: Tensor, table: FrozenLutTable, bias: Tensor | None) -> Tensor:
+    device = hidden.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
+    bias = None if bias is None else bias.to(dtype)
+    return F.linear(hidden.to(dtype), table.weight_in(dtype), bias)
