@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from qat.backend import Backend
-from qat.bench.config import MeasureConfig
+from qat.config import Settings
 from qat.logs import JsonLines
 from qat.models.directory import check_free
 from qat.train.run import git_commit, write_atomically
@@ -66,7 +66,7 @@ class Results:
         write_atomically(self.path / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
 
 
-def environment(backend: Backend, config: MeasureConfig) -> dict[str, object]:
+def environment(backend: Backend, config: Settings) -> dict[str, object]:
     """What the numbers depend on besides the code: versions, device, command, settings."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from qat.bench.config import BaselinesConfig, BenchConfig
+from qat.bench.quality.config import QualityConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from qat.bench.plan import Prediction
+    from qat.bench.quality.run import QualityReport
     from qat.bench.run import BenchReport
 
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
 SUMMARY_DIGITS = 6
-FILE_WIDTH = 120
+FILE_WIDTH, QUALITY_WIDTH = 120, 240
 
 bench_app = App(help="Measure the training step of a student.")
 
@@ -70,12 +72,56 @@ def baselines(
     return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
 
 
-def _console() -> "Console":
+@bench_app.command
+def quality(
+    recipe: Path,
+    /,
+    *,
+    config: Annotated[QualityConfig, Parameter(name="*")] = QualityConfig(),  # noqa: B008
+    out: Path,
+) -> dict[str, object]:
+    """Train the recipes of RECIPE on one teacher, data and budget, and judge every student.
+
+    The same command again goes on where it stopped.
+
+    Args:
+        recipe: TOML file, such as speedrun/recipes/quality_tiny.toml.
+        config: settings.
+        out: directory for caches, students, runs and results.
+    """
+    from qat.bench.quality.run import run_quality
+    from qat.bench.quality.table import best
+
+    report = run_quality(config, recipe, out)
+    _console(QUALITY_WIDTH).print(_quality_table(report))
+    report.check()
+    found, text = best(report.lines), report.texts[0]
+    if found is None:
+        return dict(out=report.path)
+    kl_nats = found.stats[f"kl_nats.{text}"].mean
+    return dict(out=report.path, best=found.recipe, kl_nats=_rounded(kl_nats))
+
+
+def _quality_table(report: "QualityReport") -> "Table":
+    from rich.table import Table
+
+    from qat.bench.quality.table import cells
+
+    headings, body = cells(report.lines, report.texts)
+    table = Table(headings[0], title="Mean +- standard deviation over seeds; KL and KD in nats")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in body:
+        table.add_row(*row)
+    return table
+
+
+def _console(file_width: int = FILE_WIDTH) -> "Console":
     """As wide as the terminal, or as our widest table needs where the output is a file."""
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=FILE_WIDTH)
+    return console if console.is_terminal else Console(width=file_width)
 
 
 def _table(

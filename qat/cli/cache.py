@@ -11,10 +11,9 @@ from qat.data.config import CacheConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qat.data.cache import Manifest, TeacherInfo
+    from qat.data.cache import Manifest
     from qat.data.reader import TeacherCache
     from qat.data.sources import Source
-    from qat.models.language_model import LanguageModel
 
 CACHES = Path("caches")
 SAMPLE_TOKENS = 48
@@ -33,29 +32,12 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
-    from qat.backend import select
-    from qat.data.build import build_cache
     from qat.data.sources import open_source
-    from qat.models.load import load_teacher, load_tokenizer
-    from qat.models.regions import Regions
+    from qat.models.teacher_cache import build_teacher_cache
 
     source = open_source(config.data, config.format, config.text_field)
     out = out or CACHES / suggested_name(config, source)
-    tokenizer = load_tokenizer(config.teacher)
-    teacher = load_teacher(
-        config.teacher, device=config.device, dtype=config.dtype, device_map=config.device_map
-    )
-    if select(config.device).compiles() and config.device_map is None:
-        Regions(teacher.model, is_compiled=True, recompute_every=None).install()
-    manifest = build_cache(
-        config.settings().model_copy(update={"format": source.format}),
-        tokenizer=tokenizer,
-        teacher=teacher,
-        info=_describe_teacher(config.teacher, teacher),
-        documents=source.documents,
-        out=out,
-        batch_size=config.batch_size,
-    )
+    manifest = build_teacher_cache(config, source, out)
     return dict(out=out, **_numbers(out, manifest))
 
 
@@ -99,19 +81,6 @@ def suggested_name(config: CacheConfig, source: "Source") -> str:
     return (
         f"{data}_{source.format}_think_{config.thinking}"
         f"_L{config.sequence_length}_K{config.top_k}_R{config.draws}"
-    )
-
-
-def _describe_teacher(name: str, teacher: "LanguageModel") -> "TeacherInfo":
-    from qat.data.cache import TeacherInfo
-    from qat.models.load import model_identity
-
-    return TeacherInfo(
-        name=name,
-        identity=model_identity(name),
-        vocab_size=teacher.head.weight.shape[0],
-        max_positions=getattr(teacher.config, "max_position_embeddings", None),
-        dtype=str(teacher.model.dtype).removeprefix("torch."),
     )
 
 

@@ -47,17 +47,43 @@ def generate_text(
     Raises:
         ConfigError: the prompt holds no token.
     """
-    ids = encode_prompt(tokenizer, prompt, raw=raw).to(model.device)
+    ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
     config = _generation_config(model, max_new_tokens, temperature, top_p)
+    (new_ids,) = _continue(model, ids, config, streamer)
+    text = tokenizer.decode(new_ids, skip_special_tokens=True)
+    return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
+
+
+def sample_continuations(
+    model: LanguageModel, ids: Tensor, *, max_new_tokens: int, top_p: float = 0.95
+) -> list[list[int]]:
+    """One sample for each of the prompts `ids` `(B, N)`, all at once, at temperature 1.
+
+    Each ends with the model's closing token or after `max_new_tokens`. Draws from torch's
+    generator (`qat.backend.seeded`).
+    """
+    return _continue(model, ids, _generation_config(model, max_new_tokens, 1.0, top_p))
+
+
+def _continue(
+    model: LanguageModel, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None" = None
+) -> list[list[int]]:
+    """The new tokens of each row, without what pads rows that ended early."""
+    ids = ids.to(model.device)
     # a compiled layer would be compiled again for every length
     with judging(model), as_written(model.model), _generating_by(model, config):
-        answer = model.model.generate(
+        answers = model.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer
         )
-    new_ids = answer[0, ids.shape[1] :].tolist()
-    text = tokenizer.decode(new_ids, skip_special_tokens=True)
-    return Generated(text, len(new_ids), repeated_frac(new_ids), _distinct_frac(new_ids))
+    ends = config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    return [_until_end(row, ends) for row in answers[:, ids.shape[1] :].tolist()]
+
+
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: stop + 1]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:
@@ -86,7 +112,8 @@ def repeated_frac(ids: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _distinct_frac(ids: list[int]) -> float:
+def distinct_frac(ids: list[int]) -> float:
+    """Distinct tokens of `ids`, which are not none, over all of them."""
     return len(set(ids)) / len(ids)
 
 

@@ -1,9 +1,9 @@
-"""A text as batches of overlapping windows in which each token is scored once.
+"""A text as batches: of overlapping windows, each token scored once, or packed as in a cache.
 
 Shapes: N tokens of the text, B windows, S tokens in a window.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qat.data import packing
 from qat.data.batch import NO_LABEL, Batch
+from qat.data.chat import Document, render
+from qat.data.text import encode, end_token
 from qat.errors import ConfigError, DataError
 from qat.logs import progress
 
@@ -107,10 +110,54 @@ def _window_batch(ids: Tensor, group: list[Window]) -> Batch:
     labels = torch.cat([input_ids[:, 1:], torch.full((B, 1), NO_LABEL)], dim=1)
     predicted = position_ids + 1 + torch.tensor([[window.begin] for window in group])
     is_scored = predicted >= torch.tensor([[window.first_scored] for window in group])
+    return _without_teacher(input_ids, position_ids, is_scored & (labels != NO_LABEL), labels)
+
+
+def packed_batches(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    max_sequences: int,
+    batch_size: int,
+) -> list[Batch]:
+    """Documents in sequences of `length` tokens as a cache packs them, without a teacher's word.
+
+    No document sees another one; the last sequence is padded if they end before `max_sequences`.
+
+    Raises:
+        DataError: the documents hold no text.
+    """
+    packer = packing.Packer(length, end_token(tokenizer))
+    for document in documents:
+        for ids in encode(render(document, tokenizer, "none"), tokenizer):
+            if len(ids) > 1:
+                packer.push(ids)
+        if packer.num_full >= max_sequences:
+            break
+    if packer.num_left == 0:
+        raise DataError("the text holds no token to judge by; expected some; name another text")
+    packed = packer.take(min(max_sequences, packer.num_left))
+    tokens, starts, mask = (
+        torch.from_numpy(array).split(batch_size)
+        for array in (packed.tokens.astype("int64"), packed.starts, packed.mask)
+    )
+    return [
+        _without_teacher(
+            ids, packing.position_ids(begins), counts, packing.labels(ids, begins, counts)
+        )
+        for ids, begins, counts in zip(tokens, starts, mask, strict=True)
+    ]
+
+
+def _without_teacher(
+    input_ids: Tensor, position_ids: Tensor, mask: Tensor, labels: Tensor
+) -> Batch:
+    B, S = input_ids.shape
     return Batch(
         input_ids=input_ids,
         position_ids=position_ids,
-        mask=is_scored & (labels != NO_LABEL),
+        mask=mask,
         labels=labels,
         topk_ids=torch.empty(B, S, 0, dtype=torch.int64),
         topk_logprobs=torch.empty(B, S, 0),

@@ -1,0 +1,83 @@
+"""Runs jobs as processes, some side by side; one that fails leaves the others alone."""
+
+import logging
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from qat.bench.quality.job import Job
+from qat.bench.quality.places import Places
+from qat.logs import progress
+from qat.train.run import write_atomically
+
+POLL_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """A job that ended without rows."""
+
+    name: str
+    seed: int
+    message: str
+    """The last line that it said."""
+    log: Path
+
+
+class _Running(NamedTuple):
+    job: Job
+    process: subprocess.Popen
+
+
+def run_jobs(jobs: Sequence[Job], places: Places) -> list[Failure]:
+    """Run all jobs, as many side by side as they say; the failures.
+
+    When this process ends, however it ends, so do they.
+    """
+    waiting, running, failures = deque(jobs), [], []
+    try:
+        with progress("training recipes", len(jobs), "jobs") as ticker:
+            while waiting or running:
+                while waiting and len(running) < waiting[0].workers:
+                    job = waiting.popleft()
+                    running.append(_Running(job, _start(job, places)))
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    failures += _end(each, places)
+                    ticker.advance()
+                time.sleep(POLL_S)
+    finally:
+        for each in running:
+            each.process.kill()
+            each.process.communicate()
+    return failures
+
+
+def _start(job: Job, places: Places) -> subprocess.Popen:
+    path, log = places.job(job.label), places.log(job.label)
+    for file in (path, log):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, job.model_dump_json(indent=1) + "\n")
+    command = [sys.executable, "-m", "qat.bench.quality.job", str(path)]
+    with log.open("ab") as file:
+        # a job reads its input to learn that this process has ended
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file)
+
+
+def _end(ended: _Running, places: Places) -> list[Failure]:
+    """The failure of a job whose process has ended, if it is one."""
+    job, process = ended
+    process.communicate()
+    if process.returncode == 0 and places.rows(job.label).exists():
+        logger.info("%s, seed %d: done", job.name, job.seed)
+        return []
+    log = places.log(job.label)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    message = lines[-1].removeprefix("qat: ") if lines else f"exit status {process.returncode}"
+    logger.warning("%s, seed %d failed: %s", job.name, job.seed, message)
+    return [Failure(job.name, job.seed, message, log)]

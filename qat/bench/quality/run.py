@@ -1,0 +1,137 @@
+"""`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qat.backend import select
+from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
+from qat.bench.quality.job import Job
+from qat.bench.quality.places import Places
+from qat.bench.quality.plan import Plan, resolve
+from qat.bench.quality.plot import charts
+from qat.bench.quality.prepare import Workshop
+from qat.bench.quality.processes import Failure, run_jobs
+from qat.bench.quality.step_timer import conversions_to_time, time_plan
+from qat.bench.quality.table import Line, best, markdown, summarise
+from qat.bench.quality.timing import StepTimes, measure, time_key, to_json, to_time, with_equal_time
+from qat.bench.results import ROWS, WHOLE, environment
+from qat.errors import TrainingError
+from qat.train.run import write_atomically
+
+TABLE = "quality.md"
+
+
+@dataclass(frozen=True)
+class QualityReport:
+    """What a comparison found so far."""
+
+    path: Path
+    texts: tuple[str, ...]
+    lines: list[Line]
+    failures: list[Failure]
+
+    def check(self) -> None:
+        """Make sure that every job finished.
+
+        Raises:
+            TrainingError: one did not.
+        """
+        if self.failures:
+            first = self.failures[0]
+            raise TrainingError(
+                f"{len(self.failures)} jobs failed, expected none; the first, {first.name!r} with "
+                f"seed {first.seed}, said {first.message!r}; see {first.log}, mend it and run the "
+                "same command again"
+            )
+
+
+def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport:
+    """Train, judge and compare all recipes of the file; what is finished in `out` is kept.
+
+    A job that fails is part of the report.
+
+    Raises:
+        ConfigError, CacheError, CheckpointError, DataError: see their messages.
+    """
+    shop = Workshop(read_recipe(recipe), Places(out), config.device)
+    plans = resolve(shop.recipe)
+    shop.claim()
+    shop.prepare(plans)
+    plans = with_equal_time(plans, _step_times(shop, plans))
+    jobs = make_jobs(shop.recipe, plans, out, config)
+    open_jobs = [job for job in jobs if not shop.places.rows(job.label).exists()]
+    return write_results(shop, jobs, run_jobs(open_jobs, shop.places))
+
+
+def make_jobs(
+    recipe: QualityRecipe, plans: Sequence[Plan], out: Path, config: QualityConfig
+) -> list[Job]:
+    """The teacher's job, then all recipes with the first seed, with the second, ..."""
+    shared = {"recipe": recipe, "out": out, "device": config.device, "workers": config.workers}
+    seeds = dict.fromkeys(seed for plan in plans for seed in plan.seeds)
+    pairs = [(seed, plan) for seed in seeds for plan in plans if seed in plan.seeds]
+    students = [Job(plan=plan, seed=seed, **shared) for seed, plan in pairs]
+    return [Job(plan=None, seed=0, **shared), *students]
+
+
+def write_results(shop: Workshop, jobs: Sequence[Job], failures: list[Failure]) -> QualityReport:
+    """Write rows, table and pictures of all jobs that are finished."""
+    recipe, out = shop.recipe, shop.places.out
+    files = [shop.places.rows(job.label) for job in jobs]
+    rows = [row for file in files if file.exists() for row in json.loads(file.read_text())]
+    texts = tuple(recipe.texts.report)
+    report = QualityReport(out, texts, summarise(rows, texts), failures)
+    write_atomically(out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(out / TABLE, _page(recipe, report))
+    whole = {
+        "environment": environment(select(shop.device), recipe),
+        "failures": [failure._asdict() for failure in failures],
+        "rows": rows,
+    }
+    write_atomically(out / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
+    for name, picture in charts(report.lines, texts[0]).items():
+        (out / name).write_bytes(picture)
+    return report
+
+
+def _step_times(shop: Workshop, plans: Sequence[Plan]) -> StepTimes:
+    """Step times of the recipes that need them, measured once for a directory."""
+    file, needed = shop.places.timing, to_time(plans)
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if any(time_key(plan) not in known for plan in needed):
+        for convert, cache in conversions_to_time(needed):
+            shop.convert(convert, cache)
+        known = measure(needed, lambda plan: time_plan(shop, plan))
+        write_atomically(file, to_json(known))
+    return known
+
+
+def _page(recipe: QualityRecipe, report: QualityReport) -> str:
+    """The table with what it takes to read it alone."""
+    texts = [f"{name} ({recipe.texts.report[name]})" for name in report.texts]
+    words = [
+        f"# {recipe.name}",
+        f"Teacher {recipe.teacher}; budget {recipe.max_steps:,} steps of {recipe.batch_size} x "
+        f"{recipe.sequence_length} tokens from {recipe.texts.distil}. Judged in float32 on the "
+        f"first {recipe.report_sequences} sequences of {', '.join(texts)}: KL from the teacher "
+        "over the whole vocabulary in nats a token, share of equal top-1 words, perplexity. KD as "
+        "the reference defines it, on held-out text. rep-4, distinct: repeated 4-grams and "
+        "distinct tokens of samples at temperature 1, top-p 0.95. bits/w: quantized linears, "
+        "everything counted; MB: the whole model. seconds: the training loop without compiling "
+        "and evaluating. Means and standard deviations over seeds.",
+        markdown(report.lines, report.texts).rstrip(),
+    ]
+    workers = sorted({count for line in report.lines for count in line.workers})
+    if workers and workers != [1]:
+        words.append(
+            f"Rows ran with {' or '.join(map(str, workers))} jobs side by side: seconds compare "
+            "between equal ones only (results.jsonl tells)."
+        )
+    failures = report.failures
+    words += [f"Failed: {each.name}, seed {each.seed}: {each.message}" for each in failures]
+    found = best(report.lines)
+    if found is not None:
+        words.append(f"Least KL on {report.texts[0]}: {found.recipe}.")
+    return "\n\n".join(words) + "\n"

@@ -1,0 +1,128 @@
+"""Rows of results as one table: a line a recipe, mean and spread over its seeds."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PER_TEXT = ("kl_nats", "top1_frac", "ppl")
+COMMON = (
+    "kd_nats",
+    "repeated_frac",
+    "distinct_frac",
+    "bits_per_weight",
+    "megabytes",
+    "steps",
+    "tokens",
+    "seconds",
+    "peak_gib",
+)
+TEACHER = "teacher"
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A number over several seeds."""
+
+    mean: float
+    std: float | None
+    """Of the sample; None of one seed."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A recipe in the table."""
+
+    recipe: str
+    method: str
+    num_seeds: int
+    workers: tuple[int, ...]
+    """Jobs side by side when it ran."""
+    stats: dict[str, Stat | None]
+    """By name; what is told of a text as `kl_nats.TEXT`. None where nothing was measured."""
+
+
+def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[Line]:
+    """A line for each recipe, the teacher's first, then by KL on the first of `texts`."""
+    names = dict.fromkeys(row["recipe"] for row in rows)
+    lines = [_line([row for row in rows if row["recipe"] == name], texts) for name in names]
+    return sorted(lines, key=lambda line: (line.method != TEACHER, _kl(line, texts[0])))
+
+
+def stat(values: Sequence[float | None]) -> Stat | None:
+    """Mean and sample standard deviation of what was measured."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Stat(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def columns(texts: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Heading, name in `Line.stats`, and format of the mean."""
+    return [
+        ("bits/w", "bits_per_weight", "{:.3f}"),
+        ("MB", "megabytes", "{:.2f}"),
+        *((f"KL {text}", f"kl_nats.{text}", "{:.4f}") for text in texts),
+        *((f"top-1 {text}", f"top1_frac.{text}", "{:.4f}") for text in texts),
+        *((f"ppl {text}", f"ppl.{text}", "{:.3f}") for text in texts),
+        ("KD", "kd_nats", "{:.4f}"),
+        ("rep-4", "repeated_frac", "{:.3f}"),
+        ("distinct", "distinct_frac", "{:.3f}"),
+        ("steps", "steps", "{:,.0f}"),
+        ("Mtokens", "tokens", "{:.2f}"),
+        ("seconds", "seconds", "{:.1f}"),
+        ("GiB", "peak_gib", "{:.2f}"),
+    ]
+
+
+def cells(lines: Sequence[Line], texts: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the words of each line."""
+    found = columns(texts)
+    headings = ["recipe", "seeds", *(title for title, _, _ in found)]
+    body = [
+        [line.recipe, str(line.num_seeds), *(_cell(line, key, form) for _, key, form in found)]
+        for line in lines
+    ]
+    return headings, body
+
+
+def markdown(lines: Sequence[Line], texts: Sequence[str]) -> str:
+    """The table in Markdown."""
+    headings, body = cells(lines, texts)
+    rule = ["---", *("---:" for _ in headings[1:])]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
+
+
+def best(lines: Sequence[Line]) -> Line | None:
+    """The first line below the teacher's."""
+    return next((line for line in lines if line.method != TEACHER), None)
+
+
+def _line(rows: list[Row], texts: Sequence[str]) -> Line:
+    firsts = [row for row in rows if row["text"] == texts[0]]
+    stats = {name: stat([row[name] for row in firsts]) for name in COMMON}
+    for text in texts:
+        own = [row for row in rows if row["text"] == text]
+        stats |= {f"{name}.{text}": stat([row[name] for row in own]) for name in PER_TEXT}
+    return Line(
+        recipe=rows[0]["recipe"],
+        method=rows[0]["method"],
+        num_seeds=len(firsts),
+        workers=tuple(sorted({row["workers"] for row in firsts})),
+        stats=stats,
+    )
+
+
+def _kl(line: Line, text: str) -> float:
+    return line.stats[f"kl_nats.{text}"].mean
+
+
+def _cell(line: Line, key: str, form: str) -> str:
+    found = line.stats[key]
+    if found is None:
+        return "-"
+    unit = 1e6 if key == "tokens" else 1.0
+    text = form.format(found.mean / unit)
+    return f"{text} +- {form.format(found.std / unit)}" if found.std else text

@@ -1,0 +1,45 @@
+"""A teacher's cache from settings: loads the teacher, runs it fast, and builds."""
+
+from pathlib import Path
+
+from qat.backend import select
+from qat.data.build import build_cache
+from qat.data.cache import Manifest, TeacherInfo
+from qat.data.config import CacheConfig
+from qat.data.sources import Source
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_teacher, load_tokenizer, model_identity
+from qat.models.regions import Regions
+
+
+def build_teacher_cache(config: CacheConfig, source: Source, out: Path) -> Manifest:
+    """Build the cache that `config` describes from `source`; goes on where it stopped.
+
+    Raises:
+        ConfigError, DataError, CacheError, CheckpointError: see their messages.
+    """
+    tokenizer = load_tokenizer(config.teacher)
+    teacher = load_teacher(
+        config.teacher, device=config.device, dtype=config.dtype, device_map=config.device_map
+    )
+    if select(config.device).compiles() and config.device_map is None:
+        Regions(teacher.model, is_compiled=True, recompute_every=None).install()
+    return build_cache(
+        config.settings().model_copy(update={"format": source.format}),
+        tokenizer=tokenizer,
+        teacher=teacher,
+        info=_describe_teacher(config.teacher, teacher),
+        documents=source.documents,
+        out=out,
+        batch_size=config.batch_size,
+    )
+
+
+def _describe_teacher(name: str, teacher: LanguageModel) -> TeacherInfo:
+    return TeacherInfo(
+        name=name,
+        identity=model_identity(name),
+        vocab_size=teacher.head.out_features,
+        max_positions=getattr(teacher.config, "max_position_embeddings", None),
+        dtype=str(teacher.dtype).removeprefix("torch."),
+    )
