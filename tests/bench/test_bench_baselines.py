@@ -14,6 +14,7 @@ from qat.bench.baselines.reference import (
     rank_by_rank,
     reference_step,
 )
+from qat.bench.baselines.reference_start import LowRank
 from qat.bench.baselines.run import run_baselines
 from qat.bench.baselines.textbook import CHUNK_TOKENS, ChunkedLoss
 from qat.bench.batches import open_source
@@ -85,7 +86,8 @@ def test_chunks_add_up_to_the_whole() -> None:
 @pytest.mark.parametrize("rank", [3, 20])
 def test_rank_by_rank_is_the_product_with_the_formed_weight(rank: int) -> None:
     O, I = 24, 32
-    linear = RankByRank(torch.randn(O, I), 0.1, rank).double()
+    scale = LowRank(torch.rand(O, rank) + 0.5, torch.rand(rank) + 0.5, torch.rand(rank, I) + 0.5)
+    linear = RankByRank(torch.randn(O, I), scale).double()
     x = torch.randn(2, 5, I, dtype=torch.float64, requires_grad=True)
     A, B = F.normalize(linear.A, dim=0), F.normalize(linear.B, dim=1)
     expected = x @ (linear.Q * ((A * linear.g) @ B)).T

@@ -1,13 +1,14 @@
 """Plain distillation of the same layers: ordinary weights, Hugging Face's model, fused AdamW."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.backend import DTYPES
+from qat.backend import DTYPES, Backend
 from qat.bench.baselines.textbook import ChunkedLoss
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
@@ -20,11 +21,17 @@ from qat.nn.step import quant_linears
 from qat.train.step import StepResult
 
 HiddenLoss = Callable[[Tensor, Targets], Tensor]
+Change = Callable[[PreTrainedModel], None]
+"""Puts other modules into a model, or wraps those it has."""
 MAX_GRAD_NORM = 1.0
 
 
 class PlainStep:
-    """A step of any Hugging Face model whose `learning` parameters train."""
+    """A step of any Hugging Face model whose `learning` parameters train.
+
+    `lr` gives the learning rate of each step; by default it is zero, and the model stands still.
+    With `autocast` the matmuls compute in that dtype whatever the parameters are kept in.
+    """
 
     def __init__(
         self,
@@ -34,8 +41,12 @@ class PlainStep:
         *,
         is_compiled: bool,
         is_checkpointed: bool,
+        lr: Callable[[int], float] = lambda _step: 0.0,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._lr = lr
+        self._autocast = autocast
         self._loss = loss
         self._learning = list(learning)
         self._before = compile_facts()
@@ -54,7 +65,18 @@ class PlainStep:
                 layer.compile()
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """Take one optimizer step, whose learning rate is zero."""
+        """Take one optimizer step."""
+        valid, sums = self.add_gradients(batches)
+        norm = nn.utils.clip_grad_norm_(self._learning, MAX_GRAD_NORM)
+        for group in self._adamw.param_groups:
+            group["lr"] = self._lr(step)
+        self._adamw.step()
+        self.forget_gradients()
+        positions = sum(batch.mask.numel() for batch in batches)
+        return StepResult({"loss": sums}, norm, valid, positions)
+
+    def add_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Forward and backward of the mean loss: the number of valid tokens, and the sum."""
         is_packed = any(bool((batch.position_ids[:, 1:] == 0).any()) for batch in batches)
         device = self._learning[0].device
         batches = [batch.to(device) for batch in batches]
@@ -62,17 +84,22 @@ class PlainStep:
         sums = []
         for batch in batches:
             positions = batch.position_ids if is_packed else None
-            hidden = self._model.base_model(
-                input_ids=batch.input_ids, position_ids=positions, use_cache=False
-            ).last_hidden_state
-            loss = self._loss(hidden.flatten(0, 1), to_targets(batch))
+            with self._mixed_precision(device):
+                hidden = self._model.base_model(
+                    input_ids=batch.input_ids, position_ids=positions, use_cache=False
+                ).last_hidden_state
+            hidden = hidden.flatten(0, 1).to(self._autocast or hidden.dtype)
+            loss = self._loss(hidden, to_targets(batch))
             (loss / valid.clamp(min=1)).backward()
             sums.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(self._learning, MAX_GRAD_NORM)
-        self._adamw.step()
+        return valid, torch.stack(sums).sum()
+
+    def _mixed_precision(self, device: torch.device) -> AbstractContextManager:
+        return nullcontext() if self._autocast is None else Backend(device).autocast(self._autocast)
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
-        positions = sum(batch.mask.numel() for batch in batches)
-        return StepResult({"loss": torch.stack(sums).sum()}, norm, valid, positions)
 
     def compile_facts(self) -> dict[str, object]:
         """As our own step tells them."""
@@ -94,11 +121,17 @@ class PlainStep:
 
 
 def plain_step(
-    student: LanguageModel, names: Collection[str], config: MeasureConfig, *, is_compiled: bool
+    student: LanguageModel,
+    names: Collection[str],
+    config: MeasureConfig,
+    *,
+    is_compiled: bool,
+    change: Change = lambda _model: None,
 ) -> PlainStep:
-    """Full-precision training of the linears called `names`, from the student's own weights."""
+    """Training of the linears called `names`, from the student's own weights, after `change`."""
     model = dense_copy(student, DTYPES[config.dtype])
-    loss = chunked_loss(model, student, config)
+    change(model)
+    loss = chunked_loss(model, config.losses, config.temperature, dtype=DTYPES[config.dtype])
     if is_compiled:
         loss.compile()
     return PlainStep(
@@ -111,12 +144,12 @@ def plain_step(
 
 
 def chunked_loss(
-    model: PreTrainedModel, student: LanguageModel, config: MeasureConfig
+    model: PreTrainedModel, terms: dict[str, float], temperature: float, *, dtype: torch.dtype
 ) -> ChunkedLoss:
-    """The exact loss of `config` behind the head of `model`."""
-    head = model.get_output_embeddings().weight
-    softcap = getattr(student.config, "final_logit_softcapping", None)
-    return ChunkedLoss(head, softcap, config.losses, config.temperature)
+    """The exact sum of losses behind the head of `model`, computed in `dtype`."""
+    head = model.get_output_embeddings().weight.detach().to(dtype)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return ChunkedLoss(head, softcap, terms, temperature)
 
 
 @torch.no_grad()

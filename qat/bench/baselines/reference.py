@@ -1,4 +1,4 @@
-"""The reference's training step, from its formula: rank by rank, never forming the weight.
+"""The reference's training, from its formula: rank by rank, never forming the weight.
 
 Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5: `y = sum_r g_r A_r * ((x * B_r) @ Q.T)`, with
 unit columns in A and unit rows in B, normalised anew in every forward; MLP rank 32, attention rank
@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.backend import DTYPES
-from qat.bench.baselines.plain import PlainStep, dense_copy
+from qat.bench.baselines.config import BaselineSettings
+from qat.bench.baselines.deploy import FP16_BITS, Deployed
+from qat.bench.baselines.distil import Job, Lesson
+from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
+from qat.bench.baselines.reference_start import LowRank, Start, convert, from_scratch
 from qat.bench.config import MeasureConfig
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
@@ -25,45 +29,61 @@ from qat.quant.weight import chosen_levels, expand_scales
 
 MLP_RANK, ATTENTION_RANK, BATCHED_FROM = 32, 8, 16
 TEMPERATURE = 2.0
-TINY = 1e-6
 
 
 class RankByRank(nn.Module):
     """A linear of fixed levels `Q` whose scale `A diag(g) B` trains."""
 
-    def __init__(self, Q: Tensor, scale: float, rank: int) -> None:
+    def __init__(self, Q: Tensor, scale: LowRank, bias: Tensor | None = None) -> None:
         super().__init__()
-        (O, I), here = Q.shape, {"dtype": Q.dtype, "device": Q.device}
         self.register_buffer("Q", Q)
-        self.A = nn.Parameter(torch.rand(O, rank, **here) + 0.5)
-        self.B = nn.Parameter(torch.rand(rank, I, **here) + 0.5)
-        self.g = nn.Parameter(torch.full((rank,), scale * (O * I) ** 0.5 / rank, **here))
+        self.register_buffer("bias", bias)
+        self.A, self.g, self.B = map(nn.Parameter, scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
-        A = self.A / self.A.norm(dim=0, keepdim=True).clamp_min(TINY)
-        B = self.B / self.B.norm(dim=1, keepdim=True).clamp_min(TINY)
-        gained = A * self.g
+        A, g, B = LowRank(self.A, self.g, self.B).unit()
+        gained = A * g
         if len(B) >= BATCHED_FROM:
             products = F.linear(x[..., None, :] * B, self.Q)
-            return (products * gained.T).sum(-2)
-        return sum(gained[:, r] * F.linear(x * B[r], self.Q) for r in range(len(B)))
+            y = (products * gained.T).sum(-2)
+        else:
+            y = sum(gained[:, r] * F.linear(x * B[r], self.Q) for r in range(len(B)))
+        return y if self.bias is None else y + self.bias
+
+    @torch.no_grad()
+    def deployed(self, bits: int) -> Deployed:
+        """As exported: the gain inside A, both factors in float16, one table of `2**bits`."""
+        A, g, B = LowRank(self.A, self.g, self.B).unit()
+        S = (A * g).half().float() @ B.half().float()
+        numbers = A.numel() + B.numel() + 2**bits
+        return Deployed(self.Q.float() * S, self.Q.numel() * bits + FP16_BITS * numbers)
+
+
+class Formed(RankByRank):
+    """The same linear with its weight formed in every forward: the same numbers, one matmul."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        weight = self.Q * LowRank(self.A, self.g, self.B).formed()
+        return F.linear(x, weight, self.bias)
 
 
 class GatheredCandidates:
-    """KL over the teacher's K tokens at temperature 2, from K gathered rows of the head a token."""
+    """KL over the teacher's K tokens, from K gathered rows of the head a token."""
 
-    def __init__(self, head: Tensor) -> None:
+    def __init__(self, head: Tensor, temperature: float = TEMPERATURE) -> None:
         self._head = head
+        self._temperature = temperature
 
     def __call__(self, hidden: Tensor, targets: Targets) -> Tensor:
         """`(T, D)` hidden states to the sum over valid tokens; `(T, K, D)` exists meanwhile."""
         rows_TKD = self._head[targets.topk_ids]
         logits_TK = torch.einsum("td,tkd->tk", hidden, rows_TKD).float()
-        log_q = torch.log_softmax(logits_TK / TEMPERATURE, 1)
-        log_p = torch.log_softmax(targets.topk_logprobs / TEMPERATURE, 1)
+        log_q = torch.log_softmax(logits_TK / self._temperature, 1)
+        log_p = torch.log_softmax(targets.topk_logprobs / self._temperature, 1)
         loss = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(1)
-        return TEMPERATURE**2 * torch.where(targets.mask, loss, 0.0).sum()
+        return self._temperature**2 * torch.where(targets.mask, loss, 0.0).sum()
 
 
 def reference_step(
@@ -89,5 +109,59 @@ def rank_by_rank(linear: QuantLinear, rank: int, dtype: torch.dtype) -> RankByRa
     """
     quantized = linear.quantized()
     Q = chosen_levels(quantized).to(dtype)
-    scale = expand_scales(quantized.scales, Q.shape[1]).abs().mean().item()
-    return RankByRank(Q, scale, min(rank, *Q.shape))
+    (O, I), here = Q.shape, {"dtype": dtype, "device": Q.device}
+    size = expand_scales(quantized.scales, I).abs().mean().item()
+    R = min(rank, O, I)
+    scale = LowRank(
+        A=torch.rand(O, R, **here) + 0.5,
+        g=torch.full((R,), size * (O * I) ** 0.5 / R, **here),
+        B=torch.rand(R, I, **here) + 0.5,
+    )
+    return RankByRank(Q, scale, linear.bias)
+
+
+def reference_lesson(job: Job) -> Lesson:
+    """The scales of all linears learn; levels and tables stay as the start chose them."""
+    settings, learning = job.settings, []
+    kind = RankByRank if settings.factored else Formed
+    generator = torch.Generator().manual_seed(settings.seed)
+    for name in job.names:
+        linear = job.model.get_submodule(name)
+        Q, scale, _ = start_of(linear.weight.detach(), name, settings, generator)
+        module = kind(Q, scale, None if linear.bias is None else linear.bias.detach())
+        replace_module(job.model, name, module)
+        learning += module.parameters()
+    step = job.step(learning, _loss(job), is_checkpointed=settings.factored)
+    modules = {name: job.model.get_submodule(name) for name in job.names}
+    return Lesson(
+        step,
+        lambda: {name: m.deployed(settings.bits_of(name)) for name, m in modules.items()},
+        settings.max_steps,
+    )
+
+
+def start_of(
+    weight: Tensor, name: str, settings: BaselineSettings, generator: torch.Generator
+) -> Start:
+    """Levels and scale of the linear called `name` before the training."""
+    bits = settings.bits_of(name)
+    rank = min(MLP_RANK if bits == 2 else ATTENTION_RANK, *weight.shape)
+    if settings.start == "from_scratch":
+        return from_scratch(weight, bits, rank, settings.group_size)
+    return convert(weight, bits, rank, settings.group_size, generator=generator)
+
+
+def _loss(job: Job) -> HiddenLoss:
+    """The reference's candidates, and its cross-entropy with the likeliest token if wished."""
+    settings = job.settings
+    head = job.model.get_output_embeddings().weight.detach().to(job.dtype)
+    soft = GatheredCandidates(head, settings.temperature)
+    if settings.hard_top1 == 0:
+        return soft
+    hard = chunked_loss(job.model, {"hard_ce": settings.hard_top1}, 1.0, dtype=job.dtype)
+
+    def both(hidden: Tensor, targets: Targets) -> Tensor:
+        likeliest = targets._replace(labels=targets.topk_ids[:, 0])
+        return soft(hidden, targets) + hard(hidden, likeliest)
+
+    return both

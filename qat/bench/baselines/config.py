@@ -1,0 +1,78 @@
+"""Settings of the quality baselines."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from qat.config import Settings
+from qat.losses.config import parse_losses
+
+METHODS = ("reference", "torchao_int2", "efficientqat", "rtn", "gptq")
+"""What our recipes are compared with, by the names that a table carries."""
+PTQ = ("rtn", "gptq")
+"""Those that train nothing."""
+PLANS = {"q2a4": {"mlp": 2, "attention": 4}, "q2a2": {"mlp": 2, "attention": 2}}
+"""Bits of each part by plan."""
+OWN = {
+    "reference": {"lr": 5e-5, "warmup_steps": 100},
+    "torchao_int2": {"lr": 1e-4, "warmup_steps": 50},
+    "efficientqat": {"lr": 1e-4, "warmup_steps": 50},
+}
+"""What a method trains with where the settings leave it open."""
+
+
+class BaselineSettings(Settings):
+    """How a baseline is trained, on what, and what it becomes; learning rates are absolute."""
+
+    plan: Literal["q2a4", "q2a2"] = "q2a4"
+    """Bits of MLPs and attention."""
+    group_size: int = Field(32, gt=0)
+    """Weights of a row that share a scale (for the reference: those that its scales start from)."""
+    max_steps: int = Field(1000, ge=1)
+    """Optimizer steps; for efficientqat what both stages cost together, in whole steps."""
+    batch_size: int = Field(64, ge=1)
+    """Sequences in a step."""
+    lr: float | None = Field(None, ge=0)
+    """Peak learning rate of AdamW; by default the method's own, for the reference as published."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear rise; by default 100 for the reference and 50 for the others."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Where the cosine ends, as a share of the peak."""
+    seed: int = Field(0, ge=0)
+    """Decides the order of the data, as in `qat train`, and random starts."""
+    loss: str = "tail"
+    """Distillation loss at temperature 1 of all methods but the reference."""
+    temperature: float = Field(2.0, gt=0)
+    """Of the reference's candidates loss."""
+    hard_top1: float = Field(0.0, ge=0)
+    """Weight of the reference's cross-entropy with the teacher's likeliest token (it ships 0.2)."""
+    start: Literal["q4", "from_scratch"] = "q4"
+    """Where the reference starts: 4 bits first and its converter, or low rank at 2 bits at once."""
+    factored: bool = True
+    """Whether the reference multiplies rank by rank as published, or by the formed weight: the same
+    numbers, faster."""
+    block_steps: int | None = Field(None, ge=0)
+    """Steps of efficientqat in each block; by default what half of max_steps pays for."""
+    block_lr: float = Field(1e-4, ge=0)
+    """Peak learning rate of the weights in efficientqat's blocks."""
+    block_lr_scales: float = Field(1e-4, ge=0)
+    """Peak learning rate of scales and zero points in efficientqat's blocks."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """What matmuls compute in over float32 parameters; auto is bf16 where it is native."""
+
+    @field_validator("loss")
+    @classmethod
+    def _check_loss(cls, text: str) -> str:
+        parse_losses(text)
+        return text
+
+    def bits_of(self, name: str) -> int:
+        """Bits of the linear called `name`."""
+        return PLANS[self.plan]["mlp" if ".mlp." in name else "attention"]
+
+    def filled(self, method: str) -> "BaselineSettings":
+        """The settings with the method's own values where they leave something open."""
+        own = {name: value for name, value in OWN[method].items() if getattr(self, name) is None}
+        return self.model_copy(update=own)

@@ -1,0 +1,289 @@
+"""EfficientQAT (arXiv:2407.11062) on a teacher cache: block by block first, then scales end to end.
+
+Stage 1 trains weights, scales and zero points of one decoder block after the other, so that behind
+the blocks already quantized it gives what the float model gives there (mean squared error). Stage 2
+keeps codes and zero points and trains the scales alone, here with the distillation loss.
+
+Cost: a block's step works on 1 / num_layers of the model, so S of them in every block are S whole
+steps. Half of `max_steps` goes to stage 1, less the two forwards (of a third of a step each) over
+the sequences that it learns from.
+
+Shapes: O out_features, I in_features, G groups per row, W weights per group, B sequences.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qat.bench.baselines.deploy import Deployed
+from qat.bench.baselines.distil import REHEARSALS, Course, Job, Lesson
+from qat.bench.baselines.uniform import (
+    SMALLEST_SCALE,
+    Grid,
+    codes_of,
+    minmax_grid,
+    uniform_bits,
+    values_of,
+)
+from qat.errors import TrainingError
+from qat.logs import progress
+from qat.models.calibrate import BlockInputs, TokenBatch, record_block_inputs
+from qat.models.language_model import LanguageModel
+from qat.models.swap import decoder_layers, replace_module
+
+logger = logging.getLogger(__name__)
+
+MOST_SEQUENCES = 4096
+"""Sequences that stage 1 learns from, as published."""
+POOL_SHARE = 8
+"""Stage 1 learns from what at most this part of `max_steps` would show."""
+FORWARD_SHARE = 1 / 3
+"""A forward's part of a step."""
+BLOCK_MIN_LR_RATIO = 0.05
+
+
+class BlockLinear(nn.Module):
+    """Stage 1: a weight on a grid that learns with it, rounded straight-through."""
+
+    def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
+        super().__init__()
+        self.bits = bits
+        grid = minmax_grid(linear.weight.detach(), bits, group_size)
+        self.weight = nn.Parameter(linear.weight.detach().float().clone())
+        self.scales, self.zeros = map(nn.Parameter, grid)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def quantized_weight(self) -> Tensor:
+        """`(O, I)`, with gradients to weight, scales and zero points."""
+        groups = self.weight.unflatten(1, (self.scales.shape[1], -1))
+        scales = self.scales.clamp(min=SMALLEST_SCALE)[..., None]
+        highest = 2**self.bits - 1
+        zeros = round_through(self.zeros).clamp(0, highest)[..., None]
+        codes = (round_through(groups / scales) + zeros).clamp(0, highest)
+        return ((codes - zeros) * scales).flatten(1)
+
+    @torch.no_grad()
+    def grid(self) -> Grid:
+        """Scales and whole zero points as they stand."""
+        highest = 2**self.bits - 1
+        zeros = self.zeros.round().clamp(0, highest)
+        return Grid(self.scales.clamp(min=SMALLEST_SCALE).clone(), zeros)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        return F.linear(x, self.quantized_weight(), self.bias)
+
+
+class ScaledLinear(nn.Module):
+    """Stage 2: codes and zero points stay, the scales learn."""
+
+    def __init__(self, linear: BlockLinear) -> None:
+        super().__init__()
+        grid = linear.grid()
+        self.bits = linear.bits
+        self.register_buffer("codes", codes_of(linear.weight.detach(), grid, linear.bits))
+        self.register_buffer("zeros", grid.zeros)
+        self.register_buffer("bias", linear.bias)
+        self.scales = nn.Parameter(grid.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        weight = values_of(self.codes, Grid(self.scales, self.zeros))
+        return F.linear(x, weight, self.bias)
+
+    @torch.no_grad()
+    def deployed(self) -> Deployed:
+        """With scales in float16."""
+        weight = values_of(self.codes, Grid(self.scales.half().float(), self.zeros))
+        size = weight.shape[1] // self.scales.shape[1]
+        return Deployed(weight, uniform_bits(weight, self.bits, size))
+
+
+def round_through(x: Tensor) -> Tensor:
+    """`x` rounded, with the gradient of `x` itself."""
+    return x.detach().round() + (x - x.detach())
+
+
+def efficientqat_lesson(job: Job) -> Lesson:
+    """Stage 1 done, stage 2 ready: `settings.block_steps` of 0 leaves the first out.
+
+    Raises:
+        ConfigError: the groups do not divide the rows.
+        TrainingError: a block's error is not a number.
+    """
+    budget = Budget.of(job)
+    original = deepcopy(job.model) if budget.block_steps else job.model
+    for name in job.names:
+        linear = job.model.get_submodule(name)
+        bits = job.settings.bits_of(name)
+        replace_module(job.model, name, BlockLinear(linear, bits, job.settings.group_size))
+    course = Course()
+    if budget.block_steps:
+        course = _train_blocks(job, LanguageModel(original), budget)
+    for name in job.names:
+        replace_module(job.model, name, ScaledLinear(job.model.get_submodule(name)))
+    modules = {name: job.model.get_submodule(name) for name in job.names}
+    step = job.step([m.scales for m in modules.values()], job.kd_loss(), steps=budget.steps)
+    deploy = lambda: {name: module.deployed() for name, module in modules.items()}  # noqa: E731
+    return Lesson(step, deploy, budget.steps, course)
+
+
+class Budget(NamedTuple):
+    """How `max_steps` is spent."""
+
+    num_batches: int
+    """Different batches that stage 1 learns from."""
+    block_steps: int
+    """Steps in each block."""
+    steps: int
+    """Steps of stage 2."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Budget":
+        """Half for each stage, unless the settings name the block's steps."""
+        settings = job.settings
+        sequences = min(MOST_SEQUENCES, job.cache.num_sequences("train"))
+        batches = min(sequences // settings.batch_size, settings.max_steps // POOL_SHARE)
+        batches = max(1, batches)
+        forwards = math.ceil(2 * FORWARD_SHARE * batches)
+        block_steps = settings.block_steps
+        if block_steps is None:
+            block_steps = max(0, settings.max_steps // 2 - forwards)
+        used = block_steps + forwards if block_steps else 0
+        return cls(batches, block_steps, max(1, settings.max_steps - used))
+
+
+def _train_blocks(job: Job, original: LanguageModel, budget: Budget) -> Course:
+    """Stage 1, over all blocks in order."""
+    pool = _Pool(job, original, budget.num_batches)
+    blocks = _Blocks(job, pool, budget.block_steps)
+    job.backend.reset_peak_memory()
+    seconds = 0.0
+    layers = list(zip(decoder_layers(original.model), decoder_layers(job.model), strict=True))
+    with progress("training block by block", len(layers), "blocks") as ticker:
+        for index, (float_layer, layer) in enumerate(layers):
+            blocks.rehearse(layer, index)
+            began = time.perf_counter()
+            error = blocks.train(float_layer, layer, index)
+            job.backend.synchronize()
+            seconds += time.perf_counter() - began
+            if not math.isfinite(error):
+                raise TrainingError(
+                    f"block {index} has an error of {error}, expected a number; lower "
+                    f"block_lr={job.settings.block_lr}"
+                )
+            logger.info("block %d: mean squared error %.4g", index, error)
+            ticker.advance()
+    used = job.settings.max_steps - budget.steps
+    return Course(used, seconds, job.backend.peak_memory_gib() or 0.0)
+
+
+class _Pool:
+    """The hidden states of some batches before the block whose turn it is, float and quantized."""
+
+    def __init__(self, job: Job, original: LanguageModel, num_batches: int) -> None:
+        layers = decoder_layers(original.model)
+        recorded = []
+        for number in range(num_batches):
+            batch = job.batch(number)
+            tokens = TokenBatch(batch.input_ids, batch.position_ids)
+            with torch.no_grad():
+                recorded.append(record_block_inputs(original, layers, tokens))
+        self.inputs: list[BlockInputs] = recorded
+        self.float_states = [item.hidden.to(job.dtype) for item in recorded]
+        self.states = list(self.float_states)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @torch.no_grad()
+    def move(self, run: Callable[[nn.Module, Tensor, int], Tensor], layer: nn.Module) -> None:
+        """Take the quantized states through a block that is done."""
+        self.states = [run(layer, state, i) for i, state in enumerate(self.states)]
+
+    @torch.no_grad()
+    def move_float(self, run: Callable[[nn.Module, Tensor, int], Tensor], layer: nn.Module) -> None:
+        """Take the float states through the float block: they are the quantized one's targets."""
+        self.float_states = [run(layer, state, i) for i, state in enumerate(self.float_states)]
+
+
+class _Blocks:
+    """Trains one block at a time on the pool."""
+
+    def __init__(self, job: Job, pool: _Pool, steps: int) -> None:
+        self._job = job
+        self._pool = pool
+        self._steps = steps
+
+    def rehearse(self, layer: nn.Module, index: int) -> None:
+        """Compile the block outside the clock; it stays as it is."""
+        if self._job.backend.compiles():
+            layer.compile()
+        layer.requires_grad_(False)
+        for parameter in _learning(layer):
+            parameter.requires_grad_(True)
+        for _ in range(REHEARSALS):
+            self._error(layer, index, 0).backward()
+        layer.zero_grad(set_to_none=True)
+        self._job.backend.synchronize()
+
+    def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
+        """Train the block, then move the pool behind it; returns the last step's error."""
+        settings = self._job.settings
+        run = self._runner(index)
+        self._pool.move_float(run, float_layer)
+        linears = _linears(layer)
+        peaks = settings.block_lr, settings.block_lr_scales
+        groups = [
+            {"params": [m.weight for m in linears]},
+            {"params": [p for m in linears for p in (m.scales, m.zeros)]},
+        ]
+        adamw = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
+        for step in range(self._steps):
+            for group, peak in zip(adamw.param_groups, peaks, strict=True):
+                group["lr"] = peak * _block_share(step, self._steps)
+            error = self._error(layer, index, step % len(self._pool))
+            error.backward()
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+        layer.requires_grad_(False)
+        self._pool.move(run, layer)
+        return error.item()
+
+    def _error(self, layer: nn.Module, index: int, number: int) -> Tensor:
+        """Mean squared error of one batch of the pool against the float block's output."""
+        output = self._runner(index)(layer, self._pool.states[number], number)
+        return F.mse_loss(output.float(), self._pool.float_states[number].float())
+
+    def _runner(self, index: int) -> Callable[[nn.Module, Tensor, int], Tensor]:
+        def run(layer: nn.Module, hidden: Tensor, number: int) -> Tensor:
+            with self._mixed_precision():
+                output = layer(hidden, **self._pool.inputs[number].kwargs[index])
+            return (output[0] if isinstance(output, tuple) else output).to(self._job.dtype)
+
+        return run
+
+    def _mixed_precision(self) -> AbstractContextManager:
+        return self._job.backend.autocast(self._job.dtype)
+
+
+def _block_share(step: int, steps: int) -> float:
+    """A cosine from 1 to `BLOCK_MIN_LR_RATIO`."""
+    done = step / max(1, steps - 1)
+    return BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _linears(layer: nn.Module) -> list[BlockLinear]:
+    return [module for module in layer.modules() if isinstance(module, BlockLinear)]
+
+
+def _learning(layer: nn.Module) -> list[nn.Parameter]:
+    return [parameter for linear in _linears(layer) for parameter in linear.parameters()]

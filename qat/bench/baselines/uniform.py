@@ -1,0 +1,73 @@
+"""Uniform asymmetric grids: `w = (code - zero) * scale` with a scale and a zero point per group.
+
+Shapes: O out_features, I in_features, G groups per row, W weights per group.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from qat.bench.baselines.deploy import FP16_BITS
+from qat.errors import ConfigError
+
+SMALLEST_SCALE = 1e-5
+
+
+class Grid(NamedTuple):
+    """What a group's codes mean."""
+
+    scales: Tensor
+    """`(O, G)` float32, positive, rounded to float16."""
+    zeros: Tensor
+    """`(O, G)` float32, whole numbers of the codes' range."""
+
+
+def minmax_grid(weight: Tensor, bits: int, group_size: int) -> Grid:
+    """The grid from each group's least to its largest weight, zero always on it.
+
+    Raises:
+        ConfigError: the groups do not divide the rows of `weight` `(O, I)`.
+    """
+    check_groups(weight.shape[1], group_size)
+    groups = weight.float().unflatten(1, (-1, group_size))
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((high - low) / (2**bits - 1)).clamp(min=SMALLEST_SCALE).half().float()
+    return Grid(scales, (-low / scales).round().clamp(0, 2**bits - 1))
+
+
+def check_groups(in_features: int, group_size: int) -> None:
+    """Refuse a group size that leaves a rest.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if in_features % group_size:
+        raise ConfigError(
+            f"group_size={group_size} does not divide rows of {in_features} weights; choose one "
+            "that does"
+        )
+
+
+def codes_of(weight: Tensor, grid: Grid, bits: int) -> Tensor:
+    """The nearest codes, `(O, I)` whole numbers from 0 in float32."""
+    groups = weight.float().unflatten(1, (grid.scales.shape[1], -1))
+    codes = (groups / grid.scales[..., None]).round() + grid.zeros[..., None]
+    return codes.clamp(0, 2**bits - 1).flatten(1)
+
+
+def values_of(codes: Tensor, grid: Grid) -> Tensor:
+    """The weight that `codes` mean, `(O, I)`."""
+    groups = codes.unflatten(1, (grid.scales.shape[1], -1))
+    return ((groups - grid.zeros[..., None]) * grid.scales[..., None]).flatten(1)
+
+
+def uniform_bits(weight: Tensor, bits: int, group_size: int) -> int:
+    """Bits to store: a code per weight, a float16 scale and a zero point of `bits` per group."""
+    groups = weight.numel() // group_size
+    return weight.numel() * bits + groups * (FP16_BITS + bits)
+
+
+def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> Tensor:
+    """The weight on its min-max grid, `(O, I)`."""
+    grid = minmax_grid(weight, bits, group_size)
+    return values_of(codes_of(weight, grid, bits), grid)

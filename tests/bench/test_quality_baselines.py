@@ -1,0 +1,273 @@
+"""The baselines follow their papers' formulas, learn, and leave behind what they would deploy."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import TOKENIZER, build, teacher
+from tiny import tiny_model
+from torch import nn
+from torch.nn import functional as F
+
+from qat.bench.baselines import torchao_int2
+from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
+from qat.bench.baselines.deploy import put_plain
+from qat.bench.baselines.distil import Job
+from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
+from qat.bench.baselines.gptq import damped, gptq
+from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
+from qat.bench.baselines.reference import Formed, RankByRank
+from qat.bench.baselines.reference_start import (
+    convert,
+    even_lut,
+    fewer_entries,
+    from_scratch,
+    more_ranks,
+    svd_scale,
+)
+from qat.bench.baselines.uniform import minmax_grid, round_to_nearest, uniform_bits
+from qat.data.reader import TeacherCache
+from qat.errors import CacheError, ConfigError
+from qat.evaluate.divergence import exact_divergence
+from qat.models.calibrate import TokenBatch
+from qat.models.language_model import LanguageModel
+from qat.models.swap import linear_names
+
+TRAINED = tuple(name for name in METHODS if name not in PTQ)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> TeacherCache:
+    place = tmp_path_factory.mktemp("quality") / "cache"
+    build(place)
+    return TeacherCache.open(place)
+
+
+def settings(**values: object) -> BaselineSettings:
+    short = {"max_steps": 30, "batch_size": 8, "warmup_steps": 3, "device": "cpu", "dtype": "fp32"}
+    return BaselineSettings(**{**short, **values})
+
+
+def calibration(cache: TeacherCache) -> list[TokenBatch]:
+    batch = cache.batch(range(16))
+    return [TokenBatch(batch.input_ids, batch.position_ids)]
+
+
+def kl(student: LanguageModel, cache: TeacherCache) -> float:
+    held_out = cache.batch(range(cache.num_sequences("held_out")), "held_out")
+    return exact_divergence(student, teacher(), [held_out]).kl_nats
+
+
+def untrained(method: str, cache: TeacherCache, **values: object) -> Job:
+    """The method's student before its end-to-end training, as one would deploy it."""
+    job = Job.of(teacher(), cache, settings(block_steps=0, **values).filled(method))
+    put_plain(job.model, LESSONS[method](job).deploy())
+    return job
+
+
+def test_rounding_to_nearest_by_hand() -> None:
+    weight = torch.tensor([[-1.0, 0.5, 2.0, 0.1]])
+    grid = minmax_grid(weight, 2, 4)
+    assert grid.scales.item() == 1.0 and grid.zeros.item() == 1.0
+    assert round_to_nearest(weight, 2, 4).tolist() == [[-1.0, 0.0, 2.0, 0.0]]
+    assert uniform_bits(weight, 2, 4) == 4 * 2 + 16 + 2
+
+
+def test_a_grid_keeps_zero_and_reaches_both_ends() -> None:
+    weight = torch.randn(6, 64) + 3.0
+    rounded = round_to_nearest(weight, 4, 16)
+    scales = minmax_grid(weight, 4, 16).scales.repeat_interleave(16, 1)
+    assert ((rounded - weight).abs() <= scales * 0.502).all()
+    assert torch.equal(round_to_nearest(torch.zeros(2, 16), 2, 16), torch.zeros(2, 16))
+
+
+def test_groups_must_divide_the_rows() -> None:
+    with pytest.raises(ConfigError, match="group_size=32 does not divide rows of 40 weights"):
+        round_to_nearest(torch.randn(2, 40), 2, 32)
+
+
+def correlated(I: int, tokens: int = 256) -> torch.Tensor:
+    x = torch.randn(tokens, I) @ torch.randn(I, I)
+    return x.T @ x / tokens
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_gptq_errs_less_than_rounding_on_its_inputs(bits: int) -> None:
+    weight, H = torch.randn(24, 160), correlated(160)
+    errors = [
+        torch.trace((weight - found) @ H @ (weight - found).T).item()
+        for found in (gptq(weight, H, bits, 32), round_to_nearest(weight, bits, 32))
+    ]
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_gptq_stays_on_the_grid_and_rounds_where_inputs_do_not_hang_together() -> None:
+    weight = torch.randn(8, 64)
+    torch.testing.assert_close(gptq(weight, torch.eye(64), 2, 16), round_to_nearest(weight, 2, 16))
+    grid, found = minmax_grid(weight, 2, 16), gptq(weight, correlated(64), 2, 16)
+    codes = (found.unflatten(1, (-1, 16)) / grid.scales[..., None]) + grid.zeros[..., None]
+    torch.testing.assert_close(codes, codes.round().clamp(0, 3))
+
+
+def test_gptq_is_optimal_brain_quantization_column_by_column() -> None:
+    weight, H = torch.randn(3, 32).double(), correlated(32)
+    order = damped(H).diagonal().argsort(descending=True)
+    rest, done = weight.float().clone(), []
+    grid = minmax_grid(weight, 2, 32)
+    for i in order:  # each error spread by the inverse Hessian of the columns left
+        left = [j for j in order.tolist() if j not in done]
+        inverse = torch.linalg.inv(damped(H)[left][:, left])
+        code = (rest[:, i] / grid.scales[:, 0]).round() + grid.zeros[:, 0]
+        q = (code.clamp(0, 3) - grid.zeros[:, 0]) * grid.scales[:, 0]
+        at = left.index(i.item())
+        error = (rest[:, i] - q) / inverse[at, at]
+        rest[:, left] -= error[:, None] * inverse[at]
+        rest[:, i] = q
+        done.append(i.item())
+    torch.testing.assert_close(gptq(weight, H, 2, 32), rest, rtol=1e-4, atol=1e-4)
+
+
+def test_the_converters_table_is_the_measured_one() -> None:
+    expected = torch.tensor([-0.7334, -0.2002, 0.2668, 0.8])
+    torch.testing.assert_close(fewer_entries(even_lut(16), 4), expected, rtol=0, atol=3e-4)
+
+
+def test_full_rank_scales_are_those_of_the_groups() -> None:
+    weight = torch.randn(24, 64)
+    expected = weight.unflatten(1, (4, 16)).abs().amax(2).repeat_interleave(16, 1)
+    torch.testing.assert_close(svd_scale(weight, 4, 16).formed(), expected)
+
+
+def test_new_ranks_hardly_matter() -> None:
+    scale = svd_scale(torch.randn(24, 64), 2, 16)
+    more = more_ranks(scale, 8, torch.Generator())
+    assert more.A.shape == (24, 8) and more.B.shape == (8, 64)
+    assert (more.formed() - scale.formed()).abs().max() < 0.06
+    assert torch.equal(more.A[:, :2], scale.A) and torch.equal(more.g[2:], torch.full((6,), 0.01))
+
+
+@pytest.mark.parametrize("rank", [3, 20])
+@pytest.mark.parametrize("kind", [RankByRank, Formed])
+def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -> None:
+    weight, x = torch.randn(24, 64), torch.randn(2, 5, 64)
+    Q, scale, lut_size = convert(weight, 2, rank, 16, generator=torch.Generator())
+    assert lut_size == 4 and len(Q.unique()) == 4
+    A, B = F.normalize(scale.A, dim=0), F.normalize(scale.B, dim=1)
+    W, bias = Q * (A @ torch.diag(scale.g) @ B), torch.randn(24)
+    module = kind(Q, scale, bias)
+    torch.testing.assert_close(module(x), x @ W.T + bias, rtol=1e-4, atol=1e-4)
+    deployed = module.deployed(2)
+    torch.testing.assert_close(deployed.weight, W, rtol=1e-2, atol=1e-3)
+    assert deployed.stored_bits == 24 * 64 * 2 + 16 * (rank * (24 + 64) + 4)
+
+
+def test_every_level_is_the_nearest_one() -> None:
+    weight = torch.randn(8, 32)
+    Q, scale, _ = from_scratch(weight, 2, 2, 16)
+    S, lut = scale.formed(), even_lut(4)
+    best = (weight[..., None] / S[..., None] - lut).abs().argmin(-1)
+    assert torch.equal(Q, lut[best])
+
+
+def test_a_blocks_linear_rounds_straight_through() -> None:
+    linear = nn.Linear(32, 4)
+    module = BlockLinear(linear, 2, 16)
+    expected = round_to_nearest(linear.weight.detach(), 2, 16)
+    torch.testing.assert_close(module.quantized_weight(), expected)
+    module.quantized_weight().sum().backward()
+    assert module.weight.grad.abs().max() <= 1 and module.weight.grad.sum() > 0
+    assert module.scales.grad.abs().sum() > 0
+    frozen = ScaledLinear(module)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(frozen(x), module(x))
+    assert frozen.deployed().stored_bits == 4 * 32 * 2 + 8 * 18
+
+
+@pytest.mark.parametrize("steps", [1000, 80])
+def test_both_stages_stay_within_the_steps(cache: TeacherCache, steps: int) -> None:
+    budget = Budget.of(Job.of(teacher(), cache, settings(max_steps=steps)))
+    spent = budget.block_steps + budget.steps + 2 * budget.num_batches / 3
+    assert spent <= steps < spent + 2
+
+
+@pytest.mark.parametrize(
+    ("method", "lr"), [("reference", 1e-2), ("torchao_int2", 1e-4), ("efficientqat", 3e-4)]
+)
+def test_training_comes_nearer_to_the_teacher(cache: TeacherCache, method: str, lr: float) -> None:
+    before = kl(LanguageModel(untrained(method, cache).model), cache)
+    trained = train_baseline(method, teacher(), TOKENIZER, cache, settings(lr=lr))
+    assert kl(trained.model, cache) < before
+    assert trained.steps == 30 and trained.seconds > 0 and trained.peak_gib > 0
+    assert all(type(m) is nn.Linear for m in _linears(trained.model))
+
+
+def _linears(student: LanguageModel) -> list[nn.Module]:
+    return [student.model.get_submodule(name) for name in linear_names(student.model)]
+
+
+@pytest.mark.parametrize("method", PTQ)
+def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> None:
+    float_teacher = teacher()
+    found = train_baseline(
+        method, float_teacher, TOKENIZER, cache, settings(plan="q2a2"), calibration(cache)
+    )
+    assert found.steps == 0 and found.bits_per_weight == 2 + 18 / 32
+    assert 0 < kl(found.model, cache)
+    for linear, name in zip(_linears(found.model), linear_names(found.model.model), strict=True):
+        rows = linear.weight.unflatten(1, (-1, 32))
+        assert max(len(group.unique()) for row in rows for group in row) <= 4
+        assert not torch.equal(linear.weight, float_teacher.model.get_submodule(name).weight)
+    assert time_step(method, float_teacher, cache, settings(), steps=2) == 0.0
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_a_step_has_a_time(cache: TeacherCache, method: str) -> None:
+    assert time_step(method, teacher(), cache, settings(), steps=2) > 0
+
+
+def test_the_formed_reference_learns_what_the_factored_one_does(cache: TeacherCache) -> None:
+    students = [
+        train_baseline(
+            "reference", teacher(), TOKENIZER, cache, settings(max_steps=3, factored=factored)
+        )
+        for factored in (True, False)
+    ]
+    for one, other in zip(*map(lambda s: _linears(s.model), students), strict=True):
+        torch.testing.assert_close(one.weight, other.weight, rtol=1e-2, atol=1e-4)
+
+
+def test_the_teachers_likeliest_token_may_count(cache: TeacherCache) -> None:
+    values = {"lr": 1e-2, "hard_top1": 0.5, "factored": False, "max_steps": 3}
+    found = train_baseline("reference", teacher(), TOKENIZER, cache, settings(**values))
+    plain = train_baseline(
+        "reference", teacher(), TOKENIZER, cache, settings(**{**values, "hard_top1": 0.0})
+    )
+    assert kl(found.model, cache) != kl(plain.model, cache)
+
+
+def test_what_a_user_gets_wrong_is_one_line(
+    cache: TeacherCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(method: str, **values: object) -> None:
+        train_baseline(method, teacher(), TOKENIZER, cache, settings(**values))
+
+    refusals: list[tuple[Callable[[], None], str]] = [
+        (lambda: train("awq"), "method='awq' is unknown; choose among reference, torchao_int2"),
+        (lambda: train("gptq"), "method=gptq, but there are no calibration batches"),
+        (lambda: train("rtn", group_size=24), "group_size=24 does not divide rows of 32"),
+        (lambda: train("efficientqat", loss="jsd"), "loss=jsd, but the baselines know"),
+    ]
+    for refuse, message in refusals:
+        with pytest.raises(ConfigError, match=message):
+            refuse()
+    monkeypatch.setattr(torchao_int2, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="torchao is not installed; run 'pip install torchao'"):
+        train("torchao_int2")
+    other = tiny_of_another_vocabulary()
+    with pytest.raises(CacheError, match="over a vocabulary of 320"):
+        train_baseline("rtn", other, TOKENIZER, cache, settings())
+
+
+def tiny_of_another_vocabulary() -> LanguageModel:
+    return LanguageModel(tiny_model(vocab_size=321))
