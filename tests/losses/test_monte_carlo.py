@@ -1,0 +1,98 @@
+"""Draws teach what the whole teacher teaches: their mean gradient is that of the full KL.
+
+Many tokens with one student state and one teacher distribution, each with draws of its own, are
+that many tries; a mean must lie within five of its standard errors.
+"""
+
+import pytest
+import torch
+from teacher_targets import targets_of
+from torch import Tensor
+
+from qat.kernels.head import Head
+from qat.losses.from_hidden import loss_from_hidden
+from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
+from qat.losses.targets import Targets
+
+D, E, V = 5, 7, 23
+TRIES, GROUPS = 4096, 32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+class Case:
+    """A student, a teacher, and gradients from either kind of target."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.randn(1, D, dtype=torch.float64)
+        self.weight = torch.randn(V, D, dtype=torch.float64)
+        self.teacher = torch.randn(1, E, dtype=torch.float64)
+        # flat enough that every word is drawn sometimes
+        self.teacher_head = Head(0.5 * torch.randn(V, E, dtype=torch.float64))
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The gradients of the full KL, of the hidden state and of the head's weight."""
+        known = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+        targets = OnlineTargets(*known, self.teacher, self.teacher_head)
+        leaves = self._leaves(1)
+        loss = loss_from_teacher(leaves[0], Head(leaves[1]), targets, {"kl": 1.0})["loss"]
+        return torch.autograd.grad(loss, leaves)
+
+    def of(self, name: str, targets: Targets) -> tuple[Tensor, Tensor]:
+        """The gradients of a loss on a cache: of each try's hidden state, and of the head's sum."""
+        leaves = self._leaves(len(targets.mask))
+        loss = loss_from_hidden(leaves[0], Head(leaves[1]), targets, {name: 1.0})["loss"]
+        return torch.autograd.grad(loss, leaves)
+
+    def targets(self, tries: int, draws: int = 50, top_k: int = 4) -> Targets:
+        logits = self.teacher_head.logits(self.teacher).expand(tries, V)
+        found = targets_of(logits, top_k)
+        drawn = torch.multinomial(logits.softmax(1), draws, replacement=True)
+        counts = torch.zeros(tries, V).scatter_add_(1, drawn, torch.ones(drawn.shape))
+        mask = torch.ones(tries, dtype=torch.bool)
+        ids = torch.arange(V).expand(tries, V)
+        return found._replace(mask=mask, sample_ids=ids, sample_counts=counts)
+
+    def _leaves(self, tries: int) -> list[Tensor]:
+        hidden = self.hidden.repeat(tries, 1)
+        return [hidden.requires_grad_(), self.weight.clone().requires_grad_()]
+
+
+def standard_errors(tries: Tensor, exact: Tensor) -> Tensor:
+    """How many standard errors the mean over the first dimension is away from `exact`."""
+    return (tries.mean(0) - exact).abs() / (tries.std(0) / len(tries) ** 0.5)
+
+
+def test_the_expected_gradient_of_draws_is_that_of_the_full_kl() -> None:
+    case = Case()
+    of_hidden, of_weight = case.exact()
+    gradients, _ = case.of("sampled", case.targets(TRIES))
+    assert standard_errors(gradients, of_hidden[0]).max() < 5
+    groups = [case.of("sampled", case.targets(TRIES // GROUPS))[1] for _ in range(GROUPS)]
+    means = torch.stack(groups) / (TRIES // GROUPS)
+    assert standard_errors(means, of_weight).max() < 5
+
+
+@pytest.mark.parametrize("name", ["tail", "candidates"])
+def test_the_same_test_sees_the_bias_of_a_top_k(name: str) -> None:
+    """What the top 4 teach is off by far more than draws could be by luck."""
+    case = Case()
+    of_hidden, _ = case.exact()
+    targets = case.targets(TRIES)
+    draws, _ = case.of("sampled", targets)
+    biased, _ = case.of(name, targets)
+    error = draws.std(0) / TRIES**0.5
+    assert ((biased[0] - of_hidden[0]).abs() / error).max() > 10
+
+
+def test_the_noise_of_draws_falls_with_the_root_of_their_number() -> None:
+    case = Case()
+    of_hidden, _ = case.exact()
+    noise = [
+        (case.of("sampled", case.targets(4096, draws))[0] - of_hidden).square().sum(1).mean().sqrt()
+        for draws in (16, 64)
+    ]
+    assert (noise[0] / noise[1]).item() == pytest.approx(2.0, rel=0.05)
