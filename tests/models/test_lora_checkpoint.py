@@ -152,6 +152,15 @@ def test_factors_without_a_rank_are_refused(saved: Path) -> None:
         load_checkpoint(saved)
 
 
+def test_a_table_takes_no_adapter(saved: Path) -> None:
+    config = saved / "config.json"
+    values = json.loads(config.read_text())
+    values["quantization_config"]["modules"]["model.embed_tokens"] = {"bits": 8, "lora_rank": 2}
+    config.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="embed_tokens has lora_rank=2, expected none for a "):
+        load_checkpoint(saved)
+
+
 def test_a_factor_beyond_float16_is_refused(tmp_path: Path) -> None:
     model = tiny_adapted("qwen3", SPECS["lut2"])
     with torch.no_grad():

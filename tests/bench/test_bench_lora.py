@@ -1,0 +1,36 @@
+"""A benchmark of adapters measures the step that a run would take."""
+
+import torch
+
+from qat import backend
+from qat.bench.batches import open_source
+from qat.bench.config import BenchConfig
+from qat.bench.flops import token_flops
+from qat.bench.student import open_student
+from qat.bench.subject import Ours
+from qat.nn.step import quant_linears
+
+
+def test_adapters_are_added_trained_and_stand_still() -> None:
+    config = BenchConfig(
+        device="cpu", dtype="fp32", seq_len=16, top_k=8, learn="lora", lora_rank=4, mlp_only=True
+    )
+    student = open_student("tiny", config)
+    batch = open_source(config, student).batch(3, 0, backend.select("cpu"))
+    ours = Ours(student, config)
+    step = ours.subject()
+    first, second = (step([batch], number) for number in range(2))
+    assert first.grad_norm > 0 and torch.equal(first.sums["loss"], second.sums["loss"])
+    ranks = {name: linear.lora_rank for name, linear in quant_linears(student.model).items()}
+    assert all(rank == (4 if ".mlp." in name else 0) for name, rank in ranks.items())
+    assert all("lora" in name for name in ours.optimizer.parameters)
+
+
+def test_adapters_cost_no_weight_gradient_in_model_flops() -> None:
+    found = {}
+    for learn in ("lora", "lora,scales"):
+        config = BenchConfig(device="cpu", learn=learn)
+        student = open_student("tiny", config)
+        names = [*quant_linears(student.model)]
+        found[learn] = token_flops(student, names, config, S=64, K=64).linears
+    assert found["lora"] / found["lora,scales"] == 4 / 6
