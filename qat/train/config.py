@@ -115,7 +115,7 @@ class TrainConfig(StepConfig):
     """Peak learning rate of the scales."""
     lr_codebook: float = Field(1e-3, ge=0)
     """Peak learning rate of the codebooks."""
-    lr_lora: float = Field(1e-3, ge=0)
+    lr_lora: float = Field(1e-2, ge=0)
     """Peak learning rate of the adapters, relative to an adapter as large as its weight."""
     lr_norms: float = Field(1e-3, ge=0)
     """Peak learning rate of the normalisation weights."""
