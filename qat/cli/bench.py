@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
 SUMMARY_DIGITS = 6
-FILE_WIDTH, QUALITY_WIDTH = 120, 240
+FILE_WIDTH, QUALITY_WIDTH = 120, 400
 
 bench_app = App(help="Measure the training step of a student.")
 

@@ -207,7 +207,7 @@ def _train_baseline(
         megabytes=(rest + num_weights * found.bits_per_weight / 8) / MB,
         steps=found.steps,
         tokens=found.steps * settings.batch_size * job.recipe.sequence_length,
-        seconds=found.seconds,
+        seconds=found.seconds if found.steps else 0.0,  # rounding is not training
         peak_gib=found.peak_gib,
     )
 
@@ -235,6 +235,9 @@ def _row(job: Job, trained: Trained, text: str, numbers: Numbers) -> dict[str, o
         "method": "teacher" if plan is None else plan.method,
         "seed": job.seed,
         "text": text,
+        "teacher": job.recipe.teacher,
+        "distil": job.recipe.texts.distil,
+        "sequence_length": job.recipe.sequence_length,
         **numbers,
         "bits_per_weight": trained.bits_per_weight,
         "megabytes": trained.megabytes,

@@ -84,7 +84,9 @@ def resolve(recipe: QualityRecipe) -> list[Plan]:
     check_disjoint(recipe.texts)
     for text in text_sources(recipe.texts):
         open_source(text)
-    return [_plan(recipe, entry) for entry in recipe.recipes]
+    plans = [_plan(recipe, entry) for entry in recipe.recipes]
+    _check_timed(plans)
+    return plans
 
 
 def check_disjoint(texts: Texts) -> None:
@@ -311,6 +313,18 @@ def _baseline_table(recipe: QualityRecipe, entry: Entry, where: str) -> Table:
     table = {"batch_size": recipe.batch_size, **table}
     BaselineSettings.parse(table, where)
     return table
+
+
+def _check_timed(plans: Sequence[Plan]) -> None:
+    """Refuse equal time where one of the two takes no step."""
+    steps = {plan.name: plan.steps for plan in plans}
+    for plan in plans:
+        other = plan.equal_time_to
+        if other and 0 in (plan.steps, steps[other]):
+            raise ConfigError(
+                f"recipe {plan.name!r}: equal_time_to={other!r}, but {plan.steps} and "
+                f"{steps[other]} steps; expected two that train; drop it"
+            )
 
 
 def _refuse(table: Table, keys: set[str], where: str, hint: str) -> None:

@@ -4,21 +4,22 @@ from collections.abc import Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from qat.bench.quality.table import Line, best
+from qat.bench.quality.table import TEACHER, Line
 from qat.report.charts import LIGHT, SERIES, Chart
 
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
-WIDE = 5.0
-"""Values whose largest is so many times the least are drawn on a logarithmic axis."""
+WIDE, VERY_WIDE = 5.0, 100.0
+"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
+numbers at it."""
 
 
 def charts(lines: Sequence[Line], text: str) -> dict[str, bytes]:
     """SVG by file name, of the recipes below the teacher's line; KL is that on `text`."""
-    students = [line for line in lines if line.method != "teacher"]
-    trained = [line for line in students if line.stats["seconds"].mean > 0]
-    if best(lines) is None:
+    students = [line for line in lines if line.method != TEACHER]
+    trained = [line for line in students if line.stats["steps"].mean > 0]
+    if not students:
         return {}
     pictures = {"kl_bits.svg": ("bits_per_weight", "bits a weight", students)}
     if trained:
@@ -58,6 +59,7 @@ def _scale(set_scale, axis, values: Sequence[float]) -> None:  # noqa: ANN001 - 
     if min(values) <= 0 or max(values) < WIDE * min(values):
         return
     set_scale("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    is_crowded = max(values) > VERY_WIDE * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if is_crowded else (1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())

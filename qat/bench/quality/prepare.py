@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qat.backend import select
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Plan, cache_config, convert_config, shared_facts
@@ -54,6 +55,7 @@ class Workshop:
         for plan in plans:
             if plan.convert is not None:
                 self.convert(plan.convert, plan.cache)
+        select(self.device).free_memory()  # it is the jobs' now
 
     def convert(self, convert: Table, cache: Table) -> None:
         """Convert the teacher, unless it was done; it may calibrate on that cache."""

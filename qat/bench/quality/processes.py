@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +34,13 @@ class _Running(NamedTuple):
     process: subprocess.Popen
 
 
-def run_jobs(jobs: Sequence[Job], places: Places) -> list[Failure]:
+def run_jobs(
+    jobs: Sequence[Job], places: Places, after_each: Callable[[list[Failure]], object]
+) -> list[Failure]:
     """Run all jobs, as many side by side as they say; the failures.
 
-    When this process ends, however it ends, so do they.
+    When this process ends, however it ends, so do they. `after_each` is called with the failures
+    so far whenever a job has ended.
     """
     waiting, running, failures = deque(jobs), [], []
     try:
@@ -49,6 +52,7 @@ def run_jobs(jobs: Sequence[Job], places: Places) -> list[Failure]:
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
                     failures += _end(each, places)
+                    after_each(failures)
                     ticker.advance()
                 time.sleep(POLL_S)
     finally:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from qat.backend import select
@@ -62,7 +63,8 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     plans = with_equal_time(plans, _step_times(shop, plans))
     jobs = make_jobs(shop.recipe, plans, out, config)
     open_jobs = [job for job in jobs if not shop.places.rows(job.label).exists()]
-    return write_results(shop, jobs, run_jobs(open_jobs, shop.places))
+    write = partial(write_results, shop, jobs)
+    return write(run_jobs(open_jobs, shop.places, write))
 
 
 def make_jobs(
@@ -87,6 +89,7 @@ def write_results(shop: Workshop, jobs: Sequence[Job], failures: list[Failure]) 
     write_atomically(out / TABLE, _page(recipe, report))
     whole = {
         "environment": environment(select(shop.device), recipe),
+        "step_times": _known_times(shop),
         "failures": [failure._asdict() for failure in failures],
         "rows": rows,
     }
@@ -98,14 +101,19 @@ def write_results(shop: Workshop, jobs: Sequence[Job], failures: list[Failure]) 
 
 def _step_times(shop: Workshop, plans: Sequence[Plan]) -> StepTimes:
     """Step times of the recipes that need them, measured once for a directory."""
-    file, needed = shop.places.timing, to_time(plans)
-    known = json.loads(file.read_text()) if file.exists() else {}
+    known, needed = _known_times(shop), to_time(plans)
     if any(time_key(plan) not in known for plan in needed):
         for convert, cache in conversions_to_time(needed):
             shop.convert(convert, cache)
-        known = measure(needed, lambda plan: time_plan(shop, plan))
-        write_atomically(file, to_json(known))
+        # steps that were measured stay: budgets of finished jobs rest on them
+        known = measure(needed, lambda plan: time_plan(shop, plan)) | known
+        write_atomically(shop.places.timing, to_json(known))
     return known
+
+
+def _known_times(shop: Workshop) -> StepTimes:
+    file = shop.places.timing
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def _page(recipe: QualityRecipe, report: QualityReport) -> str:

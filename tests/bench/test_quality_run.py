@@ -1,0 +1,210 @@
+"""`qat bench quality` on a tiny teacher: rows, table, pictures; what is finished is kept."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from cache_case import TOKENIZER, teacher, texts
+from transformers.utils import logging as hf_logging
+
+from qat.bench.quality import processes, run
+from qat.bench.quality.job import Job, heartbeat_facts, run_job
+from qat.bench.quality.places import Places
+from qat.bench.quality.processes import Failure
+from qat.cli import main
+from qat.errors import QatError
+from qat.logs import JsonLines, read_json_lines
+
+TRAIN = {"warmup_steps": 1, "eval_sequences": 2, "log_every": 1, "save_every": 2, "dtype": "fp32"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "run_jobs", in_this_process)
+    hf_logging.disable_progress_bar()
+    teacher().model.save_pretrained("teacher")
+    TOKENIZER.save_pretrained("teacher")
+    for name, count, seed in (("learn", 60, 3), ("judge", 12, 5)):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts(count, seed)]
+        Path(f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def in_this_process(jobs: list[Job], places: Places, after_each) -> list[Failure]:
+    """What `run_jobs` does, without the seconds that a process takes to start."""
+    failures = []
+    for job in jobs:
+        try:
+            run_job(job)
+        except QatError as error:
+            failures.append(Failure(job.name, job.seed, str(error), places.log(job.label)))
+        after_each(failures)
+    return failures
+
+
+def write(*recipes: dict, **values: object) -> None:
+    recipe = {
+        "name": "case",
+        "teacher": "teacher",
+        "max_steps": 3,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "report_sequences": 6,
+        "kd_sequences": 4,
+        "generate_samples": 2,
+        "generate_tokens": 6,
+        "generate_prompts": ["the cat", "a dog sat on"],
+        "texts": {"distil": "learn.jsonl", "report": {"own": "judge.jsonl", "split": "held_out"}},
+        "cache": {"top_k": 5, "held_out": 0.2},
+        "convert": {"to": "q2a4", "group_size": 16},
+        "train": TRAIN,
+        "recipes": list(recipes),
+        **values,
+    }
+    Path("recipe.toml").write_text(tomli_w.dumps(recipe))
+
+
+def call(monkeypatch, *more: str) -> int:
+    words = ["qat", "bench", "quality", "recipe.toml", "--out", "out", "--device", "cpu", *more]
+    monkeypatch.setattr(sys, "argv", words)
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_rows_a_table_and_pictures(place: Path, monkeypatch, capsys) -> None:
+    write(
+        {"name": "trained"},
+        {"name": "converted", "train": False},
+        {
+            "name": "staged",
+            "convert": {"to": "q4a4"},
+            "cache": {"top_k": 4},
+            "stages": [
+                {"learn": "scales", "max_steps": 1},
+                {"convert": {"to": "q2a4", "base": "teacher"}, "mlp_only": True},
+            ],
+        },
+        {"name": "rounded", "method": "rtn", "train": {"group_size": 16}},
+        seeds=[0, 1],
+    )
+    assert call(monkeypatch) == 0
+    printed = capsys.readouterr().out
+    last = json.loads(printed.splitlines()[-1])
+    assert last["out"] == "out" and last["kl_nats"] > 0
+    rows = read_json_lines(Path("out/results.jsonl"))
+    assert len(rows) == 2 * (1 + 2 + 1 + 2 + 1)  # texts x (teacher + seeds of each recipe)
+    for row in rows:
+        assert row["commit"] and row["device"] == "cpu" and row["workers"] == 1
+        assert row["kd_nats"] >= 0 and 0 <= row["repeated_frac"] <= 1 < row["ppl"]
+        assert (row["kl_nats"] < 1e-6) == (row["recipe"] == "teacher")
+        assert row["seconds"] >= 0 and (row["seconds"] > 0) == (row["steps"] > 0)
+    by_name = {row["recipe"]: row for row in rows}
+    assert by_name["teacher"]["ppl"] == by_name["teacher"]["teacher_ppl"]
+    assert by_name["staged"]["steps"] == 3 and by_name["staged"]["tokens"] == 3 * 2 * 16
+    assert 2 < by_name["staged"]["bits_per_weight"] < 5 < by_name["teacher"]["bits_per_weight"]
+    assert by_name["converted"]["megabytes"] < by_name["teacher"]["megabytes"]
+    page = Path("out/quality.md").read_text()
+    order = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")]
+    assert order[2] == "teacher" and order[3] == last["best"] and len(order) == 7
+    for name in ("kl_bits.svg", "kl_seconds.svg", "results.json"):
+        assert Path("out", name).stat().st_size > 0
+    assert len(list(Path("out/caches").iterdir())) == 2
+    assert len(list(Path("out/students").iterdir())) == 2
+    runs = list(Path("out/runs").glob("*/stage*/run.json"))
+    assert len(runs) == 2 + 2 * 2 and not list(Path("out/runs").glob("**/trainer"))
+
+
+def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
+    write({"name": "a"})
+    assert call(monkeypatch) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("out/rows").iterdir()}
+    write({"name": "a"}, {"name": "b", "train": {"learn": "scales"}})  # a recipe more
+    assert call(monkeypatch) == 0
+    after = {path: path.stat().st_mtime_ns for path in Path("out/rows").iterdir()}
+    assert before.items() <= after.items() and len(after) == len(before) + 1
+    write({"name": "a", "train": {"lr": 0.02}})  # another recipe of that name
+    assert call(monkeypatch) == 0
+    assert len(list(Path("out/rows").iterdir())) == len(after) + 1
+    assert {row["recipe"] for row in read_json_lines(Path("out/results.jsonl"))} == {"teacher", "a"}
+    capsys.readouterr()
+    write({"name": "a"}, max_steps=4)
+    assert call(monkeypatch) == 1
+    error = capsys.readouterr().err
+    assert "out=out holds results of 'case' with another settings, expected those of" in error
+    Path("judge.jsonl").write_text('{"text": "the dog saw the cat and the mat"}\n')
+    write({"name": "a"})
+    assert call(monkeypatch) == 1
+    assert "with another texts" in capsys.readouterr().err
+
+
+def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
+    from qat.bench.quality import job as jobs
+
+    write({"name": "a"})
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "heartbeat_facts", stop)
+        assert call(patch) == 130
+    (stage,) = Path("out/runs").glob("a-s0-*/stage1")
+    metrics = (stage / "metrics.jsonl").read_bytes()
+    assert call(monkeypatch) == 0
+    assert (stage / "metrics.jsonl").read_bytes() == metrics  # trained once
+
+
+def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
+    seconds = {"slow": 3.0, "fast": 1.0}
+    monkeypatch.setattr(run, "time_plan", lambda _, plan: [[seconds[plan.name]]])
+    recipes = [{"name": "slow"}, {"name": "fast", "train": {"lr": 0.1}, "equal_time_to": "slow"}]
+    write(*recipes, max_steps=1)
+    assert call(monkeypatch) == 0
+    rows = read_json_lines(Path("out/results.jsonl"))
+    assert {row["recipe"]: row["steps"] for row in rows} == {"teacher": 0, "slow": 1, "fast": 3}
+    monkeypatch.setattr(run, "time_plan", lambda *_: pytest.fail("timed twice"))
+    assert call(monkeypatch) == 0
+
+
+def test_step_times_are_those_of_training(place: Path) -> None:
+    from qat.bench.quality.config import read_recipe
+    from qat.bench.quality.plan import resolve
+    from qat.bench.quality.prepare import Workshop
+    from qat.bench.quality.step_timer import STRETCHES, time_plan
+
+    write({"name": "a"}, {"name": "b", "method": "torchao_int2"})
+    shop = Workshop(read_recipe(Path("recipe.toml")), Places(Path("out")), "cpu")
+    ours, _ = plans = resolve(shop.recipe)
+    shop.claim()
+    shop.prepare(plans)
+    (stretches,) = time_plan(shop, ours)
+    assert len(stretches) == STRETCHES - 1 and all(0 < step_s < 10 for step_s in stretches)
+
+
+def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:
+    """In processes of their own, two side by side."""
+    monkeypatch.setattr(run, "run_jobs", processes.run_jobs)
+    write({"name": "bad", "train": {"sample_prompt": ""}}, {"name": "good", "train": False})
+    assert call(monkeypatch, "--workers", "2") == 1
+    captured = capsys.readouterr()
+    assert "1 jobs failed, expected none; the first, 'bad' with seed 0, said" in captured.err
+    assert "sample_prompt='' holds no token" in captured.err and "good" in captured.out
+    assert "Failed: bad, seed 0: sample_prompt=" in Path("out/quality.md").read_text()
+    rows = read_json_lines(Path("out/results.jsonl"))
+    assert {row["recipe"] for row in rows} == {"teacher", "good"}
+    assert {row["workers"] for row in rows} == {2}
+
+
+def test_seconds_leave_out_the_compiler(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "heartbeat-rank0.jsonl")
+    for step, step_s, peak_gib in ((10, 5.0, 1.0), (20, 0.1, 3.0), (30, 0.2, 2.0), (40, 0.9, 2.0)):
+        lines.write(step=step, step_s=step_s, peak_gib=peak_gib)
+    lines.close()
+    seconds, peak_gib = heartbeat_facts(tmp_path, 40)
+    assert seconds == pytest.approx(40 * 0.2) and peak_gib == 3.0
