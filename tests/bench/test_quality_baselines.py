@@ -151,8 +151,8 @@ def test_new_ranks_hardly_matter() -> None:
 @pytest.mark.parametrize("kind", [RankByRank, Formed])
 def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -> None:
     weight, x = torch.randn(24, 64), torch.randn(2, 5, 64)
-    Q, scale, lut_size = convert(weight, 2, rank, 16, generator=torch.Generator())
-    assert lut_size == 4 and len(Q.unique()) == 4
+    Q, scale = convert(weight, 2, rank, 16, generator=torch.Generator())
+    assert len(Q.unique()) == 4
     A, B = F.normalize(scale.A, dim=0), F.normalize(scale.B, dim=1)
     W, bias = Q * (A @ torch.diag(scale.g) @ B), torch.randn(24)
     module = kind(Q, scale, bias)
@@ -164,8 +164,9 @@ def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -
 
 def test_every_level_is_the_nearest_one() -> None:
     weight = torch.randn(8, 32)
-    Q, scale, _ = from_scratch(weight, 2, 2, 16)
-    S, lut = scale.formed(), even_lut(4)
+    lut = even_lut(4)
+    Q, scale = from_scratch(weight, lut, 2, 16)
+    S = scale.formed()
     best = (weight[..., None] / S[..., None] - lut).abs().argmin(-1)
     assert torch.equal(Q, lut[best])
 
@@ -196,7 +197,7 @@ def test_both_stages_stay_within_the_steps(cache: TeacherCache, steps: int) -> N
 )
 def test_training_comes_nearer_to_the_teacher(cache: TeacherCache, method: str, lr: float) -> None:
     before = kl(LanguageModel(untrained(method, cache).model), cache)
-    trained = train_baseline(method, teacher(), TOKENIZER, cache, settings(lr=lr))
+    trained = train_baseline(method, teacher(), TOKENIZER, cache, settings=settings(lr=lr))
     assert kl(trained.model, cache) < before
     assert trained.steps == 30 and trained.seconds > 0 and trained.peak_gib > 0
     assert all(type(m) is nn.Linear for m in _linears(trained.model))
@@ -210,7 +211,12 @@ def _linears(student: LanguageModel) -> list[nn.Module]:
 def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> None:
     float_teacher = teacher()
     found = train_baseline(
-        method, float_teacher, TOKENIZER, cache, settings(plan="q2a2"), calibration(cache)
+        method,
+        float_teacher,
+        TOKENIZER,
+        cache,
+        settings=settings(plan="q2a2"),
+        calibration=calibration(cache),
     )
     assert found.steps == 0 and found.bits_per_weight == 2 + 18 / 32
     assert 0 < kl(found.model, cache)
@@ -218,18 +224,22 @@ def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> Non
         rows = linear.weight.unflatten(1, (-1, 32))
         assert max(len(group.unique()) for row in rows for group in row) <= 4
         assert not torch.equal(linear.weight, float_teacher.model.get_submodule(name).weight)
-    assert time_step(method, float_teacher, cache, settings(), steps=2) == 0.0
+    assert time_step(method, float_teacher, cache, settings=settings(), steps=2) == 0.0
 
 
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_step_has_a_time(cache: TeacherCache, method: str) -> None:
-    assert time_step(method, teacher(), cache, settings(), steps=2) > 0
+    assert time_step(method, teacher(), cache, settings=settings(), steps=2) > 0
 
 
 def test_the_formed_reference_learns_what_the_factored_one_does(cache: TeacherCache) -> None:
     students = [
         train_baseline(
-            "reference", teacher(), TOKENIZER, cache, settings(max_steps=3, factored=factored)
+            "reference",
+            teacher(),
+            TOKENIZER,
+            cache,
+            settings=settings(max_steps=3, factored=factored),
         )
         for factored in (True, False)
     ]
@@ -239,9 +249,9 @@ def test_the_formed_reference_learns_what_the_factored_one_does(cache: TeacherCa
 
 def test_the_teachers_likeliest_token_may_count(cache: TeacherCache) -> None:
     values = {"lr": 1e-2, "hard_top1": 0.5, "factored": False, "max_steps": 3}
-    found = train_baseline("reference", teacher(), TOKENIZER, cache, settings(**values))
+    found = train_baseline("reference", teacher(), TOKENIZER, cache, settings=settings(**values))
     plain = train_baseline(
-        "reference", teacher(), TOKENIZER, cache, settings(**{**values, "hard_top1": 0.0})
+        "reference", teacher(), TOKENIZER, cache, settings=settings(**{**values, "hard_top1": 0.0})
     )
     assert kl(found.model, cache) != kl(plain.model, cache)
 
@@ -250,7 +260,7 @@ def test_what_a_user_gets_wrong_is_one_line(
     cache: TeacherCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def train(method: str, **values: object) -> None:
-        train_baseline(method, teacher(), TOKENIZER, cache, settings(**values))
+        train_baseline(method, teacher(), TOKENIZER, cache, settings=settings(**values))
 
     refusals: list[tuple[Callable[[], None], str]] = [
         (lambda: train("awq"), "method='awq' is unknown; choose among reference, torchao_int2"),
@@ -266,7 +276,7 @@ def test_what_a_user_gets_wrong_is_one_line(
         train("torchao_int2")
     other = tiny_of_another_vocabulary()
     with pytest.raises(CacheError, match="over a vocabulary of 320"):
-        train_baseline("rtn", other, TOKENIZER, cache, settings())
+        train_baseline("rtn", other, TOKENIZER, cache, settings=settings())
 
 
 def tiny_of_another_vocabulary() -> LanguageModel:

@@ -46,8 +46,9 @@ class BaselineSettings(Settings):
     """Of the reference's candidates loss."""
     hard_top1: float = Field(0.0, ge=0)
     """Weight of the reference's cross-entropy with the teacher's likeliest token (it ships 0.2)."""
-    start: Literal["q4", "from_scratch"] = "q4"
-    """Where the reference starts: 4 bits first and its converter, or low rank at 2 bits at once."""
+    start: Literal["q4", "from_scratch", "full_rank"] = "q4"
+    """Where the reference starts: at 4 bits and rank 4, then its converter; from scratch with its
+    evenly spaced table; or with its converter's table over scales of the whole rank."""
     factored: bool = True
     """Whether the reference multiplies rank by rank as published, or by the formed weight: the same
     numbers, faster."""

@@ -1,5 +1,6 @@
 """Trains a baseline on a teacher cache: the same sequences, schedule and clock for every method."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.swap import linear_names
 from qat.train.schedule import lr_share
+
+logger = logging.getLogger(__name__)
 
 REHEARSALS = 2
 """Forwards and backwards before the clock starts: the compiler works in the first."""
@@ -94,16 +97,16 @@ class Job:
         learning: Sequence[nn.Parameter],
         loss: HiddenLoss,
         *,
-        steps: int | None = None,
+        steps: int,
+        is_compiled: bool = True,
         is_checkpointed: bool = False,
     ) -> PlainStep:
-        """A step that trains `learning` over a run of `steps`, by default all."""
-        steps = steps or self.settings.max_steps
+        """A step that trains `learning` over a run of `steps`, compiled where that pays."""
         return PlainStep(
             self.model,
             learning,
             loss,
-            is_compiled=self.backend.compiles(),
+            is_compiled=is_compiled and self.backend.compiles(),
             is_checkpointed=is_checkpointed,
             lr=lambda step: self.rate(self.settings.lr, step, steps),
             autocast=self.dtype,
@@ -180,10 +183,25 @@ def distil(lesson: Lesson, job: Job) -> Course:
 
 def rehearse(step: PlainStep, job: Job) -> None:
     """Let compiler and allocator see everything once; the student stays as it is."""
-    for number in range(REHEARSALS):
-        step.add_gradients([job.batch(number)])
-        step.forget_gradients()
+
+    def run() -> None:
+        for number in range(REHEARSALS):
+            step.add_gradients([job.batch(number)])
+            step.forget_gradients()
+
+    run_or_uncompile(run, step.run_eagerly)
     job.backend.synchronize()
+
+
+def run_or_uncompile(run: Callable[[], None], uncompile: Callable[[], None]) -> None:
+    """Run what compiles; where the compiler fails, `uncompile` and run again."""
+    try:
+        run()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0]
+        logger.warning("the baseline cannot be compiled (%s): it runs eagerly", reason)
+        uncompile()
+        run()
 
 
 def _batches(job: Job, first: int, steps: int) -> Iterator[Batch]:

@@ -14,8 +14,6 @@ Shapes: O out_features, I in_features, G groups per row, W weights per group, B 
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.bench.baselines.deploy import Deployed
-from qat.bench.baselines.distil import REHEARSALS, Course, Job, Lesson
+from qat.bench.baselines.distil import REHEARSALS, Course, Job, Lesson, run_or_uncompile
 from qat.bench.baselines.uniform import (
     SMALLEST_SCALE,
     Grid,
@@ -132,8 +130,12 @@ def efficientqat_lesson(job: Job) -> Lesson:
         replace_module(job.model, name, ScaledLinear(job.model.get_submodule(name)))
     modules = {name: job.model.get_submodule(name) for name in job.names}
     step = job.step([m.scales for m in modules.values()], job.kd_loss(), steps=budget.steps)
-    deploy = lambda: {name: module.deployed() for name, module in modules.items()}  # noqa: E731
-    return Lesson(step, deploy, budget.steps, course)
+    return Lesson(
+        step,
+        lambda: {name: module.deployed() for name, module in modules.items()},
+        budget.steps,
+        course,
+    )
 
 
 class Budget(NamedTuple):
@@ -163,8 +165,7 @@ class Budget(NamedTuple):
 
 def _train_blocks(job: Job, original: LanguageModel, budget: Budget) -> Course:
     """Stage 1, over all blocks in order."""
-    pool = _Pool(job, original, budget.num_batches)
-    blocks = _Blocks(job, pool, budget.block_steps)
+    blocks = _Blocks(job, original, budget)
     job.backend.reset_peak_memory()
     seconds = 0.0
     layers = list(zip(decoder_layers(original.model), decoder_layers(job.model), strict=True))
@@ -186,93 +187,77 @@ def _train_blocks(job: Job, original: LanguageModel, budget: Budget) -> Course:
     return Course(used, seconds, job.backend.peak_memory_gib() or 0.0)
 
 
-class _Pool:
-    """The hidden states of some batches before the block whose turn it is, float and quantized."""
+class _Blocks:
+    """Trains one block after the other on the hidden states before it, float and quantized."""
 
-    def __init__(self, job: Job, original: LanguageModel, num_batches: int) -> None:
+    def __init__(self, job: Job, original: LanguageModel, budget: Budget) -> None:
+        self._job = job
+        self._steps = budget.block_steps
         layers = decoder_layers(original.model)
-        recorded = []
-        for number in range(num_batches):
+        self._calls: list[BlockInputs] = []
+        for number in range(budget.num_batches):
             batch = job.batch(number)
             tokens = TokenBatch(batch.input_ids, batch.position_ids)
             with torch.no_grad():
-                recorded.append(record_block_inputs(original, layers, tokens))
-        self.inputs: list[BlockInputs] = recorded
-        self.float_states = [item.hidden.to(job.dtype) for item in recorded]
-        self.states = list(self.float_states)
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    @torch.no_grad()
-    def move(self, run: Callable[[nn.Module, Tensor, int], Tensor], layer: nn.Module) -> None:
-        """Take the quantized states through a block that is done."""
-        self.states = [run(layer, state, i) for i, state in enumerate(self.states)]
-
-    @torch.no_grad()
-    def move_float(self, run: Callable[[nn.Module, Tensor, int], Tensor], layer: nn.Module) -> None:
-        """Take the float states through the float block: they are the quantized one's targets."""
-        self.float_states = [run(layer, state, i) for i, state in enumerate(self.float_states)]
-
-
-class _Blocks:
-    """Trains one block at a time on the pool."""
-
-    def __init__(self, job: Job, pool: _Pool, steps: int) -> None:
-        self._job = job
-        self._pool = pool
-        self._steps = steps
+                self._calls.append(record_block_inputs(original, layers, tokens))
+        self._targets = [call.hidden for call in self._calls]
+        self._states = list(self._targets)
 
     def rehearse(self, layer: nn.Module, index: int) -> None:
         """Compile the block outside the clock; it stays as it is."""
-        if self._job.backend.compiles():
-            layer.compile()
         layer.requires_grad_(False)
         for parameter in _learning(layer):
             parameter.requires_grad_(True)
-        for _ in range(REHEARSALS):
-            self._error(layer, index, 0).backward()
-        layer.zero_grad(set_to_none=True)
+        if self._job.backend.compiles():
+            layer.forward = torch.compile(layer.forward)
+
+        def run() -> None:
+            for _ in range(REHEARSALS):
+                self._error(layer, index, 0).backward()
+                layer.zero_grad(set_to_none=True)
+
+        run_or_uncompile(run, lambda: vars(layer).pop("forward", None))
         self._job.backend.synchronize()
 
     def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
-        """Train the block, then move the pool behind it; returns the last step's error."""
-        settings = self._job.settings
-        run = self._runner(index)
-        self._pool.move_float(run, float_layer)
-        linears = _linears(layer)
-        peaks = settings.block_lr, settings.block_lr_scales
-        groups = [
-            {"params": [m.weight for m in linears]},
-            {"params": [p for m in linears for p in (m.scales, m.zeros)]},
-        ]
-        adamw = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
+        """Train the block, then move all states behind it; returns the last step's error."""
+        self._targets = self._moved(float_layer, self._targets, index)
+        adamw = self._optimizer(layer)
         for step in range(self._steps):
-            for group, peak in zip(adamw.param_groups, peaks, strict=True):
-                group["lr"] = peak * _block_share(step, self._steps)
-            error = self._error(layer, index, step % len(self._pool))
+            for group in adamw.param_groups:
+                group["lr"] = group["peak"] * _block_share(step, self._steps)
+            error = self._error(layer, index, step % len(self._states))
             error.backward()
             adamw.step()
             adamw.zero_grad(set_to_none=True)
         layer.requires_grad_(False)
-        self._pool.move(run, layer)
+        self._states = self._moved(layer, self._states, index)
+        vars(layer).pop("forward", None)
         return error.item()
 
+    def _optimizer(self, layer: nn.Module) -> torch.optim.AdamW:
+        settings, linears = self._job.settings, _linears(layer)
+        grids = [parameter for m in linears for parameter in (m.scales, m.zeros)]
+        groups = [
+            {"params": [m.weight for m in linears], "peak": settings.block_lr},
+            {"params": grids, "peak": settings.block_lr_scales},
+        ]
+        return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
+
     def _error(self, layer: nn.Module, index: int, number: int) -> Tensor:
-        """Mean squared error of one batch of the pool against the float block's output."""
-        output = self._runner(index)(layer, self._pool.states[number], number)
-        return F.mse_loss(output.float(), self._pool.float_states[number].float())
+        """Mean squared error of one batch against the float block's output."""
+        output = self._output(layer, self._states[number], index, number=number)
+        return F.mse_loss(output, self._targets[number])
 
-    def _runner(self, index: int) -> Callable[[nn.Module, Tensor, int], Tensor]:
-        def run(layer: nn.Module, hidden: Tensor, number: int) -> Tensor:
-            with self._mixed_precision():
-                output = layer(hidden, **self._pool.inputs[number].kwargs[index])
-            return (output[0] if isinstance(output, tuple) else output).to(self._job.dtype)
+    @torch.no_grad()
+    def _moved(self, layer: nn.Module, states: list[Tensor], index: int) -> list[Tensor]:
+        return [self._output(layer, x, index, number=i) for i, x in enumerate(states)]
 
-        return run
-
-    def _mixed_precision(self) -> AbstractContextManager:
-        return self._job.backend.autocast(self._job.dtype)
+    def _output(self, layer: nn.Module, hidden: Tensor, index: int, *, number: int) -> Tensor:
+        """What block `index` makes of batch `number`, `(B, S, D)` float32."""
+        with self._job.backend.autocast(self._job.dtype):
+            output = layer(hidden, **self._calls[number].kwargs[index])
+        return (output[0] if isinstance(output, tuple) else output).float()
 
 
 def _block_share(step: int, steps: int) -> float:

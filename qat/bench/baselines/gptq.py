@@ -7,8 +7,6 @@ the order of columns costs no bits.
 Shapes: O out_features, I in_features, G groups per row.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -55,12 +53,11 @@ def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
     `grid` has a scale and a zero point for every column.
     """
     rest, found = weight.clone(), torch.empty_like(weight)
-    nearest = partial(_nearest, bits=bits)
     for start in range(0, weight.shape[1], BLOCK):
         end = min(start + BLOCK, weight.shape[1])
         errors = torch.empty_like(weight[:, start:end])
         for i in range(start, end):
-            found[:, i] = nearest(rest[:, i : i + 1], grid, i)
+            found[:, i] = _nearest(rest[:, i], grid, i, bits=bits)
             error = (rest[:, i] - found[:, i]) / U[i, i]
             rest[:, i:end] -= error[:, None] * U[i, i:end]
             errors[:, i - start] = error
@@ -70,4 +67,4 @@ def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
 
 def _nearest(column: Tensor, grid: Grid, i: int, *, bits: int) -> Tensor:
     own = Grid(grid.scales[:, i : i + 1], grid.zeros[:, i : i + 1])
-    return values_of(codes_of(column, own, bits), own)[:, 0]
+    return values_of(codes_of(column[:, None], own, bits), own)[:, 0]

@@ -62,7 +62,7 @@ class PlainStep:
             model.train()
         if is_compiled:
             for layer in decoder_layers(model):
-                layer.compile()
+                layer.forward = torch.compile(layer.forward)
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take one optimizer step."""
@@ -100,6 +100,14 @@ class PlainStep:
     def forget_gradients(self) -> None:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def run_eagerly(self) -> None:
+        """Let the layers, and a loss that the compiler helps, run as they are written."""
+        self._is_compiled = False
+        for layer in decoder_layers(self._model):
+            vars(layer).pop("forward", None)
+        if isinstance(self._loss, ChunkedLoss):
+            self._loss.run_eagerly()
 
     def compile_facts(self) -> dict[str, object]:
         """As our own step tells them."""

@@ -46,11 +46,12 @@ class BaselineStudent(NamedTuple):
     """Most memory held meanwhile."""
 
 
-def train_baseline(  # noqa: PLR0917
+def train_baseline(
     method: str,
     teacher: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     cache: TeacherCache,
+    *,
     settings: BaselineSettings,
     calibration: Sequence[TokenBatch] = (),
 ) -> BaselineStudent:
@@ -84,8 +85,8 @@ def time_step(
     method: str,
     teacher: LanguageModel,
     cache: TeacherCache,
-    settings: BaselineSettings,
     *,
+    settings: BaselineSettings,
     steps: int,
 ) -> float:
     """Median seconds of an optimizer step; 0 for a method that takes none.

@@ -19,7 +19,14 @@ from qat.bench.baselines.config import BaselineSettings
 from qat.bench.baselines.deploy import FP16_BITS, Deployed
 from qat.bench.baselines.distil import Job, Lesson
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
-from qat.bench.baselines.reference_start import LowRank, Start, convert, from_scratch
+from qat.bench.baselines.reference_start import (
+    LowRank,
+    Start,
+    convert,
+    converted_lut,
+    even_lut,
+    from_scratch,
+)
 from qat.bench.config import MeasureConfig
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
@@ -127,11 +134,17 @@ def reference_lesson(job: Job) -> Lesson:
     generator = torch.Generator().manual_seed(settings.seed)
     for name in job.names:
         linear = job.model.get_submodule(name)
-        Q, scale, _ = start_of(linear.weight.detach(), name, settings, generator)
+        Q, scale = start_of(linear.weight.detach(), name, settings, generator)
         module = kind(Q, scale, None if linear.bias is None else linear.bias.detach())
         replace_module(job.model, name, module)
         learning += module.parameters()
-    step = job.step(learning, _loss(job), is_checkpointed=settings.factored)
+    step = job.step(
+        learning,
+        _loss(job),
+        steps=settings.max_steps,
+        is_compiled=not settings.factored,
+        is_checkpointed=settings.factored,
+    )
     modules = {name: job.model.get_submodule(name) for name in job.names}
     return Lesson(
         step,
@@ -146,9 +159,11 @@ def start_of(
     """Levels and scale of the linear called `name` before the training."""
     bits = settings.bits_of(name)
     rank = min(MLP_RANK if bits == 2 else ATTENTION_RANK, *weight.shape)
-    if settings.start == "from_scratch":
-        return from_scratch(weight, bits, rank, settings.group_size)
-    return convert(weight, bits, rank, settings.group_size, generator=generator)
+    size = settings.group_size
+    if settings.start == "q4":
+        return convert(weight, bits, rank, size, generator=generator)
+    lut = converted_lut(bits) if settings.start == "full_rank" else even_lut(2**bits)
+    return from_scratch(weight, lut, rank, size)
 
 
 def _loss(job: Job) -> HiddenLoss:

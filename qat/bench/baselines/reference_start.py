@@ -50,7 +50,6 @@ class Start(NamedTuple):
     Q: Tensor
     """`(O, I)`: the table's entry that each weight takes."""
     scale: LowRank
-    lut_size: int
 
 
 def convert(
@@ -58,17 +57,20 @@ def convert(
 ) -> Start:
     """A weight by way of 4 bits and rank 4, then the converter to `bits` and `rank`."""
     scale = svd_scale(weight, min(Q4_RANK, rank), group_size)
-    lut = even_lut(2**Q4_BITS)
-    if bits < Q4_BITS:
-        lut = fewer_entries(lut, 2**bits)
     scale = more_ranks(scale, rank, generator)
-    return Start(nearest_entries(weight, scale, lut), scale, len(lut))
+    return Start(nearest_entries(weight, scale, converted_lut(bits)), scale)
 
 
-def from_scratch(weight: Tensor, bits: int, rank: int, group_size: int) -> Start:
-    """A weight straight at `bits` and `rank`."""
-    scale, lut = svd_scale(weight, rank, group_size), even_lut(2**bits)
-    return Start(nearest_entries(weight, scale, lut), scale, len(lut))
+def from_scratch(weight: Tensor, lut: Tensor, rank: int, group_size: int) -> Start:
+    """A weight straight at the entries of `lut` and `rank`."""
+    scale = svd_scale(weight, rank, group_size)
+    return Start(nearest_entries(weight, scale, lut), scale)
+
+
+def converted_lut(bits: int) -> Tensor:
+    """The table of the 4-bit stage, cut to `2**bits` entries."""
+    lut = even_lut(2**Q4_BITS)
+    return lut if bits == Q4_BITS else fewer_entries(lut, 2**bits)
 
 
 def svd_scale(weight: Tensor, rank: int, group_size: int) -> LowRank:

@@ -85,6 +85,10 @@ class ChunkedLoss:
         """Let the compiler fuse what happens to a chunk of logits."""
         self._run = torch.compile(self._chunk)
 
+    def run_eagerly(self) -> None:
+        """Take back `compile`."""
+        self._run = self._chunk
+
     def __call__(self, hidden: Tensor, targets: Targets) -> Tensor:
         """`(T, D)` hidden states to the sum in nats."""
         pieces = zip(

@@ -75,7 +75,11 @@ def torchao_lesson(job: Job) -> Lesson:
     settings = job.settings
     bits = {name: settings.bits_of(name) for name in job.names}
     fake_quantize(job.model, bits, settings.group_size)
-    step = job.step([job.model.get_submodule(name).weight for name in job.names], job.kd_loss())
+    step = job.step(
+        [job.model.get_submodule(name).weight for name in job.names],
+        job.kd_loss(),
+        steps=settings.max_steps,
+    )
     return Lesson(step, lambda: _deployed(job.model, bits, settings), settings.max_steps)
 
 
