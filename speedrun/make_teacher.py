@@ -11,9 +11,8 @@ import json
 import math
 import random
 import time
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +22,7 @@ from cyclopts import App, Parameter
 from muon import Muon
 from pydantic import Field
 from teacher_model import HEAD_DIM, Shape, judge, learning_rate, new_qwen3, parameter_groups
+from teacher_rows import endless_batches, pack_rows, with_empty_rows
 from teacher_texts import Piece, read_pieces, split, without_repetition, write_pieces
 from tiny_teacher_text import encode, train_tokenizer
 from torch import Tensor, nn
@@ -60,13 +60,13 @@ class TeacherConfig(Settings):
     """Peak learning rate of Muon (matrices) and AdamW (embeddings, norms)."""
     weight_decay: float = Field(0.5, ge=0)
     """Decay of matrices and embeddings, times the learning rate."""
-    dropout: float = Field(0.1, ge=0, lt=1)
+    dropout: float = Field(0.2, ge=0, lt=1)
     """Dropout of what each attention and MLP adds to the residual stream."""
     evaluations: int = Field(8, ge=1)
     """Times that the validation documents are judged, evenly over the time."""
     tokenizer_characters: int = Field(30_000_000, ge=1)
     """Characters of random training documents that make the tokenizer."""
-    quotes: int = Field(4, ge=1)
+    quotes: int = Field(8, ge=1)
     """Most documents taken that quote the same passage."""
     validate_share: float = Field(0.01, gt=0, lt=0.5)
     """Share of each source's characters held out for the training log."""
@@ -78,60 +78,6 @@ class TeacherConfig(Settings):
     """Seed of splits, initial weights, order and dropout."""
     device: str = "auto"
     """auto, cpu or cuda."""
-
-
-# ---- rows
-
-
-def fill_rows(lengths: list[int], row: int) -> list[list[int]]:
-    """Documents of at most `row` tokens by row, each where it leaves the least room."""
-    room: list[tuple[int, int]] = []  # ascending (tokens left, row)
-    rows: list[list[int]] = []
-    for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect_left(room, (lengths[document], -1))
-        if place == len(room):
-            rows.append([])
-            room.append((row, len(rows) - 1))
-        left, index = room.pop(place)
-        rows[index].append(document)
-        insort(room, (left - lengths[document], index))
-    return rows
-
-
-def pack_rows(documents: list[list[int]], row: int) -> tuple[Tensor, Tensor]:
-    """Ids and labels, `(N, L)` int64 each: every token is there once, none predicts across.
-
-    A document longer than a row is cut, and goes on at the beginning of another.
-    """
-    parts = [doc[i : i + row + 1] for doc in documents for i in range(0, len(doc), row)]
-    parts = [part for part in parts if len(part) > 1]
-    rows = fill_rows([min(len(part), row) for part in parts], row)
-    ids_NL = torch.zeros(len(rows), row, dtype=torch.int64)
-    labels_NL = torch.full_like(ids_NL, NO_LABEL)
-    for n, members in enumerate(rows):
-        start = 0
-        for part in (torch.tensor(parts[i]) for i in members):
-            count = min(len(part), row)
-            ids_NL[n, start : start + count] = part[:count]
-            labels_NL[n, start : start + len(part) - 1] = part[1:]
-            start += count
-    return ids_NL, labels_NL
-
-
-def with_empty_rows(rows: tuple[Tensor, Tensor], multiple: int) -> tuple[Tensor, Tensor]:
-    """Ids and labels with rows without labels at the end: every batch has one compiled shape."""
-    pad = (0, 0, 0, -len(rows[0]) % multiple)
-    return F.pad(rows[0], pad), F.pad(rows[1], pad, value=NO_LABEL)
-
-
-def endless_batches(num_rows: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Numbers of rows, `(size,)` each: all rows in a new order, then again; a rest is left out."""
-    generator = torch.Generator().manual_seed(seed)
-    size = min(size, num_rows)
-    while True:
-        yield from torch.randperm(num_rows, generator=generator)[: num_rows // size * size].split(
-            size
-        )
 
 
 # ---- training

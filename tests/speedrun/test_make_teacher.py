@@ -31,6 +31,13 @@ def read(script: object) -> object:
     return teacher_texts
 
 
+@pytest.fixture
+def rows(script: object) -> object:
+    import teacher_rows
+
+    return teacher_rows
+
+
 def sentences(count: int, seed: int) -> str:
     draw = random.Random(seed)
     return " ".join(f"{' '.join(draw.choices(WORDS, k=9)).capitalize()}." for _ in range(count))
@@ -142,9 +149,9 @@ def test_nothing_to_read_and_nothing_to_hold_out_are_errors(read, tmp_path) -> N
 # ---- rows
 
 
-def test_rows_hold_every_token_once_and_never_predict_across(script: object) -> None:
+def test_rows_hold_every_token_once_and_never_predict_across(rows: object) -> None:
     documents = [[*range(100 * i, 100 * i + length)] for i, length in enumerate((3, 9, 20, 1, 5))]
-    ids, labels = script.pack_rows(documents, 8)
+    ids, labels = rows.pack_rows(documents, 8)
     predicted = {pair for doc in documents for pair in zip(doc, doc[1:], strict=False)}
     places = labels != NO_LABEL
     assert {*zip(ids[places].tolist(), labels[places].tolist(), strict=True)} == predicted
@@ -152,16 +159,22 @@ def test_rows_hold_every_token_once_and_never_predict_across(script: object) -> 
     assert len(ids) == 5
 
 
-def test_rows_are_filled_best(script: object) -> None:
-    rows = script.fill_rows([5, 8, 3, 4, 4], 8)
-    assert sorted(sorted(row) for row in rows) == [[0, 2], [1], [3, 4]]
+def test_rows_are_filled_best(rows: object) -> None:
+    found = rows.fill_rows([5, 8, 3, 4, 4], 8)
+    assert sorted(sorted(row) for row in found) == [[0, 2], [1], [3, 4]]
 
 
-def test_an_epoch_has_each_row_once_in_an_order_of_its_own(script: object) -> None:
-    batches = script.endless_batches(10, 3, 0)
+def test_an_epoch_has_each_row_once_in_an_order_of_its_own(rows: object) -> None:
+    batches = rows.endless_batches(10, 3, 0)
     epochs = [torch.cat([next(batches) for _ in range(3)]).tolist() for _ in range(2)]
     assert all(len(set(epoch)) == 9 for epoch in epochs)
     assert epochs[0] != epochs[1]
+
+
+def test_empty_rows_say_nothing(rows: object) -> None:
+    ids, labels = rows.with_empty_rows((torch.ones(5, 3).long(), torch.ones(5, 3).long()), 4)
+    assert ids.shape == labels.shape == (8, 3)
+    assert (labels != NO_LABEL).sum() == 15
 
 
 # ---- Muon
