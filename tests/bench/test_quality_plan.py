@@ -6,7 +6,8 @@ import pytest
 import tomli_w
 
 from qat.bench.quality.config import QualityRecipe, read_recipe
-from qat.bench.quality.plan import Plan, convert_config, resolve, shared_out, train_config
+from qat.bench.quality.plan import Plan, convert_config, shared_out, train_config
+from qat.bench.quality.resolve import resolve
 from qat.bench.quality.timing import measure, time_key, to_time, with_equal_time
 from qat.errors import ConfigError, DataError
 

@@ -10,9 +10,11 @@ from cache_case import TOKENIZER, teacher, texts
 from transformers.utils import logging as hf_logging
 
 from qat.bench.quality import processes, run
-from qat.bench.quality.job import Job, heartbeat_facts, run_job
+from qat.bench.quality.job import run_job
 from qat.bench.quality.places import Places
+from qat.bench.quality.plan import Job
 from qat.bench.quality.processes import Failure
+from qat.bench.quality.students import heartbeat_facts
 from qat.cli import main
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines
@@ -144,7 +146,7 @@ def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
 
 
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
-    from qat.bench.quality import job as jobs
+    from qat.bench.quality import students
 
     write({"name": "a"})
 
@@ -152,7 +154,7 @@ def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "heartbeat_facts", stop)
+        patch.setattr(students, "heartbeat_facts", stop)
         assert call(patch) == 130
     (stage,) = Path("out/runs").glob("a-s0-*/stage1")
     metrics = (stage / "metrics.jsonl").read_bytes()
@@ -174,8 +176,8 @@ def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
 
 def test_step_times_are_those_of_training(place: Path) -> None:
     from qat.bench.quality.config import read_recipe
-    from qat.bench.quality.plan import resolve
     from qat.bench.quality.prepare import Workshop
+    from qat.bench.quality.resolve import resolve
     from qat.bench.quality.step_timer import STRETCHES, time_plan
 
     write({"name": "a"}, {"name": "b", "method": "torchao_int2"})
@@ -189,16 +191,18 @@ def test_step_times_are_those_of_training(place: Path) -> None:
 
 def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:
     """In processes of their own, two side by side."""
+    write({"name": "good", "train": False})
+    assert call(monkeypatch) == 0  # the teacher is judged here, which saves a process
     monkeypatch.setattr(run, "run_jobs", processes.run_jobs)
-    write({"name": "bad", "train": {"sample_prompt": ""}}, {"name": "good", "train": False})
+    recipes = {"name": "bad", "train": {"sample_prompt": ""}}, {"name": "better", "train": False}
+    write(*recipes, convert={"to": "q4a4", "group_size": 16})
     assert call(monkeypatch, "--workers", "2") == 1
     captured = capsys.readouterr()
     assert "1 jobs failed, expected none; the first, 'bad' with seed 0, said" in captured.err
-    assert "sample_prompt='' holds no token" in captured.err and "good" in captured.out
+    assert "sample_prompt='' holds no token" in captured.err and "better" in captured.out
     assert "Failed: bad, seed 0: sample_prompt=" in Path("out/quality.md").read_text()
     rows = read_json_lines(Path("out/results.jsonl"))
-    assert {row["recipe"] for row in rows} == {"teacher", "good"}
-    assert {row["workers"] for row in rows} == {2}
+    assert {row["recipe"]: row["workers"] for row in rows} == {"teacher": 1, "better": 2}
 
 
 def test_seconds_leave_out_the_compiler(tmp_path: Path) -> None:

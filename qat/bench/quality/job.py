@@ -8,103 +8,26 @@ import json
 import logging
 import os
 import shutil
-import statistics
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from qat import logs
 from qat.backend import select
-from qat.bench.quality.config import OURS, QualityRecipe
+from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
 from qat.bench.quality.places import Places
-from qat.bench.quality.plan import (
-    Plan,
-    Stage,
-    baseline_settings,
-    contents_of,
-    convert_config,
-    train_config,
-)
+from qat.bench.quality.plan import Job
+from qat.bench.quality.students import Trained, as_teacher, train_baseline_student, train_ours
 from qat.bench.results import IN_EVERY_ROW, environment
-from qat.config import Settings, fingerprint
 from qat.data.reader import TeacherCache
 from qat.errors import QatError
-from qat.logs import read_json_lines
-from qat.models.calibrate import TokenBatch
-from qat.models.convert import calibration_batches, convert_checkpoint
-from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes
-from qat.models.language_model import LanguageModel
-from qat.models.load import load_model, load_teacher, load_tokenizer
-from qat.models.swap import linear_names
-from qat.nn.step import form_weights
-from qat.train.run import HEARTBEAT, write_atomically
-from qat.train.start import train_student
-
-TEACHER_BITS = 16.0
-MB = 1e6
+from qat.models.load import load_teacher, load_tokenizer
+from qat.train.run import write_atomically
 
 logger = logging.getLogger(__name__)
-
-
-class Job(Settings):
-    """A recipe and a seed; without a plan, the teacher itself, which is only judged."""
-
-    recipe: QualityRecipe
-    plan: Plan | None
-    seed: int
-    out: Path
-    """The directory of results."""
-    device: str
-    workers: int
-    """Jobs side by side; they share this machine's cores."""
-
-    @property
-    def name(self) -> str:
-        """What the table calls it."""
-        return "teacher" if self.plan is None else self.plan.name
-
-    @property
-    def key(self) -> str:
-        """12 hex digits that change when the rows may; where and how it runs does not count."""
-        judging = self.recipe.model_dump(
-            mode="json",
-            include={"report_sequences", "kd_sequences", "sequence_length", "generate_tokens"}
-            | {"generate_prompts", "generate_samples", "texts", "cache", "teacher"},
-        )
-        if self.plan is None:
-            return fingerprint(judging)
-        plan = self.plan.model_dump(mode="json", exclude={"seeds"})
-        tables = [self.plan.convert, *(stage.convert for stage in self.plan.stages)]
-        return fingerprint([judging, plan, self.seed, [contents_of(table) for table in tables]])
-
-    @property
-    def label(self) -> str:
-        """What its files are called."""
-        letters = (letter if letter.isalnum() else "-" for letter in self.name.lower())
-        return f"{''.join(letters)}-s{self.seed}-{self.key}"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A student, and what it took."""
-
-    model: LanguageModel
-    """In float32, ready to be judged."""
-    bits_per_weight: float
-    """Of the quantized linears, everything counted."""
-    megabytes: float
-    """Of the whole model as stored."""
-    steps: int = 0
-    tokens: int = 0
-    """Positions that it learned from."""
-    seconds: float = 0.0
-    """Clock of the training loop, without compiling, evaluating and saving."""
-    peak_gib: float | None = None
 
 
 def run_job(job: Job) -> list[dict[str, object]]:
@@ -113,115 +36,21 @@ def run_job(job: Job) -> list[dict[str, object]]:
     Raises:
         QatError: see its message.
     """
-    places = Places(job.out)
-    recipe = job.recipe
+    places, recipe = Places(job.out), job.recipe
+    is_ours = job.plan is not None and job.plan.method == OURS
+    # before the teacher is loaded, which would count into the peak of memory
+    trained = train_ours(job) if is_ours else None
     teacher = load_teacher(recipe.teacher, device=job.device, dtype="fp32")
-    tokenizer = load_tokenizer(recipe.teacher)
-    cache = TeacherCache.open(places.cache(recipe.cache))
-    if job.plan is None:
-        trained = Trained(teacher, TEACHER_BITS, tensor_bytes(teacher.model) / MB)
-    elif job.plan.method == OURS:
-        trained = train_ours(job)
-    else:
-        trained = _train_baseline(job, teacher, tokenizer)
+    if trained is None:
+        is_teacher = job.plan is None
+        trained = as_teacher(teacher) if is_teacher else train_baseline_student(job, teacher)
+    cache, tokenizer = TeacherCache.open(places.cache(recipe.cache)), load_tokenizer(recipe.teacher)
     found = judge(trained.model, teacher, make_exam(recipe, cache, tokenizer))
     rows = [_row(job, trained, text, numbers) for text, numbers in found.items()]
     places.rows(job.label).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(places.rows(job.label), json.dumps(rows, indent=1) + "\n")
     _forget_training_state(places.run(job.label))
     return rows
-
-
-def train_ours(job: Job) -> Trained:
-    """Convert and train through all stages; each stage is a run directory of its own."""
-    places, plan = Places(job.out), job.plan
-    cache = places.cache(plan.cache)
-    student = str(places.student(plan.convert, plan.cache))
-    runs = []
-    for number, stage in enumerate(plan.stages, 1):
-        if stage.convert is not None:
-            student = _converted(job, student, stage, number)
-        run = places.run(job.label) / f"stage{number}"
-        config = train_config(stage, cache, job.seed, job.device)
-        report = train_student(config, student, run, resume=True)
-        runs.append((config.sequences_per_step * stage.steps, heartbeat_facts(run, stage.steps)))
-        student = str(report.final)
-    model = load_model(student, device=job.device, dtype="fp32")
-    form_weights(model.model, torch.float32)
-    peaks = [facts[1] for _, facts in runs if facts[1] is not None]
-    return Trained(
-        model=model,
-        bits_per_weight=model_bits_per_weight(model.model),
-        megabytes=tensor_bytes(model.model) / MB,
-        steps=plan.steps,
-        tokens=job.recipe.sequence_length * sum(sequences for sequences, _ in runs),
-        seconds=sum(facts[0] for _, facts in runs),
-        peak_gib=max(peaks, default=None),
-    )
-
-
-def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
-    """Seconds that `steps` steps of a run take, and its peak in GiB.
-
-    Seconds are the steps times their median over the lines of the heartbeat, the first line, which
-    holds the compiler's work, left out where there are others. A run that was stopped and went on
-    compiled again: the median does not see that.
-    """
-    lines = read_json_lines(run / HEARTBEAT)
-    later = lines[1:] or lines
-    peaks = [line["peak_gib"] for line in lines if line["peak_gib"] is not None]
-    return steps * statistics.median(line["step_s"] for line in later), max(peaks, default=None)
-
-
-def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
-    """The student of the stage before in another format."""
-    places = Places(job.out)
-    out = places.run(job.label) / f"student{number}"
-    if not out.exists():
-        config = convert_config(stage.convert, places.cache(job.plan.cache), job.device)
-        convert_checkpoint(student, config, out)
-    return str(out)
-
-
-def _train_baseline(
-    job: Job, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
-) -> Trained:
-    from qat.bench.baselines.quality import train_baseline  # brings torchao, which is slow to load
-
-    plan, cache = job.plan, Places(job.out).cache(job.plan.cache)
-    settings = baseline_settings(plan, job.seed, job.device)
-    found = train_baseline(
-        plan.method,
-        teacher,
-        tokenizer,
-        TeacherCache.open(cache),
-        settings=settings,
-        calibration=_calibration(job, cache, teacher, tokenizer),
-    )
-    model = teacher.model
-    num_weights = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))
-    rest = tensor_bytes(model) * (1 - num_weights / parameter_count(model))
-    return Trained(
-        model=found.model,
-        bits_per_weight=found.bits_per_weight,
-        megabytes=(rest + num_weights * found.bits_per_weight / 8) / MB,
-        steps=found.steps,
-        tokens=found.steps * settings.batch_size * job.recipe.sequence_length,
-        seconds=found.seconds if found.steps else 0.0,  # rounding is not training
-        peak_gib=found.peak_gib,
-    )
-
-
-def _calibration(
-    job: Job, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
-) -> list[TokenBatch]:
-    """What conversions calibrate on by default, for a baseline that does."""
-    keys = {"calibration", "calibration_sequences", "calibration_length"}
-    table = {key: value for key, value in job.recipe.convert.items() if key in keys}
-    if job.recipe.texts.calibration is not None:
-        table = {"calibration": job.recipe.texts.calibration, **table}
-    config = convert_config({"to": "q4a4", **table}, cache, job.device)
-    return calibration_batches(config, teacher, tokenizer) if config.calibration else []
 
 
 def _row(job: Job, trained: Trained, text: str, numbers: Numbers) -> dict[str, object]:

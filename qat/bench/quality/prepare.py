@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from qat.backend import select
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.bench.quality.places import Places
-from qat.bench.quality.plan import Plan, cache_config, convert_config, shared_facts
+from qat.bench.quality.plan import Plan, cache_config, convert_config
+from qat.bench.quality.resolve import shared_facts
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.errors import CacheError, ConfigError

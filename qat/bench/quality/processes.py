@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qat.bench.quality.job import Job
 from qat.bench.quality.places import Places
+from qat.bench.quality.plan import Job
 from qat.logs import progress
 from qat.train.run import write_atomically
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from qat.backend import select
 from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
-from qat.bench.quality.job import Job
 from qat.bench.quality.places import Places
-from qat.bench.quality.plan import Plan, resolve
+from qat.bench.quality.plan import Job, Plan
 from qat.bench.quality.plot import charts
 from qat.bench.quality.prepare import Workshop
 from qat.bench.quality.processes import Failure, run_jobs
+from qat.bench.quality.resolve import resolve
 from qat.bench.quality.step_timer import conversions_to_time, time_plan
 from qat.bench.quality.table import Line, best, markdown, summarise
 from qat.bench.quality.timing import StepTimes, measure, time_key, to_json, to_time, with_equal_time

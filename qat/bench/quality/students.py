@@ -1,0 +1,146 @@
+"""From a job to a student that can be judged, through the functions of `qat train`."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qat.bench.quality.places import Places
+from qat.bench.quality.plan import (
+    Job,
+    Stage,
+    baseline_settings,
+    convert_config,
+    train_config,
+)
+from qat.data.reader import TeacherCache
+from qat.logs import read_json_lines
+from qat.models.calibrate import TokenBatch
+from qat.models.convert import calibration_batches, convert_checkpoint
+from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes, whole_model_bits
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_tokenizer
+from qat.models.swap import linear_names
+from qat.nn.step import form_weights
+from qat.train.run import HEARTBEAT
+from qat.train.start import train_student
+
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A student, and what it took."""
+
+    model: LanguageModel
+    """In float32, ready to be judged."""
+    bits_per_weight: float
+    """Of the quantized linears, everything counted."""
+    megabytes: float
+    """Of the whole model as stored."""
+    steps: int = 0
+    tokens: int = 0
+    """Positions that it learned from."""
+    seconds: float = 0.0
+    """Clock of the training loop, without compiling, evaluating and saving."""
+    peak_gib: float | None = None
+
+
+def as_teacher(teacher: LanguageModel) -> Trained:
+    """The teacher as a student of itself; it counts in the dtype that it is stored in."""
+    model = teacher.model
+    return Trained(teacher, whole_model_bits(model), tensor_bytes(model) / MB)
+
+
+def train_ours(job: Job) -> Trained:
+    """Convert and train through all stages; each stage is a run directory of its own."""
+    places, plan = Places(job.out), job.plan
+    cache = places.cache(plan.cache)
+    student = str(places.student(plan.convert, plan.cache))
+    runs = []
+    for number, stage in enumerate(plan.stages, 1):
+        if stage.convert is not None:
+            student = _converted(job, student, stage, number)
+        run = places.run(job.label) / f"stage{number}"
+        config = train_config(stage, cache, job.seed, job.device)
+        report = train_student(config, student, run, resume=True)
+        runs.append((config.sequences_per_step * stage.steps, heartbeat_facts(run, stage.steps)))
+        student = str(report.final)
+    model = load_model(student, device=job.device, dtype="fp32")
+    form_weights(model.model, torch.float32)
+    peaks = [facts[1] for _, facts in runs if facts[1] is not None]
+    return Trained(
+        model=model,
+        bits_per_weight=model_bits_per_weight(model.model),
+        megabytes=tensor_bytes(model.model) / MB,
+        steps=plan.steps,
+        tokens=job.recipe.sequence_length * sum(sequences for sequences, _ in runs),
+        seconds=sum(facts[0] for _, facts in runs),
+        peak_gib=max(peaks, default=None),
+    )
+
+
+def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
+    """Seconds that `steps` steps of a run take, and its peak in GiB.
+
+    Seconds are the steps times their median over the lines of the heartbeat, the first line, which
+    holds the compiler's work, left out where there are others. A run that was stopped and went on
+    compiled again: the median does not see that.
+    """
+    lines = read_json_lines(run / HEARTBEAT)
+    later = lines[1:] or lines
+    peaks = [line["peak_gib"] for line in lines if line["peak_gib"] is not None]
+    return steps * statistics.median(line["step_s"] for line in later), max(peaks, default=None)
+
+
+def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
+    """The student of the stage before in another format."""
+    places = Places(job.out)
+    out = places.run(job.label) / f"student{number}"
+    if not out.exists():
+        config = convert_config(stage.convert, places.cache(job.plan.cache), job.device)
+        convert_checkpoint(student, config, out)
+    return str(out)
+
+
+def train_baseline_student(job: Job, teacher: LanguageModel) -> Trained:
+    """Train by another method; its size is the teacher's with linears of so many bits."""
+    from qat.bench.baselines.quality import train_baseline  # brings torchao, which is slow to load
+
+    plan, cache = job.plan, Places(job.out).cache(job.plan.cache)
+    tokenizer = load_tokenizer(job.recipe.teacher)
+    settings = baseline_settings(plan, job.seed, job.device)
+    found = train_baseline(
+        plan.method,
+        teacher,
+        tokenizer,
+        TeacherCache.open(cache),
+        settings=settings,
+        calibration=_calibration(job, cache, teacher, tokenizer),
+    )
+    model = teacher.model
+    num_weights = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))
+    rest = tensor_bytes(model) * (1 - num_weights / parameter_count(model))
+    return Trained(
+        model=found.model,
+        bits_per_weight=found.bits_per_weight,
+        megabytes=(rest + num_weights * found.bits_per_weight / 8) / MB,
+        steps=found.steps,
+        tokens=found.steps * settings.batch_size * job.recipe.sequence_length,
+        seconds=found.seconds if found.steps else 0.0,  # rounding is not training
+        peak_gib=found.peak_gib,
+    )
+
+
+def _calibration(
+    job: Job, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
+) -> list[TokenBatch]:
+    """What conversions calibrate on by default, for a baseline that does."""
+    keys = {"calibration", "calibration_sequences", "calibration_length"}
+    table = {key: value for key, value in job.recipe.convert.items() if key in keys}
+    if job.recipe.texts.calibration is not None:
+        table = {"calibration": job.recipe.texts.calibration, **table}
+    config = convert_config({"to": "q4a4", **table}, cache, job.device)
+    return calibration_batches(config, teacher, tokenizer) if config.calibration else []
