@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import TOKENIZER, build, info, teacher
+from test_training_step import course, pretend_recording
 from torch.nn import functional as F
 from train_case import config, make_place, make_trainer
 
@@ -97,6 +98,18 @@ def test_recomputation_changes_nothing(place: Path, tmp_path: Path, dtype: str) 
         found.append([trainer.take_step([batch], n).sums["loss"].item() for n in range(3)])
         trainer.take_step.close()
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_replayed_step_is_the_step(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    values = {"max_steps": 9, "grad_accum_steps": accumulate}
+    expected = course(trainer_of(place, tmp_path / "plain", **values), accumulate)
+    trainer = trainer_of(place, tmp_path / "recorded", **values)
+    replays = pretend_recording(monkeypatch, trainer)
+    assert course(trainer, accumulate) == pytest.approx(expected, rel=1e-6)
+    assert len(replays) == 3 * accumulate
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(
