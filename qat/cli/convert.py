@@ -9,13 +9,16 @@ from qat.errors import ConfigError
 from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qat.models.bits_budget import BudgetReport
     from qat.models.quantize import QuantizeReport
 
 
 def convert(
     source: str,
     *,
-    config: Annotated[ConvertConfig, Parameter(name="*")],
+    config: Annotated[ConvertConfig, Parameter(name="*")] = ConvertConfig(),  # noqa: B008 - frozen
     out: Path,
     evaluate: Annotated[bool, Parameter(name="--eval", negative=())] = False,
     cache_dir: Path | None = None,
@@ -50,8 +53,20 @@ def convert(
         bits_per_weight=round(report.bits_per_weight, 4),
         whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
         megabytes=round(report.megabytes, 3),
+        **_spending(report),
         seconds=round(report.seconds, 2),
         **verdicts,
+    )
+
+
+def _spending(report: "QuantizeReport") -> dict[str, object]:
+    """What the last line says about a budget."""
+    if report.budget is None:
+        return {}
+    return dict(
+        bits_budget=report.budget.bits_budget,
+        budget_bits_per_weight=round(report.budget.bits_per_weight, 4),
+        predicted_kl_nats=round(report.budget.predicted_kl_nats, 6),
     )
 
 
@@ -74,6 +89,8 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             f"{module.seconds:.1f}",
         )
     console.print(table)
+    if report.budget is not None:
+        _show_budget(report.budget, console)
     if report.kept:
         console.print(f"{report.kept} linears had their format already and were kept")
     if verdicts:
@@ -82,3 +99,19 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
             table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))
         console.print(table)
+
+
+def _show_budget(budget: "BudgetReport", console: "Console") -> None:
+    from rich.table import Table
+
+    widths = sorted({bits for module in budget.modules.values() for bits in module.kl_nats})
+    title = (
+        f"{budget.bits_per_weight:.3f} of {budget.bits_budget:g} bits per weight, sum of the KLs "
+        f"{budget.predicted_kl_nats:.4f} nats"
+    )
+    table = Table("module", "bits", *(f"KL at {bits} bits" for bits in widths), title=title)
+    for name, module in budget.modules.items():
+        found = (module.kl_nats.get(bits) for bits in widths)
+        numbers = ("" if kl is None else f"{kl:.5f}" for kl in found)
+        table.add_row(name.removeprefix("model.layers."), str(module.bits), *numbers)
+    console.print(table)

@@ -85,7 +85,7 @@ def record_block_inputs(
 
         return call
 
-    with _patched({layer: note(layer.forward) for layer in layers}):
+    with patched_forwards({layer: note(layer.forward) for layer in layers}):
         student.hidden(*(ids.to(student.device) for ids in batch))
     return BlockInputs(first[0], kwargs)
 
@@ -176,7 +176,7 @@ class _Block:
             for name, module in self._layer.named_modules()
             if (name and "." not in name) or isinstance(module, nn.Linear | QuantLinear)
         }
-        with _patched(kept):
+        with patched_forwards(kept):
             return _output(self._layer(hidden, **call))
 
     def _multiply(self, name: str, linear: nn.Module, x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _hooked(hooks: dict[nn.Module, Callable[[nn.Module, tuple], None]]) -> Itera
 
 
 @contextmanager
-def _patched(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
+def patched_forwards(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
     """Let each module call another function in place of its `forward`."""
     own = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():

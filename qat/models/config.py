@@ -10,12 +10,16 @@ from qat.config import Settings
 class ConvertConfig(Settings):
     """How to quantize a model without training it."""
 
-    to: str
+    to: str | None = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
+    bits_budget: float | None = Field(None, gt=0)
+    """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; the plan, all
+    linears if none is given, then only says which linears, in which groups."""
     group_size: int | None = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
-    embedding_bits: Literal[4, 8] | None = None
-    """Quantize the embedding and the head too, to 4 or 8 bits; as the plan says if not given."""
+    embedding_bits: Literal[4, 8, "auto"] | None = None
+    """Quantize the embedding and the head too, to 4 or 8 bits, or auto: to what the budget, which
+    then holds for them too, is best spent on; as the plan says if not given."""
     base: str | None = None
     """Float model to take weights from, where the source is already quantized."""
     calibration: str | None = None

@@ -2,10 +2,11 @@
 
 import json
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import tomli_w
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +18,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.data.text import encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
+from qat.models.bits_budget import plan_within_budget
 from qat.models.calibrate import TokenBatch
 from qat.models.checkpoint import write_checkpoint
 from qat.models.config import ConvertConfig
@@ -25,10 +27,13 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.quantize import QuantizeReport, quantize_model
 from qat.models.tables import with_tables
-from qat.quant.spec import PRESETS, PlanRule, QuantPlan
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 
 REPORT_NAME = "convert_report.json"
+PLAN_NAME = "plan.toml"
 BATCH = 16
+ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=LutSpec(bits=2)),))
+"""Which linears share a budget of bits where no plan says so."""
 
 
 class PlanFile(Settings):
@@ -39,12 +44,12 @@ class PlanFile(Settings):
 
 
 def read_plan(config: ConvertConfig) -> QuantPlan:
-    """The plan that `config.to` names, with its group size if one is given.
+    """The plan that `config.to` names, else all linears, with its group size if one is given.
 
     Raises:
         ConfigError: neither a preset nor a readable plan file.
     """
-    plan = PRESETS.get(config.to)
+    plan = PRESETS.get(config.to) if config.to is not None else ALL_LINEARS
     if plan is None:
         path = Path(config.to)
         if not path.is_file():
@@ -77,9 +82,9 @@ def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> Quantiz
         ConfigError, CheckpointError, CacheError: see their messages.
     """
     check_free(out)
+    check_budget(config)
     plan = read_plan(config)
     student = load_model(source, device=config.device, dtype="fp32")
-    plan = with_tables(plan, student.model, config.embedding_bits)
     tokenizer = load_tokenizer(source)
     base = None
     if config.base is not None:
@@ -87,14 +92,52 @@ def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> Quantiz
     calibration = []
     if config.calibration is not None:
         calibration = calibration_batches(config, student, tokenizer)
+    budget = None
+    if config.bits_budget is not None:
+        plan, budget = plan_within_budget(
+            base or student,
+            plan,
+            config.bits_budget,
+            calibration,
+            with_tables=config.embedding_bits == "auto",
+        )
+    if config.embedding_bits in {4, 8}:
+        plan = with_tables(plan, student.model, config.embedding_bits)
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )
+    report = replace(report, budget=budget)
     with atomic_directory(out) as partial:
         write_checkpoint(student.model, tokenizer, partial)
         values = {"source": source, **asdict(report)}
         (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
+        if budget is not None:
+            rules = tomli_w.dumps(plan.model_dump(exclude_none=True))
+            (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
     return report
+
+
+def check_budget(config: ConvertConfig) -> None:
+    """Refuse settings that name no bits, or a budget without what it needs.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if config.to is None and config.bits_budget is None:
+        raise ConfigError(
+            "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
+            "--bits-budget BITS"
+        )
+    if config.bits_budget is not None and config.calibration is None:
+        raise ConfigError(
+            f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "
+            "on; add --calibration TEXT"
+        )
+    if config.embedding_bits == "auto" and config.bits_budget is None:
+        raise ConfigError(
+            "embedding_bits=auto is given without a budget to choose within; add --bits-budget "
+            "BITS, or give --embedding-bits 4 or 8"
+        )
 
 
 def calibration_batches(
@@ -104,7 +147,7 @@ def calibration_batches(
 
     Raises:
         CacheError, DataError: it cannot be read, or a cache is of another tokenizer.
-        ConfigError: its sequences are none, or too long for the model.
+        ConfigError: its sequences are none or not even one, or too long for the model.
     """
     path = Path(config.calibration)
     if (path / MANIFEST).exists():
@@ -146,6 +189,11 @@ def _packed_text(
             packer.push(ids)
         if packer.num_full >= config.calibration_sequences:
             break
+    if packer.num_full == 0:
+        raise ConfigError(
+            f"calibration={config.calibration} holds less than one sequence of "
+            f"{config.calibration_length} tokens; give more text or lower --calibration-length"
+        )
     packed = packer.take(min(config.calibration_sequences, packer.num_left))
     starts = torch.from_numpy(packed.starts)
     return TokenBatch(torch.from_numpy(packed.tokens).long(), position_ids(starts))

@@ -262,7 +262,7 @@ def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutL
     O, I = linear.weight.shape
     _check_groups(name, spec, O, I)
     with torch.device("meta"):
-        return FrozenLutLinear(_empty_weight(spec, O, I), linear.bias, spec)
+        return FrozenLutLinear(empty_weight(spec, O, I), linear.bias, spec)
 
 
 def put_empty_table(model: PreTrainedModel, name: str, spec: LutSpec) -> None:
@@ -274,10 +274,11 @@ def put_empty_table(model: PreTrainedModel, name: str, spec: LutSpec) -> None:
     shape = weight_shape(model.get_submodule(name))
     _check_groups(name, spec, *shape)
     with torch.device("meta"):
-        put_table(model, name, _empty_weight(spec, *shape), spec)
+        put_table(model, name, empty_weight(spec, *shape), spec)
 
 
-def _empty_weight(spec: LutSpec, out_features: int, in_features: int) -> QuantizedWeight:
+def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> QuantizedWeight:
+    """The tensors of an `(O, I)` weight in that format, without values, on the default device."""
     O, I, R = out_features, in_features, spec.rank
     if spec.scale == "low_rank":
         scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))

@@ -1,9 +1,12 @@
-"""A model's compute dtype: what does not learn is kept in it where that loses nothing.
+"""What a model computes in: its dtype, and the precision of float32 matmuls.
 
-The residual stream takes its dtype from the embedding's output; what learns stays float32.
+What does not learn is kept in the compute dtype where that loses nothing. The residual stream takes
+its dtype from the embedding's output; what learns stays float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,3 +33,17 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]
         return embedded.to(dtype)
 
     return model.get_input_embeddings().register_forward_hook(in_compute_dtype).remove
+
+
+@contextmanager
+def matmul_precision(precision: Literal["medium", "highest"]) -> Iterator[None]:
+    """`medium`: float32 matmuls may multiply in bf16 or TF32 where the device does so faster.
+
+    Sums stay in float32. Moment matrices keep their symmetry and sign: both factors round alike.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -4,9 +4,8 @@ Shapes: O out_features, I in_features.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from qat.backend import Backend
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
+from qat.models.bits_budget import BudgetReport
 from qat.models.calibrate import TokenBatch, quantize_in_order
 from qat.models.count import (
     bits_per_weight,
@@ -24,6 +24,7 @@ from qat.models.count import (
     whole_model_bits,
 )
 from qat.models.language_model import LanguageModel
+from qat.models.precision import matmul_precision
 from qat.models.swap import linear_names
 from qat.models.tables import put_quantized, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -72,6 +73,8 @@ class QuantizeReport:
     kept: int
     """Linears and tables that had their format already."""
     modules: list[ModuleReport]
+    budget: BudgetReport | None = None
+    """How a budget was spent; None without one."""
 
 
 def quantize_model(
@@ -100,7 +103,7 @@ def quantize_model(
         _check_base(student.model, base.model, list(specs))
     todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
     description = f"quantizing to {plan.name}"
-    with progress(description, len(todo), "linears") as ticker, _fast_matmuls():
+    with progress(description, len(todo), "linears") as ticker, matmul_precision("medium"):
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
         job.quantize_alone([name for name in todo if name in tables])
         linears = [name for name in todo if name not in tables]
@@ -235,20 +238,6 @@ def _report(name: str, fitted: _Fitted, error: float) -> ModuleReport:
         bits_per_weight=bits_per_weight(fitted.module),
         seconds=fitted.seconds,
     )
-
-
-@contextmanager
-def _fast_matmuls() -> Iterator[None]:
-    """Float32 matmuls may multiply in bf16 or TF32 where the device does so faster.
-
-    Sums stay in float32. Moment matrices keep their symmetry and sign: both factors round alike.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _has_format(module: nn.Module, spec: LutSpec) -> bool:
