@@ -133,7 +133,12 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
     assert seen == [Path("from-recipe.html"), Path("from-flag.html")]
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    # those of `qat bench quality` are another kind of file
+    sorted(path for path in RECIPES.glob("*.toml") if not path.stem.startswith("quality_")),
+    ids=lambda path: path.stem,
+)
 def test_committed_recipes_name_real_flags(recipe: Path) -> None:
     check_recipe(recipe, {verb: qat.cli._flags(verb) for verb in VERBS})
 

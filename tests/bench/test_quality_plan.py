@@ -11,6 +11,7 @@ from qat.bench.quality.resolve import resolve
 from qat.bench.quality.timing import measure, time_key, to_time, with_equal_time
 from qat.errors import ConfigError, DataError
 
+RECIPES = Path(__file__).parents[2] / "speedrun" / "recipes"
 BASE = {
     "name": "case",
     "teacher": "TEACHER",
@@ -148,6 +149,16 @@ def test_a_file_of_recipes(place: Path) -> None:
         read_recipe(path)
     with pytest.raises(ConfigError, match="No such file or directory; expected a TOML file; check"):
         read_recipe(place / "none.toml")
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("quality_*.toml")), ids=lambda path: path.stem)
+def test_committed_recipes_can_be_read(path: Path) -> None:
+    assert read_recipe(path).recipes
+
+
+def test_the_tiny_recipe_runs_from_the_repository(monkeypatch) -> None:
+    monkeypatch.chdir(RECIPES.parents[1])
+    assert len(resolve(read_recipe(RECIPES / "quality_tiny.toml"))) == 5
 
 
 def test_equal_time_turns_a_clock_into_steps(place: Path) -> None:
