@@ -231,8 +231,8 @@ class _Blocks:
             adamw.step()
             adamw.zero_grad(set_to_none=True)
         layer.requires_grad_(False)
+        vars(layer).pop("forward", None)  # without gradients it would be compiled anew
         self._states = self._moved(layer, self._states, index)
-        vars(layer).pop("forward", None)
         return error.item()
 
     def _optimizer(self, layer: nn.Module) -> torch.optim.AdamW:

@@ -18,6 +18,7 @@ from qat.bench.baselines.plain import dense_copy
 from qat.bench.baselines.reference import reference_lesson
 from qat.bench.baselines.torchao_int2 import torchao_lesson
 from qat.bench.baselines.uniform import round_to_nearest, uniform_bits
+from qat.bench.measure import compile_anew
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
@@ -71,6 +72,7 @@ def train_baseline(
         teacher.config.vocab_size,
         teacher.config.max_position_embeddings,
     )
+    compile_anew()
     if method in PTQ:
         return _quantize(method, Job.of(teacher, cache, settings, calibration))
     job = Job.of(teacher, cache, settings.filled(method))
@@ -96,6 +98,7 @@ def time_step(
     _check(method)
     if method in PTQ:
         return 0.0
+    compile_anew()
     job = Job.of(teacher, cache, settings.filled(method).model_copy(update={"block_steps": 0}))
     lesson = LESSONS[method](job)
     rehearse(lesson.step, job)
