@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qat.bench.baselines import torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.deploy import put_plain
-from qat.bench.baselines.distil import Job
+from qat.bench.baselines.distil import Job, rehearse
 from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
 from qat.bench.baselines.gptq import damped, gptq
 from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
@@ -32,7 +32,7 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import exact_divergence
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.swap import linear_names
+from qat.models.swap import decoder_layers, linear_names
 
 TRAINED = tuple(name for name in METHODS if name not in PTQ)
 
@@ -254,6 +254,24 @@ def test_the_teachers_likeliest_token_may_count(cache: TeacherCache) -> None:
         "reference", teacher(), TOKENIZER, cache, settings=settings(**{**values, "hard_top1": 0.0})
     )
     assert kl(found.model, cache) != kl(plain.model, cache)
+
+
+def test_what_cannot_be_compiled_runs_eagerly(cache: TeacherCache) -> None:
+    job = Job.of(teacher(), cache, settings().filled("torchao_int2"))
+    weight = job.model.get_submodule(job.names[0]).weight
+    step = job.step([weight], job.kd_loss(), steps=3)
+    before = weight.detach().clone()
+
+    def break_off(*_args: object, **_named: object) -> None:
+        raise torch._dynamo.exc.Unsupported("no such luck")
+
+    for layer in decoder_layers(job.model):
+        layer.forward = break_off
+    rehearse(step, job)
+    assert torch.equal(weight, before) and weight.grad is None
+    assert not step.compile_facts()["compiled"]
+    step([job.batch(0)], 0)
+    assert not torch.equal(weight, before)
 
 
 def test_what_a_user_gets_wrong_is_one_line(
