@@ -1,0 +1,256 @@
+"""Quantized embeddings and heads in whole models: found, converted, stored, trained, exported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import TOKENIZER, build
+from quantized import SPECS, random_weight, tiny_quantized
+from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES, tiny_model
+from torch import Tensor, nn
+from train_case import config as train_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qat.errors import CheckpointError, ConfigError
+from qat.evaluate.generation import generate_text
+from qat.export.config import ExportConfig
+from qat.export.model import export_model
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.config import ConvertConfig
+from qat.models.convert import convert_checkpoint
+from qat.models.count import (
+    model_bits_per_weight,
+    parameter_count,
+    stored_bits,
+    tensor_bytes,
+    whole_model_bits,
+)
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model
+from qat.models.quantize import quantize_model
+from qat.models.tables import (
+    embedding_dtype,
+    put_table,
+    table_names,
+    table_spec,
+    weight_shape,
+    with_tables,
+)
+from qat.nn.lut_embedding import TiedLutHead, lut_tables
+from qat.nn.step import quant_linears
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.train.optim import Optimizer
+from qat.train.start import train_student
+
+IDS = torch.arange(40).view(2, 20) * 7 % 320
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+def with_random_tables(
+    bits: int, architecture: str = "qwen3", linears: LutSpec = SPECS["lut2"], **overrides: object
+) -> PreTrainedModel:
+    model = tiny_quantized(architecture, linears, **overrides)
+    for name in table_names(model):
+        V, D = weight_shape(model.get_submodule(name))
+        spec = table_spec(bits, D)
+        put_table(model, name, random_weight(V, D, spec), spec)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+@TIED
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_table_computes_as_the_float_table_of_its_values(architecture: str, tied: bool) -> None:
+    model = tiny_model(architecture, tie_word_embeddings=tied)
+    expected = ["model.embed_tokens"] + ["lm_head"] * (not tied)
+    assert table_names(model) == expected
+    spec = LutSpec(bits=8, group_size=8)
+    weights = {}
+    for name in expected:
+        quantized = random_weight(320, 32, spec)
+        put_table(model, name, quantized, spec)
+        weights[name] = model.get_submodule(name).quantized_weight()
+    assert table_names(model) == expected
+    plain = tiny_model(architecture, tie_word_embeddings=tied)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            plain.get_submodule(name).weight.copy_(weight)
+    assert torch.equal(logits(model), logits(plain))
+    model.tie_weights()  # changes nothing
+    assert torch.equal(logits(model), logits(plain))
+    LanguageModel(model).check_split()
+
+
+@TIED
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_checkpoint_gives_the_same_bits(
+    architecture: str, bits: int, tied: bool, tmp_path: Path
+) -> None:
+    odd = {"vocab_size": 321, "hidden_size": 40, "tie_word_embeddings": tied}
+    model = with_random_tables(bits, architecture, LutSpec(bits=2, group_size=8), **odd)
+    save_checkpoint(model, None, tmp_path / "packed")
+    for reloaded in (
+        load_checkpoint(tmp_path / "packed", torch.float32),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32),
+    ):
+        assert torch.equal(logits(reloaded), logits(model))
+    assert isinstance(reloaded.get_output_embeddings(), TiedLutHead) == tied
+    half = load_checkpoint(tmp_path / "packed", torch.bfloat16)
+    assert embedding_dtype(half) == logits(half).dtype == torch.bfloat16
+    for name, table in lut_tables(half).items():
+        assert torch.equal(table.scales, model.get_submodule(name).scales)
+
+
+@TIED
+@pytest.mark.parametrize("to", ["dense", "packed"])
+def test_export_gives_the_same_bits(to: str, tied: bool, tmp_path: Path) -> None:
+    for architecture in ("qwen3", "gemma3"):
+        model = with_random_tables(8, architecture, tie_word_embeddings=tied)
+        place = tmp_path / architecture
+        save_checkpoint(model, TOKENIZER, place / "packed")
+        export_model(str(place / "packed"), ExportConfig(to=to, dtype="fp32"), place / "out")
+        exported = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)
+        assert bool(lut_tables(exported)) == (to == "packed")
+        assert torch.equal(logits(exported), logits(model))
+
+
+@TIED
+def test_counts_are_those_of_the_file(tied: bool, tmp_path: Path) -> None:
+    model = with_random_tables(8, tie_word_embeddings=tied)
+    plain = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=tied)
+    assert parameter_count(model) == parameter_count(plain)
+    assert model_bits_per_weight(model) == model_bits_per_weight(plain)
+    save_checkpoint(model, None, tmp_path / "out")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    stored = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert tensor_bytes(model) == stored
+    assert whole_model_bits(model) == 8 * stored / parameter_count(model)
+    for name, table in lut_tables(model).items():
+        own = [t for key, t in tensors.items() if key.startswith(f"{name}.")]
+        assert stored_bits(table) == 8 * sum(t.numel() * t.element_size() for t in own)
+
+
+@TIED
+def test_convert_quantizes_the_tables(tied: bool, tmp_path: Path) -> None:
+    plain = tiny_model(initializer_range=0.2, tie_word_embeddings=tied)
+    plain.save_pretrained(tmp_path / "float")
+    TOKENIZER.save_pretrained(tmp_path / "float")
+    settings = ConvertConfig(to="q4a4", embedding_bits=8, device="cpu")
+    report = convert_checkpoint(str(tmp_path / "float"), settings, tmp_path / "packed")
+    tables = ["model.embed_tokens"] + ["lm_head"] * (not tied)
+    assert [module.name for module in report.modules[: len(tables)]] == tables
+    assert all(m.bits == 8 and m.relative_error < 0.01 for m in report.modules[: len(tables)])
+    model = load_checkpoint(tmp_path / "packed", torch.float32)
+    assert {*lut_tables(model)} == {*tables} and len(quant_linears(model)) == 14
+    assert report.whole_bits_per_weight == whole_model_bits(model)
+    assert report.megabytes == tensor_bytes(model) / 1e6
+    # what has its format is kept; another one is fitted to the base
+    again = ConvertConfig(to="q4a4", embedding_bits=4, base=str(tmp_path / "float"), device="cpu")
+    report = convert_checkpoint(str(tmp_path / "packed"), again, tmp_path / "four")
+    assert report.kept == 14 and [m.name for m in report.modules] == tables
+    model = load_checkpoint(tmp_path / "four", torch.float32)
+    direct = LanguageModel(plain)
+    quantize_model(direct, with_tables(PRESETS["q4a4"], plain, 4))
+    assert torch.equal(logits(model), logits(plain))
+
+
+def test_plans_written_for_linears_leave_tables_alone() -> None:
+    names, tables = ["model.layers.0.mlp.up"], ["model.embed_tokens", "lm_head"]
+    four, eight = LutSpec(bits=4), LutSpec(bits=8)
+
+    def assigned(*rules: tuple[str, LutSpec | None]) -> dict[str, LutSpec]:
+        rules = tuple(PlanRule(pattern=pattern, spec=spec) for pattern, spec in rules)
+        return QuantPlan(name="p", rules=rules).assign(names, tables)
+
+    assert assigned(("*", four)) == {names[0]: four}
+    assert assigned(("*embed*", eight), ("*", four)) == {tables[0]: eight, names[0]: four}
+    assert assigned(("*head", eight)) == {"lm_head": eight}
+    assert assigned(("lm_head", None), ("*head*", eight), ("*", four)) == {names[0]: four}
+    assert QuantPlan(name="p", rules=(PlanRule(pattern="wte", spec=four),)).assign(
+        names, ["wte"]
+    ) == {"wte": four}
+    with pytest.raises(ConfigError, match="pattern 'lm_head' matches none"):
+        QuantPlan(name="p", rules=(PlanRule(pattern="lm_head", spec=four),)).assign(names, [])
+
+
+@pytest.mark.parametrize(("width", "group"), [(64, 32), (48, 24), (40, 20), (7, 7), (37, 1)])
+def test_groups_of_a_table_divide_its_width(width: int, group: int) -> None:
+    assert table_spec(8, width) == LutSpec(bits=8, group_size=group)
+
+
+class Stop(Exception):
+    """A crash, in the test's own words."""
+
+
+@TIED
+def test_a_student_trains_goes_on_and_speaks(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "cache")
+    student = with_random_tables(8, tie_word_embeddings=tied)
+    save_checkpoint(student, TOKENIZER, tmp_path / "student")
+    settings, step = train_config(tmp_path), Optimizer.step
+
+    def crash(self: Optimizer, number: int) -> Tensor:
+        if number == 4:
+            raise Stop
+        return step(self, number)
+
+    def end(out: Path, *, resume: bool = False) -> PreTrainedModel:
+        report = train_student(settings, str(tmp_path / "student"), out, resume=resume)
+        return load_model(str(report.final), device="cpu", dtype="fp32").model
+
+    whole = end(tmp_path / "whole")
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(Optimizer, "step", crash)
+        end(tmp_path / "broken")
+    assert torch.equal(logits(end(tmp_path / "broken", resume=True)), logits(whole))
+    for name, table in lut_tables(student).items():
+        kept = lut_tables(whole)[name]
+        assert torch.equal(kept.quantized_weight(), table.quantized_weight())
+    said = generate_text(LanguageModel(whole), TOKENIZER, "the cat", max_new_tokens=4)
+    assert said.num_tokens > 0
+
+
+def test_an_embedding_that_computes_more_is_refused() -> None:
+    class Odd(nn.Embedding):
+        pass
+
+    model = tiny_model()
+    model.set_input_embeddings(Odd(320, 32))
+    spec = LutSpec(bits=8)
+    with pytest.raises(CheckpointError, match="embed_tokens is a Odd, expected a plain or scaled"):
+        put_table(model, "model.embed_tokens", random_weight(320, 32, spec), spec)
+
+
+def test_a_group_that_does_not_divide_the_width() -> None:
+    plan = QuantPlan(
+        name="p", rules=(PlanRule(pattern="*embed*", spec=LutSpec(bits=8, group_size=24)),)
+    )
+    with pytest.raises(ConfigError, match="embed_tokens: group_size=24 does not divide its 32 inp"):
+        quantize_model(LanguageModel(tiny_model()), plan)
+
+
+def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(with_random_tables(8), None, tmp_path / "packed")
+    file = tmp_path / "packed/model.safetensors"
+    tensors = load_file(file)
+    for name, message in (
+        ("model.embed_tokens.scales", "misses model.embed_tokens.scales"),
+        ("lm_head.packed", "misses lm_head.packed"),
+    ):
+        others = {key: tensor for key, tensor in tensors.items() if key != name}
+        save_file(others, file, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path / "packed")
