@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,7 +79,8 @@ class Job:
     def batch(self, step: int) -> Batch:
         """The sequences of a step, on the host: those that `qat train` takes."""
         settings, total = self.settings, self.cache.num_sequences("train")
-        return self.cache.batch(sequence_indices(settings.seed, step, settings.batch_size, total))
+        indices = sequence_indices(settings.seed, step, settings.batch_size, total)
+        return Batch(*map(self.backend.pinned, self.cache.batch(indices)))
 
     def rate(self, peak: float, step: int, steps: int) -> float:
         """The learning rate of step `step` of `steps`."""
@@ -165,7 +166,8 @@ def distil(lesson: Lesson, job: Job) -> Course:
     backend.reset_peak_memory()
     began = time.perf_counter()
     with progress("training a baseline", lesson.steps, "steps") as ticker:
-        batches = prefetched(_batches(job, first, lesson.steps), backend.batches_ahead())
+        items = map(job.batch, range(first, first + lesson.steps))
+        batches = prefetched(items, backend.batches_ahead())
         with closing(batches) as stream:
             for step, batch in enumerate(stream):
                 result = lesson.step([batch], step)
@@ -202,8 +204,3 @@ def run_or_uncompile(run: Callable[[], None], uncompile: Callable[[], None]) -> 
         logger.warning("the baseline cannot be compiled (%s): it runs eagerly", reason)
         uncompile()
         run()
-
-
-def _batches(job: Job, first: int, steps: int) -> Iterator[Batch]:
-    for step in range(first, first + steps):
-        yield Batch(*map(job.backend.pinned, job.batch(step)))

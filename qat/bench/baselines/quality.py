@@ -104,7 +104,7 @@ def time_step(
     rehearse(lesson.step, job)
     seconds = []
     for number in range(steps):
-        batch = job.batch(number).to(job.backend.device)
+        batch = job.batch(number)
         job.backend.synchronize()
         began = time.perf_counter()
         lesson.step([batch], number)
