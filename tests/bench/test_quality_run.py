@@ -1,13 +1,10 @@
 """`qat bench quality` on a tiny teacher: rows, table, pictures; what is finished is kept."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-import tomli_w
-from cache_case import TOKENIZER, teacher, texts
-from transformers.utils import logging as hf_logging
+from quality_case import call, make_teacher_and_texts, write
 
 from qat.bench.quality import processes, run
 from qat.bench.quality.job import run_job
@@ -15,23 +12,15 @@ from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job
 from qat.bench.quality.processes import Failure
 from qat.bench.quality.students import heartbeat_facts
-from qat.cli import main
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines
-
-TRAIN = {"warmup_steps": 1, "eval_sequences": 2, "log_every": 1, "save_every": 2, "dtype": "fp32"}
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "run_jobs", in_this_process)
-    hf_logging.disable_progress_bar()
-    teacher().model.save_pretrained("teacher")
-    TOKENIZER.save_pretrained("teacher")
-    for name, count, seed in (("learn", 60, 3), ("judge", 12, 5)):
-        lines = [json.dumps({"text": text}) + "\n" for text in texts(count, seed)]
-        Path(f"{name}.jsonl").write_text("".join(lines))
+    make_teacher_and_texts()
     return tmp_path
 
 
@@ -45,38 +34,6 @@ def in_this_process(jobs: list[Job], places: Places, after_each) -> list[Failure
             failures.append(Failure(job.name, job.seed, str(error), places.log(job.label)))
         after_each(failures)
     return failures
-
-
-def write(*recipes: dict, **values: object) -> None:
-    recipe = {
-        "name": "case",
-        "teacher": "teacher",
-        "max_steps": 3,
-        "batch_size": 2,
-        "sequence_length": 16,
-        "report_sequences": 6,
-        "kd_sequences": 4,
-        "generate_samples": 2,
-        "generate_tokens": 6,
-        "generate_prompts": ["the cat", "a dog sat on"],
-        "texts": {"distil": "learn.jsonl", "report": {"own": "judge.jsonl", "split": "held_out"}},
-        "cache": {"top_k": 5, "held_out": 0.2},
-        "convert": {"to": "q2a4", "group_size": 16},
-        "train": TRAIN,
-        "recipes": list(recipes),
-        **values,
-    }
-    Path("recipe.toml").write_text(tomli_w.dumps(recipe))
-
-
-def call(monkeypatch, *more: str) -> int:
-    words = ["qat", "bench", "quality", "recipe.toml", "--out", "out", "--device", "cpu", *more]
-    monkeypatch.setattr(sys, "argv", words)
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def test_rows_a_table_and_pictures(place: Path, monkeypatch, capsys) -> None:
@@ -180,13 +137,16 @@ def test_step_times_are_those_of_training(place: Path) -> None:
     from qat.bench.quality.resolve import resolve
     from qat.bench.quality.step_timer import STRETCHES, time_plan
 
-    write({"name": "a"}, {"name": "b", "method": "torchao_int2"})
+    baseline = {"method": "reference", "train": {"group_size": 16}}
+    write({"name": "a"}, {"name": "b", **baseline})
     shop = Workshop(read_recipe(Path("recipe.toml")), Places(Path("out")), "cpu")
-    ours, _ = plans = resolve(shop.recipe)
+    ours, reference = plans = resolve(shop.recipe)
     shop.claim()
     shop.prepare(plans)
     (stretches,) = time_plan(shop, ours)
     assert len(stretches) == STRETCHES - 1 and all(0 < step_s < 10 for step_s in stretches)
+    ((step_s,),) = time_plan(shop, reference)
+    assert 0 < step_s < 10
 
 
 def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:

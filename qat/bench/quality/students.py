@@ -19,7 +19,8 @@ from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.calibrate import TokenBatch
 from qat.models.convert import calibration_batches, convert_checkpoint
-from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes, whole_model_bits
+from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes
+from qat.models.hf_quantizer import packed_state_dict
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import linear_names
@@ -49,9 +50,13 @@ class Trained:
 
 
 def as_teacher(teacher: LanguageModel) -> Trained:
-    """The teacher as a student of itself; it counts in the dtype that it is stored in."""
+    """The teacher as a student of itself; linears count in the dtype they are stored in."""
     model = teacher.model
-    return Trained(teacher, whole_model_bits(model), tensor_bytes(model) / MB)
+    state = packed_state_dict(model)
+    weights = [state[f"{name}.weight"] for name in linear_names(model)]
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    bits_per_weight = 8 * num_bytes / sum(weight.numel() for weight in weights)
+    return Trained(teacher, bits_per_weight, tensor_bytes(model) / MB)
 
 
 def train_ours(job: Job) -> Trained:
