@@ -67,6 +67,7 @@ def _spending(report: "QuantizeReport") -> dict[str, object]:
         bits_budget=report.budget.bits_budget,
         budget_bits_per_weight=round(report.budget.bits_per_weight, 4),
         predicted_kl_nats=round(report.budget.predicted_kl_nats, 6),
+        seconds_to_choose=round(report.budget.seconds, 2),
     )
 
 
@@ -104,14 +105,15 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
 def _show_budget(budget: "BudgetReport", console: "Console") -> None:
     from rich.table import Table
 
-    widths = sorted({bits for module in budget.modules.values() for bits in module.kl_nats})
     title = (
         f"{budget.bits_per_weight:.3f} of {budget.bits_budget:g} bits per weight, sum of the KLs "
         f"{budget.predicted_kl_nats:.4f} nats"
     )
-    table = Table("module", "bits", *(f"KL at {bits} bits" for bits in widths), title=title)
-    for name, module in budget.modules.items():
-        found = (module.kl_nats.get(bits) for bits in widths)
-        numbers = ("" if kl is None else f"{kl:.5f}" for kl in found)
-        table.add_row(name.removeprefix("model.layers."), str(module.bits), *numbers)
+    table = Table("module", "format", "KL alone (nats)", "other formats", title=title)
+    for name, trials in budget.modules.items():
+        shown = {f"{t.bits} g{t.group_size}": t for t in trials}
+        others = [f"{k}: {t.kl_nats:.5f}" for k, t in shown.items() if not t.is_chosen]
+        (taken,) = ((k, t) for k, t in shown.items() if t.is_chosen)
+        kl = f"{taken[1].kl_nats:.5f}"
+        table.add_row(name.removeprefix("model.layers."), taken[0], kl, "  ".join(others))
     console.print(table)

@@ -3,6 +3,7 @@
 Shapes: O out_features, I in_features.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,16 +28,18 @@ TABLE_BITS = (4, 8)
 TOLERANCE = 1e-9
 """Relative room for the rounding of a budget."""
 
-Formats = Mapping[str, Sequence[LutSpec]]
-
 
 @dataclass(frozen=True)
-class ModuleChoice:
-    """What one module got, and what each of its formats would have cost."""
+class Trial:
+    """One format that a module could have got."""
 
     bits: int
-    kl_nats: dict[int, float]
-    """By bits: the KL of the model with this module alone quantized."""
+    group_size: int
+    bits_per_weight: float
+    """With scales and codebook."""
+    kl_nats: float
+    """KL(model || model with this module alone in this format) per token."""
+    is_chosen: bool
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,14 @@ class BudgetReport:
     """How a budget was spent."""
 
     bits_budget: float
-    """Bits per weight that the chosen modules may take together."""
+    """Bits per weight that the modules below may take together."""
     bits_per_weight: float
-    """What they take, with scales and codebooks."""
+    """What they take."""
     predicted_kl_nats: float
     """The sum of the chosen formats' KLs, each measured alone."""
-    modules: dict[str, ModuleChoice]
+    seconds: float
+    """Of measuring and choosing."""
+    modules: dict[str, list[Trial]]
 
 
 def plan_within_budget(
@@ -59,8 +64,9 @@ def plan_within_budget(
     calibration: Sequence[TokenBatch],
     *,
     with_tables: bool = False,
+    wider_groups: bool = False,
 ) -> tuple[QuantPlan, BudgetReport]:
-    """The plan that costs least, as the sum of KLs measured alone, within `bits_budget`.
+    """The plan whose KLs, each measured alone, add up to the least within `bits_budget`.
 
     Every linear that `plan` quantizes gets 2, 3 or 4 bits of a learned codebook under the plan's
     form of scale; `with_tables` the embedding and an untied head get 4 or 8. Together they take at
@@ -70,53 +76,74 @@ def plan_within_budget(
         model: whose weights are quantized and whose output is kept; as before afterwards.
         plan: says which linears, and in which groups.
         calibration: what to judge on and to fit to, see `measure_sensitivities`.
+        wider_groups: linears may also have groups of the next size that divides their rows.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
     """
+    began = time.perf_counter()
     tables = table_names(model.model)
     planned = plan.assign(linear_names(model.model), tables)
-    chosen_tables = tables if with_tables else []
-    kept = {n: spec for n, spec in planned.items() if n in tables and n not in chosen_tables}
+    formats = _table_formats(model, tables) if with_tables else {}
+    kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
     linears = {n: spec for n, spec in planned.items() if n not in tables}
-    formats = {**_table_formats(model, chosen_tables), **_linear_formats(model, linears)}
+    formats |= _linear_formats(model, linears, wider_groups)
     bits = {n: [_stored_bits(model, n, spec) for spec in specs] for n, specs in formats.items()}
-    num_weights = sum(_num_weights(model, name) for name in formats)
-    _check_reach(bits_budget, list(bits.values()), num_weights)
-    num_trials = sum(map(len, formats.values()))
-    with progress("measuring sensitivities", num_trials, "trials") as ticker:
+    sizes = {name: _num_weights(model, name) for name in formats}
+    _check_reach(bits_budget, list(bits.values()), sum(sizes.values()))
+    with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
         nats = measure_sensitivities(model, calibration, formats, ticker)
-    options = {
-        name: [Option(nats[name][spec], b) for spec, b in zip(specs, bits[name], strict=True)]
-        for name, specs in formats.items()
-    }
-    limit = int(bits_budget * num_weights * (1 + TOLERANCE))
-    taken = dict(zip(options, choose_options(list(options.values()), limit), strict=True))
-    chosen = {name: formats[name][place] for name, place in taken.items()}
-    spent = [options[name][place] for name, place in taken.items()]
+    options = {name: list(map(Option, nats[name].values(), bits[name])) for name in formats}
+    limit = int(bits_budget * sum(sizes.values()) * (1 + TOLERANCE))
+    places = dict(zip(formats, choose_options(list(options.values()), limit), strict=True))
+    chosen = {name: formats[name][place] for name, place in places.items()}
+    rules = tuple(PlanRule(pattern=n, spec=spec) for n, spec in {**kept, **chosen}.items())
+    taken = [options[name][place] for name, place in places.items()]
     report = BudgetReport(
         bits_budget=bits_budget,
-        bits_per_weight=sum(option.bits for option in spent) / num_weights,
-        predicted_kl_nats=sum(option.cost for option in spent),
-        modules={
-            name: ModuleChoice(spec.bits, {s.bits: kl for s, kl in nats[name].items()})
-            for name, spec in chosen.items()
-        },
+        bits_per_weight=sum(option.bits for option in taken) / sum(sizes.values()),
+        predicted_kl_nats=sum(option.cost for option in taken),
+        seconds=time.perf_counter() - began,
+        modules={n: _trials(formats[n], options[n], places[n], size) for n, size in sizes.items()},
     )
-    rules = tuple(PlanRule(pattern=n, spec=spec) for n, spec in {**kept, **chosen}.items())
     return QuantPlan(name=f"mixed-{bits_budget:g}", rules=rules), report
 
 
-def _linear_formats(model: LanguageModel, specs: Mapping[str, LutSpec]) -> Formats:
+def _trials(
+    formats: Sequence[LutSpec], options: Sequence[Option], taken: int, num_weights: int
+) -> list[Trial]:
+    return [
+        Trial(
+            bits=spec.bits,
+            group_size=spec.group_size,
+            bits_per_weight=option.bits / num_weights,
+            kl_nats=option.cost,
+            is_chosen=place == taken,
+        )
+        for place, (spec, option) in enumerate(zip(formats, options, strict=True))
+    ]
+
+
+def _linear_formats(
+    model: LanguageModel, specs: Mapping[str, LutSpec], wider_groups: bool
+) -> dict[str, list[LutSpec]]:
+    formats = {}
     for name, spec in specs.items():
-        spec.check_shape(name, *weight_shape(model.model.get_submodule(name)))
-    return {
-        name: [spec.model_copy(update={"bits": b, "codebook": "lut"}) for b in LINEAR_BITS]
-        for name, spec in specs.items()
-    }
+        O, I = weight_shape(model.model.get_submodule(name))
+        spec.check_shape(name, O, I)
+        groups = [spec.group_size]
+        if wider_groups:
+            multiples = range(2 * spec.group_size, I + 1, spec.group_size)
+            groups += [size for size in multiples if I % size == 0][:1]
+        formats[name] = [
+            spec.model_copy(update={"bits": bits, "codebook": "lut", "group_size": size})
+            for bits in LINEAR_BITS
+            for size in groups
+        ]
+    return formats
 
 
-def _table_formats(model: LanguageModel, names: Sequence[str]) -> Formats:
+def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list[LutSpec]]:
     formats = {}
     for name in names:
         module = model.model.get_submodule(name)
@@ -140,9 +167,9 @@ def _check_reach(bits_budget: float, bits: Sequence[Sequence[int]], num_weights:
     room = TOLERANCE * bits_budget
     if not least - room <= bits_budget <= most + room:
         raise ConfigError(
-            f"bits_budget={bits_budget:g}, but these {len(bits)} modules take {least:.4f} to "
-            f"{most:.4f} bits per weight with scales and codebooks; give a budget between, or "
-            "larger groups with --group-size"
+            f"bits_budget={bits_budget:g}, but these {len(bits)} modules can take {least:.4f} to "
+            f"{most:.4f} bits per weight, scales and codebooks included; give a budget between, or "
+            "another --group-size"
         )
 
 

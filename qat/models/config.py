@@ -13,8 +13,8 @@ class ConvertConfig(Settings):
     to: str | None = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
     bits_budget: float | None = Field(None, gt=0)
-    """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; the plan, all
-    linears if none is given, then only says which linears, in which groups."""
+    """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
+    only says which linears, in which groups (all, in one of two sizes, without a plan)."""
     group_size: int | None = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
     embedding_bits: Literal[4, 8, "auto"] | None = None

@@ -100,6 +100,7 @@ def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> Quantiz
             config.bits_budget,
             calibration,
             with_tables=config.embedding_bits == "auto",
+            wider_groups=config.to is None and config.group_size is None,
         )
     if config.embedding_bits in {4, 8}:
         plan = with_tables(plan, student.model, config.embedding_bits)

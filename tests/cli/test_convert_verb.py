@@ -56,6 +56,19 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert TeacherCache.open(cache).num_sequences("held_out") > 0
 
 
+def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    out, cache = tmp_path / "out", place / "cache"
+    flags = ["--bits-budget", 4.4, "--to", "q2a4", "--calibration", cache, "--device", "cpu"]
+    few = ["--calibration-sequences", 4, "--embedding-bits", "auto"]
+    assert call(monkeypatch, "convert", place / "float", *flags, *few, "--out", out) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert result["plan"] == "mixed-4.4" and result["bits_budget"] == 4.4
+    assert result["budget_bits_per_weight"] <= 4.4 and result["predicted_kl_nats"] > 0
+    assert "KL alone (nats)" in printed and "embed_tokens" in printed and "8 g32" in printed
+    assert (out / "plan.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -64,7 +77,9 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
             "--eval is given without a cache to judge by; add --cache-dir",
         ),
         (["--to", "q9"], "to=q9 is neither a file nor a preset"),
-        ([], "--to"),
+        ([], "neither a plan nor a budget is given, expected one of them; add --to PLAN or"),
+        (["--bits-budget", "2.5"], "add --calibration TEXT"),
+        (["--bits-budget", "-1"], "bits_budget"),
         (["--to", "q4a4", "--group-size", "7"], "group_size=7 does not divide its 32 input"),
         (["--to", "q4a4", "--workers", "-1"], "workers"),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),

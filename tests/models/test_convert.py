@@ -16,6 +16,7 @@ from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatE
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.config import ConvertConfig
 from qat.models.convert import (
+    PLAN_NAME,
     REPORT_NAME,
     calibration_batches,
     convert_checkpoint,
@@ -50,6 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_tokenizer().save_pretrained(place / "float")
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut4"]), tiny_tokenizer(), place / "four")
     (place / "text.txt").write_text("\n\n".join(texts(60)), encoding="utf-8")
+    (place / "short.txt").write_text("the cat sat", encoding="utf-8")
     (place / "mlp.toml").write_text(MLP_PLAN)
     build(place / "cache")
     return place
@@ -152,6 +154,40 @@ def test_the_group_size_of_a_plan_may_be_overridden(place: Path) -> None:
     assert plan.spec_for("a.mlp.up_proj").group_size == 8
 
 
+def test_a_budget_becomes_a_plan_that_can_be_used_again(place: Path, tmp_path: Path) -> None:
+    source, text = str(place / "float"), str(place / "text.txt")
+    settings = config(place, bits_budget=3.3, calibration=text, calibration_sequences=8)
+    report = convert_checkpoint(source, settings, tmp_path / "mixed")
+    assert report.plan == "mixed-3.3" and report.bits_per_weight <= 3.3
+    written = json.loads((tmp_path / "mixed" / REPORT_NAME).read_text())
+    assert written["budget"]["predicted_kl_nats"] == report.budget.predicted_kl_nats > 0
+    assert written["budget"]["modules"].keys() == {m.name for m in report.modules}
+    again = settings.model_copy(
+        update={"bits_budget": None, "to": str(tmp_path / "mixed" / PLAN_NAME)}
+    )
+    convert_checkpoint(source, again, tmp_path / "again")
+    mixed, same = (tmp_path / name / "model.safetensors" for name in ("mixed", "again"))
+    assert mixed.read_bytes() == same.read_bytes()
+    assert not (tmp_path / "again" / PLAN_NAME).exists()
+
+
+def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
+    place: Path, tmp_path: Path
+) -> None:
+    text = str(place / "text.txt")
+    settings = config(
+        place, to=None, bits_budget=3.6, calibration=text, calibration_sequences=4,
+        embedding_bits="auto", base=str(place / "float"),
+    )  # fmt: skip
+    report = convert_checkpoint(str(place / "four"), settings, tmp_path / "out")
+    assert len(report.budget.modules) == 16
+    assert {"model.embed_tokens", "lm_head"} <= report.budget.modules.keys()
+    specs = {name: m.spec for name, m in quant_linears(load_checkpoint(tmp_path / "out")).items()}
+    for name, spec in specs.items():
+        (taken,) = (t for t in report.budget.modules[name] if t.is_chosen)
+        assert (taken.bits, taken.group_size) == (spec.bits, spec.group_size)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -187,6 +223,27 @@ def test_plan_files_that_are_wrong(place: Path, tmp_path: Path, text: bytes, mes
         ({"base": "{}/nowhere"}, CheckpointError, "nowhere does not exist; expected a model dir"),
         ({"calibration": "{}/no.txt"}, DataError, "no.txt is no file or directory"),
         ({"calibration": "{}/float"}, DataError, "config.json holds a JSON dict"),
+        ({"to": None}, ConfigError, "neither a plan nor a budget is given, expected one of them"),
+        (
+            {"bits_budget": 2.5},
+            ConfigError,
+            "bits_budget=2.5 is given without a text to measure .* on; add --calibration TEXT",
+        ),
+        (
+            {"embedding_bits": "auto"},
+            ConfigError,
+            "embedding_bits=auto is given without a budget to choose within; add --bits-budget",
+        ),
+        (
+            {"calibration": "{}/short.txt"},
+            ConfigError,
+            "short.txt holds less than one sequence of 32 tokens; give more text or lower --cal",
+        ),
+        (
+            {"calibration": "{}/text.txt", "bits_budget": 2.5},
+            ConfigError,
+            "bits_budget=2.5, but these 4 modules can take 3.0",
+        ),
         (
             {"calibration": "{}/text.txt", "calibration_length": 129},
             ConfigError,

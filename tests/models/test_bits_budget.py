@@ -1,0 +1,134 @@
+"""A budget of bits, spent where it buys the most."""
+
+import pytest
+import torch
+from test_sensitivity import tokens
+from tiny import tiny_model
+
+from qat.errors import ConfigError
+from qat.models.bits_budget import BudgetReport, plan_within_budget
+from qat.models.count import bits_per_weight, model_bits_per_weight, stored_bits
+from qat.models.language_model import LanguageModel
+from qat.models.quantize import quantize_model
+from qat.models.swap import linear_names
+from qat.models.tables import table_names
+from qat.nn.lut_embedding import lut_tables
+from qat.nn.step import quant_linears
+from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+
+EIGHTS = LutSpec(bits=2, group_size=8)
+ALL = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=EIGHTS),))
+MLP = QuantPlan(name="mlp", rules=(PlanRule(pattern="*.mlp.*", spec=EIGHTS),))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
+
+
+def student(**overrides: object) -> LanguageModel:
+    return LanguageModel(tiny_model(initializer_range=0.2, **overrides))
+
+
+def chosen(report: BudgetReport) -> dict[str, tuple[int, int]]:
+    return {
+        name: next((t.bits, t.group_size) for t in trials if t.is_chosen)
+        for name, trials in report.modules.items()
+    }
+
+
+def test_the_budget_is_met_and_the_plan_is_what_the_report_says() -> None:
+    model = student()
+    plan, report = plan_within_budget(model, ALL, 5.6, tokens(6))
+    assert report.bits_budget == 5.6 and plan.name == "mixed-5.6"
+    assert list(report.modules) == linear_names(model.model)
+    quantize_model(model, plan)
+    linears = quant_linears(model.model)
+    assert model_bits_per_weight(model.model) == pytest.approx(report.bits_per_weight)
+    assert 5.3 < report.bits_per_weight <= 5.6
+    assert {n: (m.spec.bits, m.spec.group_size) for n, m in linears.items()} == chosen(report)
+    for name, trials in report.modules.items():
+        assert [t.bits for t in trials] == [2, 3, 4] and sum(t.is_chosen for t in trials) == 1
+        mine = next(t for t in trials if t.is_chosen)
+        assert mine.bits_per_weight == bits_per_weight(linears[name])
+    predicted = sum(t.kl_nats for trials in report.modules.values() for t in trials if t.is_chosen)
+    assert report.predicted_kl_nats == pytest.approx(predicted)
+
+
+def test_bits_go_where_they_count() -> None:
+    model = student()
+    with torch.no_grad():  # what layer 1's MLP adds is lost
+        model.model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(1e-4)
+    _, report = plan_within_budget(model, ALL, 5.6, tokens(6))
+    bits = {name: pair[0] for name, pair in chosen(report).items()}
+    assert all(b == 2 for name, b in bits.items() if "layers.1.mlp" in name)
+    assert max(bits.values()) > 2
+
+
+def test_more_bits_never_cost_more() -> None:
+    found = [plan_within_budget(student(), MLP, b, tokens(6))[1] for b in (4.8, 5.4, 6.2)]
+    costs = [report.predicted_kl_nats for report in found]
+    assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
+
+
+def test_the_plan_says_which_linears_and_in_which_groups() -> None:
+    spec = LutSpec(bits=4, group_size=16, codebook="int")
+    plan = QuantPlan(name="mlp", rules=(PlanRule(pattern="*.mlp.*", spec=spec),))
+    found, report = plan_within_budget(student(), plan, 4.0, tokens(6))
+    assert all(".mlp." in name for name in report.modules) and len(report.modules) == 6
+    assert all(r.spec.group_size == 16 and r.spec.codebook == "lut" for r in found.rules)
+
+
+def test_groups_may_be_wider() -> None:
+    spec = LutSpec(bits=2, group_size=16)
+    plan = QuantPlan(name="p", rules=(PlanRule(pattern="*.mlp.*", spec=spec),))
+    _, narrow = plan_within_budget(student(), plan, 4.0, tokens(6))
+    _, both = plan_within_budget(student(), plan, 4.0, tokens(6), wider_groups=True)
+    trials = both.modules["model.layers.0.mlp.up_proj"]
+    assert {(t.bits, t.group_size) for t in trials} == {(b, g) for b in (2, 3, 4) for g in (16, 32)}
+    assert both.predicted_kl_nats <= narrow.predicted_kl_nats
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_may_share_the_budget(tied: bool) -> None:
+    model = student(tie_word_embeddings=tied)
+    tables = table_names(model.model)
+    plan, report = plan_within_budget(model, MLP, 5.9, tokens(6), with_tables=True)
+    assert set(report.modules) == {*tables, *(n for n in linear_names(model.model) if "mlp" in n)}
+    for name in tables:
+        assert [t.bits for t in report.modules[name]] == [4, 8]
+        assert report.modules[name][0].kl_nats > report.modules[name][1].kl_nats > 0
+    quantize_model(model, plan)
+    modules = {**lut_tables(model.model), **quant_linears(model.model)}
+    assert set(modules) == set(report.modules)
+    weights = sum(m.out_features * m.in_features for m in modules.values())
+    total = sum(map(stored_bits, modules.values())) / weights
+    assert total == pytest.approx(report.bits_per_weight) and total <= 5.9
+
+
+def test_tables_that_the_plan_names_stay_out_of_the_budget() -> None:
+    four = LutSpec(bits=4, group_size=32)
+    rules = (PlanRule(pattern="*embed*", spec=four), *MLP.rules)
+    plan, report = plan_within_budget(student(), QuantPlan(name="p", rules=rules), 5.0, tokens(6))
+    assert plan.spec_for("model.embed_tokens", is_table=True) == four
+    assert "model.embed_tokens" not in report.modules
+
+
+@pytest.mark.parametrize("budget", [4.0, 7.0])
+def test_a_budget_out_of_reach_names_the_range(budget: float) -> None:
+    message = (
+        rf"bits_budget={budget:g}, but these 14 modules can take 4\.\d+ to 6\.\d+ bits per weight, "
+        "scales and codebooks included; give a budget between, or another --group-size"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan_within_budget(student(), ALL, budget, tokens(2))
+
+
+def test_quantized_tables_offer_no_choice() -> None:
+    model = student()
+    spec = LutSpec(bits=4, group_size=32)
+    rule = PlanRule(pattern="*embed*", spec=spec)
+    quantize_model(model, QuantPlan(name="p", rules=(rule,)))
+    message = "embedding_bits=auto, but model.embed_tokens is quantized already, expected a float"
+    with pytest.raises(ConfigError, match=message):
+        plan_within_budget(model, ALL, 5.0, tokens(2), with_tables=True)
