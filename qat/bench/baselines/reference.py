@@ -72,7 +72,8 @@ class Formed(RankByRank):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
-        weight = self.Q * LowRank(self.A, self.g, self.B).formed()
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.Q * LowRank(self.A, self.g, self.B).formed()
         return F.linear(x, weight, self.bias)
 
 
