@@ -93,7 +93,10 @@ def plan_within_budget(
     _check_reach(bits_budget, list(bits.values()), sum(sizes.values()))
     with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
         nats = measure_sensitivities(model, calibration, formats, ticker)
-    options = {name: list(map(Option, nats[name].values(), bits[name])) for name in formats}
+    options = {
+        name: [Option(nats[name][spec], size) for spec, size in zip(specs, bits[name], strict=True)]
+        for name, specs in formats.items()
+    }
     limit = int(bits_budget * sum(sizes.values()) * (1 + TOLERANCE))
     places = dict(zip(formats, choose_options(list(options.values()), limit), strict=True))
     chosen = {name: formats[name][place] for name, place in places.items()}
