@@ -1,0 +1,82 @@
+"""Packed tables on CUDA: the same rows as on the CPU, no waiting, and whole steps with them."""
+
+import time
+
+import pytest
+import torch
+from quantized import SPECS, random_weight, tiny_quantized
+
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.tables import put_table, table_names, table_spec, weight_shape
+from qat.nn.lut_embedding import FrozenLutEmbedding, lut_tables
+from qat.quant.fit import fit_weight
+from qat.quant.spec import LutSpec
+
+pytestmark = pytest.mark.gpu
+
+TABLES = {
+    "lut2": LutSpec(bits=2),
+    "lut3": LutSpec(bits=3),
+    "lut4": LutSpec(bits=4),
+    "lut8": LutSpec(bits=8),
+    "lut4 odd": LutSpec(bits=4, group_size=3),
+    "lut8 odd": LutSpec(bits=8, group_size=3),
+    "low rank": LutSpec(bits=4, scale="low_rank", rank=3),
+}
+V = 1013
+
+
+def embedding(spec: LutSpec, dtype: torch.dtype) -> FrozenLutEmbedding:
+    return FrozenLutEmbedding(random_weight(V, 11 * spec.group_size, spec), spec, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", TABLES.values(), ids=TABLES)
+def test_rows_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> None:
+    table, ids = embedding(spec, dtype), torch.randint(V, (7, 19))
+    wished, whole = table(ids), table.quantized_weight(dtype)
+    table.cuda()
+    assert torch.equal(table(ids.cuda()).cpu(), wished)
+    assert torch.equal(table.weight_in(dtype).cpu(), whole)
+    assert torch.equal(table(ids.cuda()).cpu(), wished)
+
+
+@pytest.mark.parametrize("spec", TABLES.values(), ids=TABLES)
+def test_a_lookup_can_be_recorded(spec: LutSpec) -> None:
+    table, ids = embedding(spec, torch.bfloat16).cuda(), torch.randint(V, (64, 64)).cuda()
+    table(ids)  # kernels are compiled before a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = table(ids)
+    ids.copy_(torch.randint(V, (64, 64)))
+    graph.replay()
+    assert torch.equal(rows, table(ids))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_loads_onto_the_device(tied: bool, tmp_path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=tied)
+    for name in table_names(model):
+        spec = table_spec(8, 32)
+        put_table(model, name, random_weight(*weight_shape(model.get_submodule(name)), spec), spec)
+    save_checkpoint(model, None, tmp_path / "packed")
+    there = load_checkpoint(tmp_path / "packed", torch.float32, {"": torch.device("cuda")})
+    ids = torch.arange(40, device="cuda").view(2, 20)
+    assert all(table.device.type == "cuda" for table in lut_tables(there).values())
+    wished = model.cuda()(ids).logits
+    assert torch.equal(there(ids).logits, wished)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_large_table_is_fitted_in_a_minute(bits: int) -> None:
+    weight = torch.randn(151_936, 1024, device="cuda") * 0.02
+    fit_weight(weight[:2000], table_spec(bits, 1024))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    quantized = fit_weight(weight, table_spec(bits, 1024))
+    torch.cuda.synchronize()
+    assert time.perf_counter() - began < 60
+    table = FrozenLutEmbedding(quantized, table_spec(bits, 1024), torch.bfloat16)
+    error = (weight - table.quantized_weight()).norm() / weight.norm()
+    assert error < (0.01 if bits == 8 else 0.12)
