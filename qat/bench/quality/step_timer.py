@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qat.backend import select
+from qat.bench.baselines.quality import time_step
 from qat.bench.measure import compile_anew
 from qat.bench.quality.config import OURS, Table
 from qat.bench.quality.plan import Plan, Stage, baseline_settings, train_config
@@ -59,8 +60,6 @@ def _time_stage(stage: Stage, student: Path, cache: Path, device: str) -> list[f
 
 
 def _time_baseline(shop: Workshop, plan: Plan) -> list[float]:
-    from qat.bench.baselines.quality import time_step  # brings torchao, which is slow to load
-
     teacher = load_teacher(shop.recipe.teacher, device=shop.device, dtype="fp32")
     cache = TeacherCache.open(shop.places.cache(plan.cache))
     settings = baseline_settings(plan, device=shop.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qat.bench.baselines.quality import train_baseline
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import (
     Job,
@@ -112,8 +113,6 @@ def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
 
 def train_baseline_student(job: Job, teacher: LanguageModel) -> Trained:
     """Train by another method; its size is the teacher's with linears of so many bits."""
-    from qat.bench.baselines.quality import train_baseline  # brings torchao, which is slow to load
-
     plan, cache = job.plan, Places(job.out).cache(job.plan.cache)
     tokenizer = load_tokenizer(job.recipe.teacher)
     settings = baseline_settings(plan, job.seed, job.device)
