@@ -1,7 +1,7 @@
 """Cases for `qat.kernels.lut_weight` and its textbook form, shared by the tests of every path."""
 
 import torch
-from quantized import SPECS, random_codebook, random_scales
+from quantized import SPECS, nearest_e5m3, random_codebook, random_scales
 from torch import Tensor
 
 from qat.quant.pack import Packed, pack
@@ -16,6 +16,7 @@ ODD_SPECS = {
     "lut3_g24": LutSpec(bits=3, group_size=24),
     "lut2_g40": LutSpec(bits=2, group_size=40),
     "ternary_odd": LutSpec(bits=2, codebook="ternary", group_size=9),
+    "lut3_odd_s8": LutSpec(bits=3, group_size=5, scale_bits=8),
     "lut3_odd_r5": LutSpec(bits=3, scale="low_rank", rank=5, group_size=11),
     "lut1_odd_r2": LutSpec(bits=1, scale="low_rank", rank=2, group_size=7),
 }
@@ -42,7 +43,7 @@ def random_parts(
     if spec.scale == "group":
         levels = codebook.sort().values
         middles = ((levels[1:] + levels[:-1]) / 2).repeat(O * I)[: O * I].view(O, I)
-        tied = middles * scales.scales.half().float().repeat_interleave(spec.group_size, 1)
+        tied = middles * stored(scales)["scales"].repeat_interleave(spec.group_size, 1)
         latent = torch.where(torch.rand(O, I) < 0.3, tied, latent)
     return latent.to(getattr(torch, source)), codebook, scales
 
@@ -63,6 +64,8 @@ def chosen(source: Packed | Tensor, codebook: Tensor, scales: Scales) -> Tensor:
 
 def stored(scales: Scales) -> dict[str, Tensor]:
     """Every scale tensor as a checkpoint holds it, by name."""
+    if scales.bits == 8:
+        return {"scales": nearest_e5m3(scales.scales)}
     rounded = {n: t if n == "rank_gain" else t.half() for n, t in scales.present().items()}
     return {name: tensor.float() for name, tensor in rounded.items()}
 

@@ -21,11 +21,29 @@ SPECS = {
     "seq2": LutSpec(bits=2, codebook="seq", group_size=16),
     "int3": LutSpec(bits=3, codebook="int", group_size=8),
     "ternary": LutSpec(bits=2, codebook="ternary", group_size=16),
+    "lut2_s8": LutSpec(bits=2, group_size=8, scale_bits=8),
+    "int3_s8": LutSpec(bits=3, codebook="int", group_size=16, scale_bits=8),
     "lut2_r4": LutSpec(bits=2, scale="low_rank", rank=4, group_size=16),
     "lut4_r1": LutSpec(bits=4, scale="low_rank", rank=1, group_size=8),
     "int4_r3": LutSpec(bits=4, codebook="int", scale="low_rank", rank=3, group_size=8),
     "ternary_r2": LutSpec(bits=2, codebook="ternary", scale="low_rank", rank=2, group_size=8),
 }
+
+
+def e5m3_values() -> Tensor:
+    """The finite values of 5 exponent and 3 mantissa bits, ascending, `(248,)` float64."""
+    subnormal = [m * 2.0**-17 for m in range(8)]
+    normal = [(1 + m / 8) * 2.0 ** (e - 15) for e in range(1, 31) for m in range(8)]
+    return torch.tensor(subnormal + normal, dtype=torch.float64)
+
+
+def nearest_e5m3(scales: Tensor) -> Tensor:
+    """The finite value nearest to each scale's float16, the one of even mantissa for a tie."""
+    values = e5m3_values()
+    distance = (scales.half().double()[..., None] - values).abs()
+    near = (distance == distance.amin(-1, keepdim=True)).double()
+    near[..., ::2] *= 2
+    return values[near.argmax(-1)].float()
 
 
 def random_codebook(spec: LutSpec) -> Tensor:
@@ -42,7 +60,7 @@ def random_codebook(spec: LutSpec) -> Tensor:
 def random_scales(O: int, I: int, spec: LutSpec) -> Scales:
     """Scales of the spec's form: a low-rank `S` has both signs."""
     if spec.scale == "group":
-        return Scales(torch.rand(O, I // spec.group_size) * 0.1 + 0.01)
+        return Scales(torch.rand(O, I // spec.group_size) * 0.1 + 0.01, bits=spec.scale_bits)
     R = spec.rank
     return Scales(None, torch.randn(O, R) * 0.3, torch.rand(R), torch.randn(R, I) * 0.3)
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.lut_weight_parts_triton import as_stored
 from qat.quant.columns import Columns
 
 TILE_WEIGHTS = 2048
@@ -65,6 +66,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Te
         columns.chosen.stride(0),
         coupling.stride(0),
         diagonal.stride(0),
+        SCALE_BITS=columns.scale_bits,
         B=B,
         BLOCK=b,
         TILE=tile,
@@ -141,6 +143,7 @@ def _refit_kernel(
     chosen_stride,
     coupling_stride,
     diagonal_stride,
+    SCALE_BITS: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -167,7 +170,7 @@ def _refit_kernel(
     curvature = tl.sum(weighted * (chosen + coupled), axis=0)
     wished = old + pull / tl.where(curvature > 0, curvature, 1.0)
     # what would round to infinity stays; the clamp keeps the cast defined
-    stored = tl.minimum(tl.maximum(wished, 0.0), LARGEST).to(tl.float16).to(tl.float32)
+    stored = as_stored(tl.minimum(tl.maximum(wished, 0.0), LARGEST), SCALE_BITS)
     is_better = (curvature > 0) & (stored > 0) & (wished < LARGEST + 16)
     new = tl.where(is_better, stored, old)
     step = old - new

@@ -6,6 +6,10 @@ A unit is E consecutive weights of one run: a group, or a row where the scale is
 import triton
 import triton.language as tl
 
+from qat.quant.e5m3 import LARGEST
+
+LARGEST_E5M3 = tl.constexpr(LARGEST)
+
 
 @triton.jit
 def units_of_tile(
@@ -69,16 +73,24 @@ def low_rank_scale(
     S = tl.zeros([run.shape[0], E], tl.float32)
     columns = column[:, None] + tl.arange(0, E)[None, :]
     for r in range(R):
-        A = as_stored(tl.load(scale_out + run * R + r, mask=is_unit, other=0))
-        B = as_stored(tl.load(scale_in + r * LENGTH + columns, mask=is_unit[:, None], other=0))
+        A = as_stored(tl.load(scale_out + run * R + r, mask=is_unit, other=0), 16)
+        B = as_stored(tl.load(scale_in + r * LENGTH + columns, mask=is_unit[:, None], other=0), 16)
         S += (A * tl.load(rank_gain + r))[:, None] * B
     return S
 
 
 @triton.jit
-def as_stored(scale):
-    """float32 after a round trip through the float16 of a checkpoint."""
-    return scale.to(tl.float16).to(tl.float32)
+def as_stored(scale, SCALE_BITS: tl.constexpr):
+    """float32 after a round trip through a checkpoint's float16, or the byte of `quant.e5m3`."""
+    if SCALE_BITS == 16:
+        return scale.to(tl.float16).to(tl.float32)
+    else:
+        half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
+        bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        cut = tl.minimum((bits + 63 + ((bits >> 7) & 1)) >> 7 << 7, LARGEST_E5M3)
+        # what is not finite stays so
+        kept = tl.where(bits < 0x7C00, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
+        return kept.to(tl.float32)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from qat.kernels.lut_weight_parts_triton import (
     units_of_tile,
 )
 from qat.quant.pack import Packed
-from qat.quant.weight import Scales
+from qat.quant.weight import SCALE_NAMES, Scales
 
 FORM_WEIGHTS = 4096
 """Weights of a tile that forms, 32 a thread."""
@@ -118,6 +118,7 @@ class _Tiling(NamedTuple):
     """Weights of a run."""
     rank: int
     """0 where scales are by group."""
+    scale_bits: int
     N: int
     U: int
     E: int
@@ -134,7 +135,7 @@ class _Tiling(NamedTuple):
             columns = min(triton.next_power_of_2(length), weights // 8)
         N = min(max(weights // columns, 1), triton.next_power_of_2(num_runs))
         E = UNIT if length % UNIT == 0 else 1
-        return cls(num_runs, length, rank, N, columns // E, E)
+        return cls(num_runs, length, rank, scales.bits, N, columns // E, E)
 
     @property
     def num_tiles(self) -> int:
@@ -157,6 +158,7 @@ class _Tiling(NamedTuple):
             "C": codebook.numel(),
             "SLOTS": max(triton.next_power_of_2(codebook.numel()), 2),
             "R": self.rank,
+            "SCALE_BITS": self.scale_bits,
             "N": self.N,
             "U": self.U,
             "E": self.E,
@@ -171,7 +173,9 @@ def _operands(
         tensor = octets if E == 1 else octets.view(WORDS.get(source.bits, torch.uint8))
     else:
         tensor = source.contiguous()
-    return tensor, codebook, *(None if scale is None else scale.contiguous() for scale in scales)
+    parts = scales.present()
+    in_place = (parts[name].contiguous() if name in parts else None for name in SCALE_NAMES)
+    return tensor, codebook, *in_place
 
 
 @triton.jit
@@ -191,6 +195,7 @@ def _form_kernel(
     C: tl.constexpr,
     SLOTS: tl.constexpr,
     R: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
     N: tl.constexpr,
     U: tl.constexpr,
     E: tl.constexpr,
@@ -198,7 +203,7 @@ def _form_kernel(
     run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
     drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
     if R == 0:
-        S = as_stored(tl.load(scales + run, mask=is_unit, other=1))[:, None]
+        S = as_stored(tl.load(scales + run, mask=is_unit, other=1), SCALE_BITS)[:, None]
     else:
         S = low_rank_scale(scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, E)
     levels, middles, _order = level_tables(codebook, BITS, C, SLOTS)
@@ -229,6 +234,7 @@ def _reduce_kernel(
     C: tl.constexpr,
     SLOTS: tl.constexpr,
     R: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
     N: tl.constexpr,
     U: tl.constexpr,
     E: tl.constexpr,
@@ -243,7 +249,8 @@ def _reduce_kernel(
     sums = tl.zeros([THREADS, SLOTS], tl.float32)
     tile = tl.program_id(0)
     while tile < num_tiles:
-        values, drawn, S = next_dW.to(tl.float32), next_drawn, as_stored(next_S)[:, None]
+        values, drawn = next_dW.to(tl.float32), next_drawn
+        S = as_stored(next_S, SCALE_BITS)[:, None]
         # the next tile is on its way while this one is computed
         next_dW, next_drawn, next_S = _read(
             tile + step, dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E

@@ -10,7 +10,7 @@ from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.quant.pack import packed_width
-from qat.quant.weight import STORED_DTYPES
+from qat.quant.weight import STORED_DTYPES, dtype_as_stored
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -36,7 +36,8 @@ def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
     is_table = isinstance(module, FrozenLutTable)
     tensors = module.weight_tensors() if is_table else module.weight_parameters()
     for name in tensors.keys() & STORED_DTYPES.keys():
-        bits += 8 * STORED_DTYPES[name].itemsize * tensors[name].numel()
+        itemsize = dtype_as_stored(name, module.spec.scale_bits).itemsize
+        bits += 8 * itemsize * tensors[name].numel()
     return bits
 
 

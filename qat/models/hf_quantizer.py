@@ -26,7 +26,15 @@ from qat.nn.step import quant_linears
 from qat.quant.lora import Lora
 from qat.quant.pack import pack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import STORED_DTYPES, QuantizedWeight, Scales
+from qat.quant.weight import (
+    STORED_DTYPES,
+    QuantizedWeight,
+    Scales,
+    dtype_as_stored,
+    from_stored,
+    round_as_stored,
+    to_stored,
+)
 
 if TYPE_CHECKING:  # this file is imported while transformers itself still is
     from transformers import PreTrainedModel
@@ -137,11 +145,12 @@ class QatHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         for linear in quant_linears(model).values():
-            for parameter in linear.weight_parameters().values():
-                parameter.data = parameter.data.float()
+            for key, parameter in linear.weight_parameters().items():
+                parameter.data = from_stored(key, parameter.data, linear.spec.scale_bits)
+                parameter.requires_grad_()  # bytes could not
         for table in lut_tables(model).values():
             for key, tensor in table.weight_tensors().items():
-                setattr(table, key, tensor.float())
+                setattr(table, key, from_stored(key, tensor, table.spec.scale_bits))
         for name, module in _quantized_modules(model).items():
             _check_indices(name, module)
 
@@ -150,9 +159,9 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state as a packed checkpoint stores it.
 
     Of each quantized linear or table: `packed` (uint8), `codebook` (float32, ascending), its scales
-    (float16, `rank_gain` float32), the factors of its adapter (float16) and the bias. Everything
-    else as it is, in bfloat16 where that loses nothing: a student whose masters are float32 does
-    not grow beyond its teacher.
+    (float16, or uint8 of 8 bits; `rank_gain` float32), the factors of its adapter (float16) and the
+    bias. Everything else as it is, in bfloat16 where that loses nothing: a student whose masters
+    are float32 does not grow beyond its teacher.
 
     Raises:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.
@@ -161,12 +170,7 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, module in _quantized_modules(model).items():
         for key in ("weight", "packed", *_parts(module)):
             state.pop(f"{name}.{key}", None)
-        for key, tensor in _stored_tensors(module).items():
-            if not tensor.isfinite().all():
-                raise CheckpointError(
-                    f"{name}.{key} holds values that are not finite in {tensor.dtype}, expected "
-                    "finite ones; lower the learning rate of that kind of parameter"
-                )
+        for key, tensor in _stored_tensors(name, module).items():
             state[f"{name}.{key}"] = tensor
     return state
 
@@ -226,12 +230,19 @@ def _parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
     return module.weight_tensors() if is_table else module.weight_parameters()
 
 
-def _stored_tensors(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
+def _stored_tensors(name: str, module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
     quantized = ascending(module.quantized())
     tensors = {"codebook": quantized.codebook, **quantized.scales.present()}
     if isinstance(module, QuantLinear):
         tensors |= {name: factor.detach() for name, factor in module.lora_parameters().items()}
-    stored = {name: tensor.to(STORED_DTYPES[name]) for name, tensor in tensors.items()}
+    bits, stored = module.spec.scale_bits, {}
+    for key, tensor in tensors.items():
+        if not round_as_stored(key, tensor, bits).isfinite().all():
+            raise CheckpointError(
+                f"{name}.{key} holds values that are not finite in {STORED_DTYPES[key]}, expected "
+                "finite ones; lower the learning rate of that kind of parameter"
+            )
+        stored[key] = to_stored(key, tensor, bits)
     return {"packed": pack(quantized.indices, module.spec.bits), **stored}
 
 
@@ -240,7 +251,8 @@ def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     for name, module in _quantized_modules(model).items():
         dtypes[f"{name}.packed"] = SAFETENSORS_NAMES[torch.uint8]
         for key in _parts(module):
-            dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[STORED_DTYPES[key]]
+            stored = dtype_as_stored(key, module.spec.scale_bits)
+            dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[stored]
     return dtypes
 
 
@@ -283,7 +295,7 @@ def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> Quantize
     if spec.scale == "low_rank":
         scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
     else:
-        scales = Scales(torch.empty(O, I // spec.group_size))
+        scales = Scales(torch.empty(O, I // spec.group_size), bits=spec.scale_bits)
     indices = torch.empty(O, I, dtype=torch.uint8)
     return QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
 

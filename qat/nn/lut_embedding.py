@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qat.kernels.lut_weight import form
 from qat.quant.pack import Packed, pack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales
+from qat.quant.weight import SCALE_NAMES, QuantizedWeight, Scales
 
 PIECE = 2**24
 """Weights of a table that are formed at a time."""
@@ -43,7 +43,8 @@ class FrozenLutTable(nn.Module):
 
     def _scales(self) -> Scales:
         """The scales, float32."""
-        return Scales(**{name: self._buffers.get(name) for name in Scales._fields})
+        parts = {name: self._buffers.get(name) for name in SCALE_NAMES}
+        return Scales(**parts, bits=self.spec.scale_bits)
 
     def weight_tensors(self) -> dict[str, Tensor]:
         """What the table is made of beside its indices, by name."""
@@ -60,9 +61,9 @@ class FrozenLutTable(nn.Module):
     @torch.no_grad()
     def rows(self, which: slice | Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The rows `which`, a slice or ids `(N,)`, as `(N, D)` in `dtype`; no other is unpacked."""
-        scales = self._scales()._asdict()
-        own = {n: scales[n][which] for n in ("scales", "scale_out") if scales[n] is not None}
-        scales = Scales(**{**scales, **own})
+        scales = self._scales()
+        by_row = {n: t[which] for n, t in scales.present().items() if n in ("scales", "scale_out")}
+        scales = scales._replace(**by_row)
         return form(self._source(which), self.codebook, scales, dtype, out=out)
 
     @torch.no_grad()
@@ -99,7 +100,7 @@ class FrozenLutTable(nn.Module):
         spec = self.spec
         return (
             f"{self.out_features}, {self.in_features}, bits={spec.bits}, codebook={spec.codebook}, "
-            f"group_size={spec.group_size}, dtype={self.dtype}"
+            f"group_size={spec.group_size}, scale_bits={spec.scale_bits}, dtype={self.dtype}"
         )
 
 

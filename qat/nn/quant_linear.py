@@ -23,9 +23,7 @@ from qat.quant.lora import (
 )
 from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales, round_scales
-
-SCALE_NAMES = Scales._fields
+from qat.quant.weight import SCALE_NAMES, QuantizedWeight, Scales, round_scales
 
 
 class QuantLinear(nn.Module):
@@ -68,7 +66,8 @@ class QuantLinear(nn.Module):
         return round_scales(self._raw_scales())
 
     def _raw_scales(self) -> Scales:
-        return Scales(**{name: p.detach() for name, p in self.scale_parameters().items()})
+        parts = {name: p.detach() for name, p in self.scale_parameters().items()}
+        return Scales(**parts, bits=self.spec.scale_bits)
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
         """The factors of the adapter, by name; none without one."""
@@ -207,7 +206,7 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and format, for `print(model)`."""
-        scale = f"group_size={self.spec.group_size}"
+        scale = f"group_size={self.spec.group_size}, scale_bits={self.spec.scale_bits}"
         if self.spec.scale == "low_rank":
             scale = f"rank={self.spec.rank}"
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""

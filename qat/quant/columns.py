@@ -39,6 +39,8 @@ class Columns:
     """`(G, O)`: G divides I, and the first I / G columns use the first row."""
     levels: Tensor
     """`(C, O)`, ascending: the codebook of each row."""
+    scale_bits: int = 16
+    """Bits that a checkpoint stores a group scale in."""
 
     @property
     def group_size(self) -> int:
@@ -96,7 +98,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Te
     # a target less the value it has now is the pull on it, H r, over the diagonal
     pull = torch.addcmul(target, z, old, value=-1).mul_(weighted).sum(0, keepdim=True)
     curvature = torch.addmm(z, coupling, z).mul_(weighted).sum(0, keepdim=True)
-    wished = round_as_stored("scales", old + pull / curvature)
+    wished = round_as_stored("scales", old + pull / curvature, columns.scale_bits)
     is_better = (curvature > 0) & (wished > 0) & wished.isfinite()
     new = torch.where(is_better, wished, old)
     step = z * (old - new)
@@ -181,6 +183,7 @@ def _part(columns: Columns, start: int, end: int) -> Columns:
         columns.chosen[start:end],
         columns.scales[start // size : -(-end // size)],
         columns.levels,
+        columns.scale_bits,
     )
 
 

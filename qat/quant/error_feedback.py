@@ -24,9 +24,10 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
+    above_zero,
     dequantize,
     expand_scales,
-    round_as_stored,
+    round_scales,
 )
 
 DAMPING = 0.01
@@ -115,6 +116,7 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
         columns.chosen,
         columns.scales[order // columns.group_size],
         columns.levels,
+        columns.scale_bits,
     )
     feedback_sweep(sorted_columns, feedback_coupling(H[order][:, order]), ops)
     back = order.argsort()
@@ -144,6 +146,7 @@ def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Co
         chosen=torch.cat(chosen).T.contiguous(),
         scales=torch.cat(groups).T.contiguous(),
         levels=torch.cat(levels, dim=1),
+        scale_bits=quantized[0].scales.bits,
     )
     _renew_residual(columns)
     return columns
@@ -158,7 +161,7 @@ def unstack(
     for start, chosen, groups, levels in zip(old, *parts, strict=True):
         indices, codebook = nearest_level(chosen.T, levels[:, 0]), levels[:, 0].clone()
         if start.scales.scales is not None:
-            scales = Scales(scales=groups.T.contiguous())
+            scales = start.scales._replace(scales=groups.T.contiguous())
         else:
             scales, codebook = normalize(start.scales, codebook)
         fitted.append(QuantizedWeight(indices, codebook, scales))
@@ -190,8 +193,9 @@ def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpe
         weight = columns.weight[:, own][:, rows]
         solved = solve_levels(weight, S, indices[:, rows], H=H, C=spec.num_levels)
         if spec.scale == "group":
-            scales, solved = normalize(Scales(scales=columns.scales[:, own]), solved)
-            columns.scales[:, own] = round_as_stored("scales", scales.scales)
+            scales = Scales(scales=columns.scales[:, own], bits=columns.scale_bits)
+            scales, solved = normalize(scales, solved)
+            columns.scales[:, own] = round_scales(above_zero(scales)).scales
         columns.chosen[:, own] = solved[indices.int()]
         columns.levels[:, own] = solved.sort().values[:, None]
     _renew_residual(columns)

@@ -16,9 +16,11 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
+    above_zero,
     as_stored,
     dequantize,
     expand_scales,
+    round_scales,
 )
 
 ROUNDS = 10
@@ -53,7 +55,7 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
     # absmax scales start as far from the fitted ones as they were in the sample
     groups = absmax_scales(weight, spec.group_size)
     groups = groups * (sample.scales.scales / groups[rows]).median()
-    return _follow(weight, h, sample.codebook, groups)
+    return _follow(weight, h, sample.codebook, sample.scales._replace(scales=groups))
 
 
 def sample_rows(weight: Tensor, num_weights: int) -> Tensor:
@@ -78,7 +80,7 @@ def refit_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
     """The least-squares scales for the codebook values `levels` `(O, I)`, in the form of `old`."""
     if old.scales is None:
         return fit_low_rank(weight, levels, importance, old)
-    return Scales(scales=fit_group_scales(weight, levels, importance, old.scales))
+    return old._replace(scales=fit_group_scales(weight, levels, importance, old.scales))
 
 
 def refit_levels(
@@ -101,7 +103,7 @@ def settle(weight: Tensor, scales: Scales, levels: Tensor, spec: LutSpec) -> Qua
     """The weight as a checkpoint would hold it: rounded scales first, then the nearest indices."""
     if spec.codebook == "lut":
         scales, levels = normalize(scales, levels)
-    stored = as_stored(QuantizedWeight(torch.empty(0), levels, scales))
+    stored = as_stored(QuantizedWeight(torch.empty(0), levels, above_zero(scales)))
     S = expand_scales(stored.scales, weight.shape[1])
     return stored._replace(indices=_nearest(weight, S, stored.codebook))
 
@@ -136,20 +138,20 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
     return best
 
 
-def _follow(weight: Tensor, h: Tensor, levels: Tensor, groups: Tensor) -> QuantizedWeight:
-    """Scales and indices of all rows under levels that stay, from the start `groups` `(O, G)`."""
+def _follow(weight: Tensor, h: Tensor, levels: Tensor, start: Scales) -> QuantizedWeight:
+    """Scales and indices of all rows under levels that stay, from the group scales `start`."""
     O, I = weight.shape
-    scales, indices = torch.empty_like(groups), torch.empty_like(weight, dtype=torch.uint8)
+    scales, indices = torch.empty_like(start.scales), torch.empty_like(weight, dtype=torch.uint8)
     size = max(1, PIECE // I)
     for piece in (slice(start, start + size) for start in range(0, O, size)):
-        own = Scales(scales=groups[piece])
+        own = start._replace(scales=start.scales[piece])
         for _ in range(ROUNDS_OF_ALL_ROWS):
             chosen = _nearest(weight[piece], expand_scales(own, I), levels)
             own = refit_scales(weight[piece], levels[chosen.int()], h[piece], own)
-        own = as_stored(QuantizedWeight(torch.empty(0), levels, own)).scales
+        own = round_scales(above_zero(own))
         scales[piece] = own.scales
         indices[piece] = _nearest(weight[piece], expand_scales(own, I), levels)
-    return QuantizedWeight(indices, levels, Scales(scales=scales))
+    return QuantizedWeight(indices, levels, start._replace(scales=scales))
 
 
 def _nearest(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
     if spec.codebook == "int":
         groups = groups / 2 ** (spec.bits - 1)
     if spec.scale == "group":
-        return Scales(scales=groups)
+        return Scales(scales=groups, bits=spec.scale_bits)
     return low_rank_start(groups.repeat_interleave(spec.group_size, dim=1), spec.rank)
 
 

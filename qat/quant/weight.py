@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
+
 STORED_DTYPES = {
     "codebook": torch.float32,
     "scales": torch.float16,
@@ -17,7 +19,10 @@ STORED_DTYPES = {
     "lora_out": torch.float16,
     "lora_in": torch.float16,
 }
-"""What a checkpoint stores each tensor in; training computes with the same rounded values."""
+"""What a checkpoint stores each tensor in; training computes with the same rounded values.
+
+Group scales of 8 bits are bytes instead (`qat.quant.e5m3`).
+"""
 
 ROWS_IN_CACHE = 256
 """Rows of a low-rank product that a CPU sums at a time."""
@@ -34,10 +39,17 @@ class Scales(NamedTuple):
     """`g`, `(R,)`."""
     scale_in: Tensor | None = None
     """`B`, `(R, I)`."""
+    bits: int = 16
+    """Bits that a checkpoint stores a group scale in: 16 or 8."""
 
     def present(self) -> dict[str, Tensor]:
         """The tensors of the form in use, by name."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        named = zip(SCALE_NAMES, self, strict=False)
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+
+SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")
+"""The fields of `Scales` that are tensors."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -102,14 +114,43 @@ def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
     return order.to(torch.uint8)[nearest_indices(weight, S, levels).int()]
 
 
-def round_as_stored(name: str, value: Tensor) -> Tensor:
-    """`value` in float32 after rounding to the dtype that a checkpoint stores `name` in."""
+def dtype_as_stored(name: str, scale_bits: int = 16) -> torch.dtype:
+    """What a checkpoint stores the tensor `name` in; `scale_bits` matters to group scales alone."""
+    return torch.uint8 if _is_byte(name, scale_bits) else STORED_DTYPES[name]
+
+
+def round_as_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
+    """`value` in float32 after rounding to what a checkpoint stores `name` in."""
+    if _is_byte(name, scale_bits):
+        return round_to_e5m3(value)
     return value.to(STORED_DTYPES[name]).float()
+
+
+def to_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
+    """The tensor that a checkpoint holds for `value`, which is rounded as stored and finite."""
+    return encode(value) if _is_byte(name, scale_bits) else value.to(STORED_DTYPES[name])
+
+
+def from_stored(name: str, stored: Tensor, scale_bits: int = 16) -> Tensor:
+    """The float32 values of the tensor that a checkpoint holds for `name`."""
+    return decode(stored) if _is_byte(name, scale_bits) else stored.float()
+
+
+def _is_byte(name: str, scale_bits: int) -> bool:
+    return name == "scales" and scale_bits == 8
 
 
 def round_scales(scales: Scales) -> Scales:
     """Each part of `scales` rounded as stored; what is rounded already stays as it is."""
-    return Scales(**{name: round_as_stored(name, t) for name, t in scales.present().items()})
+    rounded = {n: round_as_stored(n, t, scales.bits) for n, t in scales.present().items()}
+    return scales._replace(**rounded)
+
+
+def above_zero(scales: Scales) -> Scales:
+    """Group scales of 8 bits, all positive, raised to where none of them rounds to zero."""
+    if scales.bits != 8:
+        return scales
+    return scales._replace(scales=scales.scales.clamp_min(SMALLEST))
 
 
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from qat import backend
 from qat.errors import ConfigError
-from qat.nn.quant_linear import SCALE_NAMES
 from qat.nn.step import quant_linears
 from qat.quant.lora import LORA_NAMES
+from qat.quant.weight import SCALE_NAMES
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import TrainConfig
 from qat.train.loss_scale import LossScale

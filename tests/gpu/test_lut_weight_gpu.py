@@ -15,10 +15,11 @@ from qat.quant.weight import Scales
 pytestmark = pytest.mark.gpu
 
 TRAINING_SHAPES = [(3072, 1024), (1024, 3072), (2048, 1024)]
-ODD = ("lut1", "lut3", "lut4_odd", "lut2_g40", "ternary_odd", "lut3_odd_r5")
+ODD = ("lut1", "lut3", "lut4_odd", "lut2_g40", "lut3_odd_s8", "ternary_odd", "lut3_odd_r5")
 TRAINED = {
     "lut2": LutSpec(bits=2),
     "lut4": LutSpec(bits=4),
+    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
     "lut2_r32": LutSpec(bits=2, scale="low_rank", rank=32),
 }
 
@@ -27,7 +28,7 @@ Parts = tuple[Packed | Tensor, Tensor, Scales]
 
 def on_cuda(parts: Parts) -> Parts:
     source, codebook, scales = parts
-    moved = Scales(**{name: tensor.cuda() for name, tensor in scales.present().items()})
+    moved = scales._replace(**{name: t.cuda() for name, t in scales.present().items()})
     is_packed = isinstance(source, Packed)
     source = source._replace(octets=source.octets.cuda()) if is_packed else source.cuda()
     return source, codebook.cuda(), moved
@@ -76,7 +77,7 @@ def test_twice_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
-@pytest.mark.parametrize("name", ["lut2", "lut2_r4"])
+@pytest.mark.parametrize("name", ["lut2", "lut2_s8", "lut2_r4"])
 def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
     linear = make(128, 256, SPECS[name], bias=True).cuda()
     x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
