@@ -108,7 +108,8 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str]) -> 
     table.add_row("vocabulary", f"{teacher.vocab_size:,}, tokenizer {manifest.tokenizer}")
     table.add_row("sequence length", str(settings.sequence_length))
     table.add_row("top-K", str(settings.top_k))
-    table.add_row("draws", str(settings.draws))
+    draws = f"{settings.draws} ({manifest.sampling})" if settings.draws else "0"
+    table.add_row("draws", draws)
     table.add_row("training sequences", f"{numbers['sequences']:,}")
     table.add_row("held-out sequences", f"{numbers['held_out_sequences']:,}")
     table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['counted_tokens']:,} counted)")

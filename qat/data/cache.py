@@ -17,6 +17,7 @@ MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 
 Split = Literal["train", "held_out"]
+Sampling = Literal["independent", "systematic"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
@@ -61,11 +62,13 @@ class Manifest(_Part):
     format: Literal[2] = FORMAT
     state: Literal["building", "complete"]
     fingerprint: str
-    """12 hex digits of settings, teacher and tokenizer."""
+    """12 hex digits of settings, teacher, tokenizer and sampling."""
     settings: CacheSettings
     teacher: TeacherInfo
     tokenizer: str
     """`tokenizer_hash` of the tokenizer that made the tokens."""
+    sampling: Sampling = "independent"
+    """How its tokens were drawn; written down only where it is another than this, the first."""
     shards: list[Shard] = Field(default_factory=list)
 
     def of_split(self, split: Split) -> list[Shard]:
@@ -78,7 +81,8 @@ class Manifest(_Part):
 
     def to_bytes(self) -> bytes:
         """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
-        values = self.model_dump(mode="json")
+        unsaid = {"sampling"} if self.sampling == "independent" else None
+        values = self.model_dump(mode="json", exclude=unsaid)
         digest = hashlib.sha256(_json(values)).hexdigest()
         return _json({**values, "sha256": digest})
 
@@ -86,12 +90,16 @@ class Manifest(_Part):
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
     """The manifest of a cache that has no shard yet."""
     identity = [settings.model_dump(mode="json"), teacher.identity, teacher.dtype, tokenizer]
+    sampling: Sampling = "systematic" if settings.draws else "independent"
+    if sampling == "systematic":
+        identity.append(sampling)
     return Manifest(
         state="building",
         fingerprint=fingerprint(identity),
         settings=settings,
         teacher=teacher,
         tokenizer=tokenizer,
+        sampling=sampling,
     )
 
 

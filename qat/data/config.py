@@ -27,7 +27,7 @@ class CacheSettings(Settings):
     top_k: int = Field(64, ge=0)
     """Most likely teacher tokens kept at every position; 0 keeps none."""
     draws: int = Field(0, ge=0)
-    """Random draws from the teacher kept at every position (random-sampling distillation)."""
+    """Systematic draws of tokens kept at every position (random-sampling distillation)."""
     num_sequences: int = Field(0, ge=0)
     """Training sequences to build; 0 takes all that the data has."""
     held_out: float = Field(0.05, ge=0, lt=1)

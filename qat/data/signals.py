@@ -1,4 +1,4 @@
-"""What is kept of the teacher's logits: its top K, and random draws.
+"""What is kept of the teacher's logits: its top K, and systematic draws.
 
 Shapes: T tokens, V vocabulary, K teacher tokens kept, N draws.
 """
@@ -13,7 +13,6 @@ from qat.data.noise import uniforms
 from qat.data.teacher import Teacher
 from qat.kernels.draw import draw_tokens
 from qat.kernels.topk import (
-    Blocks,
     Selection,
     log_sum_exp,
     summarize,
@@ -49,16 +48,12 @@ def _distances(selection: Selection) -> TopK:
     return TopK(ids_TK, distances_TK, log_sum_exp_T, tail_T)
 
 
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """`(T, N)` int64 tokens drawn with replacement from `(T, V)` logits, ascending.
+def draw(logits: Tensor, uniforms: Tensor, count: int) -> Tensor:
+    """`(T, count)` int64 systematic draws from `(T, V)` logits, ascending.
 
-    `uniforms` `(T, 2 * N)`, float64 in [0, 1), decides which.
+    `uniforms` `(T,)`, float64 in [0, 1), decides which.
     """
-    return _draw(logits, summarize(logits), uniforms)
-
-
-def _draw(logits: Tensor, blocks: Blocks, uniforms: Tensor) -> Tensor:
-    return draw_tokens(logits, blocks, uniforms.unflatten(1, (-1, 2))).sort(dim=-1).values
+    return draw_tokens(logits, summarize(logits), uniforms, count)
 
 
 class Request(NamedTuple):
@@ -102,8 +97,8 @@ def ask(
         is_sound.append(total_T.isfinite().all())
         if request.draws:
             places_T = torch.arange(place, place + len(logits), device=logits.device)
-            numbers = uniforms(request.stream, places_T, 2 * request.draws)
-            draws.append(_draw(logits, blocks, numbers))
+            numbers_T = uniforms(request.stream, places_T, 1)[:, 0]
+            draws.append(draw_tokens(logits, blocks, numbers_T, request.draws))
         place += len(logits)
     return Signals(
         top=TopK(*map(torch.cat, zip(*tops, strict=True))) if tops else None,

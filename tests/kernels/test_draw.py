@@ -1,4 +1,4 @@
-"""Draws follow the softmax, and nothing but their own random numbers decides them."""
+"""Draws are the inverse of the softmax at equally spaced points of one random number."""
 
 import pytest
 import torch
@@ -6,45 +6,87 @@ from torch import Tensor
 
 from qat.data.noise import uniforms
 from qat.kernels.draw import draw_tokens
-from qat.kernels.topk import summarize
+from qat.kernels.topk import BLOCK, summarize
 
 
 def drawn(logits: Tensor, n: int, stream: int = 7) -> Tensor:
-    numbers = uniforms(stream, torch.arange(len(logits)), 2 * n).view(len(logits), n, 2)
-    return draw_tokens(logits, summarize(logits), numbers)
+    numbers = uniforms(stream, torch.arange(len(logits)), 1)[:, 0]
+    return draw_tokens(logits, summarize(logits), numbers, n)
 
 
-@pytest.mark.parametrize("V", [3, 64, 1000])
+def counts_of(draws: Tensor, V: int) -> Tensor:
+    """`(T, V)` float64: how often each token is among a row's draws."""
+    zeros = torch.zeros(len(draws), V, dtype=torch.float64)
+    return zeros.scatter_add_(1, draws, torch.ones_like(draws, dtype=torch.float64))
+
+
+def on_a_grid(row: Tensor, n: int, cells: int) -> Tensor:
+    """`(cells, n)` draws of one distribution with U in the middle of each cell of [0, 1)."""
+    logits = row.expand(cells, -1)
+    numbers = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
+    return draw_tokens(logits, summarize(logits), numbers, n)
+
+
+@pytest.mark.parametrize("V", [3, 64, 65, 1000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
-def test_counts_pass_a_chi_square_test(V: int, scale: float) -> None:
-    logits = (scale * torch.randn(1, V)).expand(500, V)
-    draws = drawn(logits, 800)
-    counts = torch.bincount(draws.flatten(), minlength=V).double()
-    expected = torch.softmax(logits[0].double(), 0) * draws.numel()
-    is_common = expected >= 20
-    rest = torch.tensor([counts[~is_common].sum(), expected[~is_common].sum()])
-    statistic = ((counts - expected)[is_common].square() / expected[is_common]).sum()
-    statistic += (rest[0] - rest[1]).square() / rest[1].clamp(min=20)
-    freedom = int(is_common.sum())
-    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5 + 4
+def test_the_mean_count_over_all_random_numbers_is_n_p(V: int, scale: float) -> None:
+    """The middle points of n * cells intervals: a token's share of them is p but for one point."""
+    n, cells = 50, 2000
+    row = scale * torch.randn(V)
+    mean = counts_of(on_a_grid(row, n, cells), V).mean(0)
+    expected = n * torch.softmax(row.double(), 0)
+    assert (mean - expected).abs().max() <= 1 / cells + 1e-5 * n
 
 
-def test_the_mean_of_the_counts_is_the_distribution() -> None:
-    logits = 3 * torch.randn(40, 300)
-    one_hot = torch.zeros(40, 300, dtype=torch.float64)
-    draws = drawn(logits, 4000)
-    one_hot.scatter_add_(1, draws, torch.ones_like(draws, dtype=torch.float64))
-    probs = torch.softmax(logits.double(), -1)
-    error = one_hot / 4000 - probs
-    deviation = (probs * (1 - probs) / 4000).sqrt()
-    assert (error.abs() <= 5 * deviation + 1e-3).all()
+@pytest.mark.parametrize("n", [1, 7, 50])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+def test_a_count_is_n_p_rounded_down_or_up(n: int, scale: float) -> None:
+    for V in (3, 64, 1000):
+        row = scale * torch.randn(V)
+        counts = counts_of(on_a_grid(row, n, 500), V)
+        expected = n * torch.softmax(row.double(), 0)
+        slack = 1e-5 * n  # of float32 masses
+        assert (counts >= (expected - slack).floor()).all()
+        assert (counts <= (expected + slack).ceil()).all()
+
+
+@pytest.mark.parametrize("V", [3, 300])
+def test_cached_random_numbers_give_the_distribution(V: int) -> None:
+    logits = (3 * torch.randn(V)).expand(4000, V)
+    counts = counts_of(drawn(logits, 50), V)
+    expected = 50 * torch.softmax(logits[0].double(), 0)
+    share = expected % 1
+    deviation = (share * (1 - share) / 4000).sqrt()
+    assert ((counts.mean(0) - expected).abs() <= 5 * deviation + 1e-3).all()
+
+
+def test_rare_blocks_draw_all_of_their_tokens() -> None:
+    """A block that is worth a few units of 2^-40 still tells its tokens apart."""
+    row = torch.full((4 * BLOCK,), -torch.inf)
+    row[0] = 0.0
+    row[-BLOCK:] = -27.0 - torch.tensor(float(BLOCK)).log()  # 2 units of 2^-40, in all
+    first = 1 - 2.0**-39  # about where the rare block begins, at the end
+    numbers = torch.linspace(first, 1 - 2.0**-53, 2000, dtype=torch.float64)
+    logits = row.expand(2000, -1)
+    tokens = draw_tokens(logits, summarize(logits), numbers, 1)[:, 0]
+    rare = tokens[tokens > 0]
+    assert len(rare) > 1500
+    shares = torch.bincount(rare - 3 * BLOCK, minlength=BLOCK) / len(rare)
+    assert (shares - 1 / BLOCK).abs().max() < 0.2 / BLOCK
+
+
+@pytest.mark.parametrize("V", [1, 5, 700])
+def test_draws_ascend(V: int) -> None:
+    draws = drawn(2 * torch.randn(200, V), 33)
+    assert draws.shape == (200, 33)
+    assert (draws.diff(dim=1) >= 0).all()
 
 
 def test_an_exact_inverse_decides() -> None:
-    logits = torch.tensor([[0.25, 0.5, 0.25]]).log()
-    numbers = torch.tensor([[[0.5, u] for u in (0.0, 0.24, 0.26, 0.74, 0.76, 1 - 2**-53)]])
-    tokens = draw_tokens(logits, summarize(logits), numbers.double())
-    assert tokens.tolist() == [[0, 0, 1, 1, 2, 2]]
+    logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(4, 3)
+    numbers = torch.tensor([0.0, 0.49, 0.51, 1 - 2**-53], dtype=torch.float64)
+    tokens = draw_tokens(logits, summarize(logits), numbers, 2)
+    assert tokens.tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("V", [5, 130, 700])
@@ -53,12 +95,22 @@ def test_impossible_tokens_are_never_drawn(V: int) -> None:
     logits[:, V // 2] = 0.0
     logits[:, V - 1] = -30.0
     assert set(drawn(logits, 200).flatten().tolist()) == {V // 2}
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64).expand(50, 2, 2)
-    assert draw_tokens(logits, summarize(logits), ends).max() < V
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64).repeat(25)
+    assert draw_tokens(logits, summarize(logits), ends, 3).max() < V
+
+
+def test_a_whole_vocabulary_of_equals_does_not_overflow() -> None:
+    V, n = 2**18, 2**16
+    logits, half = torch.zeros(1, V), torch.tensor([0.5], dtype=torch.float64)
+    tokens = draw_tokens(logits, summarize(logits), half, n)[0]
+    assert torch.equal(tokens, V // n * torch.arange(n) + V // n // 2)
 
 
 def test_a_spoilt_row_draws_something_and_spoils_no_other() -> None:
     logits = torch.randn(3, 200)
-    spoilt = logits.clone()
-    spoilt[1, 5] = torch.nan
-    assert torch.equal(drawn(logits, 9)[::2], drawn(spoilt, 9)[::2])
+    for bad in (torch.nan, torch.inf):
+        spoilt = logits.clone()
+        spoilt[1, 5] = bad
+        draws = drawn(spoilt, 9)
+        assert torch.equal(drawn(logits, 9)[::2], draws[::2])
+        assert 0 <= draws.min() <= draws.max() < 200
