@@ -6,7 +6,8 @@
 
 The gradient is the whole one of all quantized weights, summed over a batch of 64 x 64 tokens, and
 the angle the mean over 5 batches; beside it the mean angle between the gradients of single tokens'
-last hidden states. Draws of fewer are the first of many; K tokens the likeliest of many.
+last hidden states. Draws are the product's, all sizes of a token from one random number; K tokens
+are the likeliest of many.
 
 Shapes: T tokens, K teacher tokens kept, N draws of a token.
 """
@@ -27,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.chat import render
 from qat.data.packing import Packer, position_ids
+from qat.data.signals import draw
 from qat.data.sources import open_source
 from qat.data.text import encode, end_token
 from qat.logs import progress
@@ -71,13 +73,13 @@ class Words(NamedTuple):
     """`(T, K)`, nats."""
     tail: Tensor
     """`(T,)`: log of the mass of all other words."""
-    draws: Tensor
-    """`(T, N)`"""
+    draws: dict[int, Tensor]
+    """By N: `(T, N)`, ascending."""
 
     def targets(self, target: Target, mask: Tensor) -> Targets:
         """What a cache made for `target` would hold."""
         K = target.size if target.loss != "sampled" else 0
-        draws = self.draws[:, : target.size if K == 0 else 0]
+        draws = self.ids[:, :0] if K else self.draws[target.size]
         rest = torch.cat([self.logprobs[:, K:], self.tail[:, None]], 1)
         return Targets(
             mask=mask,
@@ -198,14 +200,19 @@ def compare(
 @torch.no_grad()
 def words_of(teacher: LanguageModel, states: Tensor) -> Words:
     """The likeliest words of each token, and draws from all of them."""
-    most = [max(t.size for t in TARGETS if (t.loss == "sampled") == is_draw) for is_draw in (0, 1)]
-    parts = []
-    for rows in states.split(ROWS):
-        log_p = teacher.logits(rows).float().log_softmax(1)
-        kept, ids = log_p.topk(most[0], dim=1)
-        tail = log_p.scatter(1, ids, -torch.inf).logsumexp(1)
-        parts.append(Words(ids, kept, tail, log_p.exp().multinomial(most[1], replacement=True)))
-    return Words(*map(torch.cat, zip(*parts, strict=True)))
+    most = max(target.size for target in TARGETS if target.loss != "sampled")
+    sizes = {target.size for target in TARGETS if target.loss == "sampled"}
+    uniforms = torch.rand(len(states), dtype=torch.float64, device=states.device)
+    parts, draws = [], {size: [] for size in sizes}
+    for rows, numbers in zip(states.split(ROWS), uniforms.split(ROWS), strict=True):
+        logits = teacher.logits(rows)
+        log_p = logits.float().log_softmax(1)
+        kept, ids = log_p.topk(most, dim=1)
+        parts.append((ids, kept, log_p.scatter(1, ids, -torch.inf).logsumexp(1)))
+        for size, drawn in draws.items():
+            drawn.append(draw(logits, numbers, size))
+    together = {size: torch.cat(drawn) for size, drawn in draws.items()}
+    return Words(*map(torch.cat, zip(*parts, strict=True)), together)
 
 
 def weight_gradients(student: LanguageModel, hidden: Tensor, gradient: Tensor) -> list[Tensor]:

@@ -48,7 +48,7 @@ def test_angles_shrink_with_what_a_cache_holds(pair: dict, tmp_path: Path, monke
     assert [(row["loss"], row["size"]) for row in rows] == [t[:2] for t in targets]
     assert all(row["batches"] == 2 and row["batch_tokens"] == 256 for row in rows)
     few, many, narrow, all_words, blind = (row["weights_deg"] for row in rows)
-    assert 3 < few / many < 5  # the root of 800 / 50
+    assert few / many > 5  # draws of their own would give 4, the root of 800 / 50
     assert all_words < 0.05 < narrow < blind
     assert rows[0]["hidden_deg"] > few, "single tokens are noisier than their sum"
     (figure,) = [json.loads(line) for line in figures.read_text().splitlines()]
