@@ -80,6 +80,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     table = Table("linear", "format", "bits/weight", "error", "output error", "s", title=title)
     for module in report.modules:
         scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
+        scale += " s8" if module.scale_bits == 8 else ""
         output_error = "" if module.weighted_error is None else f"{module.weighted_error:.4f}"
         table.add_row(
             module.name.removeprefix("model.layers."),

@@ -48,6 +48,7 @@ class ModuleReport:
     scale: str
     group_size: int
     rank: int
+    scale_bits: int
     relative_error: float
     """`|W - W_q| / |W|`, Frobenius."""
     weighted_error: float | None
@@ -233,6 +234,7 @@ def _report(name: str, fitted: _Fitted, error: float) -> ModuleReport:
         scale=spec.scale,
         group_size=spec.group_size,
         rank=spec.rank,
+        scale_bits=spec.scale_bits,
         relative_error=error,
         weighted_error=fitted.output_error,
         bits_per_weight=bits_per_weight(fitted.module),

@@ -67,7 +67,7 @@ def test_form_rounds_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("name", ["lut4", "lut2_r4"])
+@pytest.mark.parametrize("name", ["lut4", "lut2_s8", "lut2_r4"])
 def test_scales_count_as_stored(name: str, source: str) -> None:
     indices, codebook, scales = random_parts(8, 32, SPECS[name], source)
     raw = form(indices, codebook, scales, torch.float32)

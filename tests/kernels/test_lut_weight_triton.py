@@ -8,6 +8,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
 from qat.kernels import lut_weight
+from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales
 
@@ -147,11 +148,27 @@ def test_quotients_are_rounded_as_division_rounds_them(monkeypatch) -> None:
             assert torch.equal(lut_weight.form(latent, codebook, scales, torch.float32), expected)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("source", ["packed", "float32"])
+def test_every_scale_of_8_bits_is_rounded_as_the_reference_does(source: str, monkeypatch) -> None:
+    halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
+    others = [-0.0, -1e-9, -2.0, -torch.inf, 1e-30, 65519.0]
+    others += [65520.0, torch.inf] if source == "packed" else []  # a latent one has no index there
+    scales = Scales(torch.cat([halves[::7], halves[-300:], torch.tensor(others)])[:, None], bits=8)
+    O, codebook = len(scales.scales), torch.tensor([-1.0, 1.0])
+    packed = Packed(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
+    parts = packed if source == "packed" else torch.randn(O, 8), codebook, scales
+    weight = lut_weight.form(*parts, torch.float32)
+    by_kernel(monkeypatch)
+    assert torch.equal(lut_weight.form(*parts, torch.float32), weight)
+
+
+@pytest.mark.parametrize("scale_bits", [16, 8])
 @pytest.mark.parametrize("spread", [1e-3, 1e30])
-def test_far_and_equal_levels(spread: float, monkeypatch) -> None:
+def test_far_and_equal_levels(spread: float, scale_bits: int, monkeypatch) -> None:
     """Weights beyond every level, scales below float16's normal range, two equal levels."""
     codebook = torch.tensor([0.5, -1.0, 0.5, 0.0, 2.0, -1.0, 0.25, 1.0])
-    scales = Scales(torch.logspace(-8, 0, 16).view(4, 4))
+    scales = Scales(torch.logspace(-8, 0, 16).view(4, 4), bits=scale_bits)
     latent = torch.randn(4, 32) * spread
     latent[0, :4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
     weight = lut_weight.form(latent, codebook, scales, torch.float32)

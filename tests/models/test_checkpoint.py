@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, latent_linear, tiny_quantized
+from quantized import SPECS, e5m3_values, latent_linear, tiny_quantized
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -88,13 +88,12 @@ def test_reloaded_logits_are_equal_for_every_architecture(
     assert torch.equal(logits(by_hub_name), logits(model))
 
 
-@pytest.mark.parametrize("kind", ["group", "low_rank"])
+@pytest.mark.parametrize("name", ["lut4", "lut2_s8", "lut2_r4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loading_in_half_precision_rounds_no_quantizer_tensor(
-    dtype: torch.dtype, kind: str, tmp_path: Path
+    dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
-    spec = SPECS["lut4" if kind == "group" else "lut2_r4"]
-    model = tiny_quantized("llama", spec, mlp_bias=True)
+    model = tiny_quantized("llama", SPECS[name], mlp_bias=True)
     save_checkpoint(model, None, tmp_path / "out")
     loaded = load_checkpoint(tmp_path / "out", dtype)
     assert loaded.get_input_embeddings().weight.dtype == dtype
@@ -131,6 +130,30 @@ def test_stored_dtypes_and_names(saved: Path) -> None:
     prefix = "model.layers.0.mlp.down_proj."
     kinds = {k.removeprefix(prefix): t.dtype for k, t in tensors.items() if k.startswith(prefix)}
     assert kinds == {"packed": torch.uint8, "codebook": torch.float32, "scales": torch.float16}
+
+
+def test_scales_of_8_bits_are_stored_as_bytes(tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2_s8"])
+    save_checkpoint(model, None, tmp_path / "out")
+    stored = load_file(tmp_path / "out/model.safetensors")[f"{NAME}.scales"]
+    assert stored.dtype == torch.uint8
+    values = e5m3_values()[stored.int()].float()
+    assert torch.equal(values, model.get_submodule(NAME).scales)
+    loaded = load_checkpoint(tmp_path / "out", torch.bfloat16).get_submodule(NAME).scales
+    assert torch.equal(loaded, values) and loaded.requires_grad and loaded.dtype == torch.float32
+    edit_tensors(tmp_path / "out", **{f"{KEY}__scales": values.half()})
+    with pytest.raises(CheckpointError, match=rf"{NAME}.scales F16 instead of U8"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_a_module_without_scale_bits_has_16(saved: Path) -> None:
+    before = logits(load_checkpoint(saved))
+    modules = json.loads((saved / "config.json").read_text())["quantization_config"]["modules"]
+    assert {values.pop("scale_bits") for values in modules.values()} == {16}
+    edit_config(saved, modules=modules)
+    loaded = load_checkpoint(saved)
+    assert torch.equal(logits(loaded), before)
+    assert {linear.spec for linear in quant_linears(loaded).values()} == {SPECS["lut2"]}
 
 
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
@@ -232,10 +255,12 @@ def test_a_model_without_quantized_layers_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overflowing_scales_are_refused(tmp_path: Path) -> None:
-    model = tiny_quantized("qwen3", SPECS["lut2"])
+@pytest.mark.parametrize("value", [1e6, torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["lut2", "lut2_s8"])
+def test_overflowing_scales_are_refused(name: str, value: float, tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS[name])
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.scales[0, 0] = 1e6
+        model.model.layers[1].mlp.up_proj.scales[0, 0] = value
     with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.scales .* not finite"):
         save_checkpoint(model, None, tmp_path / "out")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import build, texts
-from quantized import SPECS, tiny_quantized
+from quantized import SPECS, nearest_e5m3, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -35,6 +35,13 @@ pattern = "*.down_proj"
 [[rules]]
 pattern = "*.mlp.*"
 spec = { bits = 2, codebook = "int", group_size = 16 }
+"""
+
+
+EIGHT_BIT_SCALES = """
+[[rules]]
+pattern = "*.self_attn.*"
+spec = { bits = 3, group_size = 8, scale_bits = 8 }
 """
 
 
@@ -83,10 +90,28 @@ def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None
     assert report["source"] == source and report["plan"] == "mlp only" and report["kept"] == 0
     assert report["bits_per_weight"] == found.bits_per_weight and report["seconds"] > 0
     assert [m["name"] for m in report["modules"]] == [m.name for m in found.modules]
-    keys = {"name", "bits", "codebook", "scale", "group_size", "rank"}
+    keys = {"name", "bits", "codebook", "scale", "group_size", "rank", "scale_bits"}
     keys |= {"relative_error", "weighted_error", "bits_per_weight", "seconds"}
     assert all(module.keys() == keys for module in report["modules"])
     assert all(0 < m["weighted_error"] < m["relative_error"] < 1 for m in report["modules"])
+
+
+@pytest.mark.parametrize("calibration", ["text.txt", None])
+def test_a_plan_may_store_scales_in_8_bits(
+    place: Path, tmp_path: Path, calibration: str | None
+) -> None:
+    plan, out = tmp_path / "plan.toml", tmp_path / "out"
+    plan.write_text(MLP_PLAN + EIGHT_BIT_SCALES)
+    wished = config(place, to=str(plan), calibration=calibration and str(place / calibration))
+    report = convert_checkpoint(str(place / "float"), wished, out)
+    assert {m.name: m.scale_bits for m in report.modules if m.scale_bits == 8}.keys() == {
+        m.name for m in report.modules if ".self_attn." in m.name
+    }
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    for name, linear in quant_linears(load_checkpoint(out)).items():
+        assert settings["modules"][name]["scale_bits"] == linear.spec.scale_bits
+        is_byte = torch.equal(linear.scales, nearest_e5m3(linear.scales))
+        assert is_byte == (".self_attn." in name)
 
 
 @pytest.mark.parametrize("calibration", ["cache", "text.txt", None])
@@ -199,6 +224,10 @@ def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
         (
             b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 9 }\n',
             "rules.0.spec.bits=9: Input should be less than or equal to 8",
+        ),
+        (
+            b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 2, scale_bits = 12 }\n',
+            "rules.0.spec.scale_bits=12: Input should be 16 or 8$",
         ),
         (b'name = "x"\n[[rules]]\npattern = "*.moe.*"\n', r"pattern '\*.moe.\*' matches none"),
     ],

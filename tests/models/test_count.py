@@ -53,6 +53,11 @@ def test_bits_per_weight_of_a_known_case() -> None:
     assert bits_per_weight(frozen_linear(64, 128, SPECS["lut2"])) == expected
 
 
+def test_a_scale_may_cost_8_bits() -> None:
+    expected = 2 + 8 / 8 + 4 * 32 / (64 * 128)
+    assert bits_per_weight(frozen_linear(64, 128, SPECS["lut2_s8"])) == expected
+
+
 def test_a_float_model_has_no_bits_per_weight() -> None:
     assert math.isnan(model_bits_per_weight(tiny_model()))
     assert quantized_parameter_count(tiny_model()) == 0

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, latent_linear
+from quantized import SPECS, frozen_linear, latent_linear, nearest_e5m3
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from qat.nn.joined_linears import JoinedLinears
 from qat.nn.lut_linear import LutLinear
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import form_moved_weights, form_weights, quant_linears, release_weights
@@ -116,6 +117,53 @@ def test_forward_computes_with_the_exported_weight(
     assert torch.equal(linear.formed, exported)
     assert torch.equal(linear(x), F.linear(x, exported))
     assert torch.equal(alone, F.linear(x, exported))
+
+
+@pytest.mark.parametrize("is_formed", [True, False])
+@pytest.mark.parametrize("kind", LINEARS)
+def test_gradients_pass_straight_through_the_rounding_of_scales(kind: str, is_formed: bool) -> None:
+    linear = LINEARS[kind](24, 64, SPECS["lut2_s8"])
+    with torch.no_grad():
+        linear.scales.uniform_(-0.02, 0.1)  # as training leaves them: between bytes, some negative
+    raw = linear.scales.detach().clone().requires_grad_()
+    rounded = nearest_e5m3(raw.detach().clamp_min(0))
+    assert not torch.equal(rounded, raw) and (rounded == 0).any()
+    assert torch.equal(linear.scales_as_stored().scales, rounded)
+    codebook = linear.codebook.detach().clone().requires_grad_()
+    S = (rounded + (raw - raw.detach())).repeat_interleave(8, dim=1)
+    weight = codebook[linear.indices().long()] * S
+    x, dy = torch.randn(5, 64), torch.randn(5, 24)
+    F.linear(x, weight).backward(dy)
+    if is_formed:
+        form_weights(linear, torch.float32)
+    assert torch.equal(linear.quantized_weight(), weight)
+    linear(x).backward(dy)
+    torch.testing.assert_close(linear.scales.grad, raw.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(linear.codebook.grad, codebook.grad, rtol=1e-5, atol=1e-5)
+    if kind == "latent":
+        assert torch.equal(linear.weight.grad, dy.T @ x)
+
+
+def test_joined_linears_keep_their_own_rounding() -> None:
+    specs = [SPECS["lut2"].model_copy(update={"scale_bits": bits}) for bits in (16, 8)]
+    linears = [frozen_linear(12, 32, spec) for spec in specs]
+    x, dy = torch.randn(5, 32), torch.randn(5, 24)
+    with torch.no_grad():
+        for linear in linears:
+            linear.scales.uniform_(0.1, 0.2)
+    alone = torch.cat([linear(x) for linear in linears], dim=1)
+    alone.backward(dy)
+    expected = [linear.scales.grad.clone() for linear in linears]
+    joined = JoinedLinears(linears)
+    for linear in linears:
+        linear.zero_grad()
+    joined.form_(torch.float32)
+    for linear, rows in zip(linears, joined.formed.split(12), strict=True):
+        assert torch.equal(rows, linear.quantized_weight())
+    torch.testing.assert_close(joined(x), alone)
+    joined(x).backward(dy)
+    for linear, gradient in zip(linears, expected, strict=True):
+        torch.testing.assert_close(linear.scales.grad, gradient)
 
 
 def test_autocast_does_not_reach_the_formed_weight() -> None:

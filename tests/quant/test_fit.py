@@ -9,6 +9,8 @@ from quantized import SPECS, random_weight
 from torch import Tensor
 
 from qat.quant.codebook import fixed_grid, nearest_level
+from qat.quant.e5m3 import SMALLEST
+from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import fit_weight, normalize, weighted_error
 from qat.quant.scales import absmax_scales
 from qat.quant.spec import LutSpec
@@ -126,6 +128,28 @@ def test_zero_rows_stay_zero_or_tiny(name: str) -> None:
     if SPECS[name].scale == "group":
         assert fitted[2].abs().max() <= torch.finfo(torch.float16).tiny * 4
     assert torch.isfinite(dequantize(fit_weight(torch.zeros(6, 32), SPECS[name]))).all()
+
+
+@pytest.mark.parametrize("name", ["lut2_s8", "int3_s8"])
+@pytest.mark.parametrize("size", [1e-4, 1e-5, 1e-6, 1e-9])
+def test_a_scale_of_8_bits_never_becomes_zero(size: float, name: str) -> None:
+    weight = size * torch.randn(6, 32)
+    fitted = fit_weight(weight, SPECS[name])
+    assert (fitted.scales.scales > 0).all()
+    assert (weight - dequantize(fitted)).abs().max() <= max(4 * size, 4 * SMALLEST)
+    inputs = torch.randn(64, 32)
+    fitted = fit_to_inputs(weight, SPECS[name], inputs.T @ inputs / 64)
+    assert (fitted.scales.scales > 0).all() and same_bits(fitted, as_stored(fitted))
+
+
+def test_rounding_scales_to_8_bits_costs_little() -> None:
+    weight, h = torch.randn(64, 128), torch.ones(64, 128)
+    spec = LutSpec(bits=2, group_size=16)
+    whole, rounded = (
+        weighted_error(weight, fit_weight(weight, spec.model_copy(update={"scale_bits": bits})), h)
+        for bits in (16, 8)
+    )
+    assert whole < rounded < 1.02 * whole
 
 
 def test_dtypes_and_gradients_of_the_weight_do_not_matter() -> None:
