@@ -11,6 +11,7 @@ from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import to_latent
+from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
@@ -18,11 +19,11 @@ from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.run import Run
 
 
-def make_place(place: Path) -> Path:
+def make_place(place: Path, spec: LutSpec = SPECS["lut2"]) -> Path:
     """A cache and a student of random two-bit weights in `place`."""
     build(place / "cache")
     torch.manual_seed(7)
-    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), TOKENIZER, place / "student")
+    save_checkpoint(tiny_quantized("qwen3", spec), TOKENIZER, place / "student")
     return place
 
 

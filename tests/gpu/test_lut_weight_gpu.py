@@ -3,11 +3,12 @@
 import pytest
 import torch
 from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
-from quantized import SPECS, frozen_linear, latent_linear
+from quantized import SPECS, frozen_linear, latent_linear, nearest_e5m3
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
 from qat.kernels.lut_weight import form, pull_back
+from qat.quant.e5m3 import round_to_e5m3
 from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales
@@ -65,6 +66,21 @@ def test_training_shapes(spec: LutSpec, source: str) -> None:
         check(random_parts(*shape, spec, source), torch.bfloat16)
 
 
+@pytest.mark.parametrize("source", ["packed", "float32"])
+def test_every_scale_of_8_bits_is_rounded_as_on_the_cpu(source: str) -> None:
+    halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
+    others = torch.tensor([-0.0, -1e-9, -2.0, -torch.inf, 1e-30, 65519.0])
+    scales = Scales(torch.cat([halves, halves * 1.0003, others])[:, None], bits=8)
+    scales = scales._replace(scales=scales.scales.clamp_max(65519.0))
+    there = scales.scales.cuda()
+    assert torch.equal(round_to_e5m3(there).cpu(), round_to_e5m3(scales.scales))
+    assert torch.equal(round_to_e5m3(there).cpu(), nearest_e5m3(scales.scales.clamp_min(0)))
+    O = len(there)
+    packed = Packed(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
+    parts = packed if source == "packed" else torch.randn(O, 8), torch.tensor([-1.0, 1.0]), scales
+    assert torch.equal(form(*on_cuda(parts), torch.float32).cpu(), form(*parts, torch.float32))
+
+
 def test_a_group_larger_than_a_tile() -> None:
     check(random_parts(64, 4100, LutSpec(bits=4, group_size=4100), "packed"), torch.bfloat16)
 
@@ -95,8 +111,9 @@ def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
 
 
 @pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
-def test_a_step_is_captured_in_a_graph(make: type) -> None:
-    linear = make(128, 256, SPECS["lut4"]).cuda()
+@pytest.mark.parametrize("name", ["lut4", "lut2_s8"])
+def test_a_step_is_captured_in_a_graph(name: str, make: type) -> None:
+    linear = make(128, 256, SPECS[name]).cuda()
     x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:

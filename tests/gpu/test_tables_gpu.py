@@ -19,6 +19,7 @@ TABLES = {
     "lut3": LutSpec(bits=3),
     "lut4": LutSpec(bits=4),
     "lut8": LutSpec(bits=8),
+    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
     "lut4 odd": LutSpec(bits=4, group_size=3),
     "lut8 odd": LutSpec(bits=8, group_size=3),
     "low rank": LutSpec(bits=4, scale="low_rank", rank=3),

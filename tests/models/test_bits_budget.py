@@ -79,6 +79,17 @@ def test_the_plan_says_which_linears_and_in_which_groups() -> None:
     assert all(r.spec.group_size == 16 and r.spec.codebook == "lut" for r in found.rules)
 
 
+def test_scales_of_8_bits_leave_more_for_the_indices() -> None:
+    eights = EIGHTS.model_copy(update={"scale_bits": 8})
+    plan = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=eights),))
+    model = student()
+    found, report = plan_within_budget(model, plan, 4.6, tokens(6))  # below 2 + 16 / 8
+    assert all(rule.spec.scale_bits == 8 for rule in found.rules)
+    quantize_model(model, found)
+    assert model_bits_per_weight(model.model) == pytest.approx(report.bits_per_weight)
+    assert report.bits_per_weight <= 4.6
+
+
 def test_groups_may_be_wider() -> None:
     spec = LutSpec(bits=2, group_size=16)
     plan = QuantPlan(name="p", rules=(PlanRule(pattern="*.mlp.*", spec=spec),))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import build, info
-from quantized import SPECS, tiny_quantized
+from quantized import SPECS, nearest_e5m3, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from train_case import config, make_place
 
@@ -23,6 +23,7 @@ from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import atomic_directory
+from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.run import Run, load_training_state
@@ -111,6 +112,24 @@ def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(
         with pytest.raises(Stop):
             run(place, tmp_path / "stopped", **frozen)
     report = run(place, tmp_path / "stopped", resume=True, **frozen)
+    assert_same_end(whole, tmp_path / "stopped", report)
+
+
+def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(
+    tmp_path: Path, monkeypatch
+) -> None:
+    place = make_place(tmp_path, SPECS["lut2_s8"])
+    whole = tmp_path / "whole", run(place, tmp_path / "whole", lr_scales=1e-3)
+    state, _ = load_training_state(Run(tmp_path / "whole").pointed("latest"))
+    names = [n for n in state if n.startswith("parameter.") and n.endswith(".scales")]
+    assert any(not torch.equal(state[n], nearest_e5m3(state[n])) for n in names)
+    final = quant_linears(load_checkpoint(whole[1].final))
+    assert all(torch.equal(m.scales, nearest_e5m3(m.scales)) for m in final.values())
+    with monkeypatch.context() as patch:
+        stop_at(patch, Optimizer, "step", 3)
+        with pytest.raises(Stop):
+            run(place, tmp_path / "stopped", lr_scales=1e-3)
+    report = run(place, tmp_path / "stopped", resume=True, lr_scales=1e-3)
     assert_same_end(whole, tmp_path / "stopped", report)
 
 
