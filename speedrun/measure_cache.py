@@ -1,8 +1,9 @@
 """Measures what a cached token costs at Qwen3's vocabulary, and how well it is stored.
 
 A tiny random Qwen3 over 151,936 tokens stands in for the teacher: bytes depend on its vocabulary
-and on how many of 50 draws are distinct, so its head is scaled until 12 are, on average. Everything
-else is the real builder, with directory bytes (manifest and headers included) per token.
+and on how many of 50 draws are distinct, so its head is scaled until 12 of 50 independent ones
+would be, on average, as in arXiv:2503.16870; of the cache's systematic ones it is some more.
+Everything else is the real builder, with directory bytes (manifest and headers included) per token.
 
     python speedrun/measure_cache.py --tokenizer DIR --text FILE --figures FILE.jsonl
 """
@@ -25,10 +26,9 @@ from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.codec import decode_top_k, encode_top_k
 from qat.data.config import CacheSettings
-from qat.data.noise import uniforms
 from qat.data.packing import position_ids
 from qat.data.reader import TeacherCache
-from qat.data.signals import draw, top_k
+from qat.data.signals import top_k
 from qat.data.sources import open_source
 from qat.data.stream import blocks
 from qat.models.language_model import LanguageModel
@@ -107,7 +107,7 @@ def hidden_of_text(teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase, t
 
 @torch.no_grad()
 def scale_head(teacher: LanguageModel, hidden_TD: Tensor) -> None:
-    """Scale the head until `DRAWS` draws have `DISTINCT` distinct ids on average (bisection)."""
+    """Scale the head until `DRAWS` independent draws would have `DISTINCT` ids (bisection)."""
     logits_TV = teacher.logits(hidden_TD)
     low, high = 1.0, 257.0
     for _ in range(12):
@@ -116,15 +116,14 @@ def scale_head(teacher: LanguageModel, hidden_TD: Tensor) -> None:
         low, high = (middle, high) if is_too_flat else (low, middle)
     teacher.head.weight.mul_(high)
     distinct = distinct_ids(high * logits_TV)
-    print(f"head scaled by {high:.2f}: {distinct:.2f} distinct ids of {DRAWS} draws")
+    print(f"head scaled by {high:.2f}: {distinct:.2f} distinct ids of {DRAWS} independent draws")
 
 
 def distinct_ids(logits_TV: Tensor) -> float:
-    """How many distinct ids the draws of a token have on average."""
-    numbers = uniforms(1, torch.arange(len(logits_TV)), 1)[:, 0]
-    pairs = zip(logits_TV.split(64), numbers.split(64), strict=True)
-    draws = torch.cat([draw(*pair, DRAWS) for pair in pairs])
-    return 1 + (draws[:, 1:] != draws[:, :-1]).sum(-1).float().mean().item()
+    """How many distinct ids independent draws of a token are expected to have, on average."""
+    probs = (part_TV.softmax(-1) for part_TV in logits_TV.split(64))
+    expected = [-(DRAWS * (-p).log1p()).expm1().sum(-1) for p in probs]  # 1 - (1 - p)^n, summed
+    return torch.cat(expected).mean().item()
 
 
 def bytes_per_token(
