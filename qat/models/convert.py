@@ -27,12 +27,12 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.quantize import QuantizeReport, quantize_model
 from qat.models.tables import with_tables
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
 
 REPORT_NAME = "convert_report.json"
 PLAN_NAME = "plan.toml"
 BATCH = 16
-ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=LutSpec(bits=2)),))
+ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=by_group(2)),))
 """Which linears share a budget of bits where no plan says so."""
 
 

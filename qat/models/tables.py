@@ -17,14 +17,13 @@ from qat.models.swap import replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
-from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight
 
 if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still being imported
     from transformers import PreTrainedModel
 
-LARGEST_GROUP = 32
-"""Weights of a table that share a scale, or the largest divisor of the width below."""
+FEW_BITS = 4
 
 
 def table_names(model: PreTrainedModel) -> list[str]:
@@ -46,9 +45,18 @@ def with_tables(plan: QuantPlan, model: PreTrainedModel, bits: int | None) -> Qu
 
 
 def table_spec(bits: int, width: int) -> LutSpec:
-    """The format of a table of that width: a learned codebook and groups of up to 32 weights."""
-    group = next(size for size in range(min(LARGEST_GROUP, width), 0, -1) if width % size == 0)
-    return LutSpec(bits=bits, group_size=group)
+    """The format of a table of that width: half a bit a weight of scales around a learned codebook.
+
+    Up to 4 bits in groups of up to 16 with 8-bit scales; above, where a scale of 3 mantissa bits
+    would be the larger error, in groups of up to 32 with 16-bit ones.
+    """
+    if bits <= FEW_BITS:
+        return by_group(bits, _divisor(width, 16))
+    return LutSpec(bits=bits, group_size=_divisor(width, 32))
+
+
+def _divisor(width: int, most: int) -> int:
+    return next(size for size in range(min(most, width), 0, -1) if width % size == 0)
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:

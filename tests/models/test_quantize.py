@@ -84,10 +84,10 @@ def test_the_report_is_about_the_weights_in_place() -> None:
         error = (weight - linear.quantized_weight()).norm() / weight.norm()
         assert module.relative_error == pytest.approx(error.item(), rel=1e-5)
         assert module.weighted_error is None and module.seconds > 0
-        # bits + 16 bits a group of 32 + a float32 codebook
-        bits = module.bits + 16 / 32 + 32 * 2**module.bits / weight.numel()
+        # bits + 8 bits a group of 16 + a float32 codebook
+        bits = module.bits + 8 / 16 + 32 * 2**module.bits / weight.numel()
         assert module.bits_per_weight == pytest.approx(bits)
-        assert (module.codebook, module.scale, module.group_size) == ("lut", "group", 32)
+        assert (module.codebook, module.scale, module.group_size) == ("lut", "group", 16)
     shares = [(m.bits_per_weight, weights[m.name].numel()) for m in report.modules]
     mean = sum(b * n for b, n in shares) / sum(n for _, n in shares)
     assert report.bits_per_weight == pytest.approx(mean)

@@ -39,7 +39,7 @@ from qat.models.tables import (
 )
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, by_group
 from qat.train.optim import Optimizer
 from qat.train.start import train_student
 
@@ -184,9 +184,13 @@ def test_plans_written_for_linears_leave_tables_alone() -> None:
         QuantPlan(name="p", rules=(PlanRule(pattern="lm_head", spec=four),)).assign(names, [])
 
 
-@pytest.mark.parametrize(("width", "group"), [(64, 32), (48, 24), (40, 20), (7, 7), (37, 1)])
-def test_groups_of_a_table_divide_its_width(width: int, group: int) -> None:
-    assert table_spec(8, width) == LutSpec(bits=8, group_size=group)
+@pytest.mark.parametrize(
+    ("width", "four", "eight"),
+    [(64, 16, 32), (48, 16, 24), (40, 10, 20), (7, 7, 7), (37, 1, 1)],
+)
+def test_groups_of_a_table_divide_its_width(width: int, four: int, eight: int) -> None:
+    assert table_spec(4, width) == by_group(4, four)
+    assert table_spec(8, width) == LutSpec(bits=8, group_size=eight)
 
 
 class Stop(Exception):
