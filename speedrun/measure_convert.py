@@ -32,7 +32,7 @@ from qat.quant.spec import PRESETS
 app = App(help=__doc__)
 LAYERS, VOCAB = 28, 4096
 PHASES = {
-    "moments": "qat.models.calibrate._Block.second_moment",
+    "moments": "qat.models.calibrate._MeanOuter.add",
     "block outputs": "qat.models.calibrate._Block.outputs",
     "fit alone": "qat.quant.error_feedback.fit_weight",
     "k-means (of it)": "qat.quant.fit.weighted_kmeans",

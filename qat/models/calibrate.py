@@ -5,12 +5,15 @@ arXiv:2210.17323); inside a block, linears that share an input are one stage, in
 A block runs once for each stage, only as far as the stage's input; whatever ran before saw nothing
 but finished linears and gives again what it gave then. So each linear multiplies its inputs once.
 
-Shapes: B sequences, S positions, I in_features.
+A teacher, if there is one, is walked beside the student, block for block and batch for batch.
+
+Shapes: B sequences, S positions, D model width, I in_features.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +24,24 @@ from qat.models.language_model import LanguageModel
 from qat.models.swap import decoder_layers
 from qat.nn.quant_linear import QuantLinear
 
-QuantizeStage = Callable[[list[str], Tensor], None]
-"""Replaces the named linears, given `mean(x x^T)` of their common input `(I, I)`."""
+
+class StageInputs(NamedTuple):
+    """The common input x of a stage's linears, and its distance from the teacher's x_f: float32.
+
+    `s` is the residual stream that the output of a linear is added to.
+    """
+
+    second_moment: Tensor
+    """`mean(x x^T)`, `(I, I)`."""
+    input_gap: Tensor | None = None
+    """`mean((x_f - x) x^T)`, `(I, I)`; None without a teacher, or if not all tokens come in order
+    (the experts of a mixture)."""
+    stream_gap: Tensor | None = None
+    """`mean((s_f - s) x^T)`, `(D, I)`; None too where something comes between output and stream."""
+
+
+QuantizeStage = Callable[[list[str], StageInputs], None]
+"""Replaces the named linears."""
 
 
 class TokenBatch(NamedTuple):
@@ -41,29 +60,56 @@ class BlockInputs(NamedTuple):
     """Per layer, everything but the hidden state: masks, rotary tables."""
 
 
+class Walk:
+    """A model's decoder layers, and the hidden states of all batches before the next one."""
+
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel, batches: Sequence[TokenBatch]) -> None:
+        self.layers = decoder_layers(model.model)
+        inputs = [record_block_inputs(model, self.layers, batch) for batch in batches]
+        self._calls = [item.kwargs for item in inputs]
+        self._states = [item.hidden for item in inputs]
+        self._passed = 0
+
+    def block(self) -> "_Block":
+        """The next layer."""
+        calls = [kwargs[self._passed] for kwargs in self._calls]
+        return _Block(self.layers[self._passed], self._states, calls)
+
+    def go_on(self, outputs: list[Tensor]) -> None:
+        """Step behind the next layer, given what it puts out for each batch."""
+        self._states = outputs
+        self._passed += 1
+
+
 @torch.no_grad()
 def quantize_in_order(
     student: LanguageModel,
     batches: Sequence[TokenBatch],
     names: list[str],
     quantize_stage: QuantizeStage,
+    *,
+    teacher: Walk | None = None,
 ) -> None:
-    """Walk the decoder layers; `quantize_stage` replaces the `names` of each stage in turn."""
-    layers = decoder_layers(student.model)
+    """Walk the decoder layers; `quantize_stage` replaces the `names` of each stage in turn.
+
+    `teacher` walks the same batches. It may walk the student's own layers: it goes through each
+    before the linears of that are replaced.
+    """
+    walk = Walk(student, batches)
     module_names = {module: name for name, module in student.model.named_modules()}
-    inputs = [record_block_inputs(student, layers, batch) for batch in batches]
-    states = [item.hidden for item in inputs]
-    orders: dict[tuple, list[list[str]]] = {}
-    for index, layer in enumerate(layers):
+    plans: dict[tuple, list[_Stage]] = {}
+    for layer in walk.layers:
         prefix = module_names[layer] + "."
         mine = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        block = _Block(layer, states, [item.kwargs[index] for item in inputs])
-        kind = (type(layer), mine)
-        if kind not in orders:
-            orders[kind] = block.stages(mine)
-        for stage in orders[kind]:
-            quantize_stage([prefix + name for name in stage], block.second_moment(stage[0]))
-        states = block.outputs()
+        block, kind = walk.block(), (type(layer), mine)
+        if kind not in plans:
+            plans[kind] = block.stages(mine)
+        taught = _pass(teacher, plans[kind]) if teacher else [None for _ in plans[kind]]
+        for stage in plans[kind]:
+            inputs = _stage_inputs(block.run_to(stage), taught.pop(0))
+            quantize_stage([prefix + name for name in stage.names], inputs)
+        walk.go_on(block.outputs())
 
 
 def record_block_inputs(
@@ -90,6 +136,24 @@ def record_block_inputs(
     return BlockInputs(first[0], kwargs)
 
 
+class _Stage(NamedTuple):
+    """Linears that read the same tensor."""
+
+    names: list[str]
+    stream: str | None
+    """The child of the layer that reads the residual stream to which the output is added as it is;
+    None if something comes between."""
+
+
+@dataclass
+class _Reading:
+    """What the linears of one stage read in one batch, and the stream before their output."""
+
+    x: Tensor | None = None
+    """None if the batch misses them."""
+    stream: Tensor | None = None
+
+
 Call = tuple[str, int]
 """A module's name and how often it had been called in the same run."""
 
@@ -111,41 +175,66 @@ class _Block:
         self._formed: dict[str, Tensor] = {}
         """The weight of each quantized linear that ran, by name."""
 
-    def stages(self, names: Sequence[str]) -> list[list[str]]:
+    def stages(self, names: Sequence[str]) -> list[_Stage]:
         """The linears called `names` in order of use, those that read the same tensor together."""
         read: dict[int, list[str]] = {}
+        gave: dict[str, Tensor] = {}
         alive = []  # keeps every input, so that no address is used twice
+        streams: list[tuple[str, Tensor]] = []
 
-        def note(name: str) -> Callable[[nn.Module, tuple], None]:
-            def hook(_module: nn.Module, args: tuple) -> None:
-                alive.append(args[0])
-                read.setdefault(id(args[0]), []).append(name)
+        def note_linear(name: str, _module: nn.Module, args: tuple, output: Tensor) -> None:
+            alive.append(args[0])
+            read.setdefault(id(args[0]), []).append(name)
+            gave[name] = output
 
-            return hook
+        def note_child(name: str, _module: nn.Module, args: tuple) -> None:
+            if args and isinstance(args[0], Tensor):
+                streams.append((name, args[0]))
 
+        linears = {self._layer.get_submodule(name): partial(note_linear, name) for name in names}
+        children = {child: partial(note_child, n) for n, child in self._layer.named_children()}
         hidden, call = self._runs[0]
-        with _hooked({self._layer.get_submodule(name): note(name) for name in names}):
-            _output(self._layer(hidden, **call))
-        return list(read.values())
+        with _hooked(children.items(), linears.items()):
+            streams.append(("", _output(self._layer(hidden, **call))))
+        return [
+            _Stage(group, _stream_before(gave[group[0]], streams) if len(group) == 1 else None)
+            for group in read.values()
+        ]
 
-    def second_moment(self, name: str) -> Tensor:
-        """`mean(x x^T)` of the inputs of the linear called `name`, `(I, I)` float32."""
-        total, count = None, 0
+    def run_to(self, stage: _Stage) -> Iterator[_Reading]:
+        """What `stage` reads in each batch; its linears themselves do not run."""
+        for batch in range(len(self._runs)):
+            reading = _Reading()
+            with _hooked(self._noting(stage, reading, stops=True)), suppress(_Reached):
+                self._run(batch)
+            yield reading
 
-        def add(_module: nn.Module, args: tuple) -> None:
-            nonlocal total, count
-            x = args[0].flatten(0, -2).float()
-            total = x.T @ x if total is None else total.addmm_(x.T, x)
-            count += x.shape[0]
-            raise _Reached
+    def run_through(self, stages: Sequence[_Stage]) -> Iterator[tuple[list[_Reading], Tensor]]:
+        """What all of `stages` read in each batch, and the layer's output."""
+        for hidden, call in self._runs:
+            readings = [_Reading() for _ in stages]
+            pairs = zip(stages, readings, strict=True)
+            hooks = [hook for pair in pairs for hook in self._noting(*pair, stops=False)]
+            with _hooked(hooks):
+                output = _output(self._layer(hidden, **call))
+            yield readings, output
 
-        with _hooked({self._layer.get_submodule(name): add}):
-            for batch in range(len(self._runs)):
-                try:
-                    self._run(batch)
-                except _Reached:
-                    continue
-        return total / count
+    def _noting(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
+        """Hooks that fill `reading` and then stop the run, if they should."""
+
+        def note_input(_module: nn.Module, args: tuple) -> None:
+            if reading.x is None:
+                reading.x = args[0]
+            if stops:
+                raise _Reached
+
+        def note_stream(_module: nn.Module, args: tuple) -> None:
+            reading.stream = args[0]
+
+        hooks = [(self._layer.get_submodule(stage.names[0]), note_input)]
+        if stage.stream is not None:
+            hooks.append((self._layer.get_submodule(stage.stream), note_stream))
+        return hooks
 
     def outputs(self) -> list[Tensor]:
         """The layer's output for each batch."""
@@ -190,13 +279,77 @@ class _Block:
         return self._formed[name]
 
 
+def _pass(teacher: Walk, stages: Sequence[_Stage]) -> list[list[_Reading]]:
+    """What each stage reads in each batch of the teacher, which goes on to its next layer."""
+    readings, outputs = zip(*teacher.block().run_through(stages), strict=True)
+    teacher.go_on(list(outputs))
+    return [list(batches) for batches in zip(*readings, strict=True)]
+
+
+def _stage_inputs(student: Iterable[_Reading], teacher: Sequence[_Reading] | None) -> StageInputs:
+    """The means over all tokens, from what a stage reads in each batch."""
+    second, gap, drift = _MeanOuter(), _MeanOuter(), _MeanOuter()
+    is_taught = teacher is not None
+    for number, seen in enumerate(student):
+        if seen.x is None:
+            continue
+        second.add(seen.x, seen.x)
+        aim = teacher[number] if is_taught else None
+        is_taught = aim is not None and _comparable(aim.x, seen.x)
+        if is_taught:
+            gap.add(aim.x - seen.x, seen.x)
+            if seen.stream is not None:
+                drift.add(aim.stream - seen.stream, seen.x)
+    return StageInputs(second.mean(), *((gap.mean(), drift.mean()) if is_taught else ()))
+
+
+class _MeanOuter:
+    """The mean over tokens of `left right^T`, in float32."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._count = 0
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        left, right = left.flatten(0, -2).float(), right.flatten(0, -2).float()
+        if self._total is None:
+            self._total = left.T @ right
+        else:
+            self._total.addmm_(left.T, right)
+        self._count += len(right)
+
+    def mean(self) -> Tensor | None:
+        return None if self._total is None else self._total / self._count
+
+
+def _comparable(aim: Tensor | None, x: Tensor) -> bool:
+    """Whether both hold all tokens in order, `(B, S, I)`: experts get lists of some of them."""
+    return aim is not None and x.dim() == 3 and aim.shape == x.shape
+
+
+def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | None:
+    """Whose input the residual stream is that `output` turns into another of the `streams`.
+
+    The sum is compared to the bit: a norm or a factor in between makes it another one.
+    """
+    for number, (name, before) in enumerate(streams):
+        if before.shape == output.shape:
+            after = before + output
+            if any(torch.equal(after, stream) for _, stream in streams[number + 1 :]):
+                return name
+    return None
+
+
 def _output(output: Tensor | tuple) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager
-def _hooked(hooks: dict[nn.Module, Callable[[nn.Module, tuple], None]]) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.items()]
+def _hooked(
+    before: Iterable[tuple[nn.Module, Callable]], after: Iterable[tuple[nn.Module, Callable]] = ()
+) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(hook) for module, hook in before]
+    handles += [module.register_forward_hook(hook) for module, hook in after]
     try:
         yield
     finally:

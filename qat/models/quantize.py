@@ -16,7 +16,7 @@ from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
 from qat.models.bits_budget import BudgetReport
-from qat.models.calibrate import TokenBatch, quantize_in_order
+from qat.models.calibrate import StageInputs, TokenBatch, Walk, quantize_in_order
 from qat.models.count import (
     bits_per_weight,
     model_bits_per_weight,
@@ -30,6 +30,7 @@ from qat.models.tables import put_quantized, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
+from qat.quant.aim import aim_all
 from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan
@@ -52,7 +53,8 @@ class ModuleReport:
     relative_error: float
     """`|W - W_q| / |W|`, Frobenius."""
     weighted_error: float | None
-    """The same of the layer's output on the calibration inputs; None without any."""
+    """The same of the layer's output on the calibration inputs; None without any. W is then the
+    weight that was aimed at (`qat.quant.aim`)."""
     bits_per_weight: float
     """Indices, scales and codebook over the number of weights."""
     seconds: float
@@ -90,7 +92,8 @@ def quantize_model(
 
     What has the wished format already is kept as it is. The others are fitted to the weights of
     `base` if given, else to their own. Tables come first. With `calibration` the blocks are then
-    quantized in order, against the inputs that they will see.
+    quantized in order, against the inputs that they will see, each linear aimed at what it gives
+    in `base`, else in `student` as it was.
 
     Raises:
         ConfigError: the plan or the base does not fit the model.
@@ -106,10 +109,12 @@ def quantize_model(
     description = f"quantizing to {plan.name}"
     with progress(description, len(todo), "linears") as ticker, matmul_precision("medium"):
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
-        job.quantize_alone([name for name in todo if name in tables])
         linears = [name for name in todo if name not in tables]
-        if calibration:
-            quantize_in_order(student, calibration, linears, job.quantize_stage)
+        # before the tables change: the teacher reads its own
+        teacher = Walk(base or student, calibration) if calibration and linears else None
+        job.quantize_alone([name for name in todo if name in tables])
+        if teacher:
+            quantize_in_order(student, calibration, linears, job.quantize_stage, teacher=teacher)
         else:
             job.quantize_alone(linears)
     reports = job.reports()
@@ -177,13 +182,14 @@ class _Conversion:
             for name, (weight, quantized, seconds) in zip(names, pool.map(fit, names), strict=True):
                 self._put(name, weight, quantized, output_error=None, seconds=seconds)
 
-    def quantize_stage(self, names: list[str], hessian: Tensor) -> None:
-        """Replace the linears called `names`, fitted to the common input behind `hessian`."""
+    def quantize_stage(self, names: list[str], inputs: StageInputs) -> None:
+        """Replace the linears called `names`, aimed at the teacher's and fitted to `inputs`."""
         for spec in dict.fromkeys(self.specs[name] for name in names):
             began = time.perf_counter()
             own = [name for name in names if self.specs[name] == spec]
             weights = [self._weight(name) for name in own]
-            fits = fit_all_to_inputs(weights, spec, hessian, COLUMN_OPS)
+            aims = weights if inputs.input_gap is None else aim_all(weights, *inputs)
+            fits = fit_all_to_inputs(aims, spec, inputs.second_moment, COLUMN_OPS)
             per_weight = (time.perf_counter() - began) / sum(weight.numel() for weight in weights)
             for name, weight, fit in zip(own, weights, fits, strict=True):
                 seconds = per_weight * weight.numel()

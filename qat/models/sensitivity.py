@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker
-from qat.models.calibrate import TokenBatch, patched_forwards, quantize_in_order
+from qat.models.calibrate import StageInputs, TokenBatch, patched_forwards, quantize_in_order
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
 from qat.models.swap import decoder_layers
@@ -62,11 +62,11 @@ def measure_sensitivities(
             ticker.advance()
             ticker.note(name)
 
-        def measure_stage(names: list[str], hessian: Tensor) -> None:
+        def measure_stage(names: list[str], inputs: StageInputs) -> None:
             for spec in dict.fromkeys(spec for name in names for spec in formats[name]):
                 own = [name for name in names if spec in formats[name]]
                 weights = [_weight(modules[name]) for name in own]
-                fits = fit_all_to_inputs(weights, spec, hessian, COLUMN_OPS)
+                fits = fit_all_to_inputs(weights, spec, inputs.second_moment, COLUMN_OPS)
                 for name, fit in zip(own, fits, strict=True):
                     note(name, spec, fit.quantized)
 

@@ -8,7 +8,7 @@ from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor
 
-from qat.models.calibrate import TokenBatch, quantize_in_order, record_block_inputs
+from qat.models.calibrate import StageInputs, TokenBatch, quantize_in_order, record_block_inputs
 from qat.models.language_model import LanguageModel
 from qat.models.swap import decoder_layers, linear_names, replace_module
 
@@ -56,11 +56,11 @@ def test_each_stage_sees_what_the_blocks_quantized_so_far_make(
     model, data = tiny_model(architecture, initializer_range=0.2), batches(packed)
     order: list[list[str]] = []
 
-    def spy(names: list[str], second_moment: Tensor) -> None:
+    def spy(names: list[str], inputs: StageInputs) -> None:
         order.append(names)
         # a whole forward of the model as it stands: earlier stages are quantized, later ones not
         for H in moments(model, names, data).values():
-            torch.testing.assert_close(second_moment.double(), H, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(inputs.second_moment.double(), H, rtol=1e-4, atol=1e-6)
         for name in names:
             linear = model.get_submodule(name)
             new = frozen_linear(linear.out_features, linear.in_features, SPECS["lut2"])
@@ -87,7 +87,10 @@ def test_packed_blocks_are_walked_too() -> None:
     model, data, seen = tiny_quantized("qwen3", SPECS["lut4"]), batches(), {}
     names = [name for name in linear_names(model) if "down" in name]
     quantize_in_order(
-        LanguageModel(model), data, names, lambda stage, H: seen.update(dict.fromkeys(stage, H))
+        LanguageModel(model),
+        data,
+        names,
+        lambda stage, inputs: seen.update(dict.fromkeys(stage, inputs.second_moment)),
     )
     for name, H in moments(model, names, data).items():
         torch.testing.assert_close(seen[name].double(), H, rtol=1e-4, atol=1e-6)
@@ -110,7 +113,7 @@ def test_recorded_inputs_replay_the_model(architecture: str) -> None:
 def test_hooks_are_gone_when_quantizing_fails() -> None:
     model = tiny_model()
 
-    def broken(_names: list[str], _H: Tensor) -> None:
+    def broken(_names: list[str], _inputs: StageInputs) -> None:
         raise RuntimeError("our bug")
 
     with pytest.raises(RuntimeError, match="our bug"):

@@ -5,6 +5,7 @@ import torch
 from quantized import SPECS, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
 from qat.models.calibrate import TokenBatch
@@ -125,12 +126,25 @@ def test_rules_without_a_spec_leave_linears_in_floating_point() -> None:
     assert isinstance(model.model.layers[0].mlp.down_proj, torch.nn.Linear)
 
 
-@pytest.mark.parametrize("calibration", [(), tokens()], ids=["alone", "calibrated"])
+def reorder(model: PreTrainedModel) -> None:
+    """The same function by other weights: the hidden units of each MLP in another order."""
+    order = torch.randperm(model.config.intermediate_size)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                linear.weight.copy_(linear.weight[order])
+            layer.mlp.down_proj.weight.copy_(layer.mlp.down_proj.weight[:, order])
+
+
+@pytest.mark.parametrize("calibration", [(), tokens(64)], ids=["alone", "calibrated"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_base_weights_are_imitated(calibration: tuple, is_packed: bool) -> None:
-    four, base = tiny_quantized("qwen3", SPECS["lut4"]), tiny_model(seed=3)
+    four, base = (tiny_model(initializer_range=0.2) for _ in range(2))
+    reorder(base)
+    quantize_model(LanguageModel(four), plan(spec=SPECS["lut4"]))
     if is_packed:
-        base = tiny_quantized("qwen3", SPECS["lut3"])
+        quantize_model(LanguageModel(base), plan(spec=SPECS["lut3"]))
+    before = state(base)
     report = quantize_model(
         LanguageModel(four), plan(), base=LanguageModel(base), calibration=calibration
     )
@@ -140,7 +154,8 @@ def test_base_weights_are_imitated(calibration: tuple, is_packed: bool) -> None:
     weight = module.quantized_weight() if is_packed else module.weight
     alone = dequantize(fit_weight(weight, SMALL))
     assert torch.equal(four.get_submodule(name).quantized_weight(), alone) == (not calibration)
-    assert max(errors) < 0.6  # of an unrelated weight it would be above 1
+    assert max(errors) < 0.7  # of an unrelated weight it would be above 1
+    assert same(state(base), before)
 
 
 @pytest.mark.parametrize("calibration", [(), tokens()], ids=["alone", "calibrated"])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
@@ -22,7 +21,7 @@ from qat.bench.measure import compile_anew
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
-from qat.models.calibrate import TokenBatch, quantize_in_order
+from qat.models.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
 from qat.models.language_model import LanguageModel
 
 LESSONS: dict[str, Callable[[Job], Lesson]] = {
@@ -148,13 +147,15 @@ def _quantize(method: str, job: Job) -> BaselineStudent:
     return BaselineStudent(_judgeable(job), bits, 0, seconds, peak)
 
 
-def _gptq_stage(job: Job) -> Callable[[list[str], Tensor], None]:
+def _gptq_stage(job: Job) -> QuantizeStage:
+    """GPTQ as published: towards each weight itself, on the student's inputs."""
     settings = job.settings
 
-    def quantize(names: list[str], hessian: Tensor) -> None:
+    def quantize(names: list[str], inputs: StageInputs) -> None:
         for name in names:
             weight = job.model.get_submodule(name).weight
-            weight.copy_(gptq(weight, hessian, settings.bits_of(name), settings.group_size))
+            bits, size = settings.bits_of(name), settings.group_size
+            weight.copy_(gptq(weight, inputs.second_moment, bits, size))
 
     return quantize
 
