@@ -1,14 +1,21 @@
 """The walk over blocks: order, stages, and the second moment that each linear is fitted to."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
-from qat.models.calibrate import StageInputs, TokenBatch, quantize_in_order, record_block_inputs
+from qat.models.calibrate import (
+    StageInputs,
+    TokenBatch,
+    Walk,
+    quantize_in_order,
+    record_block_inputs,
+)
 from qat.models.language_model import LanguageModel
 from qat.models.swap import decoder_layers, linear_names, replace_module
 
@@ -70,6 +77,105 @@ def test_each_stage_sees_what_the_blocks_quantized_so_far_make(
     assert order == [
         [f"model.layers.{layer}.{part}" for part in stage] for layer in (0, 1) for stage in STAGES
     ]
+
+
+def readings(model, name: str, batches: list[TokenBatch]) -> tuple[Tensor, Tensor]:
+    """The linear's input, and the sum behind it less its output, in whole forwards, in float64.
+
+    Llama and Qwen add the output of `down_proj` to make the layer's, and that of `o_proj` to make
+    what `post_attention_layernorm` reads.
+    """
+    layer = model.get_submodule(name.partition(".self_attn")[0].partition(".mlp")[0])
+    xs, sums, outputs = [], [], []
+    linear = model.get_submodule(name)
+    handles = [
+        linear.register_forward_pre_hook(lambda _, args: xs.append(args[0])),
+        linear.register_forward_hook(lambda _m, _a, output: outputs.append(output)),
+    ]
+    if "o_proj" in name:
+        norm = layer.post_attention_layernorm
+        handles.append(norm.register_forward_pre_hook(lambda _, args: sums.append(args[0])))
+    else:
+        handles.append(layer.register_forward_hook(lambda _m, _a, output: sums.append(output)))
+    with torch.no_grad():
+        for batch in batches:
+            LanguageModel(model).hidden(*batch)
+    for handle in handles:
+        handle.remove()
+    x, total, y = (torch.cat([t.flatten(0, -2) for t in part]) for part in (xs, sums, outputs))
+    return x.double(), (total - y).double() if total.shape == y.shape else total
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["itself", "base"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: bool) -> None:
+    biases = {} if architecture == "gemma3" else {"attention_bias": True}
+    model = tiny_model(architecture, initializer_range=0.2, **biases)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    before, data = copy.deepcopy(model), batches(packed=True)
+    teacher = LanguageModel(before if is_other else model)
+
+    def spy(names: list[str], inputs: StageInputs) -> None:
+        for name in names:
+            x, stream = readings(model, name, data)
+            x_f, stream_f = readings(before, name, data)
+            gap = (x_f - x).T @ x / len(x)
+            torch.testing.assert_close(inputs.input_gap.double(), gap, rtol=1e-3, atol=1e-5)
+            is_writer = name.endswith(("o_proj", "down_proj")) and architecture != "gemma3"
+            assert (inputs.stream_gap is not None) == is_writer
+            if is_writer:
+                gap = (stream_f - stream).T @ x / len(x)
+                torch.testing.assert_close(inputs.stream_gap.double(), gap, rtol=1e-3, atol=1e-5)
+        if "layers.1" in names[0]:
+            assert inputs.input_gap.norm() > 1e-2
+        for name in names:
+            linear = model.get_submodule(name)
+            new = frozen_linear(linear.out_features, linear.in_features, SPECS["lut2"])
+            new.bias = linear.bias
+            replace_module(model, name, new)
+
+    walk = Walk(teacher, data)
+    quantize_in_order(LanguageModel(model), data, linear_names(model), spy, teacher=walk)
+
+
+def test_experts_that_see_some_tokens_have_no_gap() -> None:
+    """A linear whose input is a list of tokens, as routing makes it, is not compared."""
+    model, seen = tiny_model(), {}
+    for layer in model.model.layers:
+        layer.mlp = _Routed(layer.mlp)
+    names = [n for n in linear_names(model) if "mlp" in n]
+    walk = Walk(LanguageModel(model), batches())
+    quantize_in_order(
+        LanguageModel(model),
+        batches(),
+        names,
+        lambda stage, inputs: seen.update(dict.fromkeys(stage, inputs)),
+        teacher=walk,
+    )
+    assert len(seen) == 6 and all(inputs.second_moment.isfinite().all() for inputs in seen.values())
+    assert all(inputs.input_gap is None and inputs.stream_gap is None for inputs in seen.values())
+
+
+class _Routed(nn.Module):
+    """Sends every second token through an MLP and the others past it."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        return torch.cat([self.mlp(rows[::2]), rows[1::2]]).view_as(x)
+
+
+def test_without_a_teacher_there_is_no_gap() -> None:
+    model, seen = tiny_model(), []
+    quantize_in_order(
+        LanguageModel(model), batches(), linear_names(model), lambda _, inputs: seen.append(inputs)
+    )
+    assert seen and all(inputs[1:] == (None, None) for inputs in seen)
 
 
 def test_only_the_named_linears_are_visited() -> None:

@@ -1,17 +1,22 @@
 """Quantizing a whole model in place: which linears, from which weights, in which order."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from quantized import SPECS, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.errors import ConfigError
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import QuantizeReport, quantize_model
 from qat.models.swap import linear_names
+from qat.models.tables import with_tables
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.error_feedback import fit_to_inputs
@@ -21,6 +26,7 @@ from qat.quant.weight import dequantize
 
 Q2A4 = PRESETS["q2a4"]
 SMALL = LutSpec(bits=2, group_size=8)
+COARSE = LutSpec(bits=2, group_size=32)
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +186,80 @@ def test_calibration_brings_the_output_closer(architecture: str) -> None:
         outputs.append(torch.cat([model.hidden(*batch) for batch in batches]))
     whole, alone, calibrated = outputs
     assert (calibrated - whole).norm() < 0.9 * (alone - whole).norm()
+
+
+@pytest.fixture(scope="module")
+def trained() -> PreTrainedModel:
+    """The first three layers of the repository's trained model."""
+    place = Path(__file__).parents[2] / "checkpoints" / "tiny-qwen3"
+    return AutoModelForCausalLM.from_pretrained(
+        place, dtype=torch.float32, num_hidden_layers=3
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def said(trained: PreTrainedModel) -> Tensor:
+    """What that model itself says, `(192, 32)`: the first 144 to calibrate, the rest to judge."""
+    ids = torch.randint(4096, (192, 1), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for _ in range(31):
+            p = trained(ids, logits_to_keep=1).logits[:, -1].softmax(-1)
+            drawn = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(ids.shape[1]))
+            ids = torch.cat([ids, drawn], dim=1)
+    return ids
+
+
+def learned(said: Tensor) -> list[TokenBatch]:
+    return [TokenBatch(ids, torch.arange(32).expand_as(ids)) for ids in said[:144].split(16)]
+
+
+@torch.no_grad()
+def divergence(teacher: PreTrainedModel, model: PreTrainedModel, said: Tensor) -> float:
+    """KL(teacher || model), nats per token."""
+    p, q = (m(said[144:]).logits.log_softmax(-1) for m in (teacher, model))
+    return F.kl_div(q, p, log_target=True, reduction="sum").item() / said[144:].numel()
+
+
+def test_aiming_at_the_teacher_brings_the_whole_model_closer(
+    trained: PreTrainedModel, said: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aimed, plain = copy.deepcopy(trained), copy.deepcopy(trained)
+    quantize_model(LanguageModel(aimed), plan(spec=COARSE), calibration=learned(said))
+    monkeypatch.setattr("qat.models.quantize.aim_all", lambda weights, *_: weights)
+    quantize_model(LanguageModel(plain), plan(spec=COARSE), calibration=learned(said))
+    assert divergence(trained, aimed, said) < 0.95 * divergence(trained, plain, said)
+
+
+def test_the_float_base_is_the_aim_of_a_quantized_model(
+    trained: PreTrainedModel, said: Tensor
+) -> None:
+    start = copy.deepcopy(trained)
+    # attention that is far from the teacher's, and stays
+    quantize_model(LanguageModel(start), plan("*.self_attn.*", SPECS["ternary"]))
+    found = []
+    for base in (LanguageModel(trained), None):
+        model = copy.deepcopy(start)
+        mlp = plan("*.mlp.*", SPECS["lut4"])
+        quantize_model(LanguageModel(model), mlp, base=base, calibration=learned(said))
+        found.append(divergence(trained, model, said))
+    assert found[0] < 0.9 * found[1]
+
+
+def test_the_teacher_reads_the_table_before_it_is_quantized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gaps = []
+
+    def note(weights: list[Tensor], _hessian: Tensor, gap: Tensor, *_: Tensor) -> list[Tensor]:
+        gaps.append(gap.norm().item())
+        return weights
+
+    monkeypatch.setattr("qat.models.quantize.aim_all", note)
+    for bits in (None, 4):
+        model = tiny_model()
+        both = with_tables(plan("*.0.self_attn.q_proj"), model, bits)
+        quantize_model(LanguageModel(model), both, calibration=tokens())
+    assert gaps[0] == 0.0 and gaps[1] > 1e-3
 
 
 def test_the_weighted_error_is_that_of_the_layers_output() -> None:
