@@ -117,8 +117,12 @@ class Backend:
         return graph.replay, result
 
     def batches_ahead(self) -> int:
-        """Batches worth preparing while the device computes; a CPU would do both at once."""
-        return 0 if self.device.type == "cpu" else 2
+        """Batches worth preparing while the device computes; a CPU would do both at once.
+
+        Each on a thread of its own: one alone unpacks some 500,000 tokens a second, a small
+        model learns from more.
+        """
+        return 0 if self.device.type == "cpu" else 4
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory that the device can copy from while it computes."""

@@ -1,4 +1,4 @@
-"""Two threads beside the one that asks the teacher: one makes what comes next, one puts away."""
+"""Threads beside the one that works: they make what comes next, and put away what is done."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
+Place = TypeVar("Place")
 State = TypeVar("State")
 END = object()
 
@@ -27,6 +28,31 @@ def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
             while (item := ahead.popleft().result()) is not END:
                 ahead.append(thread.submit(next, iterator, END))
                 yield item
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def computed_ahead(
+    function: Callable[[Place], T], places: Iterable[Place], depth: int
+) -> Iterator[T]:
+    """`function` of each place in order, up to `depth` of them under way at once, a thread each.
+
+    With `depth` 0 none is computed ahead. What a call raises is raised here in its item's place;
+    closing the iterator waits for the calls under way and begins no other.
+    """
+    if depth == 0:
+        yield from map(function, places)
+        return
+    with ThreadPoolExecutor(depth) as threads:
+        ahead: deque[Future[T]] = deque()
+        try:
+            for place in places:
+                ahead.append(threads.submit(function, place))
+                if len(ahead) > depth:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         finally:
             for future in ahead:
                 future.cancel()

@@ -3,7 +3,7 @@
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -86,8 +86,16 @@ class TeacherCache:
                 f"reads at most {max_positions}; rebuild it with a lower --sequence-length"
             )
 
-    def batch(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Batch:
+    def batch(
+        self,
+        indices: Sequence[int] | np.ndarray,
+        split: Split = "train",
+        *,
+        targets: Collection[str] = ("topk", "draws"),
+    ) -> Batch:
         """The sequences `indices` of a split, in that order, on the CPU.
+
+        Of what the teacher said only `targets` are unpacked; the rest is as if it were not there.
 
         Raises:
             IndexError: an index outside the split.
@@ -96,8 +104,8 @@ class TeacherCache:
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
         input_ids = unpack_bits(rows["tokens"], id_bits(V), S)
         starts, mask = unpack_bits(rows["starts"], 1, S).bool(), unpack_bits(rows["mask"], 1, S)
-        topk_ids, topk_logprobs, tail_logprob = self._top_k(rows)
-        sample_ids, sample_counts = self._draws(rows)
+        topk_ids, topk_logprobs, tail_logprob = self._top_k(rows, "topk" in targets)
+        sample_ids, sample_counts = self._draws(rows, "draws" in targets)
         return Batch(
             input_ids=input_ids,
             position_ids=position_ids(starts),
@@ -114,10 +122,10 @@ class TeacherCache:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
         return self._rows(np.asarray(indices, dtype=np.int64), split)["log_sum_exp"]
 
-    def _top_k(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _top_k(self, rows: dict[str, Tensor], is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         settings, N = self.manifest.settings, len(rows["tokens"])
         S, K = settings.sequence_length, settings.top_k
-        if K == 0:
+        if K == 0 or not is_wanted:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing, torch.zeros(N, S)
         ids, logprobs = decode_top_k(
@@ -125,10 +133,10 @@ class TeacherCache:
         )
         return ids, logprobs, rows["tail_logprob"]
 
-    def _draws(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _draws(self, rows: dict[str, Tensor], is_wanted: bool) -> tuple[Tensor, Tensor]:
         settings, N = self.manifest.settings, len(rows["tokens"])
         S, n = settings.sequence_length, settings.draws
-        if n == 0:
+        if n == 0 or not is_wanted:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing
         id_rows = list(rows["sample_ids"].split(rows["sample_lengths"].tolist()))

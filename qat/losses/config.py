@@ -1,6 +1,7 @@
 """Which losses there are, what each needs of a teacher, and how a weighted sum is written."""
 
 import difflib
+from collections.abc import Iterable
 
 from qat.errors import ConfigError
 
@@ -14,6 +15,9 @@ NEEDS = {
     "hard_ce": "labels",
 }
 """Each loss on a cache, and the kind of target that it reads: `topk`, `draws` or `labels`."""
+
+TARGETS = frozenset({"topk", "draws"})
+"""What a cache may hold of the teacher."""
 
 WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
 """The losses on a teacher that runs beside the student."""
@@ -36,6 +40,12 @@ def parse_losses(text: str) -> dict[str, float]:
             raise ConfigError(f"losses={text!r} names {name} twice; give each loss one weight")
         terms[name] = _weight(weight, name) if colon else 1.0
     return terms
+
+
+def targets_read(terms: Iterable[str], *, with_teacher: bool = False) -> frozenset[str]:
+    """Which targets of a cache the losses read: `topk`, `draws`, both or none."""
+    needs = set() if with_teacher else {NEEDS[name] for name in terms}
+    return frozenset(needs & TARGETS)
 
 
 def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:

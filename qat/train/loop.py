@@ -6,18 +6,18 @@ It asks for batches ahead of time, takes steps, and every so often logs, judges 
 import logging
 import math
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 from torch import Tensor
 
 from qat import backend as backends
 from qat.data.batch import Batch
-from qat.data.pipeline import prefetched
+from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.logs import JsonLines, Ticker, progress
+from qat.losses.config import targets_read
 from qat.models.language_model import LanguageModel
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
@@ -51,6 +51,7 @@ class Trainer:
         self.run = run
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
+        self._targets = targets_read(config.losses, with_teacher=config.teacher is not None)
         self.take_step = TrainingStep(student, optimizer, config, teacher)
         self.codes = CodeWatch(student.model)
         self.step = 0
@@ -66,7 +67,8 @@ class Trainer:
         """
         metrics = JsonLines(self.run.path / METRICS)
         speed = _Speed(JsonLines(self.run.path / HEARTBEAT), self.backend)
-        stream = prefetched(self._micro_batches(), self.backend.batches_ahead())
+        steps = range(self.step, self.config.max_steps)
+        stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead())
         try:
             with progress("training", self.config.max_steps, "steps") as ticker, closing(stream):
                 ticker.advance(self.step)
@@ -98,15 +100,15 @@ class Trainer:
         is_last = self.step == self.config.max_steps
         return is_last or any(self.step % period == 0 for period in periods)
 
-    def _micro_batches(self) -> Iterator[list[Batch]]:
-        """The sequences of each step to come, on the host: seed and step alone decide which."""
+    def _micro_batches(self, step: int) -> list[Batch]:
+        """The sequences of a step, on the host: seed and step alone decide which."""
         config, pinned = self.config, self.backend.pinned
-        for step in range(self.step, config.max_steps):
-            indices = sequence_indices(
-                config.seed, step, config.sequences_per_step, self.cache.num_sequences("train")
-            )
-            parts = indices.reshape(config.grad_accum_steps, config.batch_size)
-            yield [Batch(*map(pinned, self.cache.batch(part))) for part in parts]
+        indices = sequence_indices(
+            config.seed, step, config.sequences_per_step, self.cache.num_sequences("train")
+        )
+        parts = indices.reshape(config.grad_accum_steps, config.batch_size)
+        batches = (self.cache.batch(part, targets=self._targets) for part in parts)
+        return [Batch(*map(pinned, batch)) for batch in batches]
 
     def _log(self, metrics: JsonLines, speed: "_Speed", result: StepResult) -> str:
         """Write the step's lines; returns what the progress line shows."""

@@ -42,6 +42,22 @@ def test_any_order_gives_the_same_sequences(built: Path) -> None:
         assert torch.equal(together[indices][..., :width], picked)
 
 
+def test_only_the_targets_asked_for_are_unpacked(built: Path) -> None:
+    cache = TeacherCache.open(built)
+    everything = cache.batch(range(4))
+    assert everything.topk_ids.shape[-1] > 0 and everything.sample_ids.shape[-1] > 0
+    for targets in ([], ["topk"], ["draws"]):
+        found = cache.batch(range(4), targets=targets)
+        for name, whole in everything._asdict().items():
+            kind = {"topk_ids": "topk", "topk_logprobs": "topk", "tail_logprob": "topk"}
+            kind |= {"sample_ids": "draws", "sample_counts": "draws"}
+            wanted, part = kind.get(name, "always"), getattr(found, name)
+            if wanted in {"always", *targets}:
+                assert torch.equal(part, whole)
+            else:
+                assert part.dtype == whole.dtype and not part.any()
+
+
 def test_labels_follow_the_tokens(built: Path) -> None:
     batch = TeacherCache.open(built).batch([0, 1])
     known = batch.labels[:, :-1] >= 0

@@ -12,7 +12,7 @@ from cache_case import build, contents, teacher, texts
 
 from qat.backend import Backend
 from qat.data.cache import read_manifest
-from qat.data.pipeline import Behind, prefetched
+from qat.data.pipeline import Behind, computed_ahead, prefetched
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, DataError
 
@@ -64,6 +64,43 @@ def test_closing_leaves_no_thread_and_makes_no_more() -> None:
     time.sleep(0.01)
     assert len(made) == count <= 4
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 20])
+def test_what_is_computed_ahead_comes_in_order(depth: int) -> None:
+    begun: list[int] = []
+
+    def late(place: int) -> int:
+        begun.append(place)
+        time.sleep(0.003 if place % 2 == 0 else 0.0)
+        return place
+
+    for taken, item in enumerate(computed_ahead(late, range(9), depth)):
+        assert item == taken
+        assert len(begun) <= taken + 1 + depth
+    assert sorted(begun) == list(range(9))
+
+
+def test_places_are_computed_side_by_side() -> None:
+    together = threading.Barrier(3, timeout=5)
+    places = computed_ahead(lambda place: together.wait() * 0 + place, range(6), 3)
+    assert list(places) == list(range(6))
+
+
+def test_an_error_of_a_place_comes_there_and_no_other_begins() -> None:
+    begun: list[int] = []
+
+    def fails(place: int) -> int:
+        begun.append(place)
+        if place == 2:
+            raise Broken
+        return place
+
+    before, items = threading.active_count(), computed_ahead(fails, range(1000), 2)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(Broken):
+        next(items)
+    assert len(begun) <= 6 and threading.active_count() == before
 
 
 def test_behind_folds_in_order_one_item_at_a_time() -> None:

@@ -10,6 +10,7 @@ from qat.losses.config import (
     check_targets,
     check_with_teacher,
     parse_losses,
+    targets_read,
 )
 
 
@@ -21,6 +22,12 @@ def test_the_names_are_listed_once() -> None:
 def test_parse_losses() -> None:
     assert parse_losses("tail") == {"tail": 1.0} and parse_losses("kl") == {"kl": 1.0}
     assert parse_losses("tail:2, hard_ce:0.1") == {"tail": 2.0, "hard_ce": 0.1}
+
+
+def test_which_targets_losses_read() -> None:
+    assert targets_read(["tail", "hard_ce"]) == {"topk"}
+    assert targets_read({"tail": 1.0, "sampled": 0.5}) == {"topk", "draws"}
+    assert targets_read(["hard_ce"]) == targets_read(["jsd"], with_teacher=True) == set()
 
 
 @pytest.mark.parametrize(

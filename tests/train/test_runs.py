@@ -440,10 +440,13 @@ def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypat
     asked: list[np.ndarray] = []
     real = TeacherCache.batch
 
-    def note(self: TeacherCache, indices: np.ndarray, split: str = "train") -> object:
+    def note(
+        self: TeacherCache, indices: np.ndarray, split: str = "train", **targets: object
+    ) -> object:
         if split == "train":
             asked.append(np.asarray(indices))
-        return real(self, indices, split)
+            assert targets == {"targets": {"topk"}}
+        return real(self, indices, split, **targets)
 
     monkeypatch.setattr(TeacherCache, "batch", note)
     run(place, tmp_path, seed=3, batch_size=2, grad_accum_steps=3, max_steps=4)

@@ -18,12 +18,12 @@ from qat.bench.baselines.deploy import Deployed
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
 from qat.bench.baselines.textbook import ChunkedLoss, check_losses
 from qat.data.batch import Batch
-from qat.data.pipeline import prefetched
+from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.logs import progress
-from qat.losses.config import parse_losses
+from qat.losses.config import parse_losses, targets_read
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.swap import linear_names
@@ -80,7 +80,9 @@ class Job:
         """The sequences of a step, on the host: those that `qat train` takes."""
         settings, total = self.settings, self.cache.num_sequences("train")
         indices = sequence_indices(settings.seed, step, settings.batch_size, total)
-        return Batch(*map(self.backend.pinned, self.cache.batch(indices)))
+        # the reference reads the top K whatever `loss` says
+        targets = {"topk"} | targets_read(parse_losses(settings.loss))
+        return Batch(*map(self.backend.pinned, self.cache.batch(indices, targets=targets)))
 
     def rate(self, peak: float, step: int, steps: int) -> float:
         """The learning rate of step `step` of `steps`."""
@@ -166,9 +168,8 @@ def distil(lesson: Lesson, job: Job) -> Course:
     backend.reset_peak_memory()
     began = time.perf_counter()
     with progress("training a baseline", lesson.steps, "steps") as ticker:
-        items = map(job.batch, range(first, first + lesson.steps))
-        batches = prefetched(items, backend.batches_ahead())
-        with closing(batches) as stream:
+        numbers = range(first, first + lesson.steps)
+        with closing(computed_ahead(job.batch, numbers, backend.batches_ahead())) as stream:
             for step, batch in enumerate(stream):
                 result = lesson.step([batch], step)
                 ticker.advance()
