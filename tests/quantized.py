@@ -39,7 +39,7 @@ def e5m3_values() -> Tensor:
 
 def nearest_e5m3(scales: Tensor) -> Tensor:
     """The finite value nearest to each scale's float16, the one of even mantissa for a tie."""
-    values = e5m3_values()
+    values = e5m3_values().to(scales.device)
     distance = (scales.half().double()[..., None] - values).abs()
     near = (distance == distance.amin(-1, keepdim=True)).double()
     near[..., ::2] *= 2

@@ -1,5 +1,7 @@
 """The operators on joined projections on a GPU, at Qwen3-0.6B's shape. Run with `-m gpu`."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from joined_attention_case import joined_case
@@ -83,25 +85,29 @@ def test_compiled_layers_use_both(architecture) -> None:
     positions = (torch.arange(32, device="cuda") % 20).expand(4, 32)
     weights = torch.randn(4, 32, 32, device="cuda")
 
-    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-        model.model.zero_grad()
-        form_weights(model.model, torch.bfloat16)
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        model.model.to(dtype).zero_grad()
+        form_weights(model.model, dtype)
         hidden = model.hidden(ids, positions)
         (hidden * weights).sum().backward()
-        named = model.model.named_parameters()
-        return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+        found = defaultdict(list)
+        for name, parameter in model.model.named_parameters():
+            if parameter.grad is not None:
+                found[name.rpartition(".")[2]].append(parameter.grad.double().flatten())
+        return hidden.detach(), {kind: torch.cat(parts) for kind, parts in found.items()}
 
-    expected, expected_gradients = gradients()
+    _, exact = gradients(torch.float32)
+    expected, eager = gradients(torch.bfloat16)
     way = Regions(model.model, is_compiled=True, recompute_every=None)
     way.install()
     with torch.profiler.profile() as seen:
-        actual, actual_gradients = gradients()
+        actual, compiled = gradients(torch.bfloat16)
     way.remove()
     names = {event.key for event in seen.key_averages()}
     assert {"qat::silu_mul", "qat::joined_tile_attention"} <= names
     assert (actual - expected).norm() <= 0.05 * expected.norm()
-    for name, value in expected_gradients.items():
-        assert (actual_gradients[name] - value).norm() <= 0.1 * value.norm(), name
+    for kind, value in exact.items():
+        assert (compiled[kind] - value).norm() <= 1.5 * (eager[kind] - value).norm(), kind
 
 
 def test_operators_keep_their_promises_to_the_compiler() -> None:
