@@ -20,6 +20,7 @@ def record(  # noqa: PLR0917
     *,
     runs: int = 1,
     spread: float | None = None,
+    measured: dict[str, str] | None = None,
 ) -> None:
     """Append a figure with what is needed to measure it again: command, commit, device.
 
@@ -28,6 +29,8 @@ def record(  # noqa: PLR0917
         goal: what the issue asks for, e.g. `<= 40`.
         runs: how many measurements `value` is the mean or median of.
         spread: their standard deviation, in `unit`.
+        measured: `commit` and `device` of earlier results that `value` is computed from; by default
+            those of now.
     """
     line = {
         "figure": figure,
@@ -39,6 +42,7 @@ def record(  # noqa: PLR0917
         "device": device(),
         "runs": runs,
         "spread": spread,
+        **(measured or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Everything behind docs/quality.md: teachers, texts, four comparisons, figures.
+#
+#     bash speedrun/quality.sh MODELS TEXTS RECORD
+#
+# MODELS holds stories15M and minimind2-small; TEXTS is a folder of texts by source, or a bundle of
+# speedrun/make_teacher.py; figures are appended to RECORD/figures.jsonl. Run it from the root of
+# the repository; it takes all GPUs that there are, and goes on where it was stopped.
+set -uo pipefail
+models=$(realpath "$1") texts=$(realpath "$2") record=$3
+mkdir -p teachers texts runs "$record"
+gpus=$(python -c "import torch; print(max(1, torch.cuda.device_count()))")
+seconds=${TEACHER_SECONDS:-200} documents=${DOCUMENTS:-60000} workers=${WORKERS:-8}
+stories=${TINYSTORIES:-$texts/tinystories-sample/tinystories_sample.txt}
+
+on_gpu() { CUDA_VISIBLE_DEVICES=$(($1 % gpus)) "${@:2}"; }
+
+compare() { # GPU NAME
+    on_gpu "$1" qat bench quality "speedrun/recipes/quality_$2.toml" --out "runs/$2" \
+        --workers "$workers" > "runs/$2.log" 2>&1
+}
+
+sample() { # GPU FILE DOCUMENTS TOP_P SEED
+    [ -e "$2" ] || on_gpu "$1" python speedrun/sample_corpus.py --teacher teachers/stories15M \
+        --out "$2" --documents "$3" --top-p "$4" --seed "$5" --batch-size 8192
+}
+
+teacher_88m() { # GPU
+    [ -e teachers/teacher-88m/model.safetensors ] || on_gpu "$1" python speedrun/make_teacher.py \
+        --texts "$texts" --out teachers/teacher-88m --max-seconds "$seconds"
+    compare "$1" teacher88m
+}
+
+stories() { # GPU
+    sample "$1" texts/stories15m_untruncated.jsonl 1000 1.0 1
+    sample "$1" texts/stories15m.jsonl "$documents" 0.9 0
+    compare "$1" stories15m
+}
+
+minimind() { # GPU
+    until [ -e teachers/teacher-88m/texts/report_other.jsonl ]; do sleep 1; done
+    compare "$1" minimind2
+}
+
+tiny() { # GPU
+    compare "$1" tiny_qwen3
+    python speedrun/measure_lora.py --figures "$record/figures.jsonl"
+    until [ -e texts/stories15m.jsonl ]; do sleep 1; done
+    [ -e runs/angle_student ] || on_gpu "$1" qat convert teachers/stories15M --to q2a4 \
+        --calibration texts/stories15m.jsonl --out runs/angle_student
+    on_gpu "$1" python speedrun/measure_gradient_angle.py --teacher teachers/stories15M \
+        --student runs/angle_student --text texts/tinystories.txt --out "$record/angles.jsonl" \
+        --figures "$record/figures.jsonl"
+}
+
+ln -sfn "$models/stories15M" teachers/stories15M
+ln -sfn "$models/minimind2-small" teachers/minimind2-small
+[ -e texts/tinystories.txt ] || cp "$stories" texts/tinystories.txt
+
+teacher_88m 0 & jobs=($!)
+stories 1 & jobs+=($!)
+minimind 2 & jobs+=($!)
+tiny 3 & jobs+=($!)
+failed=0
+for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
+exit $failed

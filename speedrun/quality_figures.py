@@ -1,0 +1,156 @@
+"""The figures of docs/quality.md, from the rows that `qat bench quality` left.
+
+    python speedrun/quality_figures.py runs --figures figures.jsonl
+
+`runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
+"""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from cyclopts import App
+from figures import record
+
+app = App(help=__doc__)
+TEACHERS = ("stories15m", "minimind2", "tiny_qwen3", "teacher88m")
+OURS, UNIFORM, TWO_BITS = "mixed bits", "q2a4", "q2a2"
+SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
+TIMED = "reference, our seconds"
+SANITY = ("repeated_frac", "distinct_frac")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of one teacher."""
+
+    name: str
+    rows: list[dict]
+
+    @property
+    def text(self) -> str:
+        """The first text that was judged on."""
+        return self.rows[0]["text"]
+
+    @property
+    def steps(self) -> int:
+        """The budget that recipes share."""
+        return self.of(OURS)[0]["steps"]
+
+    def of(self, recipe: str, text: str | None = None) -> list[dict]:
+        """A recipe's rows on one text, a seed each."""
+        text = self.text if text is None else text
+        return [row for row in self.rows if row["recipe"] == recipe and row["text"] == text]
+
+    def kl(self, recipe: str) -> float:
+        """Its mean KL on the first text, in nats."""
+        return statistics.fmean(row["kl_nats"] for row in self.of(recipe))
+
+    def spread(self, recipe: str) -> float:
+        """The standard deviation of that KL over seeds; 0 of one seed."""
+        found = [row["kl_nats"] for row in self.of(recipe)]
+        return statistics.stdev(found) if len(found) > 1 else 0.0
+
+    def baselines(self) -> list[str]:
+        """What is compared with at equal steps, or trains nothing."""
+        names = dict.fromkeys(
+            r["recipe"] for r in self.rows if r["method"] not in {"qat", "teacher"}
+        )
+        return [name for name in names if name != TIMED]
+
+    def tuned_reference(self) -> str:
+        """The reference's best recipe at equal steps, whatever its start and learning rate."""
+        names = [n for n in self.baselines() if self.of(n)[0]["method"] == "reference"]
+        return min(names, key=self.kl)
+
+    def beats(self, recipe: str) -> bool:
+        """Whether `OURS`, no larger, is closer to the teacher by more than the seeds' spread."""
+        bits = [self.of(name)[0]["bits_per_weight"] for name in (OURS, recipe)]
+        gap = self.kl(recipe) - self.kl(OURS)
+        return bits[0] <= bits[1] and gap > max(self.spread(recipe), self.spread(OURS))
+
+
+@app.default
+def figures_of(runs: Path, *, figures: Path) -> None:
+    """Append every figure to FIGURES, and print what each is the worst of."""
+    found = [Results(name, read(runs / name / "results.jsonl")) for name in TEACHERS]
+    by_name = {each.name: each for each in found}
+    stories, large = by_name["stories15m"], by_name["teacher88m"]
+    measured = {key: stories.rows[0][key] for key in ("commit", "device")}
+
+    def put(figure: str, value: float, unit: str, goal: str, **more: object) -> None:
+        record(figures, figure, round(value, 4), unit, goal, measured=measured, **more)
+
+    def put_worst(figure: str, values: dict[str, float], unit: str, goal: str) -> None:
+        print(figure, {name: round(value, 4) for name, value in values.items()})
+        worst = max if goal.startswith("<") else min
+        put(figure, worst(values.values()), unit, goal)
+
+    for figure, recipe, goal in (
+        ("stories15m_kl_converted", f"{UNIFORM}, converted only", "<= 0.5"),
+        ("stories15m_kl_mlp2_attn4", UNIFORM, "<= 0.10"),
+        ("stories15m_kl_all2", TWO_BITS, "<= 0.20"),
+    ):
+        runs_of = len(stories.of(recipe))
+        spread = stories.spread(recipe) if runs_of > 1 else None
+        put(figure, stories.kl(recipe), "nats/token", goal, runs=runs_of, spread=spread)
+    put("bits_per_mlp_weight", mlp_bits(runs / stories.name), "bits", "<= 2.6")
+    ratios = {each.name: each.kl(OURS) / each.kl(each.tuned_reference()) for each in found}
+    put_worst("kl_over_reference_steps", ratios, "", "<= 0.333")
+    timed = {each.name: each.kl(OURS) / each.kl(TIMED) for each in found}
+    put_worst("kl_over_reference_time", timed, "", "<= 0.2")
+    beaten = {each.name: all(map(each.beats, each.baselines())) for each in found}
+    put_worst("beats_every_baseline", beaten, "", "1")
+    put_worst("sampled_gap_in_spreads", {e.name: gap_in_spreads(e) for e in found}, "", "<= 1")
+    gaps = {text: ppl_gap(large, text) for text in dict.fromkeys(r["text"] for r in large.rows)}
+    put_worst("ppl_gap_100m_2bit", gaps, "perplexity", "<= 3")
+    gains = {each.name: each.kl(UNIFORM) - each.kl(OURS) for each in found}
+    put_worst("mixed_bits_gain", gains, "nats/token", "> 0")
+    for each in found:
+        print(each.name, "samples over the teacher's", sanity(each))
+
+
+def read(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def gap_in_spreads(results: Results) -> float:
+    """How much further than with the full teacher, in the larger spread of the two."""
+    spread = max(results.spread(SAMPLED), results.spread(FULL))
+    return (results.kl(SAMPLED) - results.kl(FULL)) / spread
+
+
+def ppl_gap(results: Results, text: str) -> float:
+    """Perplexity of the student with 2 bits in all linears above its teacher's."""
+    rows = results.of(TWO_BITS, text)
+    return statistics.fmean(row["ppl"] - row["teacher_ppl"] for row in rows)
+
+
+def mlp_bits(directory: Path) -> float:
+    """Bits a weight of the MLPs in the preset's student, scales and codebooks counted."""
+    for path in sorted(directory.glob("students/*/convert_report.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        modules = [m for m in report["modules"] if ".mlp." in m["name"]]
+        if report["plan"] == UNIFORM and {m["group_size"] for m in modules} == {16}:
+            return max(module["bits_per_weight"] for module in modules)
+    raise SystemExit(f"{directory} holds no student converted to {UNIFORM}")
+
+
+def sanity(results: Results) -> dict[str, dict[str, float]]:
+    """Repeated n-grams and distinct tokens of our students' samples, over the teacher's."""
+    teacher = results.of("teacher")[0]
+    return {
+        name: {
+            key: round(statistics.fmean(r[key] for r in results.of(name)) / teacher[key], 3)
+            for key in SANITY
+            if teacher[key]
+        }
+        for name in (OURS, UNIFORM, TWO_BITS)
+        if results.of(name)
+    }
+
+
+if __name__ == "__main__":
+    app()
