@@ -10,8 +10,10 @@ set -uo pipefail
 models=$(realpath "$1") texts=$(realpath "$2") record=$3
 mkdir -p teachers texts runs "$record"
 gpus=$(python -c "import torch; print(max(1, torch.cuda.device_count()))")
-seconds=${TEACHER_SECONDS:-200} documents=${DOCUMENTS:-60000} workers=${WORKERS:-8}
+seconds=${TEACHER_SECONDS:-50} documents=${DOCUMENTS:-40000} workers=${WORKERS:-8}
 stories=${TINYSTORIES:-$texts/tinystories-sample/tinystories_sample.txt}
+instructions=${INSTRUCTIONS:-$texts/alpaca-demo/alpaca_en_demo.json}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # many jobs share the cores
 
 on_gpu() { CUDA_VISIBLE_DEVICES=$(($1 % gpus)) "${@:2}"; }
 
@@ -20,9 +22,9 @@ compare() { # GPU NAME
         --workers "$workers" > "runs/$2.log" 2>&1
 }
 
-sample() { # GPU FILE DOCUMENTS TOP_P SEED
-    [ -e "$2" ] || on_gpu "$1" python speedrun/sample_corpus.py --teacher teachers/stories15M \
-        --out "$2" --documents "$3" --top-p "$4" --seed "$5" --batch-size 8192
+sample() { # GPU TEACHER FILE DOCUMENTS TOP_P SEED
+    [ -e "$3" ] || on_gpu "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" \
+        --out "$3" --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192
 }
 
 teacher_88m() { # GPU
@@ -32,20 +34,25 @@ teacher_88m() { # GPU
 }
 
 stories() { # GPU
-    sample "$1" texts/stories15m_untruncated.jsonl 1000 1.0 1
-    sample "$1" texts/stories15m.jsonl "$documents" 0.9 0
+    sample "$1" stories15M texts/stories15m_untruncated.jsonl 1000 1.0 1
+    sample "$1" stories15M texts/stories15m.jsonl "$documents" 0.9 0
     compare "$1" stories15m
 }
 
 minimind() { # GPU
-    until [ -e teachers/teacher-88m/texts/report_other.jsonl ]; do sleep 1; done
+    sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0
     compare "$1" minimind2
 }
 
 tiny() { # GPU
     compare "$1" tiny_qwen3
-    python speedrun/measure_lora.py --figures "$record/figures.jsonl"
     until [ -e texts/stories15m.jsonl ]; do sleep 1; done
+    compare "$1" stories15m_more
+}
+
+gradients() { # GPU
+    until [ -e texts/stories15m.jsonl ]; do sleep 1; done
+    python speedrun/measure_lora.py --figures "$record/figures.jsonl"
     [ -e runs/angle_student ] || on_gpu "$1" qat convert teachers/stories15M --to q2a4 \
         --calibration texts/stories15m.jsonl --out runs/angle_student
     on_gpu "$1" python speedrun/measure_gradient_angle.py --teacher teachers/stories15M \
@@ -56,6 +63,7 @@ tiny() { # GPU
 ln -sfn "$models/stories15M" teachers/stories15M
 ln -sfn "$models/minimind2-small" teachers/minimind2-small
 [ -e texts/tinystories.txt ] || cp "$stories" texts/tinystories.txt
+[ -e texts/instructions.json ] || cp "$instructions" texts/instructions.json
 
 teacher_88m 0 & jobs=($!)
 stories 1 & jobs+=($!)
@@ -63,5 +71,6 @@ minimind 2 & jobs+=($!)
 tiny 3 & jobs+=($!)
 failed=0
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+[ -e "$record/angles.jsonl" ] || gradients 0 || failed=1
 python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
 exit $failed
