@@ -23,8 +23,10 @@ compare() { # GPU NAME
 }
 
 sample() { # GPU TEACHER FILE DOCUMENTS TOP_P SEED
-    [ -e "$3" ] || on_gpu "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" \
-        --out "$3" --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192
+    [ -e "$3" ] && return
+    on_gpu "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
+        --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192
+    mv "$3.part" "$3"
 }
 
 teacher_88m() { # GPU
@@ -42,6 +44,7 @@ stories() { # GPU
 minimind() { # GPU
     sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0
     compare "$1" minimind2
+    gradients "$1"
 }
 
 tiny() { # GPU
@@ -51,7 +54,7 @@ tiny() { # GPU
 }
 
 gradients() { # GPU
-    until [ -e texts/stories15m.jsonl ]; do sleep 1; done
+    [ -e "$record/angles.jsonl" ] && return
     python speedrun/measure_lora.py --figures "$record/figures.jsonl"
     [ -e runs/angle_student ] || on_gpu "$1" qat convert teachers/stories15M --to q2a4 \
         --calibration texts/stories15m.jsonl --out runs/angle_student
@@ -71,6 +74,5 @@ minimind 2 & jobs+=($!)
 tiny 3 & jobs+=($!)
 failed=0
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-[ -e "$record/angles.jsonl" ] || gradients 0 || failed=1
 python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
 exit $failed
