@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from qat.config import Settings
 
@@ -32,3 +32,9 @@ class ConvertConfig(Settings):
     """Linears fitted at a time without calibration; 0: one per core, or one where a GPU works."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+
+    @field_validator("embedding_bits", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        """A flag's digits are a number, as a recipe writes it."""
+        return int(value) if isinstance(value, str) and value.isdigit() else value

@@ -69,6 +69,15 @@ def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> N
     assert (out / "plan.toml").exists()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tables_get_the_bits_of_the_flag(bits: int, place: Path, tmp_path, monkeypatch) -> None:
+    flags = ["--to", "q4a4", "--embedding-bits", bits, "--device", "cpu"]
+    assert call(monkeypatch, "convert", place / "float", *flags, "--out", tmp_path / "out") == 0
+    report = json.loads((tmp_path / "out" / "convert_report.json").read_text())
+    found = {module["name"]: module["bits"] for module in report["modules"]}
+    assert found["model.embed_tokens"] == bits
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -82,6 +91,7 @@ def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> N
         (["--bits-budget", "-1"], "bits_budget"),
         (["--to", "q4a4", "--group-size", "7"], "group_size=7 does not divide its 32 input"),
         (["--to", "q4a4", "--workers", "-1"], "workers"),
+        (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8 or"),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
     ],
 )
