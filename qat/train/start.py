@@ -154,11 +154,16 @@ def _facts(
 
 
 def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
-    """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16`."""
+    """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.07_bf16`.
+
+    `quant` holds the mean bits of an index, in the MLPs and in the attention.
+    """
     quant = ""
     for letter, part in (("q", ".mlp."), ("a", ".self_attn.")):
-        bits = {m.spec.bits for name, m in quant_linears(model).items() if part in name}
-        quant += f"{letter}{min(bits)}" if bits else ""
+        linears = [m for name, m in quant_linears(model).items() if part in name]
+        weights = sum(m.out_features * m.in_features for m in linears)
+        bits = sum(m.spec.bits * m.out_features * m.in_features for m in linears)
+        quant += f"{letter}{bits / weights:.2g}" if linears else ""
     return f"{quant}_{config.scope}_{trainer.best:.2f}_{trainer.config.dtype}"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import build, info
-from quantized import SPECS, nearest_e5m3, tiny_quantized
+from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from train_case import config, make_place
 
@@ -23,6 +23,8 @@ from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import atomic_directory
+from qat.models.swap import replace_module
+from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
@@ -197,6 +199,18 @@ def test_same_seed_same_run_and_another_seed_another(place: Path, tmp_path: Path
     assert_same_end(whole, tmp_path / "a", run(place, tmp_path / "a"))
     run(place, tmp_path / "b", seed=1)
     assert (tmp_path / "b/metrics.jsonl").read_bytes() != (whole[0] / "metrics.jsonl").read_bytes()
+
+
+def test_the_name_tells_the_mean_bits_of_a_mixed_student(place: Path, tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    name = "model.layers.1.mlp.up_proj"
+    shape = model.get_submodule(name).indices().shape
+    linear = FrozenLutLinear(random_weight(*shape, SPECS["lut4"]), None, SPECS["lut4"])
+    replace_module(model, name, linear)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "mixed")
+    settings = config(place, max_steps=1)
+    report = train_student(settings, str(tmp_path / "mixed"), tmp_path / "run", resume=False)
+    assert report.final.name.startswith("q2.3a2_e2e_")  # one of six equal linears has 4 bits
 
 
 def test_the_directory_of_a_run(place: Path, whole) -> None:
