@@ -33,8 +33,8 @@ class StepConfig(Settings):
     with a teacher that runs beside: kl, reverse_kl, jsd, cakld, hard_ce."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
-    batch_size: int = Field(16, gt=0)
-    """Sequences in one forward (the micro-batch)."""
+    batch_size: int = Field(64, gt=0)
+    """Sequences in one forward (the micro-batch); steps of more are closer to the teacher."""
     grad_accum_steps: int = Field(1, gt=0)
     """Micro-batches per optimizer step."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
