@@ -1,6 +1,7 @@
 """The figures of docs/quality.md, from the rows that `qat bench quality` left.
 
     python speedrun/quality_figures.py runs --figures figures.jsonl
+    python speedrun/quality_figures.py tables runs/stories15m
 
 `runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
 """
@@ -18,6 +19,7 @@ TEACHERS = ("stories15m", "minimind2", "tiny_qwen3", "teacher88m")
 OURS, UNIFORM, TWO_BITS = "mixed bits", "q2a4", "q2a2"
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED = "reference, our seconds"
+NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
 SANITY = ("repeated_frac", "distinct_frac")
 
 
@@ -119,6 +121,48 @@ def figures_of(runs: Path, *, figures: Path) -> None:
     put_worst("mixed_bits_gain", gains, "nats/token", "> 0")
     for each in found:
         print(each.name, "samples over the teacher's", sanity(each))
+
+
+@app.command
+def tables(*directories: Path) -> None:
+    """Print a narrow table for each directory of results, the least KL first."""
+    for directory in directories:
+        results = Results(directory.name, read(directory / "results.jsonl"))
+        texts = list(dict.fromkeys(row["text"] for row in results.rows))
+        heads = ["recipe", "bits", "seeds", *(f"KL {text}" for text in texts), "top-1", "ppl"]
+        print(f"\n{results.name}, {results.steps:,} steps\n")
+        print_row([*heads, "steps", "seconds"])
+        print_row(["---", *["---:"] * (len(heads) + 1)])
+        names = dict.fromkeys(row["recipe"] for row in results.rows)
+        for name in sorted(names, key=results.kl):
+            print_row(cells(results, name, texts))
+
+
+def cells(results: Results, recipe: str, texts: list[str]) -> list[str]:
+    """A recipe's line."""
+    rows = results.of(recipe)
+    spread = f" +- {results.spread(recipe):.4f}" if len(rows) > 1 else ""
+    others = [
+        f"{statistics.fmean(row['kl_nats'] for row in results.of(recipe, text)):.4f}"
+        for text in texts[1:]
+    ]
+    mean = {key: statistics.fmean(row[key] for row in rows) for key in NUMBERS}
+    return [
+        recipe,
+        f"{mean['bits_per_weight']:.2f}",
+        str(len(rows)),
+        f"{results.kl(recipe):.4f}{spread}",
+        *others,
+        f"{mean['top1_frac']:.3f}",
+        f"{mean['ppl']:.2f}",
+        f"{mean['steps']:,.0f}",
+        f"{mean['seconds']:.0f}",
+    ]
+
+
+def print_row(words: list[str]) -> None:
+    """Print one line of a Markdown table."""
+    print(f"| {' | '.join(words)} |")
 
 
 def read(path: Path) -> list[dict]:
