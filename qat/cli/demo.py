@@ -97,7 +97,9 @@ def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
         "--num-sequences", 3000, "--batch-size", 32,
     )  # fmt: skip
     run.qat("cache", "info", out / "cache")
-    train = ["--cache-dir", out / "cache", "--eval-every", 50, "--eval-sequences", 64]
+    # steps that two CPU cores take in a third of a second
+    train = ["--cache-dir", out / "cache", "--batch-size", 16, "--eval-every", 50]
+    train += ["--eval-sequences", 64]
     q4 = run.qat("convert", teacher, "--to", "q4a4", "--out", out / "q4")
     q4_run = run.qat(
         "train", out / "q4", "--learn", "scales,codebook", "--max-steps", 20,
