@@ -3,8 +3,11 @@
 Shapes: N rows, I integers a row, G groups of integers that fill whole bytes.
 """
 
+from functools import cache
 from math import gcd
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,21 +38,54 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `(N, count)` int64 integers that `pack_bits` packed."""
+    """The `(N, count)` integers that `pack_bits` packed, as int16, int32 or int64.
+
+    A group is looked at as overlapping words, one for each of its integers, equally far apart; each
+    is then shifted until its integer comes first.
+    """
     N, width = packed.shape
     per_group, group_bytes = _group(bits)
-    octets = pad(packed, (0, -width % group_bytes)).view(N, -1, group_bytes)
-    columns = [octets[..., k].long() for k in range(group_bytes)]
-    values_NGI = packed.new_empty(N, octets.shape[1], per_group, dtype=torch.int64)
-    for i in range(per_group):
-        first, shift = divmod(i * bits, 8)
-        word_NG = columns[first].clone()
-        for k in range(1, packed_bytes(1, shift + bits)):
-            word_NG |= columns[first + k] << (8 * k)
-        values_NGI[..., i] = (word_NG >> shift) & (2**bits - 1)
-    return values_NGI.view(N, -1)[:, :count]
+    words, G = _words(bits), -(-width // group_bytes)
+    octets = np.zeros(words.lead + N * G * group_bytes + 8, np.uint8)
+    octets[words.lead : -8].reshape(N, -1)[:, :width] = packed.numpy()
+    shape, strides = (N * G, per_group), (group_bytes, words.step)
+    seen = np.ndarray(shape, words.dtype, octets, strides=strides)
+    values_NI = torch.from_numpy(seen.copy()).view(N, G * per_group)
+    values_NI >>= words.shifts.repeat(G)
+    values_NI &= 2**bits - 1
+    return values_NI[:, :count]
+
+
+def unpack_flags(packed: Tensor, count: int) -> Tensor:
+    """The `(N, count)` bool that `pack_bits` packed as integers of one bit."""
+    flags = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(flags.view(bool))
 
 
 def _group(bits: int) -> tuple[int, int]:
     """The fewest integers that fill whole bytes, and how many bytes."""
     return 8 // gcd(8, bits), bits // gcd(8, bits)
+
+
+class _Words(NamedTuple):
+    """How to look at a group so that word i holds integer i, the same for all groups."""
+
+    lead: int
+    """Bytes before the group where the first word begins."""
+    step: int
+    """Bytes from one word to the next."""
+    shifts: Tensor
+    """Bits below each word's integer, in the words' dtype."""
+    dtype: np.dtype
+
+
+@cache
+def _words(bits: int) -> _Words:
+    per_group, _ = _group(bits)
+    step = round(bits / 8)
+    drift = bits - 8 * step  # by which the shift grows from word to word
+    lead = max(0, -drift * (per_group - 1) + 7) // 8  # so that no shift is negative
+    shifts = 8 * lead + drift * np.arange(per_group)
+    size = next(size for size in (2, 4, 8) if bits + shifts.max() < 8 * size)
+    dtype = np.dtype(f"<i{size}")
+    return _Words(lead, step, torch.from_numpy(shifts.astype(dtype)), dtype)

@@ -15,12 +15,11 @@ Shapes: N sequences, S positions, K teacher tokens kept, n draws, D distinct dra
 
 from math import log, sqrt
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from qat.data.bits import pack_bits, unpack_bits
+from qat.data.bits import pack_bits, unpack_bits, unpack_flags
 from qat.data.signals import TopK
 
 CODE_BITS = 9
@@ -28,6 +27,12 @@ M = 2**CODE_BITS - 2
 FAR = M + 1  # the code of a token beyond MAX_DISTANCE, so that it does not stretch the range
 MAX_DISTANCE = 104.0  # nats; exp(-104) is 0 in float32, so what lies further below says nothing
 STEPS_PER_OCTAVE = 20
+TOP_K_ROWS = ("topk_ids", "topk_codes", "topk_range", "tail_logprob")
+BLOCK = 2**18
+"""Log-probs decoded at once: few enough that what comes up in between fits a core's cache."""
+SHARES = np.square(np.arange(FAR + 1, dtype=np.float32) / np.float32(M))
+"""The distance that a code stands for, as a share of the range."""
+SHARES[FAR] = np.inf
 
 
 def id_bits(vocab_size: int) -> int:
@@ -66,16 +71,22 @@ def decode_top_k(
     rows: dict[str, Tensor], *, length: int, k: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Ids `(N, S, K)` int64 and log-probs `(N, S, K)` float32, most likely first."""
-    N = rows["topk_range"].shape[0]
-    ids = unpack_bits(rows["topk_ids"], id_bits(vocab_size), length * k).view(N, length, k)
-    codes = unpack_bits(rows["topk_codes"], CODE_BITS, length * (k - 1)).view(N, length, k - 1)
+    N, bits = len(rows["topk_range"]), id_bits(vocab_size)
+    ids, logprobs = _empty(N, length, k, np.int64), _empty(N, length, k, np.float32)
     range_NS1 = _decode_range(rows["topk_range"].double()).float()[..., None]
-    near = range_NS1 * (codes.float() / M).square()
-    distances = pad(near.masked_fill(codes == FAR, MAX_DISTANCE), (1, 0))
-    # probabilities sum to 1 - tail, which fixes the most likely one
-    head_NS = torch.log(-torch.expm1(rows["tail_logprob"]))
-    first_NS = head_NS - torch.logsumexp(-distances, dim=-1)
-    return ids, first_NS[..., None] - distances
+    step = max(1, BLOCK // (length * k))
+    for block in (slice(first, first + step) for first in range(0, N, step)):
+        ids_NI = unpack_bits(rows["topk_ids"][block], bits, length * k)
+        ids[block] = ids_NI.view_as(ids[block])
+        codes_NI = unpack_bits(rows["topk_codes"][block], CODE_BITS, length * (k - 1))
+        ratios = logprobs[block]  # to the most likely one, then of themselves
+        ratios[..., 0] = 0.0
+        shares = torch.from_numpy(SHARES.take(codes_NI.numpy())).view_as(ratios[..., 1:])
+        torch.mul(shares, -range_NS1[block], out=ratios[..., 1:]).clamp_(min=-MAX_DISTANCE)
+        # probabilities sum to 1 - tail, which fixes the most likely one
+        head_NS = torch.log(-torch.expm1(rows["tail_logprob"][block]))
+        ratios += (head_NS - ratios.exp().sum(-1).log())[..., None]
+    return ids, logprobs
 
 
 def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -104,7 +115,7 @@ def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tens
 
 
 def decode_draws(
-    marks: Tensor, id_rows: list[Tensor], *, length: int, num_draws: int, vocab_size: int
+    marks: Tensor, id_rows: list[np.ndarray], *, length: int, num_draws: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Distinct ids `(N, S, D)` int64 and counts `(N, S, D)` float32; padded with id 0, count 0.
 
@@ -112,24 +123,34 @@ def decode_draws(
         marks: `(N, ceil(S * n / 8))` uint8 rows of `sample_marks`.
         id_rows: for each sequence its bytes of `sample_ids`.
     """
-    N, n = marks.shape[0], num_draws
-    marks_NSn = unpack_bits(marks, 1, length * n).view(N, length, n)
-    bits = id_bits(vocab_size)
-    padded = pad_sequence(id_rows, batch_first=True)
-    ids_NI = unpack_bits(padded, bits, padded.shape[1] * 8 // bits)
+    N, T, n = len(marks), len(marks) * length, num_draws
+    is_new_Tn = unpack_flags(marks, length * n).numpy().reshape(T, n)
+    is_kept_T = is_new_Tn[:, 0].copy()
+    is_new_Tn[:, 0] = True  # the last draws of a token end where the next token begins
+    num_T = is_new_Tn.sum(-1, dtype=np.int32)
     # in sixteens, so that most batches have one shape and a recorded step fits them
-    D = min(n, -(-max(1, int(marks_NSn.sum(-1).max())) // 16) * 16)
-    ids = torch.zeros(N, length, D, dtype=torch.int64)
-    counts = torch.zeros(N, length, D)
-    if ids_NI.shape[1] == 0:
-        return ids, counts
-    slot_NSn = (marks_NSn.cumsum(-1) - 1).clamp(min=0)  # which of its token's ids a draw is
-    place_NSn = (marks_NSn.view(N, -1).cumsum(-1) - 1).clamp(min=0)  # ... of its sequence's ids
-    drawn_NSn = ids_NI.gather(1, place_NSn).view(N, length, n)
-    is_kept = marks_NSn[..., :1]
-    ids.scatter_(-1, slot_NSn, drawn_NSn * is_kept)
-    counts.scatter_add_(-1, slot_NSn, is_kept.float().expand(-1, -1, n))
-    return ids, counts
+    D = min(n, -(-int(num_T.max()) // 16) * 16)
+    ids, counts = np.zeros((T, D), np.int64), np.zeros((T, D), np.float32)
+    is_used_TD = np.arange(D, dtype=np.int32) < num_T[:, None]
+    counts[is_used_TD] = np.diff(np.flatnonzero(is_new_Tn), append=T * n)
+    is_used_TD[~is_kept_T], counts[~is_kept_T] = False, 0.0
+    num_N = (num_T * is_kept_T).reshape(N, length).sum(1)
+    ids[is_used_TD] = _decode_ids(id_rows, num_N.tolist(), id_bits(vocab_size))
+    return tuple(torch.from_numpy(found).view(N, length, D) for found in (ids, counts))
+
+
+def _decode_ids(id_rows: list[np.ndarray], counts: list[int], bits: int) -> np.ndarray:
+    """The distinct ids of all sequences one after the other, `counts` of them."""
+    padded = np.zeros((len(id_rows), max(map(len, id_rows))), np.uint8)
+    for row, octets in zip(padded, id_rows, strict=True):
+        row[: len(octets)] = octets
+    ids_NI = unpack_bits(torch.from_numpy(padded), bits, max(counts)).numpy()
+    return np.concatenate([row[:count] for row, count in zip(ids_NI, counts, strict=True)])
+
+
+def _empty(N: int, S: int, K: int, dtype: type) -> Tensor:
+    """Memory from NumPy, which asks for huge pages: a new page costs more than filling it."""
+    return torch.from_numpy(np.empty((N, S, K), dtype))
 
 
 def _pack_codes(codes_TK: Tensor, num_sequences: int) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padde
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qat.data.batch import Batch
-from qat.data.bits import unpack_bits
+from qat.data.bits import unpack_bits, unpack_flags
 from qat.data.cache import Manifest, Shard, Split, raise_if_damaged, read_manifest
-from qat.data.codec import decode_draws, decode_top_k, id_bits
+from qat.data.codec import TOP_K_ROWS, decode_draws, decode_top_k, id_bits
 from qat.data.packing import labels, position_ids
 from qat.errors import CacheError
 
@@ -100,17 +100,18 @@ class TeacherCache:
         Raises:
             IndexError: an index outside the split.
         """
-        rows = self._rows(np.asarray(indices, dtype=np.int64), split)
+        place = self._place(indices, split)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
-        input_ids = unpack_bits(rows["tokens"], id_bits(V), S)
-        starts, mask = unpack_bits(rows["starts"], 1, S).bool(), unpack_bits(rows["mask"], 1, S)
-        topk_ids, topk_logprobs, tail_logprob = self._top_k(rows, "topk" in targets)
-        sample_ids, sample_counts = self._draws(rows, "draws" in targets)
+        rows = place.rows(["tokens", "starts", "mask"])
+        input_ids = unpack_bits(rows["tokens"], id_bits(V), S).long()
+        starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
+        topk_ids, topk_logprobs, tail_logprob = self._top_k(place, "topk" in targets)
+        sample_ids, sample_counts = self._draws(place, "draws" in targets)
         return Batch(
             input_ids=input_ids,
             position_ids=position_ids(starts),
-            mask=mask.bool(),
-            labels=labels(input_ids, starts, mask.bool()),
+            mask=mask,
+            labels=labels(input_ids, starts, mask),
             topk_ids=topk_ids,
             topk_logprobs=topk_logprobs,
             tail_logprob=tail_logprob,
@@ -120,48 +121,41 @@ class TeacherCache:
 
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
-        return self._rows(np.asarray(indices, dtype=np.int64), split)["log_sum_exp"]
+        return self._place(indices, split).rows(["log_sum_exp"])["log_sum_exp"]
 
-    def _top_k(self, rows: dict[str, Tensor], is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-        settings, N = self.manifest.settings, len(rows["tokens"])
-        S, K = settings.sequence_length, settings.top_k
-        if K == 0 or not is_wanted:
+    def _top_k(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+        settings, N, S = self.manifest.settings, len(place.owners), self.sequence_length
+        if settings.top_k == 0 or not is_wanted:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing, torch.zeros(N, S)
-        ids, logprobs = decode_top_k(
-            rows, length=S, k=K, vocab_size=self.manifest.teacher.vocab_size
-        )
+        rows, V = place.rows(TOP_K_ROWS), self.manifest.teacher.vocab_size
+        ids, logprobs = decode_top_k(rows, length=S, k=settings.top_k, vocab_size=V)
         return ids, logprobs, rows["tail_logprob"]
 
-    def _draws(self, rows: dict[str, Tensor], is_wanted: bool) -> tuple[Tensor, Tensor]:
-        settings, N = self.manifest.settings, len(rows["tokens"])
-        S, n = settings.sequence_length, settings.draws
-        if n == 0 or not is_wanted:
+    def _draws(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor]:
+        settings, N, S = self.manifest.settings, len(place.owners), self.sequence_length
+        if settings.draws == 0 or not is_wanted:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing
-        id_rows = list(rows["sample_ids"].split(rows["sample_lengths"].tolist()))
         return decode_draws(
-            rows["sample_marks"],
-            id_rows,
+            place.rows(["sample_marks"])["sample_marks"],
+            place.sample_ids(),
             length=S,
-            num_draws=n,
+            num_draws=settings.draws,
             vocab_size=self.manifest.teacher.vocab_size,
         )
 
-    def _rows(self, indices: np.ndarray, split: Split) -> dict[str, Tensor]:
-        """The encoded rows of some sequences, each shard read once."""
-        total = self.num_sequences(split)
-        if len(indices) and not (0 <= indices.min() and indices.max() < total):
-            raise IndexError(f"indices {indices.tolist()} reach outside {total} {split} sequences")
+    def _place(self, indices: Sequence[int] | np.ndarray, split: Split) -> "_Place":
+        """Where the sequences `indices` of a split are."""
+        indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
+        if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
+            raise IndexError(
+                f"indices {indices_B.tolist()} reach outside {total} {split} sequences"
+            )
         ends = self._ends[split]
-        owners = np.searchsorted(ends, indices, side="right")
-        order = np.argsort(owners, kind="stable")
-        parts = []
-        for owner in np.unique(owners):
-            first = int(ends[owner - 1]) if owner else 0
-            parts.append(self._files[split][owner].rows(indices[owners == owner] - first))
-        back = torch.from_numpy(np.argsort(order, kind="stable"))
-        return _reordered(parts, back)
+        owners_B = np.searchsorted(ends, indices_B, side="right")
+        firsts = np.concatenate([[0], ends])
+        return _Place(self._files[split], owners_B, indices_B - firsts[owners_B])
 
 
 class _ShardFile:
@@ -172,33 +166,45 @@ class _ShardFile:
         self._shard = shard
 
     @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the shard holds."""
         raise_if_damaged(self._directory, self._shard, deep=True)
         with safe_open(self._directory / self._shard.file, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
 
     @cached_property
-    def _sample_ends(self) -> Tensor:
-        return self._tensors["sample_lengths"].long().cumsum(0)
+    def _sample_ends(self) -> np.ndarray:
+        return self.tensors["sample_lengths"].numpy().cumsum(dtype=np.int64)
 
-    def rows(self, places: np.ndarray) -> dict[str, Tensor]:
-        """The encoded rows at `places`; ids of draws one after the other."""
-        at = torch.from_numpy(places)
-        rows = {name: t[at] for name, t in self._tensors.items() if name != "sample_ids"}
-        if "sample_ids" in self._tensors:
-            ends = self._sample_ends[at]
-            firsts = (ends - rows["sample_lengths"]).tolist()
-            spans = zip(firsts, ends.tolist(), strict=True)
-            rows["sample_ids"] = torch.cat([self._tensors["sample_ids"][a:b] for a, b in spans])
-        return rows
+    @cached_property
+    def _sample_ids(self) -> np.ndarray:
+        return self.tensors["sample_ids"].numpy()
+
+    def sample_ids(self, row: int) -> np.ndarray:
+        """The bytes of a sequence's drawn ids."""
+        first = self._sample_ends[row - 1] if row else 0
+        return self._sample_ids[first : self._sample_ends[row]]
 
 
-def _reordered(parts: list[dict[str, Tensor]], back: Tensor) -> dict[str, Tensor]:
-    """Rows of several shards laid together and put into the order asked for."""
-    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    ids = rows.pop("sample_ids", None)
-    if ids is not None:
-        spans = ids.split(rows["sample_lengths"].tolist())
-        ids = torch.cat([spans[i] for i in back.tolist()])
-    rows = {name: tensor[back] for name, tensor in rows.items()}
-    return rows if ids is None else {**rows, "sample_ids": ids}
+class _Place(NamedTuple):
+    """Where sequences are: in which of the files, and in which row of it."""
+
+    files: list[_ShardFile]
+    owners: np.ndarray
+    row_numbers: np.ndarray
+
+    def rows(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Encoded rows, each file read once."""
+        parts = []
+        for owner in np.unique(self.owners):
+            tensors = self.files[owner].tensors
+            at = torch.from_numpy(self.row_numbers[self.owners == owner])
+            parts.append([tensors[name].index_select(0, at) for name in names])
+        back = torch.from_numpy(np.argsort(np.argsort(self.owners, kind="stable")))
+        joined = (torch.cat(of_name).index_select(0, back) for of_name in zip(*parts, strict=True))
+        return dict(zip(names, joined, strict=True))
+
+    def sample_ids(self) -> list[np.ndarray]:
+        """The bytes of each sequence's drawn ids."""
+        numbers = zip(self.owners.tolist(), self.row_numbers.tolist(), strict=True)
+        return [self.files[owner].sample_ids(row) for owner, row in numbers]

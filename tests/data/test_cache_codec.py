@@ -2,13 +2,14 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qat.data.bits import pack_bits, packed_bytes, unpack_bits
+from qat.data.bits import pack_bits, packed_bytes, unpack_bits, unpack_flags
 from qat.data.codec import (
     M,
     decode_draws,
@@ -37,13 +38,24 @@ def round_trip(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids.flatten(0, 1), logprobs.flatten(0, 1), rows["tail_logprob"].flatten()
 
 
+def split_ids(rows: dict[str, Tensor]) -> list[np.ndarray]:
+    return [ids.numpy() for ids in rows["sample_ids"].split(rows["sample_lengths"].tolist())]
+
+
 @pytest.mark.parametrize("bits", range(1, 32))
 def test_bits_round_trip_at_every_width(bits: int) -> None:
     for count in (1, 7, 8, 13):
         values = torch.randint(0, 2**bits, (3, count))
         packed = pack_bits(values, bits)
         assert packed.shape == (3, packed_bytes(count, bits))
-        assert torch.equal(unpack_bits(packed, bits, count), values)
+        found = unpack_bits(packed, bits, count)
+        assert torch.equal(found.long(), values)
+        assert found.dtype.itemsize * 8 > bits
+
+
+def test_flags_are_integers_of_one_bit() -> None:
+    values = torch.randint(0, 2, (3, 13))
+    assert torch.equal(unpack_flags(pack_bits(values, 1), 13), values.bool())
 
 
 def test_bits_are_laid_least_significant_first() -> None:
@@ -137,7 +149,7 @@ def test_draws_round_trip_as_ids_and_counts(V: int, n: int) -> None:
     mask = torch.rand(3, S) > 0.3
     rows = encode_draws(draws, mask, V)
     assert len(rows["sample_ids"]) == rows["sample_lengths"].sum()
-    id_rows = list(rows["sample_ids"].split(rows["sample_lengths"].tolist()))
+    id_rows = split_ids(rows)
     ids, counts = decode_draws(rows["sample_marks"], id_rows, length=S, num_draws=n, vocab_size=V)
     for i in range(3):
         for s in range(S):
@@ -148,7 +160,7 @@ def test_draws_round_trip_as_ids_and_counts(V: int, n: int) -> None:
 
 def test_draws_of_fully_masked_sequences_are_empty() -> None:
     rows = encode_draws(torch.zeros(2, S, 4).long(), torch.zeros(2, S, dtype=torch.bool), 300)
-    id_rows = list(rows["sample_ids"].split(rows["sample_lengths"].tolist()))
+    id_rows = split_ids(rows)
     ids, counts = decode_draws(rows["sample_marks"], id_rows, length=S, num_draws=4, vocab_size=300)
     assert ids.shape == counts.shape == (2, S, 4)
     assert counts.sum() == 0
