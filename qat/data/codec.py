@@ -30,9 +30,9 @@ STEPS_PER_OCTAVE = 20
 TOP_K_ROWS = ("topk_ids", "topk_codes", "topk_range", "tail_logprob")
 BLOCK = 2**18
 """Log-probs decoded at once: few enough that what comes up in between fits a core's cache."""
-SHARES = np.square(np.arange(FAR + 1, dtype=np.float32) / np.float32(M))
+SHARES = (torch.arange(FAR + 1) / M).square()
 """The distance that a code stands for, as a share of the range."""
-SHARES[FAR] = np.inf
+SHARES[FAR] = torch.inf
 
 
 def id_bits(vocab_size: int) -> int:
@@ -81,7 +81,7 @@ def decode_top_k(
         codes_NI = unpack_bits(rows["topk_codes"][block], CODE_BITS, length * (k - 1))
         ratios = logprobs[block]  # to the most likely one, then of themselves
         ratios[..., 0] = 0.0
-        shares = torch.from_numpy(SHARES.take(codes_NI.numpy())).view_as(ratios[..., 1:])
+        shares = SHARES.index_select(0, codes_NI.flatten()).view_as(ratios[..., 1:])
         torch.mul(shares, -range_NS1[block], out=ratios[..., 1:]).clamp_(min=-MAX_DISTANCE)
         # probabilities sum to 1 - tail, which fixes the most likely one
         head_NS = torch.log(-torch.expm1(rows["tail_logprob"][block]))

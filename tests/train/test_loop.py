@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +103,7 @@ def test_padding_is_divided_out(place: Path, tmp_path: Path) -> None:
         batch = batch._replace(labels=torch.where(batch.mask, batch.labels, ids))
         logprobs = torch.where(batch.mask[..., None], batch.topk_logprobs, -1.0 - noise)
         batch = batch._replace(topk_logprobs=logprobs)
-        trainer._micro_batches = lambda batch=batch: iter([[batch]])
+        trainer._micro_batches = lambda _step, batch=batch: [batch]
         found.append(first_gradients(trainer))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -145,7 +144,7 @@ def test_every_loss_teaches(place: Path, tmp_path: Path, loss: str) -> None:
         place, tmp_path, loss=loss, max_steps=5, warmup_steps=0, schedule="constant", batch_size=8
     )
     rows = trainer.cache.batch(np.arange(8))
-    trainer._micro_batches = lambda: repeat([rows], trainer.config.max_steps)
+    trainer._micro_batches = lambda _step: [rows]
     trainer.train()
     losses = [line["loss_nats"] for line in metrics(trainer, "train")]
     assert losses[-1] < losses[0]
