@@ -75,6 +75,8 @@ def _placed_rows(data: str) -> Iterator[tuple[_Place, Row]]:
         return chain.from_iterable(map(_file_rows, files))
     if path.is_file():
         return _file_rows(path)
+    if path.is_absolute() or path.suffix in SUFFIXES:
+        raise DataError(f"data={data} is no file or directory, expected one; check the path")
     return _hub_rows(data)
 
 
