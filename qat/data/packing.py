@@ -22,8 +22,8 @@ class Packed(NamedTuple):
     starts: np.ndarray
     """bool: a document, the padding or the sequence begins here."""
     mask: np.ndarray
-    """bool: the prediction made here counts. False on padding and on the last token of a document,
-    whose successor belongs to another one."""
+    """bool: the prediction made here counts. False on padding, on the last token of a document,
+    whose successor belongs to another one, and on a beginning put before the rest of one."""
     num_tokens: int
     """Tokens that are not padding."""
 
@@ -37,11 +37,16 @@ class _Piece(NamedTuple):
 
 
 class Packer:
-    """Lays documents end to end and cuts the stream into sequences of `length` tokens."""
+    """Lays documents end to end and cuts the stream into sequences of `length` tokens.
 
-    def __init__(self, length: int, pad: int) -> None:
+    Where a document is cut, `begin` goes before its rest: models that learned with a
+    beginning-of-sequence token in front are at a loss without it.
+    """
+
+    def __init__(self, length: int, pad: int, begin: int | None = None) -> None:
         self._length = length
         self._pad = pad
+        self._begin = begin
         self._pieces: deque[_Piece] = deque()
         self._num_tokens = 0
 
@@ -57,9 +62,14 @@ class Packer:
 
     def push(self, ids: Sequence[int]) -> None:
         """Append one document."""
-        if len(ids):
-            self._pieces.append(_Piece(np.asarray(ids, dtype=np.int32), begins=True, ends=True))
-            self._num_tokens += len(ids)
+        tokens = np.asarray(ids, dtype=np.int32)
+        if self._begin is not None:
+            room = self._length - self._num_tokens % self._length
+            cuts = np.arange(room, len(tokens), self._length - 1)
+            tokens = np.insert(tokens, cuts, self._begin)
+        if len(tokens):
+            self._pieces.append(_Piece(tokens, begins=True, ends=True))
+            self._num_tokens += len(tokens)
 
     def take(self, count: int) -> Packed:
         """Remove the first `count` sequences; a last, partial one is padded."""
@@ -74,12 +84,14 @@ class Packer:
         mask[stops - 1] = [not piece.ends for piece in pieces]
         starts = np.pad(starts, padding)
         starts[used : used + 1] = True
-        starts_NL = starts.reshape(shape)
+        starts_NL, mask_NL = starts.reshape(shape), np.pad(mask, padding).reshape(shape)
+        if self._begin is not None:
+            mask_NL[:, 0] &= starts_NL[:, 0]
         starts_NL[:, 0] = True
         return Packed(
             tokens=np.pad(tokens, padding, constant_values=self._pad).reshape(shape),
             starts=starts_NL,
-            mask=np.pad(mask, padding).reshape(shape),
+            mask=mask_NL,
             num_tokens=used,
         )
 
@@ -98,13 +110,15 @@ class Packer:
         return pieces
 
 
-def pack(documents: Iterable[Sequence[int]], length: int, pad: int) -> Packed:
+def pack(
+    documents: Iterable[Sequence[int]], length: int, pad: int, begin: int | None = None
+) -> Packed:
     """All documents at once, the last sequence padded.
 
     Raises:
         ValueError: there is not one token.
     """
-    packer = Packer(length, pad)
+    packer = Packer(length, pad, begin)
     for ids in documents:
         packer.push(ids)
     if packer.num_left == 0:

@@ -12,7 +12,7 @@ from qat.data.cache import SPLITS, Split
 from qat.data.chat import Document, render
 from qat.data.config import CacheSettings, Thinking
 from qat.data.packing import Packed, Packer
-from qat.data.text import encode, end_token
+from qat.data.text import begin_token, encode, end_token
 from qat.errors import DataError, QatError
 
 BATCH_CHARACTERS = 2**19  # about 130,000 tokens of English
@@ -44,10 +44,10 @@ def blocks(
         DataError: the documents hold no text.
         ConfigError: the tokenizer cannot render chats or end documents.
     """
-    end = end_token(tokenizer)
+    end, begin = end_token(tokenizer), begin_token(tokenizer)
     limits = {"train": settings.num_sequences, "held_out": 0}
     cutters = {
-        split: _Cutter(split, Packer(settings.sequence_length, end), settings, limits[split])
+        split: _Cutter(split, Packer(settings.sequence_length, end, begin), settings, limits[split])
         for split in SPLITS
     }
     for document, texts in _tokenised(documents, tokenizer, settings.thinking):

@@ -38,6 +38,13 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
+def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id that the tokenizer puts before a text (Llama, Gemma); None where it puts none."""
+    with_special, without = (tokenizer("a", add_special_tokens=s).input_ids for s in (True, False))
+    is_put = with_special[:1] != without[:1] and with_special[:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token_id if is_put else None
+
+
 def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text, ended by exactly one end token; many texts at once use all cores.
 

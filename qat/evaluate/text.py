@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.data import packing
 from qat.data.batch import NO_LABEL, Batch
 from qat.data.chat import Document, render
-from qat.data.text import encode, end_token
+from qat.data.text import begin_token, encode, end_token
 from qat.errors import ConfigError, DataError
 from qat.logs import progress
 
@@ -128,7 +128,7 @@ def packed_batches(
     Raises:
         DataError: the documents hold no text.
     """
-    packer = packing.Packer(length, end_token(tokenizer))
+    packer = packing.Packer(length, end_token(tokenizer), begin_token(tokenizer))
     for document in documents:
         for ids in encode(render(document, tokenizer, "none"), tokenizer):
             if len(ids) > 1:

@@ -16,7 +16,7 @@ from qat.data.chat import render
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
-from qat.data.text import encode, end_token, tokenizer_hash
+from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
 from qat.models.bits_budget import plan_within_budget
 from qat.models.calibrate import TokenBatch
@@ -184,7 +184,7 @@ def _packed_text(
             f"calibration_length={config.calibration_length}, but the model reads at most {limit} "
             "positions; lower --calibration-length"
         )
-    packer = Packer(config.calibration_length, end_token(tokenizer))
+    packer = Packer(config.calibration_length, end_token(tokenizer), begin_token(tokenizer))
     for document in open_source(config.calibration).documents:
         for ids in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 from tiny import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from qat.data.chat import render
-from qat.data.text import encode, end_token, tokenizer_hash
+from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
 
 CHAT = [
@@ -57,6 +58,16 @@ def test_a_chat_without_template_is_refused() -> None:
     assert render(CHAT, tokenizer, "none")
     with pytest.raises(ConfigError, match="thinking=true needs a chat template"):
         render(CHAT, tokenizer, "true")
+
+
+def test_only_a_token_that_the_tokenizer_puts_itself_begins_a_text() -> None:
+    tokenizer = tiny_tokenizer()
+    assert begin_token(tokenizer) is None
+    tokenizer.bos_token = "<|system|>"
+    assert begin_token(tokenizer) is None
+    pair = [("<|system|>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|system|> $A", None, pair)
+    assert begin_token(tokenizer) == tokenizer.bos_token_id
 
 
 def test_a_tokenizer_without_end_is_refused() -> None:

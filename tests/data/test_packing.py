@@ -42,6 +42,27 @@ def oracle(documents: list[list[int]], length: int) -> list[dict[str, list]]:
     return sequences
 
 
+def with_beginnings(documents: list[list[int]], length: int, begin: int) -> list[dict[str, list]]:
+    """The oracle's sequences where each that begins inside a document has `begin` in front."""
+    rows, row = [], []
+    for document in documents:
+        for place, token in enumerate(document):
+            if len(row) == length:
+                rows.append(row)
+                row = []
+            if place and not row:
+                row.append((begin, False))
+            row.append((token, place < len(document) - 1))
+    rows.append(row)
+    return [
+        {
+            "tokens": [token for token, _ in row] + [PAD] * (length - len(row)),
+            "mask": [counts for _, counts in row] + [False] * (length - len(row)),
+        }
+        for row in rows
+    ]
+
+
 def random_documents(rng: random.Random) -> list[list[int]]:
     return [
         [rng.randrange(1, 100) for _ in range(rng.randrange(1, 23))]
@@ -81,6 +102,27 @@ def test_taking_bit_by_bit_equals_taking_all(seed: int) -> None:
         joined = np.concatenate([getattr(part, field) for part in parts])
         np.testing.assert_array_equal(joined, getattr(whole, field))
     assert sum(part.num_tokens for part in parts) == whole.num_tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rest_of_a_cut_document_begins_anew(seed: int) -> None:
+    rng = random.Random(seed)
+    documents, length, begin = random_documents(rng), rng.choice([2, 3, 8, 17]), 100
+    expected = with_beginnings(documents, length, begin)
+    packer, parts = Packer(length, PAD, begin), []
+    for document in documents:
+        packer.push(document)
+        if packer.num_full:
+            parts.append(packer.take(packer.num_full))
+    if packer.num_left:
+        parts.append(packer.take(packer.num_left))
+    tokens, mask = (np.concatenate([getattr(p, key) for p in parts]) for key in ("tokens", "mask"))
+    assert tokens.tolist() == [row["tokens"] for row in expected]
+    assert mask.tolist() == [row["mask"] for row in expected]
+    assert all(part.starts[:, 0].all() for part in parts)
+    whole = pack(documents, length, PAD, begin)
+    np.testing.assert_array_equal(whole.tokens, tokens)
+    np.testing.assert_array_equal(whole.mask, mask)
 
 
 def test_nothing_to_pack_is_refused() -> None:
