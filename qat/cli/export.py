@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def export(
     model: str, *, config: Annotated[ExportConfig, Parameter(name="*")], out: Path
 ) -> dict[str, object]:
-    """Write MODEL in a deployable form, read it back and compare its logits to the bit.
+    """Write MODEL in a deployable form, read it back and compare its logits with MODEL's.
 
     Args:
         model: directory of a packed checkpoint, or of a run.
@@ -25,7 +25,8 @@ def export(
 
     report = export_model(model, config, out)
     _show(report, config, out)
-    return dict(out=out, to=config.to, logits_equal=True, **report._asdict())
+    is_equal = report.logits_max_diff == 0
+    return dict(out=out, to=config.to, logits_equal=is_equal, **report._asdict())
 
 
 def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
@@ -34,5 +35,7 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
 
     table = Table("form", "dtype", "size", "bits per weight", "logits", title=str(out))
     size = f"{report.bytes / 1e6:.2f} MB"
-    table.add_row(config.to, report.dtype, size, f"{report.bits_per_weight:.3f}", "equal")
+    difference = report.logits_max_diff
+    logits = "equal" if difference == 0 else f"within {difference:.2g}"
+    table.add_row(config.to, report.dtype, size, f"{report.bits_per_weight:.3f}", logits)
     Console().print(table)

@@ -1,14 +1,20 @@
-"""Settings of `qat export`."""
+"""Settings of `qat export`, and the names of all targets."""
 
 from typing import Literal
 
 from qat.config import Settings
 
+TargetName = Literal[
+    "packed", "dense", "coreml", "mlx", "compressed-tensors", "gguf", "torchao", "anemll"
+]
+"""What a student can be shipped as; `qat.export.targets` says where each is written."""
+
 
 class ExportConfig(Settings):
     """Which deployable form to write."""
 
-    to: Literal["packed", "dense"]
-    """packed: the checkpoint itself; dense: a plain Hugging Face model that needs no qat."""
+    to: TargetName
+    """packed: the checkpoint itself; dense: a plain Hugging Face model that needs no qat; the
+    others: files of that program, and only what they hold without loss."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Of the dense weights, or of what is not packed; auto: the one the checkpoint was saved in."""

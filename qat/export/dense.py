@@ -1,4 +1,4 @@
-"""A quantized model as a plain Hugging Face directory that any program can read."""
+"""Target `dense`: a plain Hugging Face directory that any program can read."""
 
 import copy
 from pathlib import Path
@@ -8,10 +8,53 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
+from qat.export.probe import reloaded_logits
 from qat.models.checkpoint import quiet_transformers
 from qat.models.directory import atomic_directory
+from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
+from qat.quant.spec import LutSpec
+
+IS_BIT_EQUAL = True
+HOLDS_ADAPTERS = True
+HOW_TO_LOAD = """\
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
+```
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """Nothing but the size."""
+    return None
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """`spec` as it is."""
+    return spec
+
+
+def check(model: PreTrainedModel) -> None:
+    """Every model can be written."""
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write the model with ordinary linears in the dtype that it computes in.
+
+    Raises:
+        ExportError: a value does not fit into it.
+    """
+    write_dense(model, tokenizer, directory, embedding_dtype(model))
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the model that transformers reads back."""
+    return reloaded_logits(model, directory, ids)
 
 
 def export_dense(
@@ -45,7 +88,7 @@ def write_dense(
         ExportError: a value does not fit into `dtype`.
     """
     state = dense_state_dict(model, dtype)
-    dense = _without_values(model, dtype)
+    dense = without_values(model, dtype)
     dense.load_state_dict(state, assign=True)
     dense.tie_weights()
     with quiet_transformers():
@@ -87,7 +130,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def _without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model's unquantized skeleton on the meta device."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):

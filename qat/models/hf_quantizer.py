@@ -73,7 +73,7 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table.
         """
-        modules = _quantized_modules(model)
+        modules = quantized_modules(model)
         if not modules:
             raise CheckpointError(
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
@@ -151,7 +151,7 @@ class QatHfQuantizer(HfQuantizer):
         for table in lut_tables(model).values():
             for key, tensor in table.weight_tensors().items():
                 setattr(table, key, from_stored(key, tensor, table.spec.scale_bits))
-        for name, module in _quantized_modules(model).items():
+        for name, module in quantized_modules(model).items():
             _check_indices(name, module)
 
 
@@ -167,7 +167,7 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.
     """
     state = _narrowed(model.state_dict())
-    for name, module in _quantized_modules(model).items():
+    for name, module in quantized_modules(model).items():
         for key in ("weight", "packed", *_parts(module)):
             state.pop(f"{name}.{key}", None)
         for key, tensor in _stored_tensors(name, module).items():
@@ -220,7 +220,8 @@ def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
     )
 
 
-def _quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
+def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
+    """The model's quantized tables and linears by name."""
     return {**lut_tables(model), **quant_linears(model)}
 
 
@@ -248,7 +249,7 @@ def _stored_tensors(name: str, module: QuantLinear | FrozenLutTable) -> dict[str
 
 def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     dtypes = {}
-    for name, module in _quantized_modules(model).items():
+    for name, module in quantized_modules(model).items():
         dtypes[f"{name}.packed"] = SAFETENSORS_NAMES[torch.uint8]
         for key in _parts(module):
             stored = dtype_as_stored(key, module.spec.scale_bits)

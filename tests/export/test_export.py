@@ -143,14 +143,14 @@ def test_an_occupied_directory_is_refused(packed: Path) -> None:
 def test_other_logits_are_noticed(packed: Path, tmp_path: Path) -> None:
     model = load_checkpoint(packed)
     export_dense(model, None, tmp_path / "dense", torch.float32)
-    check_equal(model, tmp_path / "dense")
+    check_equal("dense", model, tmp_path / "dense")
     with torch.no_grad():
         model.model.norm.weight[0] += 0.01
     with pytest.raises(ExportError, match="gives other logits"):
-        check_equal(model, tmp_path / "dense")
+        check_equal("dense", model, tmp_path / "dense")
     (tmp_path / "dense/model.safetensors").write_bytes(b"")
     with pytest.raises(ExportError, match="cannot be read back"):
-        check_equal(model, tmp_path / "dense")
+        check_equal("dense", model, tmp_path / "dense")
 
 
 def test_the_verb_shows_a_table_and_tells_what_it_wrote(

@@ -1,0 +1,90 @@
+"""The registry of targets: what a student can be shipped as, one module of `qat.export` each.
+
+A target says of every weight format whether it holds it without loss, before anything is trained
+(`qat convert --for TARGET`) and before anything is written (`qat export --to TARGET`).
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.config import TargetName
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.tables import weight_shape
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.spec import LutSpec
+
+TARGETS: dict[TargetName, str] = {
+    "packed": "qat.export.packed",
+    "dense": "qat.export.dense",
+}
+"""The module of each target; none is imported before it is asked for."""
+
+
+class Target(Protocol):
+    """What the module of a target defines. Its own library is imported inside the functions."""
+
+    IS_BIT_EQUAL: bool
+    """Whether logits read back are ours to the bit; else sums may run in another order."""
+    HOLDS_ADAPTERS: bool
+    """Whether `lora_out @ lora_in` may be part of a weight."""
+    HOW_TO_LOAD: str
+    """Markdown for the model card: how to load the files with the target's own library."""
+
+    def lost(self, spec: LutSpec, shape: tuple[int, int]) -> str | None:
+        """Why an `(O, I)` weight in that format would lose something; None if it loses nothing."""
+
+    def scheme(self, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+        """The format nearest to `spec`, with as many bits, that is held without loss.
+
+        Raises:
+            ExportError: there is none.
+        """
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a model whose architecture, quantized or not, cannot be written.
+
+        Raises:
+            ExportError: the reason, or a library is missing.
+        """
+
+    def write(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+    ) -> None:
+        """Write the files into `directory`, which exists.
+
+        Raises:
+            ExportError: a value of the model does not fit.
+        """
+
+    def read_logits(self, model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+        """The logits `(B, S, V)` for `ids` `(B, S)` of what was written, read by the target's own
+        library; where that runs no model here, its weights in a copy of `model`."""
+
+
+def load_target(name: TargetName) -> Target:
+    """The module of the target called `name`."""
+    return import_module(TARGETS[name])
+
+
+def check_model(name: TargetName, model: PreTrainedModel) -> None:
+    """Refuse a model that the target called `name` cannot hold without loss.
+
+    Raises:
+        ExportError: the first module that would lose something, why, and what to do.
+    """
+    target = load_target(name)
+    target.check(model)
+    for module_name, module in quantized_modules(model).items():
+        if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
+            reason = f"{name} has no place for the adapter that is part of its weight"
+            remedy = "export --to dense or packed"
+        else:
+            reason = target.lost(module.spec, weight_shape(module))
+            remedy = f"convert the model with 'qat convert --for {name}' before training"
+        if reason is not None:
+            raise ExportError(f"{module_name}: {reason}; {remedy}")
