@@ -1,11 +1,14 @@
-# Sourced by demo.sh, test.sh and .ci/run: `setup_env EXTRA` makes .venv in the clone, installs
-# the package there when something changed, and sets PYTHON. Nothing outside .venv is touched.
+# Sourced by demo.sh, test.sh, setup_machine.sh and .ci/run: `setup_env EXTRA` makes .venv in the
+# clone, installs the package there when something changed, and sets PYTHON. Nothing outside .venv is
+# touched, unless `use_running_python` came before.
 #
 # With a GPU and a torch >= 2.9 that sees it (Colab, RunPod), .venv builds on that torch.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 PYTHON="$VENV/bin/python"
+MARK="$VENV/.installed" # MARK-EXTRA holds the hash of what was installed
+OWN_TORCH="$VENV/.base-torch" # a file that is there when PYTHON brought its torch along
 
 say() { echo "qat: $*" >&2; }
 
@@ -59,8 +62,28 @@ make_venv() {
     "$base" -m venv --clear ${options[@]+"${options[@]}"} "$VENV" || return 1
     if has_gpu_torch "$base"; then
         share_packages "$base"
-        touch "$VENV/.base-torch"
+        touch "$OWN_TORCH"
     fi
+}
+
+# Installs into the python3 on PATH from now on: Colab's, whose notebooks run `!qat` there.
+use_running_python() {
+    PYTHON="$(command -v python3)" && has_version "$PYTHON" || return 1
+    MARK="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qat-installed"
+    OWN_TORCH="$PYTHON"
+}
+
+# `torch==VERSION` of a torch >= 2.9 that PYTHON has: pip then leaves it as it is.
+installed_torch() {
+    "$PYTHON" - <<'PY'
+import importlib.metadata as metadata, re
+try:
+    version = metadata.version("torch")
+except metadata.PackageNotFoundError:
+    version = "0"
+if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 9):
+    print(f"torch=={version}")
+PY
 }
 
 # What an installation depends on, as one number.
@@ -74,16 +97,16 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
 
-is_installed() { [ "$(cat "$VENV/.installed-$1" 2>/dev/null)" = "$(installation_hash "$1")" ]; }
+is_installed() { [ "$(cat "$MARK-$1" 2>/dev/null)" = "$(installation_hash "$1")" ]; }
 
 install_package() {
-    local target="$ROOT" constraint=(-c "$ROOT/speedrun/constraints.txt")
+    local target="$ROOT" torch=(-c "$ROOT/speedrun/constraints.txt")
     if [ "$1" != base ]; then target="$ROOT[$1]"; fi
-    if [ -e "$VENV/.base-torch" ]; then constraint=(); fi
-    say "installing into $VENV (minutes the first time, skipped afterwards)"
+    if [ -e "$OWN_TORCH" ]; then torch=($(installed_torch)); fi
+    say "installing for $PYTHON (minutes the first time, skipped afterwards)"
     "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input \
-        ${constraint[@]+"${constraint[@]}"} -e "$target" || return 1
-    installation_hash "$1" >"$VENV/.installed-$1"
+        ${torch[@]+"${torch[@]}"} -e "$target" || return 1
+    installation_hash "$1" >"$MARK-$1"
 }
 
 # setup_env EXTRA: `base` for users, `dev` (which holds `base`) for the tests.
