@@ -19,6 +19,8 @@ ODD_SPECS = {
     "lut3_odd_s8": LutSpec(bits=3, group_size=5, scale_bits=8),
     "lut3_odd_r5": LutSpec(bits=3, scale="low_rank", rank=5, group_size=11),
     "lut1_odd_r2": LutSpec(bits=1, scale="low_rank", rank=2, group_size=7),
+    "lut2_odd_s32": LutSpec(bits=2, group_size=3, scale_bits=32),
+    "lut4_odd_r3_s32": LutSpec(bits=4, scale="low_rank", rank=3, group_size=7, scale_bits=32),
 }
 """Group sizes that fill no bytes or are no powers of two; rows that end within a byte."""
 
@@ -66,7 +68,8 @@ def stored(scales: Scales) -> dict[str, Tensor]:
     """Every scale tensor as a checkpoint holds it, by name."""
     if scales.bits == 8:
         return {"scales": nearest_e5m3(scales.scales)}
-    rounded = {n: t if n == "rank_gain" else t.half() for n, t in scales.present().items()}
+    kept = scales.present() if scales.bits == 32 else {"rank_gain"}
+    rounded = {n: t if n in kept else t.half() for n, t in scales.present().items()}
     return {name: tensor.float() for name, tensor in rounded.items()}
 
 

@@ -62,7 +62,8 @@ def random_scales(O: int, I: int, spec: LutSpec) -> Scales:
     if spec.scale == "group":
         return Scales(torch.rand(O, I // spec.group_size) * 0.1 + 0.01, bits=spec.scale_bits)
     R = spec.rank
-    return Scales(None, torch.randn(O, R) * 0.3, torch.rand(R), torch.randn(R, I) * 0.3)
+    A, g, B = torch.randn(O, R) * 0.3, torch.rand(R), torch.randn(R, I) * 0.3
+    return Scales(None, A, g, B, bits=spec.scale_bits)
 
 
 def random_weight(O: int, I: int, spec: LutSpec) -> QuantizedWeight:

@@ -67,22 +67,26 @@ def low_rank_scale(
     is_unit,
     LENGTH: tl.constexpr,
     R: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
     E: tl.constexpr,
 ):
     """`A diag(g) B` of each weight, `(units, E)`, summed in the order of the reference."""
     S = tl.zeros([run.shape[0], E], tl.float32)
     columns = column[:, None] + tl.arange(0, E)[None, :]
     for r in range(R):
-        A = as_stored(tl.load(scale_out + run * R + r, mask=is_unit, other=0), 16)
-        B = as_stored(tl.load(scale_in + r * LENGTH + columns, mask=is_unit[:, None], other=0), 16)
+        A = tl.load(scale_out + run * R + r, mask=is_unit, other=0)
+        B = tl.load(scale_in + r * LENGTH + columns, mask=is_unit[:, None], other=0)
+        A, B = as_stored(A, SCALE_BITS), as_stored(B, SCALE_BITS)
         S += (A * tl.load(rank_gain + r))[:, None] * B
     return S
 
 
 @triton.jit
 def as_stored(scale, SCALE_BITS: tl.constexpr):
-    """float32 after a round trip through a checkpoint's float16, or the byte of `quant.e5m3`."""
-    if SCALE_BITS == 16:
+    """float32 after a round trip through what a checkpoint stores: itself, float16 or E5M3."""
+    if SCALE_BITS == 32:
+        return scale
+    elif SCALE_BITS == 16:
         return scale.to(tl.float16).to(tl.float32)
     else:
         half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
@@ -132,7 +136,8 @@ def _divide(latent, S, R: tl.constexpr):
 
     One division a group: a product with the rounded reciprocal, corrected by what it leaves over,
     is the rounded quotient (Markstein) as long as nothing overflows; a scale that was a float16 has
-    a normal reciprocal. A quotient that overflows needs no correction.
+    a normal reciprocal, and so has one in float32 from 2**-126 to 2**126. A quotient that overflows
+    needs no correction.
     """
     divisor = tl.where(S == 0, 1.0, S)
     latent = tl.where(S == 0, 0.0, latent)

@@ -205,7 +205,9 @@ def _form_kernel(
     if R == 0:
         S = as_stored(tl.load(scales + run, mask=is_unit, other=1), SCALE_BITS)[:, None]
     else:
-        S = low_rank_scale(scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, E)
+        S = low_rank_scale(
+            scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+        )
     levels, middles, _order = level_tables(codebook, BITS, C, SLOTS)
     W = look_up(levels, chosen_index(drawn, middles, S, BITS, C, R, E)) * S
     place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
@@ -257,7 +259,9 @@ def _reduce_kernel(
         )
         run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
         if R > 0:
-            S = low_rank_scale(scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, E)
+            S = low_rank_scale(
+                scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+            )
         index = chosen_index(drawn, middles, S, BITS, C, R, E)
         if d_levels is not None:
             # the levels of a unit are summed before they meet a scale that it shares

@@ -164,7 +164,8 @@ def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
         groups = groups / 2 ** (spec.bits - 1)
     if spec.scale == "group":
         return Scales(scales=groups, bits=spec.scale_bits)
-    return low_rank_start(groups.repeat_interleave(spec.group_size, dim=1), spec.rank)
+    S = groups.repeat_interleave(spec.group_size, dim=1)
+    return low_rank_start(S, spec.rank)._replace(bits=spec.scale_bits)
 
 
 def _start_levels(weight: Tensor, S: Tensor, importance: Tensor, num_levels: int) -> Tensor:

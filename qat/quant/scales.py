@@ -49,7 +49,7 @@ def fit_low_rank(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
     B = old.scale_in
     gained = _solve_rows(curvature, target, B)
     B = _solve_rows(curvature.T, target.T, gained.T).T
-    return balance(gained, B)
+    return balance(gained, B)._replace(bits=old.bits)
 
 
 def balance(out_factor: Tensor, in_factor: Tensor) -> Scales:

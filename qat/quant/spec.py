@@ -29,8 +29,9 @@ class LutSpec(Settings):
     """Input features that share a scale; also where a low-rank fit starts from."""
     rank: int = Field(0, ge=0)
     """Rank of a low-rank scale; 0 with group scales."""
-    scale_bits: Literal[16, 8] = 16
-    """Bits of a stored group scale: a float16, or its upper byte (5 exponent, 3 mantissa bits)."""
+    scale_bits: Literal[32, 16, 8] = 16
+    """Bits of a stored scale: a float32, a float16, or, of a group scale alone, its upper byte
+    (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -40,10 +41,8 @@ class LutSpec(Settings):
             raise ValueError("codebook=int needs bits >= 2; use codebook=seq for one bit")
         if (self.scale == "low_rank") != (self.rank > 0):
             raise ValueError(f"scale={self.scale} does not go with rank={self.rank}")
-        if self.scale == "low_rank" and self.scale_bits != 16:
-            raise ValueError(
-                f"scale=low_rank is stored in scale_bits=16, got scale_bits={self.scale_bits}"
-            )
+        if self.scale == "low_rank" and self.scale_bits == 8:
+            raise ValueError("scale=low_rank is stored in scale_bits=16 or 32, got scale_bits=8")
         return self
 
     @property

@@ -21,8 +21,11 @@ STORED_DTYPES = {
 }
 """What a checkpoint stores each tensor in; training computes with the same rounded values.
 
-Group scales of 8 bits are bytes instead (`qat.quant.e5m3`).
+Group scales of 8 bits are bytes instead (`qat.quant.e5m3`), and scales of 32 bits are float32.
 """
+
+WIDE = 32
+"""`scale_bits` of scales in float32."""
 
 ROWS_IN_CACHE = 256
 """Rows of a low-rank product that a CPU sums at a time."""
@@ -40,7 +43,7 @@ class Scales(NamedTuple):
     scale_in: Tensor | None = None
     """`B`, `(R, I)`."""
     bits: int = 16
-    """Bits that a checkpoint stores a group scale in: 16 or 8."""
+    """Bits that a checkpoint stores a scale in: 32, 16, or 8 for a group scale."""
 
     def present(self) -> dict[str, Tensor]:
         """The tensors of the form in use, by name."""
@@ -115,7 +118,9 @@ def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
 
 
 def dtype_as_stored(name: str, scale_bits: int = 16) -> torch.dtype:
-    """What a checkpoint stores the tensor `name` in; `scale_bits` matters to group scales alone."""
+    """What a checkpoint stores the tensor `name` in; `scale_bits` matters to scales alone."""
+    if name in SCALE_NAMES and scale_bits == WIDE:
+        return torch.float32
     return torch.uint8 if _is_byte(name, scale_bits) else STORED_DTYPES[name]
 
 
@@ -123,12 +128,14 @@ def round_as_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
     """`value` in float32 after rounding to what a checkpoint stores `name` in."""
     if _is_byte(name, scale_bits):
         return round_to_e5m3(value)
-    return value.to(STORED_DTYPES[name]).float()
+    return value.to(dtype_as_stored(name, scale_bits)).float()
 
 
 def to_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
     """The tensor that a checkpoint holds for `value`, which is rounded as stored and finite."""
-    return encode(value) if _is_byte(name, scale_bits) else value.to(STORED_DTYPES[name])
+    if _is_byte(name, scale_bits):
+        return encode(value)
+    return value.to(dtype_as_stored(name, scale_bits))
 
 
 def from_stored(name: str, stored: Tensor, scale_bits: int = 16) -> Tensor:
