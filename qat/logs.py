@@ -13,6 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 console = Console(stderr=True)
 
+RECIPE, FACTS = "recipe.toml", "run.json"
+METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
+"""A run's files: what was asked, what it ran on, its numbers, and its speed."""
+
 
 def configure(verbose: bool = False) -> None:
     """Send the package's log lines to stderr; called by the command line only."""

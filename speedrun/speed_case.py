@@ -13,10 +13,10 @@ from rich.table import Table
 from qat.backend import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
-from qat.bench.flops import token_flops
 from qat.bench.measure import Timing
 from qat.bench.results import Results, environment
 from qat.bench.run import Setting
+from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.optim import linears_in_scope
 from qat.train.step import check_dtype

@@ -1,68 +1,14 @@
-"""Model FLOPs of a training step, and how fast this device really is.
-
-A multiplication and an addition count as two. Recomputation, forming weights and the optimizer
-never count: they must show up as a lower MFU. Shapes: S sequence, H heads, D width, V vocabulary.
-"""
+"""How fast this device really is."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from qat.backend import DTYPES, Backend
-from qat.bench.config import MeasureConfig
-from qat.bench.devices import device_called
-from qat.models.language_model import LanguageModel
-from qat.models.swap import linear_names
+from qat.models.devices import device_called
 
 LARGEST, SHORTEST_S, REPEATS = 8192, 2e-3, 10
-
-
-@dataclass(frozen=True)
-class TokenFlops:
-    """FLOPs per position of one training step, in its three parts."""
-
-    linears: float
-    """Of the decoder's linears: 6 per weight that learns, 4 per weight that only passes
-    gradients on."""
-    head: float
-    """4 per weight: logits, and their gradient for the hidden states. The candidates loss alone
-    needs K rows of the head only."""
-    attention: float
-    """Scores and weighted sums of causal attention, forward and backward."""
-
-    @property
-    def total(self) -> float:
-        """All three."""
-        return self.linears + self.head + self.attention
-
-
-def token_flops(
-    student: LanguageModel, learning: Collection[str], config: MeasureConfig, *, S: int, K: int
-) -> TokenFlops:
-    """What one position costs when the linears called `learning` train, in sequences of S."""
-    model, settings = student.model, student.config
-    teaches_weights = bool({"weights", "scales", "codebook"} & set(config.kinds))
-    linears = 0.0
-    for name in linear_names(model):
-        linear = model.get_submodule(name)
-        per_weight = 6 if teaches_weights and name in learning else 4
-        linears += per_weight * linear.out_features * linear.in_features
-    V, D = student.head.out_features, student.head.in_features
-    rows = K if set(config.losses) == {"candidates"} else V
-    H, head_dim = settings.num_attention_heads, settings.head_dim
-    keys = sum(_mean_keys(settings, layer, S) for layer in range(settings.num_hidden_layers))
-    return TokenFlops(linears, 4.0 * rows * D, 3 * 4.0 * H * head_dim * keys)
-
-
-def _mean_keys(settings: object, layer: int, S: int) -> float:
-    """Keys that a query sees on average in one layer: causal, and inside its window."""
-    kinds = getattr(settings, "layer_types", None)
-    window = getattr(settings, "sliding_window", None)
-    is_local = kinds is not None and kinds[layer] == "sliding_attention" and window
-    reach = min(S, window) if is_local else S
-    return (reach * (reach + 1) / 2 + (S - reach) * reach) / S
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from pathlib import Path
 from qat.backend import Backend, select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
-from qat.bench.devices import device_called, devices_named
 from qat.bench.find_max import Search, Trials, find_max_batch
-from qat.bench.flops import Roofline, TokenFlops, measure_roofline, token_flops
+from qat.bench.flops import Roofline, measure_roofline
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
 from qat.bench.plan import Measured, Prediction, predict
@@ -22,6 +21,8 @@ from qat.bench.subject import Ours, Subject
 from qat.data.batch import Batch
 from qat.errors import ConfigError
 from qat.models.count import parameter_count
+from qat.models.devices import device_called, devices_named
+from qat.models.flops import TokenFlops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope

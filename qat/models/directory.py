@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all."""
+"""Directories and small files that appear whole or not at all."""
 
 import os
 import shutil
@@ -53,6 +53,21 @@ def check_free(out: Path, *, replace: bool = False) -> None:
             f"out={out} is not empty, expected a new or empty directory; remove it or choose "
             "another --out"
         )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small text file in one step that a crash cannot split."""
+    partial = partial_file(path)
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def partial_file(path: Path) -> Path:
+    """Where the bytes of `path` lie until they are whole."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def _sync(directory: Path) -> None:

@@ -9,10 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.config import explain
 from qat.errors import CheckpointError
-from qat.logs import read_json_lines
+from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE, read_json_lines
 
-METRICS = "metrics.jsonl"
-HEARTBEAT = "heartbeat-rank0.jsonl"
 CONVERSION = "convert_report.json"
 
 
@@ -118,7 +116,7 @@ def read_directory(path: Path) -> Run | Conversion:
 
 def _read_run(path: Path) -> Run:
     rows = read_json_lines(path / METRICS)
-    beats, info, recipe = path / HEARTBEAT, path / "run.json", path / "recipe.toml"
+    beats, info, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
     return Run(
         label=path.resolve().name,
         info=json.loads(info.read_text(encoding="utf-8")) if info.is_file() else {},

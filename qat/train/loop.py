@@ -16,14 +16,16 @@ from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
-from qat.logs import JsonLines, Ticker, progress
+from qat.logs import HEARTBEAT, METRICS, JsonLines, Ticker, progress
 from qat.losses.config import targets_read
+from qat.models.devices import device_called
+from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge, score
-from qat.train.optim import Optimizer
-from qat.train.run import HEARTBEAT, METRICS, Run, save_training_state
+from qat.train.optim import Optimizer, linears_in_scope
+from qat.train.run import Run, save_training_state
 from qat.train.step import StepResult, TrainingStep
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Trainer:
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
         self._targets = targets_read(config.losses, with_teacher=config.teacher is not None)
+        self.teacher = teacher
         self.take_step = TrainingStep(student, optimizer, config, teacher)
         self.codes = CodeWatch(student.model)
         self.step = 0
@@ -66,7 +69,8 @@ class Trainer:
             TrainingError: the loss is not finite; the last good checkpoint is kept.
         """
         metrics = JsonLines(self.run.path / METRICS)
-        speed = _Speed(JsonLines(self.run.path / HEARTBEAT), self.backend)
+        heartbeat = JsonLines(self.run.path / HEARTBEAT)
+        speed = _Speed(heartbeat, self.backend, self._flops_share())
         steps = range(self.step, self.config.max_steps)
         stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead())
         try:
@@ -80,6 +84,18 @@ class Trainer:
             metrics.close()
             speed.close()
             self.take_step.close()
+
+    def _flops_share(self) -> float | None:
+        """What one position a second is of the device's peak; None for an unknown device."""
+        student, config, S = self.student, self.config, self.cache.sequence_length
+        names = linears_in_scope(student.model, config.scope)
+        K = self.cache.manifest.settings.top_k
+        flops = token_flops(student, names, config, S=S, K=K).total
+        if self.teacher is not None:
+            flops += forward_flops(self.teacher, S)
+        device = device_called(self.backend.name())
+        peak = None if device is None else device.peak_flops(config.dtype)
+        return None if peak is None else flops / peak
 
     def _advance(
         self, batches: list[Batch], metrics: JsonLines, speed: "_Speed", ticker: Ticker
@@ -177,8 +193,11 @@ class Trainer:
 class _Speed:
     """Steps and tokens against the clock, outside evaluation and saving."""
 
-    def __init__(self, heartbeat: JsonLines, backend: backends.Backend) -> None:
+    def __init__(
+        self, heartbeat: JsonLines, backend: backends.Backend, flops_share: float | None
+    ) -> None:
         self._heartbeat = heartbeat
+        self._flops_share = flops_share
         self._backend = backend
         self._began = time.perf_counter()
         self.restart()
@@ -202,6 +221,7 @@ class _Speed:
         self._heartbeat.write(
             step=step,
             tokens_per_s=tokens_per_s,
+            mfu_frac=None if self._flops_share is None else tokens_per_s * self._flops_share,
             step_s=seconds / self._steps,
             peak_gib=self._backend.peak_memory_gib(),
             elapsed_s=time.perf_counter() - self._began,

@@ -5,7 +5,6 @@ checkpoints/step-NNNNNN/   latest  best   {quant}_{scope}_{loss}_{dtype}/
 """
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -21,12 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import qat
 from qat.errors import CheckpointError, ConfigError
+from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
 from qat.models.checkpoint import write_checkpoint
-from qat.models.directory import atomic_directory, check_free
+from qat.models.directory import atomic_directory, check_free, partial_file, write_atomically
 from qat.train.config import TrainConfig
 
-RECIPE, FACTS, METRICS = "recipe.toml", "run.json", "metrics.jsonl"
-HEARTBEAT = "heartbeat-rank0.jsonl"
 STATE, STATE_TENSORS = "trainer/state.json", "trainer/state.safetensors"
 FREE_TO_CHANGE = {"device", "keep"}
 """Settings that a run may go on with in another value."""
@@ -53,7 +51,7 @@ class Run:
                 )
             self._check_same(config, student)
             return self.pointed("latest")
-        _partial(recipe).unlink(missing_ok=True)  # of a run killed while it began
+        partial_file(recipe).unlink(missing_ok=True)  # of a run killed while it began
         check_free(self.path)
         return None
 
@@ -170,20 +168,6 @@ def load_training_state(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, 
             f"{checkpoint}: the trainer's state cannot be read ({error}); remove this checkpoint "
             "and let 'latest' name an older one"
         ) from None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small text file in one step that a crash cannot split."""
-    partial = _partial(path)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def git_commit() -> str:

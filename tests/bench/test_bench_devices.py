@@ -2,8 +2,8 @@
 
 import pytest
 
-from qat.bench.devices import DEVICES, device_called, devices_named
 from qat.errors import ConfigError
+from qat.models.devices import DEVICES, device_called, devices_named
 
 
 @pytest.mark.parametrize(

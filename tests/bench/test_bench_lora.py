@@ -5,9 +5,9 @@ import torch
 from qat import backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
-from qat.bench.flops import token_flops
 from qat.bench.student import open_student
 from qat.bench.subject import Ours
+from qat.models.flops import token_flops
 from qat.nn.step import quant_linears
 
 

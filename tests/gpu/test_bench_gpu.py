@@ -8,9 +8,9 @@ import torch
 from qat import backend
 from qat.bench.baselines.run import run_baselines
 from qat.bench.config import BaselinesConfig, BenchConfig
-from qat.bench.devices import device_called
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.run import run_bench
+from qat.models.devices import device_called
 
 pytestmark = pytest.mark.gpu
 

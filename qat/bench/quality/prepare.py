@@ -14,9 +14,8 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.errors import CacheError, ConfigError
 from qat.models.convert import convert_checkpoint
-from qat.models.directory import check_free
+from qat.models.directory import check_free, write_atomically
 from qat.models.teacher_cache import build_teacher_cache
-from qat.train.run import write_atomically
 
 logger = logging.getLogger(__name__)
 

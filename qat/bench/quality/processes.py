@@ -12,7 +12,7 @@ from typing import NamedTuple
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job
 from qat.logs import progress
-from qat.train.run import write_atomically
+from qat.models.directory import write_atomically
 
 POLL_S = 0.1
 

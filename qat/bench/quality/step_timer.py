@@ -11,9 +11,8 @@ from qat.bench.quality.config import OURS, Table
 from qat.bench.quality.plan import Plan, Stage, baseline_settings, train_config
 from qat.bench.quality.prepare import Workshop
 from qat.data.reader import TeacherCache
-from qat.logs import read_json_lines
+from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.load import load_teacher
-from qat.train.run import HEARTBEAT
 from qat.train.start import train_student
 
 STRETCH = 5

@@ -17,7 +17,7 @@ from qat.bench.quality.plan import (
     train_config,
 )
 from qat.data.reader import TeacherCache
-from qat.logs import read_json_lines
+from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.calibrate import TokenBatch
 from qat.models.convert import calibration_batches, convert_checkpoint
 from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes
@@ -26,7 +26,6 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import linear_names
 from qat.nn.step import form_weights
-from qat.train.run import HEARTBEAT
 from qat.train.start import train_student
 
 MB = 1e6
