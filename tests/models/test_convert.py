@@ -227,7 +227,7 @@ def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
         ),
         (
             b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 2, scale_bits = 12 }\n',
-            "rules.0.spec.scale_bits=12: Input should be 16 or 8$",
+            "rules.0.spec.scale_bits=12: Input should be 32, 16 or 8$",
         ),
         (b'name = "x"\n[[rules]]\npattern = "*.moe.*"\n', r"pattern '\*.moe.\*' matches none"),
     ],
