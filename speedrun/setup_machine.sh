@@ -1,8 +1,9 @@
 # Run by setup.sh: prepares this machine and prints, on standard output alone, the shell code that
 # sets CACHE_DIR, CHECKPOINT and PATH. Everything a person reads goes to standard error.
 
-set -uo pipefail
+set +e -uo pipefail # an exported SHELLOPTS may have switched -e on
 unset CDPATH
+HOME="${HOME:-/}"
 exec 3>&1 1>&2 </dev/null
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
 
@@ -94,17 +95,18 @@ is_own_qat() {
 
 prepare_environment() {
     if is_colab; then
-        use_running_python && setup_env base
+        use_running_python && setup_env base || say_not_installed
         QAT="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/qat"
     elif ! is_own_qat; then
-        setup_env base
+        setup_env base || say_not_installed
         QAT="$VENV/bin/qat"
     fi
-    if [ ! -x "$QAT" ]; then
-        fail "installing failed, as said above; without a network take the packages from a machine" \
-            "that has one: pip download -d wheels $ROOT there, pip install --no-index" \
-            "--find-links wheels -e $ROOT here"
-    fi
+}
+
+say_not_installed() {
+    fail "installing failed, as said above; without a network: 'pip download -d wheels $ROOT' on a" \
+        "machine that has one, then '$PYTHON -m pip install --no-index --find-links wheels -e" \
+        "$ROOT' here"
 }
 
 # --- caches and checkpoints ----------------------------------------------------------------------

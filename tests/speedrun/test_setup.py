@@ -1,0 +1,334 @@
+"""setup.sh in bash and zsh, on machines of every kind that are made of directories and variables.
+
+The clone, its environment and `qat` are stand-ins; what runs for real is the shell code.
+"""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+SPEEDRUN = Path(__file__).parents[2] / "speedrun"
+SHELLS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(not shutil.which(name), reason=f"{name} is not installed"),
+    )
+    for name in ("bash", "zsh")
+]
+FAKE_QAT = """#!/bin/bash
+echo "$*" >>"$QAT_LOG"
+found() { printf '{"path": "%s", "kind": "%s", "format": "%s"}\\n' "$@"; }
+case "$1 $2 $3" in
+"hub pull L64") mkdir -p caches/L64; touch caches/L64/manifest.json; found caches/L64 cache qat ;;
+"hub pull q2") mkdir -p checkpoints/q2; echo '{"quantization_config": {"bits": 2}}' \\
+    >checkpoints/q2/config.json; found checkpoints/q2 checkpoint qat ;;
+"hub pull old_cache") mkdir -p caches/old_cache; touch caches/old_cache/shard.pt
+    found caches/old_cache cache anemll ;;
+"hub pull old_q4") mkdir -p checkpoints/old_q4; touch checkpoints/old_q4/model.pt
+    found checkpoints/old_q4 checkpoint anemll ;;
+"cache import"*) [ -z "${IMPORT_FAILS:-}" ] || exit 1; mkdir -p "$5"; touch "$5/manifest.json" ;;
+"convert "*) mkdir -p "$6"; touch "$6/config.json" ;;
+*) echo "qat: no cache or checkpoint is named $3" >&2; exit 1 ;;
+esac
+"""
+FAKE_PIP = """#!/bin/bash
+if [ "$1 $2" = "-m pip" ]; then
+    echo "$*" >>"$QAT_LOG"
+    [ -z "${PIP_FAILS:-}" ] || exit 1
+    cp "$FAKE_QAT" "$PYTHON_HOME/qat"
+elif [ "$1" = -c ] && [[ "$2" == *'get_path("scripts")'* || "$2" == *'get_path("purelib")'* ]]; then
+    echo "$PYTHON_HOME"
+else
+    exec REAL "$@"
+fi
+"""
+STATE = {
+    "bash": 'set +o; shopt -p; trap -p; declare -F; alias; umask; pwd; printf "%q\\n" "$IFS"; '
+    "compgen -v | sort",
+    "zsh": "setopt; trap; print -lo ${(k)functions}; alias; umask; pwd; print -r -- ${(q)IFS}; "
+    "print -lo ${(k)parameters}",
+}
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@dataclass
+class Machine:
+    """A clone with an environment in it, a home directory, and what the environment says."""
+
+    root: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def clone(self) -> Path:
+        return self.root / "my clone"
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    def run(self, *command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess:
+        environment = {
+            "HOME": str(self.home),
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "QAT_SETUP_PREFIX": str(self.root),
+            "QAT_LOG": str(self.root / "log"),
+            **self.variables,
+        }
+        return subprocess.run(
+            command,
+            cwd=cwd or self.clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def source(self, shell: str, arguments: str = "", after: str = "", before: str = "") -> str:
+        """Standard output of a shell that sources setup.sh and goes on."""
+        quiet = ("-f",) if shell == "zsh" else ("--norc",)
+        script = f'{before}\nsource "{self.clone}/speedrun/setup.sh" {arguments}\n{after}'
+        done = self.run(shell, *quiet, "-c", script, cwd=self.root)
+        self.said = done.stderr
+        return done.stdout
+
+    def log(self) -> list[str]:
+        log = self.root / "log"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def folder(self, *parts: str) -> Path:
+        path = self.root.joinpath(*parts)
+        path.mkdir(parents=True)
+        return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    clone = tmp_path / "my clone"
+    made = Machine(tmp_path)
+    made.home.mkdir()
+    for name in ("setup.sh", "setup_machine.sh", "setup_env.sh", "constraints.txt"):
+        (clone / "speedrun").mkdir(parents=True, exist_ok=True)
+        shutil.copy(SPEEDRUN / name, clone / "speedrun")
+    (clone / "pyproject.toml").write_text("")
+    write_program(clone / ".venv/bin/qat", FAKE_QAT)
+    write_program(clone / ".venv/bin/python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    install = 'source speedrun/setup_env.sh; installation_hash base >"$MARK-base"'
+    assert made.run("bash", "-c", install).returncode == 0
+    return made
+
+
+SHOW = 'echo "status=$?"; echo "cache=$CACHE_DIR"; echo "checkpoint=$CHECKPOINT"; command -v qat'
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_fetches_once_and_exports(machine: Machine, shell: str) -> None:
+    expected = [
+        "status=0",
+        f"cache={machine.clone}/caches/L64",
+        f"checkpoint={machine.clone}/checkpoints/q2",
+        f"{machine.clone}/.venv/bin/qat",
+    ]
+    twice = "source 'my clone/speedrun/setup.sh' L64 q2; " + SHOW + "; echo $PATH"
+    lines = machine.source(shell, "L64 q2", SHOW + "; " + twice).splitlines()
+    assert lines[:4] == lines[4:8] == expected
+    assert lines[8].count(".venv/bin") == 1
+    assert machine.log() == ["hub pull L64", "hub pull q2"]
+    assert "CACHE_DIR=" in machine.said
+    assert 'next: qat train "$CHECKPOINT" --cache-dir "$CACHE_DIR" --mlp-only' in machine.said
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_leaves_nothing_in_the_shell(machine: Machine, shell: str) -> None:
+    state = STATE[shell]
+    before = f"export CACHE_DIR= CHECKPOINT=\n{{ {state}; }} >before"
+    for arguments in ("L64", "nope", "L64 q2 --force", "--what"):
+        machine.source(shell, arguments, f"{{ {state}; }} >after", before)
+        was, now = ((machine.root / name).read_text() for name in ("before", "after"))
+        assert len(was.splitlines()) > 50
+        assert set(now.splitlines()) == set(was.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("shell", "options"),
+    [
+        ("bash", "set -eu -o pipefail"),
+        ("bash", "set -o posix; set -f; IFS=/; export CDPATH=/ SHELLOPTS"),
+        pytest.param("zsh", "set -eu -o pipefail", marks=SHELLS[1].marks),
+        pytest.param("zsh", "emulate sh; setopt KSH_ARRAYS GLOB_SUBST", marks=SHELLS[1].marks),
+    ],
+)
+def test_works_in_shells_set_otherwise(machine: Machine, shell: str, options: str) -> None:
+    again = f'source "{machine.clone}/speedrun/setup.sh"'
+    out = machine.source(
+        shell,
+        "L64",
+        f'echo "$CACHE_DIR"; {again} && echo on; {again} nope || echo failed; echo on',
+        options,
+    )
+    assert out == f"{machine.clone}/caches/L64\non\nfailed\non\n"
+
+
+FAILURES = {
+    "nope": "no cache or checkpoint is named nope",
+    "./nowhere": "./nowhere is not a directory; expected one, or a name of qat hub list",
+    "--fast": "'--fast' is not a flag of setup.sh; expected: source speedrun/setup.sh",
+    "a b c": "found 3 names; expected: source speedrun/setup.sh",
+    "./home": "home holds neither manifest.json nor config.json",
+    "L64 old_cache": "expected one cache and one checkpoint",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_failure_returns(machine: Machine, shell: str) -> None:
+    for arguments, message in FAILURES.items():
+        out = machine.source(shell, arguments, 'echo "status=$? cache=${CACHE_DIR-none}"')
+        assert out == "status=1 cache=none\n"
+        assert message in machine.said
+
+
+@pytest.mark.parametrize("shell", [*SHELLS, "sh"])
+def test_executed_it_prints_the_exports(machine: Machine, shell: str) -> None:
+    done = machine.run(shell, "speedrun/setup.sh", "L64", "q2")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        f"export PATH='{machine.clone}/.venv/bin':\"$PATH\"",
+        f"export CACHE_DIR='{machine.clone}/caches/L64'",
+        f"export CHECKPOINT='{machine.clone}/checkpoints/q2'",
+    ]
+    assert "source speedrun/setup.sh" in done.stderr
+    assert machine.run(shell, "speedrun/setup.sh", "nope").returncode == 1
+
+
+def test_a_plain_shell_that_sources_it_goes_on(machine: Machine) -> None:
+    done = machine.run("sh", "-c", "if . speedrun/setup.sh; then :; fi; echo on")
+    assert done.stdout.splitlines()[-1] == "on"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_directory_with_odd_letters(machine: Machine, shell: str) -> None:
+    odd = machine.folder('it\'s a $HOME "cache"')
+    (odd / "manifest.json").touch()
+    out = machine.source(shell, '"$odd"', 'echo "$CACHE_DIR"', 'odd=$(echo "$PWD"/it*)')
+    assert out == f"{odd}\n"
+
+
+def test_force_fetches_again(machine: Machine) -> None:
+    machine.source("bash", "L64")
+    machine.source("bash", "L64 --force")
+    assert machine.log() == ["hub pull L64", "hub pull L64 --force"]
+
+
+def test_imports_the_reference_formats(machine: Machine) -> None:
+    clone = machine.clone
+    machine.variables["IMPORT_FAILS"] = "1"
+    assert machine.source("bash", "old_cache old_q4", "echo $?") == "1\n"
+    assert "caches/old_cache.anemll was not imported" in machine.said
+    del machine.variables["IMPORT_FAILS"]
+    out = machine.source("bash", "old_cache old_q4", "echo $CACHE_DIR; echo $CHECKPOINT")
+    assert out.splitlines() == [f"{clone}/caches/old_cache", f"{clone}/checkpoints/old_q4"]
+    assert (clone / "caches/old_cache.anemll/shard.pt").exists()
+    cache, q4 = clone / "caches/old_cache", clone / "checkpoints/old_q4"
+    assert machine.log() == [
+        "hub pull old_cache",
+        f"cache import {cache}.anemll --out {cache}",
+        f"cache import {cache}.anemll --out {cache}",
+        "hub pull old_q4",
+        f"convert {q4}.anemll --from anemll --out {q4}",
+    ]
+
+
+PLATFORMS = {
+    "colab with Drive": ({"COLAB_RELEASE_TAG": "x"}, "content/drive/MyDrive", "Colab"),
+    "macOS": ({}, "home/Library/CloudStorage/GoogleDrive-a@b.c/My Drive", "macOS"),
+    "rclone": ({}, "home/gdrive", "plain machine"),
+    "RunPod": ({"RUNPOD_POD_ID": "x"}, "workspace", "RunPod"),
+    "GDRIVE_PATH": ({"GDRIVE_PATH": "ROOT/my drive"}, "my drive", "plain machine"),
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_finds_the_drive(machine: Machine, platform: str) -> None:
+    variables, folder, name = PLATFORMS[platform]
+    drive = machine.folder(folder)
+    for key, value in variables.items():
+        machine.variables[key] = value.replace("ROOT", str(machine.root))
+    with_running_python(machine)
+    machine.source("bash", "L64")
+    assert f"qat: {name}, {drive}\n" in machine.said
+    assert machine.log()[-1] == f"hub pull L64 --drive {drive}"
+
+
+def test_a_bucket_is_a_drive(machine: Machine) -> None:
+    machine.variables["GCS_BUCKET"] = "mine"
+    machine.source("bash", "L64")
+    assert machine.log() == ["hub pull L64 --drive gs://mine"]
+
+
+def test_gdrive_path_that_is_not_there(machine: Machine) -> None:
+    machine.variables["GDRIVE_PATH"] = "/no/such"
+    assert machine.source("bash", "L64", "echo $?") == "1\n"
+    assert "GDRIVE_PATH=/no/such is not a directory; mount the Drive or unset" in machine.said
+
+
+def test_runpod_says_what_is_lost(machine: Machine) -> None:
+    machine.variables["RUNPOD_POD_ID"] = "x"
+    machine.folder("workspace")
+    machine.source("bash")
+    assert "this clone is outside /workspace" in machine.said
+
+
+def with_running_python(machine: Machine) -> Path:
+    """A `python3` first on PATH, as on Colab; where it keeps its packages and programs."""
+    here = machine.root / "python home"
+    write_program(here / "python3", FAKE_PIP.replace("REAL", sys.executable))
+    machine.variables |= {
+        "PATH": f"{here}:/usr/bin:/bin",
+        "PYTHON_HOME": str(here),
+        "FAKE_QAT": str(machine.clone / ".venv/bin/qat"),
+    }
+    return here
+
+
+def test_colab_installs_into_the_running_python(machine: Machine) -> None:
+    import torch
+
+    here = with_running_python(machine)
+    machine.folder("content")
+    machine.variables["COLAB_RELEASE_TAG"] = "x"
+    out = machine.source("bash", "L64", "command -v qat")
+    assert out == f"{here}/qat\n"
+    assert "Drive is not mounted: Files (left) > Mount Drive" in machine.said
+    machine.source("bash", "L64")
+    install, pull = machine.log()
+    assert install.endswith(f" torch=={torch.__version__} -e {machine.clone}")
+    assert pull == "hub pull L64"
+
+
+def test_no_network(machine: Machine) -> None:
+    with_running_python(machine)
+    machine.folder("content")
+    machine.variables |= {"COLAB_RELEASE_TAG": "x", "PIP_FAILS": "1"}
+    assert machine.source("bash", "L64", "echo $?") == "1\n"
+    assert "installing failed, as said above; without a network: 'pip download" in machine.said
+
+
+def test_an_environment_of_the_users_own_is_kept(machine: Machine) -> None:
+    own = machine.root / "own"
+    shutil.copytree(machine.clone / ".venv/bin", own)
+    shutil.rmtree(machine.clone / ".venv")
+    package = machine.clone / "qat"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    machine.variables |= {"PATH": f"{own}:/usr/bin:/bin", "PYTHONPATH": str(machine.clone)}
+    assert machine.source("bash", "L64", "command -v qat") == f"{own}/qat\n"
+    assert not (machine.clone / ".venv").exists()
