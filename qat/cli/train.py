@@ -5,7 +5,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from qat.track.config import TrackConfig
 from qat.train.config import TrainConfig
+
+UNTRACKED = TrackConfig()
 
 
 def train(
@@ -13,6 +16,7 @@ def train(
     *,
     config: Annotated[TrainConfig, Parameter(name="*")],
     out: Path,
+    tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
     resume: Annotated[bool, Parameter(negative=())] = False,
 ) -> dict[str, object]:
     """Train STUDENT, a packed checkpoint, against a teacher cache.
@@ -21,9 +25,12 @@ def train(
         student: checkpoint directory that 'qat convert' wrote (or a run, for its best one).
         config: settings.
         out: run directory to make.
+        tracking: who follows the run.
         resume: go on with the run in OUT from its latest checkpoint, if it has one.
     """
+    from qat.track.follow import follow
     from qat.train.start import train_student
 
-    report = train_student(config, student, out, resume=resume)
+    with follow(out, tracking):
+        report = train_student(config, student, out, resume=resume)
     return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)

@@ -1,0 +1,23 @@
+"""Settings of what follows a run: trackers and uploads. They are no part of its recipe."""
+
+from pathlib import Path
+
+from qat.config import Settings
+
+
+class TrackConfig(Settings):
+    """Who reads the run directory while a student trains."""
+
+    wandb: bool = False
+    """Follow the run with Weights & Biases; offline where nobody is logged in."""
+    wandb_project: str = "qat"
+    """Project there."""
+    wandb_name: str | None = None
+    """Name of the run there; by default that of the run directory."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files into OUT/tracking/tensorboard."""
+    trackio: bool = False
+    """Write the run into trackio's local database, as project qat."""
+    gdrive_dir: Path | None = None
+    """Folder (of a mounted Drive, say) that gets the best checkpoint and the logs while the run
+    goes on, under the name of the run directory."""

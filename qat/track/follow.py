@@ -1,0 +1,150 @@
+"""Lets trackers and uploads read a run directory while something else fills it.
+
+Each follower has a thread. None of them can stop, delay or change the run: one that fails says so
+in a line and is gone.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from qat.errors import ConfigError
+from qat.logs import FACTS
+from qat.track.config import TrackConfig
+from qat.track.curves import Curves
+from qat.track.tracker import Start, Tracker
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard", "trackio": "Trackio"}
+"""By flag, which is also the library's name and its extra's: the class in `qat.track.to_FLAG`."""
+
+
+class Follower(Protocol):
+    """Something that reads a run directory over and over."""
+
+    name: str
+    """Its flag, without dashes."""
+    limit_s: float
+    """How long the end of the run waits for it."""
+
+    def begin(self, label: str) -> None:
+        """The run directory is there; `label` is the run's name."""
+
+    def poll(self) -> None:
+        """Take what is new."""
+
+    def end(self, *, failed: bool) -> None:
+        """The run is over, by an error if `failed`; `poll` has taken everything."""
+
+
+@contextmanager
+def follow(run: Path, config: TrackConfig) -> Iterator[None]:
+    """Follow the run that the block makes in `run`; at its end all is flushed, with a time limit.
+
+    Raises:
+        ConfigError: before the block: a library or a folder that `config` names is not there.
+    """
+    threads = [_Thread(follower, run, config) for follower in _followers(run, config)]
+    for thread in threads:
+        thread.start()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for thread in threads:
+            thread.stop(failed=failed)
+        for thread in threads:
+            thread.wait()
+
+
+def _followers(run: Path, config: TrackConfig) -> list[Follower]:
+    wanted = [flag for flag in TRACKERS if getattr(config, flag)]
+    for flag in wanted:
+        if find_spec(flag) is None:
+            raise ConfigError(
+                f"--{flag}, but the library {flag} is not installed; expected it beside qat; "
+                f"pip install 'qat[{flag}]'"
+            )
+    project = {"wandb": config.wandb_project}
+    return [
+        Curves(run, flag, partial(_open_tracker, flag), project=project.get(flag, "qat"))
+        for flag in wanted
+    ]
+
+
+def _open_tracker(flag: str, start: Start) -> Tracker:
+    return getattr(import_module(f"qat.track.to_{flag}"), TRACKERS[flag])(start)
+
+
+class _Thread(threading.Thread):
+    """Polls one follower from the moment on that the run has begun (or goes on)."""
+
+    def __init__(self, follower: Follower, run: Path, config: TrackConfig) -> None:
+        super().__init__(name=f"qat-{follower.name}", daemon=True)
+        self._follower = follower
+        self._facts = run / FACTS
+        self._before = self._stamp()
+        named = config.wandb_name if follower.name == "wandb" else None
+        self._label = named or run.resolve().name
+        self._over = threading.Event()
+        self._failed = False
+
+    def run(self) -> None:
+        """Follow; whatever a library raises ends this thread and nothing else."""
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001
+            logger.warning(
+                "--%s stopped following the run, which goes on without it: %s: %s",
+                self._follower.name,
+                type(error).__name__,
+                " ".join(str(error).split()),
+            )
+
+    def stop(self, *, failed: bool) -> None:
+        """Let the thread take the rest and end."""
+        self._failed = failed
+        self._over.set()
+
+    def wait(self) -> None:
+        """Wait for the thread, but not forever."""
+        limit_s = self._follower.limit_s
+        self.join(limit_s)
+        if self.is_alive():
+            logger.warning(
+                "--%s had not finished %.0f s after the run and was left",
+                self._follower.name,
+                limit_s,
+            )
+
+    def _follow(self) -> None:
+        while not self._over.wait(POLL_S) and not self._has_begun():
+            pass
+        if not self._has_begun():
+            return
+        self._follower.begin(self._label)
+        try:
+            while not self._over.wait(POLL_S):
+                self._follower.poll()
+            self._follower.poll()
+        finally:
+            self._follower.end(failed=self._failed)
+
+    def _has_begun(self) -> bool:
+        """Whether the run wrote its facts: from then on its files only grow."""
+        return self._stamp() not in (None, self._before)
+
+    def _stamp(self) -> tuple[int, int] | None:
+        if not self._facts.exists():
+            return None
+        found = self._facts.stat()
+        return found.st_ino, found.st_mtime_ns

@@ -1,0 +1,38 @@
+"""A run in trackio's local database (`trackio show --project qat`)."""
+
+from collections.abc import Mapping
+
+from qat.track.tracker import Sample, Start
+
+
+class Trackio:
+    """Logs into the run of this name; a run that was followed before goes on."""
+
+    def __init__(self, start: Start) -> None:
+        import trackio
+
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=start.project,
+            name=start.name,
+            config=start.config,
+            resume="never" if start.id is None else "allow",
+            embed=False,
+        )
+        self.id = self._run.name
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """One point of each curve."""
+        self._run.log(dict(numbers), step=step)
+
+    def samples(self, rows: list[Sample]) -> None:
+        """The table of all samples so far."""
+        table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
+        self._run.log({"eval/samples": table}, step=rows[-1].step)
+
+    def flush(self) -> None:
+        """Nothing: a thread of trackio's own writes every half second."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002
+        """Write out what is left."""
+        self._run.finish()

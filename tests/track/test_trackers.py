@@ -1,0 +1,107 @@
+"""The real libraries, offline: what is read back from their own files is what the run wrote."""
+
+import json
+import logging
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from track.run_case import begin, cut, loss, write_steps
+
+from qat.track import follow
+from qat.track.config import TrackConfig
+
+BLOCK = 2**15
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """A run followed by all three, stopped at step 3 and resumed from 2; and what was logged."""
+    place = tmp_path_factory.mktemp("trackers")
+    run, said = place / "my_run", []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("qat.track").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follow, "POLL_S", 0.02)
+        # nobody is logged in here, whatever this machine's user did
+        for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "TRACKIO_DIR"):
+            patch.setenv(name, str(place / "home"))
+        patch.setenv("NETRC", str(place / "home" / "netrc"))
+        for name in ("WANDB_API_KEY", "WANDB_MODE"):
+            patch.delenv(name, raising=False)
+        config = TrackConfig(wandb=True, tensorboard=True, trackio=True)
+        with pytest.raises(RuntimeError, match="power"), follow.follow(run, config):
+            begin(run)
+            write_steps(run, 1, 3)
+            raise RuntimeError("power")
+        with follow.follow(run, config):
+            cut(run, 2)
+            begin(run, commit="4567def")
+            write_steps(run, 3, 4)
+        yield place, said
+    logging.getLogger("qat.track").removeHandler(handler)
+
+
+def test_wandb_keeps_the_run_for_later(place: tuple[Path, list[str]]) -> None:
+    run = place[0] / "my_run"
+    offline = sorted((run / "tracking" / "wandb").glob("offline-run-*"))
+    run_id = json.loads((run / "tracking" / "wandb.json").read_text())["id"]
+    assert [folder.name.endswith(run_id) for folder in offline] == [True, True]
+    records = b"".join(b"".join(leveldb_records(f / f"run-{run_id}.wandb")) for f in offline)
+    for name in (b"train/loss_nats", b"device/tokens_per_s", b"eval/kl_tail_nats", b"my_run"):
+        assert name in records
+    for step in range(1, 5):
+        assert str(loss(step)).encode() in records
+    tables = [json.loads(path.read_text())["data"] for path in run.rglob("*.table.json")]
+    assert [[2, "The", "text of 2"], [4, "The", "text of 4"]] in tables
+
+
+def test_nobody_logged_in_is_said_once_a_process(place: tuple[Path, list[str]]) -> None:
+    said = [line for line in place[1] if line.startswith("wandb: ")]
+    assert len(said) == 2 and all("not logged in: the run is kept here; " in line for line in said)
+    assert all("wandb sync" in line and "\n" not in line for line in said)
+    assert len(place[1]) == 2
+
+
+def test_tensorboard_reads_the_curves_back(place: tuple[Path, list[str]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(place[0] / "my_run" / "tracking" / "tensorboard")).Reload()
+    points = found.Scalars("train/loss_nats")
+    assert [point.step for point in points] == [1, 2, 3, 4]
+    assert [point.value for point in points] == pytest.approx([loss(s) for s in range(1, 5)])
+    assert [point.step for point in found.Scalars("eval/kl_tail_nats")] == [2, 4]
+    assert [point.step for point in found.Scalars("device/tokens_per_s")] == [1, 2, 3, 4]
+    (_, sample) = found.Tensors("eval/sample/text_summary")
+    assert sample.tensor_proto.string_val[0] == b"**The**text of 4"
+    (config,) = found.Tensors("config/text_summary")
+    assert b"| train.lr | 0.01 |" in config.tensor_proto.string_val[0]
+
+
+def test_trackio_holds_one_run(place: tuple[Path, list[str]]) -> None:
+    with sqlite3.connect(place[0] / "home" / "qat.db") as database:
+        rows = database.execute("select run_id, run_name, step, metrics from metrics").fetchall()
+        (config,) = database.execute("select config from configs").fetchone()
+    assert len({row[0] for row in rows}) == 1 and {row[1] for row in rows} == {"my_run"}
+    metrics = [(step, json.loads(values)) for _, _, step, values in rows]
+    losses = [(step, m["train/loss_nats"]) for step, m in metrics if "train/loss_nats" in m]
+    assert losses == [(step, loss(step)) for step in range(1, 5)]
+    tables = [m["eval/samples"]["_value"] for _, m in metrics if "eval/samples" in m]
+    assert [row["text"] for row in tables[-1]] == ["text of 2", "text of 4"]
+    assert json.loads(config)["train.lr"] == 0.01
+
+
+def leveldb_records(path: Path) -> Iterator[bytes]:
+    """The payloads of a log in LevelDB's format behind wandb's header of 7 bytes."""
+    data, place = path.read_bytes(), 7
+    while place + 7 <= len(data):
+        left = BLOCK - place % BLOCK
+        if left < 7:
+            place += left
+            continue
+        _, length, _ = struct.unpack_from("<IHB", data, place)
+        yield data[place + 7 : place + 7 + length]
+        place += 7 + length
