@@ -64,6 +64,22 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
 
 
+def test_followers_are_no_part_of_the_recipe(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    out, recipe = tmp_path / "run", tmp_path / "recipe.toml"
+    words = [*flags(place, max_steps=2), "--out", out]
+    recipe.write_text("[train]\ntensorboard = true\nwandb_project = 'mine'\n")
+    assert call(monkeypatch, "--recipe", recipe, "train", place / "student", *words) == 0
+    assert [*(out / "tracking" / "tensorboard").iterdir()]
+    assert "tensorboard" not in (out / "recipe.toml").read_text()
+    # the run goes on with others or with none
+    assert call(monkeypatch, "train", place / "student", *words, "--resume") == 0
+    recipe.write_text("[train]\ntensorbord = true\n")
+    assert call(monkeypatch, "--recipe", recipe, "train", place / "student", *words) == 1
+    assert "did you mean 'tensorboard'?" in capsys.readouterr().err
+
+
 def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
     settings = config(place, max_steps=2, learn="scales")
     first = train_student(settings, str(place / "student"), tmp_path / "one", resume=False)
