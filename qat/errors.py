@@ -30,3 +30,7 @@ class ExportError(QatError):
 
 class TrainingError(QatError):
     """A run that cannot go on: its loss is no longer a number."""
+
+
+class HubError(QatError):
+    """An archive, a mirror or a registry that does not give what it should."""

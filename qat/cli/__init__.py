@@ -22,6 +22,7 @@ from qat.cli.demo import demo
 from qat.cli.eval import evaluate
 from qat.cli.export import export
 from qat.cli.generate import generate
+from qat.cli.hub import hub_app
 from qat.cli.recipe import check_recipe
 from qat.cli.report import report
 from qat.cli.result import print_result
@@ -42,8 +43,20 @@ app.command(evaluate, name="eval")
 app.command(generate)
 app.command(export)
 app.command(report)
+app.command(hub_app, name="hub")
 app.command(demo)
-VERBS = ("cache", "convert", "train", "bench", "eval", "generate", "export", "report", "demo")
+VERBS = (
+    "cache",
+    "convert",
+    "train",
+    "bench",
+    "eval",
+    "generate",
+    "export",
+    "report",
+    "hub",
+    "demo",
+)
 
 
 def run_verb(tokens: list[str]) -> dict[str, object]:
@@ -93,6 +106,8 @@ def main() -> None:
 
 def _flags(verb: str) -> set[str]:
     """The names of a verb's flags without dashes in front; of `--a.b` the `a`."""
+    if app[verb].default_command is None:  # only the verbs below it have flags
+        return set()
     arguments = app[verb].assemble_argument_collection()
     names = {name for argument in arguments for name in argument.names if name.startswith("--")}
     return {name.removeprefix("--").split(".")[0] for name in names}

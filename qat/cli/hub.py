@@ -1,0 +1,163 @@
+"""`qat hub`: fetch, share, pack and unpack caches and checkpoints."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from qat.hub.config import Entry
+
+if TYPE_CHECKING:
+    from qat.hub.registry import Registry
+
+DEFAULT_PLACES = {"cache": Path("caches"), "checkpoint": Path("checkpoints")}
+Own = Annotated[Path | None, Parameter(name="--registry")]
+
+hub_app = App(help="Fetch, share, pack and unpack caches and checkpoints.")
+
+
+@hub_app.command
+def pull(
+    name: str,
+    *,
+    out: Path | None = None,
+    drive: Path | None = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    own: Own = None,
+) -> dict[str, object]:
+    """Fetch the cache or checkpoint NAME once; what is there already is not fetched again.
+
+    Args:
+        name: one of `qat hub list`.
+        out: directory to make; by default caches/NAME or checkpoints/NAME.
+        drive: where a Google Drive is mounted, for mirrors on it.
+        force: fetch it even if it is there, and replace that.
+        own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
+    """
+    from qat.hub.pull import pull as fetch
+    from qat.hub.registry import find
+
+    entry = find(_registry(own), name)
+    out = out or DEFAULT_PLACES[entry.kind] / name
+    pulled = fetch(name, entry, out, drive=drive, replace=force)
+    return dict(name=name, kind=entry.kind, **pulled._asdict())
+
+
+@hub_app.command(name="list")
+def list_entries(*, own: Own = None) -> dict[str, object]:
+    """Show what can be pulled.
+
+    Args:
+        own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    registry = _registry(own)
+    table = Table("name", "kind", "mirrors", "hash", "note")
+    for name, entry in registry.items():
+        is_known = "known" if entry.sha256 or entry.tree_sha256 else "unknown"
+        table.add_row(name, entry.kind, "\n".join(entry.mirrors), is_known, entry.note)
+    Console().print(table)
+    return {"names": list(registry)}
+
+
+@hub_app.command
+def add(
+    name: str,
+    *,
+    config: Annotated[Entry, Parameter(name="*")],
+    force: Annotated[bool, Parameter(negative=())] = False,
+    own: Own = None,
+) -> dict[str, object]:
+    """Register NAME in your own file, so that `qat hub pull NAME` knows it.
+
+    Args:
+        name: what to call it; a directory will be called so.
+        config: the entry.
+        force: replace an entry of that name.
+        own: TOML file to write; by default ~/.config/qat/hub.toml.
+    """
+    from qat.hub.registry import add_entry, user_file
+
+    path = own or user_file()
+    add_entry(path, name, config, replace=force)
+    return {"name": name, "registry": path}
+
+
+@hub_app.command
+def pack(directory: Path, *, out: Path | None = None) -> dict[str, object]:
+    """Pack DIRECTORY into one file; equal content gives equal bytes.
+
+    Args:
+        directory: a cache, a checkpoint or a run.
+        out: .tar.lz4 or .tgz to write; by default DIRECTORY.tar.lz4.
+    """
+    from qat.hub.files import peeled, sha256_file, sha256_tree
+    from qat.hub.pack import pack as write
+
+    path = directory.resolve()
+    out = out or path.with_name(f"{path.name}.tar.lz4")
+    num_files = write(directory, out)
+    hashes = dict(sha256=sha256_file(out), tree_sha256=sha256_tree(peeled(directory)))
+    return dict(out=out, files=num_files, bytes=out.stat().st_size, **hashes)
+
+
+@hub_app.command
+def unpack(
+    archive: Path, *, out: Path, force: Annotated[bool, Parameter(negative=())] = False
+) -> dict[str, object]:
+    """Unpack ARCHIVE (.tar.lz4 or .tgz), whole or not at all, trusting nothing in it.
+
+    Args:
+        archive: file to read.
+        out: directory to make; the files lie in it, without the archive's own directory.
+        force: replace what `out` holds.
+    """
+    from qat.hub.files import regular_files
+    from qat.hub.unpack import unpack as write
+
+    write(archive, out, replace=force)
+    files = regular_files(out)
+    return dict(out=out, files=len(files), bytes=sum(path.stat().st_size for path in files))
+
+
+@hub_app.command
+def push(
+    path: Path,
+    to: str,
+    *,
+    drive: Path | None = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+) -> dict[str, object]:
+    """Pack the directory PATH, copy it to the folder or gs:// path TO, and say how to register it.
+
+    Args:
+        path: a cache, a checkpoint or a run.
+        to: a folder (a mounted Drive, say) or gs://BUCKET/PATH.
+        drive: where a Google Drive is mounted, if `to` lies on it: the mirror is named below it.
+        force: replace another archive of that name.
+    """
+    from rich.console import Console
+
+    from qat.hub.push import push as put
+
+    pushed = put(path, to, replace=force)
+    line = pushed.add_line(path.resolve().name, _mirror(pushed.to, drive))
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    return dict(add=line, **pushed._asdict())
+
+
+def _registry(own: Path | None) -> "Registry":
+    from qat.hub.registry import load_registry, user_file
+
+    return load_registry(own or user_file())
+
+
+def _mirror(pushed_to: str, drive: Path | None) -> str:
+    if pushed_to.startswith("gs://"):
+        return pushed_to
+    path = Path(pushed_to).resolve()
+    if drive is not None and path.is_relative_to(drive.resolve()):
+        return f"drive:{path.relative_to(drive.resolve()).as_posix()}"
+    return str(path)

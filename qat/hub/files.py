@@ -1,0 +1,197 @@
+"""Files and directories that appear whole or not at all, and the hashes that tell them apart."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from qat.errors import HubError
+from qat.hub.limits import MIB
+from qat.logs import Ticker, progress
+
+RECEIPT = ".qat-hub.json"
+"""What `qat hub pull` leaves in a directory; no part of its content."""
+
+
+@contextmanager
+def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
+
+    A directory that holds nothing but another one is left out: `name/name/files` becomes
+    `out/files`. With `replace`, an older `out` stays until the new one is complete.
+
+    Raises:
+        HubError: `out` exists and is not empty, or cannot be written.
+    """
+    check_free(out, replace=replace)
+    with _explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+        try:
+            yield partial
+            _sync(partial)
+            _put_in_place(peeled(partial), out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def atomic_file(out: Path) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `out` when the block ends and vanishes when it fails.
+
+    Raises:
+        HubError: `out` cannot be written.
+    """
+    with _explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(prefix=f".{out.name}.part-", dir=out.parent)
+        try:
+            os.close(descriptor)
+            with open(partial, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            Path(partial).chmod(0o644)  # mkstemp makes it private
+            Path(partial).replace(out)
+            _sync_one(out.parent)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+
+
+def check_free(out: Path, *, replace: bool = False) -> None:
+    """Refuse an output directory that holds something already.
+
+    Raises:
+        HubError: `out` is not empty (and `replace` is false), or is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise HubError(f"out={out} is a file, expected a directory; choose another --out")
+    if out.is_dir() and any(out.iterdir()) and not replace:
+        raise HubError(
+            f"out={out} is not empty, expected a new or empty directory; remove it, choose another "
+            "--out, or replace it with --force"
+        )
+
+
+def peeled(directory: Path) -> Path:
+    """`directory`, or the one inside it that is all it holds, and so on."""
+    while True:
+        inside = list(directory.iterdir())
+        if len(inside) != 1 or not inside[0].is_dir():
+            return directory
+        directory = inside[0]
+
+
+def regular_files(directory: Path) -> list[Path]:
+    """The files below `directory` in the order of their names, without a Mac's litter.
+
+    A symbolic link to a file counts as that file (a snapshot of a model hub consists of those).
+
+    Raises:
+        HubError: something there is neither a file nor a directory, or a link to a directory.
+    """
+    found = []
+    for path in sorted(directory.rglob("*"), key=lambda each: each.relative_to(directory).parts):
+        if path.name in (RECEIPT, ".DS_Store") or path.name.startswith("._"):
+            continue
+        if path.is_file():
+            found.append(path)
+        elif path.is_symlink() or not path.is_dir():
+            raise HubError(
+                f"{path} is a link to no file, or a pipe or device; expected files and "
+                "directories: remove it"
+            )
+    return found
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_tree(directory: Path) -> str:
+    """SHA-256 of the list that `sha256sum` prints of all files, in the order of their names.
+
+    Equal to, in that directory:
+    `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum`.
+    """
+    total = hashlib.sha256()
+    names = {path.relative_to(directory).as_posix(): path for path in regular_files(directory)}
+    for name in sorted(names):
+        total.update(f"{sha256_file(names[name])}  {name}\n".encode())
+    return total.hexdigest()
+
+
+def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> tuple[int, str]:
+    """Append `source` to an open file; the bytes copied and their SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as file:
+        while chunk := file.read(MIB):
+            out.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+            ticker.advance()
+    return size, digest.hexdigest()
+
+
+def copy_tree(source: Path, into: Path) -> None:
+    """Copy the files of `source` into an empty directory, with a progress bar.
+
+    Raises:
+        HubError: `source` holds something else than files.
+    """
+    files = regular_files(source)
+    total = sum(mebibytes(path.stat().st_size) for path in files)
+    with progress(f"copying {source.name}", total, "MiB") as ticker:
+        for path in files:
+            target = into / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb") as out:
+                copy_file(path, out, ticker)
+
+
+def mebibytes(size: int) -> int:
+    """Chunks of 1 MiB in `size` bytes, the last one counted as whole: steps of a progress bar."""
+    return -(-size // MIB)
+
+
+@contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise HubError(
+            f"{out}: writing stopped ({error.strerror or error}); nothing was left there: free "
+            "some space, or choose a place that you may write to"
+        ) from error
+
+
+def _sync(directory: Path) -> None:
+    """Have every file below `directory`, and the names of them, reach the disk."""
+    for path in [*directory.rglob("*"), directory]:
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    partial.chmod(0o755)  # mkdtemp makes it private
+    if out.is_dir() and any(out.iterdir()):
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
+        out.rename(old)
+        partial.rename(out)
+        shutil.rmtree(old)
+    else:
+        partial.rename(out)
+    _sync_one(out.parent)

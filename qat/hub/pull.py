@@ -1,0 +1,206 @@
+"""Fetches an entry of the registry once: mirror by mirror, checked, whole or not at all."""
+
+import fcntl
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from qat.errors import HubError
+from qat.hub.config import Entry
+from qat.hub.contents import Format, format_of
+from qat.hub.files import (
+    RECEIPT,
+    atomic_directory,
+    check_free,
+    copy_tree,
+    peeled,
+    regular_files,
+    sha256_file,
+    sha256_tree,
+)
+from qat.hub.mirrors import PICKLE, Arrival, Places, fetch
+from qat.hub.tar_stream import OPENERS, is_web_page
+from qat.hub.unpack import extract
+
+logger = logging.getLogger(__name__)
+LITTLE = ("config.json",)
+"""What is taken along with a checkpoint that is a single file."""
+
+
+class Pulled(NamedTuple):
+    """Where an entry lies now, and how sure that is."""
+
+    path: Path
+    format: Format
+    mirror: str | None
+    """Where it came from; None if it was placed there by hand."""
+    sha256: str | None
+    """Of the archive; None if there was none."""
+    tree_sha256: str | None
+    """Of the files; None if nobody asked, as the archive's was compared or can be."""
+    is_verified: bool
+    """A hash was known and is equal."""
+    is_new: bool
+    """It was fetched just now."""
+
+
+def pull(
+    name: str, entry: Entry, out: Path, *, drive: Path | None = None, replace: bool = False
+) -> Pulled:
+    """Have the files of `entry` in `out`; what is there, and complete, is not fetched again.
+
+    Every mirror is tried in order; the first that gives what was registered wins.
+
+    Raises:
+        HubError: no mirror works, or `out` holds something else.
+    """
+    if not replace and (there := _there_already(name, entry, out)):
+        return there
+    check_free(out, replace=replace)
+    problems = []
+    with _stage(out) as stage:
+        for mirror in entry.mirrors:
+            try:
+                return _pull_from(mirror, name, entry, (out, Places(stage, drive, entry.size)))
+            except HubError as error:
+                logger.warning("%s", error)
+                problems.append(str(error))
+    raise HubError(
+        f"{name}: no mirror works: {' | '.join(problems)}; or get the archive by other means, then "
+        f"'qat hub unpack FILE --out {out}'"
+    )
+
+
+def _pull_from(mirror: str, name: str, entry: Entry, to: tuple[Path, Places]) -> Pulled:
+    out, places = to
+    arrival = fetch(mirror, places)
+    try:
+        sha256 = _verify(arrival, entry, mirror)
+        with atomic_directory(out, replace=True) as partial:
+            _fill(arrival, partial)
+            pulled = _inspect(peeled(partial), entry, mirror, sha256)
+            _write_receipt(peeled(partial), name, pulled)
+    except HubError as error:
+        if arrival.is_ours and not isinstance(error.__cause__, OSError):  # a full disk is no fault
+            _remove(arrival.path)
+        raise
+    if arrival.is_ours:
+        _remove(arrival.path)
+    return pulled._replace(path=out)
+
+
+def _verify(arrival: Arrival, entry: Entry, mirror: str) -> str | None:
+    """The SHA-256 of an archive; None for a directory."""
+    if arrival.path.is_dir():
+        return None
+    with arrival.path.open("rb") as file:
+        if is_web_page(file.read(512)):
+            raise HubError(
+                f"{mirror}: a web page came instead of a file (a used up quota, or a login); fetch "
+                "it in a browser, or use another mirror"
+            )
+    size, sha256 = arrival.path.stat().st_size, sha256_file(arrival.path)
+    if entry.size is not None and size != entry.size:
+        raise HubError(f"{mirror}: {size:,} bytes came, {entry.size:,} were registered")
+    if entry.sha256 is not None and sha256 != entry.sha256:
+        raise HubError(f"{mirror}: SHA-256 is {sha256}, registered is {entry.sha256}")
+    return sha256
+
+
+def _fill(arrival: Arrival, partial: Path) -> None:
+    if arrival.path.is_dir():
+        copy_tree(arrival.path, partial)
+    elif _is_packed(arrival.path) or not arrival.name.endswith(PICKLE):
+        extract(arrival.path, partial)
+    else:
+        shutil.copyfile(arrival.path, partial / arrival.name)
+        beside = () if arrival.is_ours else (arrival.path.with_name(each) for each in LITTLE)
+        for path in beside:
+            if path.is_file():
+                shutil.copyfile(path, partial / path.name)
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4).startswith(tuple(OPENERS))
+
+
+def _inspect(root: Path, entry: Entry, mirror: str, sha256: str | None) -> Pulled:
+    found = format_of(root, entry.kind)
+    tree = sha256_tree(root) if entry.tree_sha256 or sha256 is None else None
+    if entry.tree_sha256 and tree != entry.tree_sha256:
+        raise HubError(f"{mirror}: SHA-256 of the files is {tree}, expected {entry.tree_sha256}")
+    is_verified = bool(entry.tree_sha256 or (entry.sha256 and sha256))
+    if not is_verified:
+        logger.info("%s: SHA-256 %s; nothing to compare it with", mirror, sha256 or tree)
+    return Pulled(root, found, mirror, sha256, tree, is_verified, is_new=True)
+
+
+def _write_receipt(root: Path, name: str, pulled: Pulled) -> None:
+    sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in regular_files(root)}
+    facts = {"name": name, **pulled._asdict(), "files": sizes}
+    del facts["path"], facts["is_new"]
+    (root / RECEIPT).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _there_already(name: str, entry: Entry, out: Path) -> Pulled | None:
+    """What `out` holds if that is `name`, complete, or something placed there by hand.
+
+    Raises:
+        HubError: `out` holds another entry, or files of it are missing or cut.
+    """
+    if not out.is_dir() or not any(out.iterdir()):
+        return None
+    receipt = out / RECEIPT
+    if not receipt.is_file():
+        logger.info("%s was not pulled by qat; it is taken as it is", out)
+        return Pulled(out, format_of(out, entry.kind), None, None, None, False, is_new=False)
+    facts = json.loads(receipt.read_text(encoding="utf-8"))
+    wrong = [each for each, size in facts["files"].items() if not _has_size(out / each, size)]
+    if facts["name"] != name or wrong:
+        why = f"{wrong[0]} is missing or cut" if wrong else f"it is {facts['name']!r}"
+        raise HubError(f"{out} is not all of {name!r}: {why}; replace it with --force")
+    known = (facts[each] for each in ("format", "mirror", "sha256", "tree_sha256", "is_verified"))
+    return Pulled(out, *known, is_new=False)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+@contextmanager
+def _stage(out: Path) -> Iterator[Path]:
+    """A directory beside `out` for this pull alone; it stays if a download waits in it.
+
+    Raises:
+        HubError: another process is pulling to `out`, or nothing can be written there.
+    """
+    stage = out.parent / f".{out.name}.pull"
+    try:
+        stage.mkdir(parents=True, exist_ok=True)
+        lock = (stage / "lock").open("w")
+    except OSError as error:
+        raise HubError(
+            f"{stage}: {error.strerror}; choose an --out below a directory that you may write to"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HubError(f"another process is pulling to {out}; wait for it") from None
+        try:
+            yield stage
+        finally:
+            if not any(path.is_file() for path in stage.rglob("*.part")):
+                shutil.rmtree(stage)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

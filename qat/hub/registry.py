@@ -1,0 +1,102 @@
+"""The names that `qat hub pull` knows: those of the package, and a user's own on top."""
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+
+import tomli_w
+
+from qat.errors import HubError
+from qat.hub.config import SCHEMES, Entry
+from qat.hub.files import atomic_file
+
+PACKAGED = Path(__file__).with_name("registry.toml")
+REPOSITORY = PACKAGED.parents[2]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+Registry = dict[str, Entry]
+
+
+def user_file() -> Path:
+    """Where a user's own entries are kept unless a flag says otherwise."""
+    return Path.home() / ".config" / "qat" / "hub.toml"
+
+
+def load_registry(own: Path) -> Registry:
+    """All entries; those of the file `own`, if there is one, replace others of the same name.
+
+    Local mirrors are relative to the repository in the packaged file, to its directory in `own`.
+
+    Raises:
+        HubError: `own` is not TOML.
+        ConfigError: an entry has an unknown key, or a value that cannot be.
+    """
+    return _read(PACKAGED, REPOSITORY) | _read_own(own)
+
+
+def find(registry: Registry, name: str) -> Entry:
+    """The entry called `name`.
+
+    Raises:
+        HubError: there is none; the message has the nearest names.
+    """
+    if name in registry:
+        return registry[name]
+    folded = {each.casefold(): each for each in registry}
+    near = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.4)
+    hint = " or ".join(repr(folded[each]) for each in near) or ", ".join(sorted(registry))
+    raise HubError(f"no entry is called {name!r}; did you mean {hint}? 'qat hub list' shows all")
+
+
+def add_entry(own: Path, name: str, entry: Entry, *, replace: bool = False) -> None:
+    """Write `entry` into the file `own`, whole or not at all; local mirrors become absolute.
+
+    Raises:
+        HubError: the name is taken (and `replace` is false) or cannot be a directory's name.
+    """
+    if not NAME.fullmatch(name):
+        raise HubError(
+            f"name={name!r} must be letters, digits, '.', '_' or '-', as a directory is called so; "
+            "choose another"
+        )
+    if name in load_registry(own) and not replace:
+        raise HubError(f"{name!r} is in the registry already; choose another name, or add --force")
+    entries = _read_own(own) | {name: _absolute(entry, Path.cwd())}
+    values = {
+        each: entries[each].model_dump(mode="json", exclude_defaults=True) for each in entries
+    }
+    with atomic_file(own) as file:
+        tomli_w.dump(values, file)
+
+
+def is_local(mirror: str) -> bool:
+    """Whether a mirror is a path on this machine."""
+    return not mirror.startswith(SCHEMES)
+
+
+def _plain(entry: Entry) -> dict[str, object]:
+    return entry.model_dump(mode="json", exclude_defaults=True)
+
+
+def _read_own(own: Path) -> Registry:
+    return _read(own, own.parent) if own.exists() else {}
+
+
+def _read(path: Path, base: Path) -> Registry:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HubError(f"{path} is not TOML: {error}; mend that line") from None
+    return {name: _absolute(_parse(path, name, values[name]), base) for name in values}
+
+
+def _parse(path: Path, name: str, values: object) -> Entry:
+    if not isinstance(values, dict) or not NAME.fullmatch(name):
+        raise HubError(f"{path}: {name!r} must be a table such as [my_cache]; mend or remove it")
+    return Entry.parse(values, f"{path}, [{name}]")
+
+
+def _absolute(entry: Entry, base: Path) -> Entry:
+    mirrors = (str(base / Path(m).expanduser()) if is_local(m) else m for m in entry.mirrors)
+    return entry.model_copy(update={"mirrors": tuple(mirrors)})
