@@ -36,6 +36,7 @@ def in_this_process(jobs: list[Job], places: Places, after_each) -> list[Failure
     return failures
 
 
+@pytest.mark.slow
 def test_rows_a_table_and_pictures(place: Path, monkeypatch, capsys) -> None:
     write(
         {"name": "trained"},
@@ -149,6 +150,7 @@ def test_step_times_are_those_of_training(place: Path) -> None:
     assert 0 < step_s < 10
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:
     """In processes of their own, two side by side."""
     write({"name": "good", "train": False})

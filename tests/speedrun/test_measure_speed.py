@@ -24,6 +24,7 @@ def figures(out: Path) -> dict[str, dict]:
     return {line["figure"]: line for line in lines(out / "figures.jsonl")}
 
 
+@pytest.mark.slow
 def test_cases_take_turns_and_ratios_stay_within_a_round(tmp_path: Path, capsys) -> None:
     import measure_step_speed
 
@@ -52,6 +53,7 @@ def test_an_unknown_case_is_refused() -> None:
         measure_step_speed.chosen("nothing")
 
 
+@pytest.mark.slow
 def test_the_batch_found_takes_several_steps(tmp_path: Path, monkeypatch) -> None:
     import measure_max_batch
 
@@ -119,6 +121,7 @@ def test_larger_batches_than_one_that_does_not_fit_are_left_out(tmp_path, monkey
     assert status == {1: "OK", 4: "OK", 16: "OOM"}
 
 
+@pytest.mark.slow
 def test_every_kernel_has_a_share_of_the_roofline(tmp_path: Path, capsys) -> None:
     import measure_kernels
 
