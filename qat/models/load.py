@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -61,6 +62,17 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     source = resolve(source)
     with _hub_errors_as_one_line(source, "a tokenizer"):
         return AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+
+
+def load_config(source: str) -> PreTrainedConfig:
+    """The configuration of the model that `source` names; no weights are read.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    source = resolve(source)
+    with _hub_errors_as_one_line(source, "a model's configuration"):
+        return AutoConfig.from_pretrained(source, local_files_only=Path(source).is_dir())
 
 
 def resolve(source: str) -> str:

@@ -1,0 +1,107 @@
+"""Reads the pickled tensors of the reference system: the only unpickling in `qat`.
+
+`torch.load(weights_only=True)` builds tensors, numbers, text and containers of them, nothing else.
+Files in PyTorch's zip format are mapped into memory, so that a tensor nobody looks at is not read.
+"""
+
+import pickle
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qat.errors import QatError
+
+UNREADABLE = (
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+    ArithmeticError,
+    pickle.UnpicklingError,
+    struct.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+"""What PyTorch's reader raises on bytes that are no pickle of tensors, as fuzzing found out."""
+
+DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""What the reference system writes, and their neighbours."""
+
+
+def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
+    """The dictionary in a `.pt` file; its tensors lie on the CPU and are as large as they say.
+
+    Raises:
+        error: there is no such file, or it holds no such dictionary, or more than data.
+    """
+    if not path.is_file():
+        raise error(f"{path} is no file, expected tensors that torch.save wrote; check the path")
+    try:
+        found = torch.load(
+            str(path), weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path)
+        )
+    except UNREADABLE as reason:
+        said = (str(reason).strip() or type(reason).__name__).splitlines()[0][:120]
+        raise error(
+            f"{path} is no file of pickled tensors that can be read without running code "
+            f"({said}); expected what torch.save writes of a state dict: copy it anew"
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise error(
+            f"{path} holds a {type(found).__name__}, expected a dictionary of named tensors; "
+            "name the file of a state dict"
+        )
+    return dict(found)
+
+
+def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError]) -> None:
+    """Refuse values that are no plain tensors of a usual dtype, whole in memory.
+
+    A tensor with a stride of zero may claim any size over a few bytes: nobody saves such ones.
+
+    Raises:
+        error: the first value that is something else.
+    """
+    for name, value in tensors.items():
+        fault = tensor_fault(value)
+        if fault is not None:
+            raise error(
+                f"{path}: {name} is {fault}, expected a plain tensor; copy the file anew or save "
+                "it again"
+            )
+
+
+def tensor_fault(value: object) -> str | None:
+    """What keeps a value from being a plain tensor; None if nothing does."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+        return f"a tensor of layout {value.layout} on {value.device}"
+    if value.dtype not in DTYPES:
+        return f"a tensor of {value.dtype}"
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return f"a tensor of shape {tuple(value.shape)} over too few bytes"
+    return None

@@ -1,0 +1,229 @@
+"""`qat convert --from anemll`: a checkpoint of the reference system as a packed one.
+
+Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5. The function stays the same within float32
+rounding, except for weights of version 1 whose scale it raises to 1e-8: they become zero.
+"""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedConfig as Config
+
+from qat.errors import CheckpointError
+from qat.logs import progress
+from qat.models.anemll_linear import Imported, import_linear
+from qat.models.anemll_state import LegacyState, check_finite, read_state, state_file
+from qat.models.checkpoint import quiet_transformers, write_checkpoint
+from qat.models.count import model_bits_per_weight, tensor_bytes
+from qat.models.directory import atomic_directory, check_free
+from qat.models.load import load_config, load_tokenizer, resolve
+from qat.models.tables import put_quantized, table_names
+
+logger = logging.getLogger(__name__)
+
+REPORT_NAME = "import_report.json"
+DERIVED = "rotary_emb.inv_freq"
+"""End of the key of a tensor that follows from the configuration."""
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What was imported."""
+
+    source: str
+    """The `.pt` file."""
+    base: str
+    """The float model that it was made from."""
+    version: int
+    """Version 1 or 2 of the reference system's linears."""
+    linears: int
+    """Quantized linears."""
+    formats: dict[str, int]
+    """How many of them have each format, such as `lut2 r32`."""
+    adapters: int
+    """Linears with a LoRA, which is kept."""
+    floored: int
+    """Weights that became zero because version 1 raises their scale to 1e-8."""
+    bits_per_weight: float
+    """Of the quantized linears, with scales, codebooks and adapters."""
+    megabytes: float
+    """Of all tensors, 1e6 bytes."""
+
+
+def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport:
+    """Write the checkpoint of the reference system at `source` as a packed one to `out`.
+
+    Args:
+        source: a `.pt` file, its `config.json` beside it, or the directory of both.
+        base: the float model it was made from, for architecture and tokenizer; None: the one that
+            its `config.json` names.
+        out: the directory to make.
+
+    Raises:
+        ConfigError: `out` is not empty.
+        CheckpointError: `source` is of neither version, damaged, or not of the model `base`.
+    """
+    check_free(out)
+    path = state_file(source)
+    legacy = read_state(path)
+    base = base or legacy.settings.model_id
+    if base is None:
+        raise CheckpointError(
+            f"{path} has no config.json beside it that names its model, expected its model_id; "
+            "add --base MODEL, the float model that it was made from"
+        )
+    config = load_config(base)
+    model, imported = build_model(legacy, config)
+    _add_generation_config(model, base)
+    report = ImportReport(str(path), base, legacy.version, **_counts(model, imported))
+    with atomic_directory(out) as partial:
+        write_checkpoint(model, _tokenizer(base), partial)
+        (partial / REPORT_NAME).write_text(json.dumps(asdict(report), indent=1) + "\n")
+    return report
+
+
+def build_model(legacy: LegacyState, config: Config) -> tuple[PreTrainedModel, list[Imported]]:
+    """The model in float32 with its quantized linears, in eval mode; `legacy` is used up.
+
+    Raises:
+        CheckpointError: a tensor is missing, of no use, of another shape, or cannot be held.
+    """
+    config = _untied_if_apart(legacy, config)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    shapes = _check_names(legacy, skeleton)
+    check_finite("the state dict", legacy.others)
+    imported = {}
+    with progress("importing", len(legacy.linears), "linears") as ticker:
+        for name in list(legacy.linears):
+            parts = legacy.linears.pop(name)
+            imported[name] = import_linear(name, parts, legacy, shapes[f"{name}.weight"])
+            ticker.advance()
+    model = _with_tensors(skeleton, legacy.others, {n: shapes[f"{n}.weight"] for n in imported})
+    for name, linear in imported.items():
+        put_quantized(model, name, linear.quantized, linear.spec)
+        if linear.lora is not None:
+            _check_takes_lora(model, name)
+            model.get_submodule(name).set_lora(linear.lora)
+    return model.eval(), list(imported.values())
+
+
+def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
+    """The configuration without what is not ours, and untied if the head went its own way."""
+    config = type(config).from_dict(config.to_dict())
+    if hasattr(config, "quantization_config"):
+        raise CheckpointError(
+            "the model named by --base is quantized itself, expected the float model that the "
+            "checkpoint was made from; add --base MODEL with that one"
+        )
+    config.dtype = torch.float32
+    head, embedding = (
+        next((t for key, t in legacy.others.items() if key.endswith(end)), None)
+        for end in ("lm_head.weight", "embed_tokens.weight")
+    )
+    is_apart = head is not None and embedding is not None and not _equal(head, embedding)
+    if is_apart or any(name.endswith("lm_head") for name in legacy.linears):
+        config.tie_word_embeddings = False
+    return config
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _check_names(legacy: LegacyState, skeleton: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the float model, which the state dict fills exactly."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
+    for name in legacy.linears:
+        if not _is_quantizable(skeleton, name):
+            raise CheckpointError(
+                f"the state dict quantizes {name}, but {type(skeleton).__name__} has no linear "
+                "layer of that name; expected a checkpoint of that architecture: add --base MODEL"
+            )
+    given = {f"{name}.weight" for name in legacy.linears} | legacy.others.keys()
+    missing = sorted(shapes.keys() - given - set(skeleton.all_tied_weights_keys))
+    strays = sorted(k for k in legacy.others.keys() - shapes.keys() if not k.endswith(DERIVED))
+    wrong = [
+        f"{key} of shape {tuple(t.shape)} instead of {shapes[key]}"
+        for key, t in legacy.others.items()
+        if key in shapes and tuple(t.shape) != shapes[key]
+    ]
+    for fault, items in (("misses", missing), ("has an unknown", strays), ("has", wrong)):
+        if items:
+            more = f" and {len(items) - 1} more" if len(items) > 1 else ""
+            raise CheckpointError(
+                f"the state dict {fault} {items[0]}{more}, expected the tensors of "
+                f"{type(skeleton).__name__} as its configuration describes it; add --base MODEL "
+                "with the model it was made from, or copy the file anew"
+            )
+    return shapes
+
+
+def _is_quantizable(skeleton: PreTrainedModel, name: str) -> bool:
+    try:
+        module = skeleton.get_submodule(name)
+    except AttributeError:
+        return False
+    return isinstance(module, torch.nn.Linear)
+
+
+def _with_tensors(
+    skeleton: PreTrainedModel, others: dict[str, Tensor], linears: dict[str, tuple[int, ...]]
+) -> PreTrainedModel:
+    """A model of those tensors in float32; each weight of `linears` is a placeholder."""
+    state = {key: t.float() for key, t in others.items() if not key.endswith(DERIVED)}
+    zero = torch.zeros(())
+    state |= {f"{name}.weight": zero.expand(shape) for name, shape in linears.items()}
+    with quiet_transformers():
+        return type(skeleton).from_pretrained(
+            None, config=skeleton.config, state_dict=state, dtype=torch.float32
+        )
+
+
+def _check_takes_lora(model: PreTrainedModel, name: str) -> None:
+    if name in table_names(model):
+        raise CheckpointError(
+            f"{name} has a LoRA, expected none on the head, whose table takes no adapter; save "
+            "the checkpoint without it"
+        )
+
+
+def _add_generation_config(model: PreTrainedModel, base: str) -> None:
+    path = Path(resolve(base))
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(
+            path if path.is_dir() else base, local_files_only=path.is_dir()
+        )
+    except OSError:
+        logger.info("%s has no generation_config.json; the defaults are kept", base)
+
+
+def _tokenizer(base: str) -> object | None:
+    try:
+        return load_tokenizer(base)
+    except CheckpointError as error:
+        logger.warning("no tokenizer was written: %s", error)
+        return None
+
+
+def _counts(model: PreTrainedModel, imported: list[Imported]) -> dict[str, object]:
+    """The numbers of the report."""
+    formats: dict[str, int] = {}
+    for linear in imported:
+        spec = linear.spec
+        scale = f"r{spec.rank}" if spec.scale == "low_rank" else f"g{spec.group_size}"
+        key = f"{spec.codebook}{spec.bits} {scale} s{spec.scale_bits}"
+        formats[key] = formats.get(key, 0) + 1
+    return dict(
+        linears=len(imported),
+        formats=formats,
+        adapters=sum(linear.lora is not None for linear in imported),
+        floored=sum(linear.num_floored for linear in imported),
+        bits_per_weight=model_bits_per_weight(model),
+        megabytes=tensor_bytes(model) / 1e6,
+    )

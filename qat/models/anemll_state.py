@@ -1,0 +1,288 @@
+"""The reference system's state dicts: which file, which version, which linears.
+
+A quantized linear of version 1 (`AnemllQATLinear`) has `weight`, `lut` and `scale_A`, `scale_B` (or
+`full_scales`); one of version 2 (`AnemllQATLinearV2`) has `rank_magnitude` beside them and perhaps
+`_Q`, `_indices`, `_scales_baked_flag`, `_lut_raw_deltas`. Both may have `lora_A` and `lora_B`.
+Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
+
+Shapes: O out_features, I in_features, L entries of a LUT, R rank of the scale, r rank of a LoRA.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from qat.data.pickles import check_tensors, read_pickle
+from qat.errors import CheckpointError
+
+Version = Literal[1, 2]
+Parts = dict[str, Tensor]
+"""The tensors of one linear by their last name, such as `scale_A`."""
+
+FIRST_CHOICE = ("best_state_dict.pt", "model_state_dict.pt")
+"""What to read of a directory with several `.pt` files."""
+NOT_A_STATE = ("indices.pt",)
+"""Written beside a state dict, and implied by it."""
+NESTED = ("model_state_dict", "state_dict")
+"""Keys that hold the state dict in files with more than that."""
+SCALE_PARTS = ("scale_A", "full_scales")
+OWN_PARTS = (
+    "lut",
+    "scale_A",
+    "scale_B",
+    "full_scales",
+    "rank_magnitude",
+    "_Q",
+    "_indices",
+    "_scales_baked_flag",
+    "_lut_raw_deltas",
+    "_cached_weight_q",
+    "lora_A",
+    "lora_B",
+    "A_lut",
+    "B_lut",
+    "_A_idx",
+    "_B_idx",
+)
+"""What a quantized linear has beside `weight` and `bias`."""
+RANK_LUT_PARTS = ("A_lut", "B_lut", "_A_idx", "_B_idx")
+OLDEST = ("._f_param", "._qat_nbits")
+"""Ends of the keys of its oldest scheme, which has no look-up tables."""
+
+
+class LegacySettings(NamedTuple):
+    """What `config.json` says and tensors do not; all of it may be missing."""
+
+    model_id: str | None = None
+    """The float model it was made from."""
+    lora_alpha: float | None = None
+    """A LoRA is multiplied by `lora_alpha / r`; None: by 1."""
+    snapped: Literal["lut", "baked"] | None = None
+    """Whether `weight` of version 1 holds LUT entries, or those times the scale."""
+    lut_include_zero: bool | None = None
+    """Whether an even LUT of version 1 has a zero; None: as its values say."""
+    lut_max_abs: float | None = None
+    """The largest entry of a learned LUT; None: as of the stored one."""
+    is_positive: bool = False
+    """`force_positive_scales`: factors by magnitude."""
+    magnitude: Literal["identity", "abs", "softplus"] = "identity"
+    """What the gains pass through."""
+    magnitude_eps: float = 0.0
+    """Added to the gains."""
+
+    @classmethod
+    def read(cls, values: dict[str, object], where: str) -> Self:
+        """Typed settings from either writer's `config.json`.
+
+        Raises:
+            CheckpointError: a key has a value that cannot be.
+        """
+        snapped = values.get("snapped_mode")
+        if snapped is None and values.get("snapped"):
+            snapped = "baked" if values.get("snap_bake_scales") else "lut"
+        alpha = values.get("lora_alpha") or values.get("recovery_alpha") or None
+        found = {
+            "model_id": _typed(values, "model_id", str, where),
+            "lora_alpha": None if alpha is None else _number(alpha, "lora_alpha", where),
+            "snapped": _one_of(snapped, "snapped_mode", ("lut", "baked"), where),
+            "lut_include_zero": _typed(values, "lut_include_zero", bool, where),
+            "is_positive": _typed(values, "force_positive_scales", bool, where),
+            "magnitude": _one_of(
+                values.get("magnitude_activation"),
+                "magnitude_activation",
+                ("identity", "abs", "softplus"),
+                where,
+            ),
+        }
+        for key in ("lut_max_abs", "magnitude_eps"):
+            if values.get(key) is not None:
+                found[key] = _number(values[key], key, where)
+        return cls(**{key: value for key, value in found.items() if value is not None})
+
+
+class LegacyState(NamedTuple):
+    """A state dict, sorted."""
+
+    version: Version
+    linears: dict[str, Parts]
+    """The quantized linears by name, their tensors as stored."""
+    others: dict[str, Tensor]
+    """All other tensors by key."""
+    settings: LegacySettings
+
+
+def state_file(source: Path) -> Path:
+    """The `.pt` file that `source`, a file or a directory, means.
+
+    Raises:
+        CheckpointError: there is none, or one among several must be named.
+    """
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        raise CheckpointError(
+            f"{source} does not exist, expected a .pt file of the reference system or its "
+            "directory; check the path"
+        )
+    files = sorted(path for path in source.glob("*.pt") if path.name not in NOT_A_STATE)
+    preferred = [source / name for name in FIRST_CHOICE if source / name in files]
+    if len(files) == 1 or preferred:
+        return preferred[0] if preferred else files[0]
+    names = ", ".join(path.name for path in files[:4]) or "none"
+    raise CheckpointError(
+        f"{source} holds {len(files)} .pt files ({names}), expected one; name the file itself"
+    )
+
+
+def read_state(path: Path) -> LegacyState:
+    """The state dict in `path`, with what the `config.json` beside it says.
+
+    Raises:
+        CheckpointError: it is no such file, or of neither version, or its config.json is damaged.
+    """
+    found = read_pickle(path, CheckpointError)
+    inside = found.get("config")
+    for key in NESTED:
+        if isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    found = {str(key).removeprefix("module."): value for key, value in found.items()}
+    settings = _read_settings(path.parent / "config.json", inside)
+    check_tensors(path, found, CheckpointError)
+    return _sort(path, found, settings)
+
+
+def _read_settings(path: Path, inside: object) -> LegacySettings:
+    if not path.is_file():
+        return LegacySettings.read(inside if isinstance(inside, dict) else {}, "config")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not JSON ({error}), expected the settings of a checkpoint; mend it, or "
+            "move it away and add --base MODEL"
+        ) from None
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{path} holds no JSON object, expected the settings of a checkpoint; mend it, or "
+            "move it away and add --base MODEL"
+        )
+    return LegacySettings.read(values, str(path))
+
+
+def _sort(path: Path, state: dict[str, Tensor], settings: LegacySettings) -> LegacyState:
+    names = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in SCALE_PARTS}
+    if not names:
+        raise _neither(path, state)
+    linears: dict[str, Parts] = {name: {} for name in sorted(names)}
+    others = {}
+    for key, tensor in state.items():
+        name, _, part = key.rpartition(".")
+        if name in names and part != "bias":
+            linears[name][part] = tensor
+        else:
+            others[key] = tensor
+    strays = [key for key in others if key.rpartition(".")[2] in OWN_PARTS]
+    if strays:
+        raise CheckpointError(
+            f"{path}: {strays[0]} belongs to a quantized linear that has no scale_A, expected all "
+            "its tensors; the file is damaged: copy it anew"
+        )
+    return LegacyState(_version(path, linears), linears, others, settings)
+
+
+def _version(path: Path, linears: dict[str, Parts]) -> Version:
+    has_gain = {name: "rank_magnitude" in parts for name, parts in linears.items()}
+    if len(set(has_gain.values())) > 1:
+        second = next(name for name, has in has_gain.items() if has)
+        first = next(name for name, has in has_gain.items() if not has)
+        raise CheckpointError(
+            f"{path} mixes versions: {second} has rank_magnitude and {first} has none; expected "
+            "all linears of one version: copy the file anew"
+        )
+    version: Version = 2 if any(has_gain.values()) else 1
+    for name, parts in linears.items():
+        _check_parts(path, name, parts, version)
+    return version
+
+
+def _check_parts(path: Path, name: str, parts: Parts, version: Version) -> None:
+    unknown = sorted(parts.keys() - {"weight", *OWN_PARTS})
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {name} has a tensor {unknown[0]}, which neither version knows; expected "
+            f"weight, {', '.join(OWN_PARTS[:5])}, ...: copy the file anew"
+        )
+    needed = {"lut", "full_scales"} if "full_scales" in parts else {"lut", "scale_A", "scale_B"}
+    if version == 1:
+        needed |= {"weight"}
+    missing = sorted(needed - parts.keys())
+    if not missing and not parts.keys() & {"weight", "_Q", "_indices"}:
+        missing = ["weight"]
+    if missing or ("lora_A" in parts) != ("lora_B" in parts):
+        lacking = missing[0] if missing else "the other LoRA factor"
+        raise CheckpointError(
+            f"{path}: {name} has no {lacking}, expected all tensors of a linear of version "
+            f"{version}; the file is damaged: copy it anew"
+        )
+    if parts.keys() & set(RANK_LUT_PARTS):
+        raise CheckpointError(
+            f"{path}: {name} has tables for its scales (A_lut, B_lut), which no preset of the "
+            "reference system uses and this importer does not read; save it without rank_lut"
+        )
+
+
+def _neither(path: Path, state: dict[str, Tensor]) -> CheckpointError:
+    if any(key.endswith(OLDEST) for key in state):
+        kind = "a state dict of the reference system's oldest scheme (per-tensor scales, no LUT)"
+    elif state and all(".lora_" in key for key in state):
+        kind = "LoRA factors alone"
+    else:
+        kind = f"{len(state)} tensors, none of them a scale_A"
+    return CheckpointError(
+        f"{path} holds {kind}, expected a state dict of version 1 or 2 of the reference system; "
+        "name a file with whole quantized linears"
+    )
+
+
+def check_finite(name: str, parts: Parts) -> None:
+    """Refuse values that are no numbers.
+
+    Raises:
+        CheckpointError: naming the first tensor with NaN or infinity.
+    """
+    for part, tensor in parts.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{name}.{part} holds NaN or infinity, expected finite values; go back to an "
+                "earlier checkpoint"
+            )
+
+
+def _typed(values: dict[str, object], key: str, kind: type, where: str) -> object:
+    value = values.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise _wrong(key, value, kind.__name__, where)
+    return value
+
+
+def _number(value: object, key: str, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1e9:
+        raise _wrong(key, value, "a number that is not negative", where)
+    return float(value)
+
+
+def _one_of(value: object, key: str, known: tuple[str, ...], where: str) -> object:
+    if value is not None and value not in known:
+        raise _wrong(key, value, f"one of {', '.join(known)}", where)
+    return value
+
+
+def _wrong(key: str, value: object, expected: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} says {key}={str(value)[:60]!r}, expected {expected}; mend or remove that line"
+    )
