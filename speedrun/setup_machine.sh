@@ -124,14 +124,14 @@ resolve() {
     case "$(kind_of "$FOUND")" in
     cache) keep CACHE_DIR "$CACHE_DIR" && CACHE_DIR="$FOUND" ;;
     checkpoint) keep CHECKPOINT "$CHECKPOINT" && CHECKPOINT="$FOUND" ;;
-    *) fail "$FOUND holds neither manifest.json nor config.json; expected a cache or a checkpoint" ;;
+    *) fail "$FOUND holds no manifest.json, *.safetensors or run.json; expected a cache, a checkpoint or a run" ;;
     esac
 }
 
 kind_of() {
     if [ -e "$1/manifest.json" ]; then
         echo cache
-    elif [ -e "$1/config.json" ]; then
+    elif [ -e "$1/run.json" ] || compgen -G "$1/*.safetensors" >/dev/null; then
         echo checkpoint
     fi
 }
@@ -169,9 +169,7 @@ fetch() {
     local options=() result kind format
     if [ -n "$DRIVE" ]; then options+=(--drive "$DRIVE"); fi
     if [ "$FORCE" = yes ]; then options+=(--force); fi
-    result="$(cd "$ROOT" && "$QAT" hub pull "$1" ${options[@]+"${options[@]}"})" || fail \
-        "$1 was not fetched, as said above; by hand: put its directory at $ROOT/caches/$1" \
-        "(a cache) or $ROOT/checkpoints/$1, then run this again"
+    result="$(cd "$ROOT" && "$QAT" hub pull "$1" ${options[@]+"${options[@]}"})" || exit 1
     { read -r kind && read -r format && read -r FOUND; } < <(printf '%s\n' "$result" | last_json)
     HOW="fetched"
     if [ "$format" = anemll ]; then
@@ -194,8 +192,7 @@ import_reference() {
     local verb=(convert "$FOUND.anemll" --from anemll)
     if [ "$1" = cache ]; then verb=(cache import "$FOUND.anemll"); fi
     say "importing $FOUND.anemll"
-    (cd "$ROOT" && "$QAT" "${verb[@]}" --out "$FOUND" >/dev/null) ||
-        fail "$FOUND.anemll was not imported, as said above"
+    (cd "$ROOT" && "$QAT" "${verb[@]}" --out "$FOUND" >/dev/null) || exit 1
     HOW="imported; $FOUND.anemll may be deleted"
 }
 
@@ -209,6 +206,8 @@ next_step() {
         echo "source speedrun/setup.sh $(basename "$CACHE_DIR") CHECKPOINT"
     elif [ -z "$CACHE_DIR" ]; then
         echo 'qat generate "$CHECKPOINT" --prompt "What is 2+2?"'
+    elif [ ! -e "$config" ]; then
+        echo "qat eval \"\$CHECKPOINT\" --cache-dir $cache" # it is a run
     elif ! grep -q quantization_config "$config"; then
         echo "qat convert \"\$CHECKPOINT\" --to q4a4 --calibration $cache --out checkpoints/q4"
     elif ! grep -q '"bits": 2' "$config"; then
