@@ -1,6 +1,5 @@
 """Target `dense`: a plain Hugging Face directory that any program can read."""
 
-import copy
 from pathlib import Path
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.probe import reloaded_logits
+from qat.export.probe import float_skeleton, reloaded_logits
 from qat.models.checkpoint import quiet_transformers
 from qat.models.directory import atomic_directory
 from qat.models.tables import embedding_dtype
@@ -88,7 +87,7 @@ def write_dense(
         ExportError: a value does not fit into `dtype`.
     """
     state = dense_state_dict(model, dtype)
-    dense = without_values(model, dtype)
+    dense = _without_values(model, dtype)
     dense.load_state_dict(state, assign=True)
     dense.tie_weights()
     with quiet_transformers():
@@ -115,10 +114,15 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, TiedLutHead):
             state[f"{name}.weight"] = module.table.quantized_weight()
-    return {name: _cast(name, tensor, dtype) for name, tensor in state.items()}
+    return {name: cast(name, tensor, dtype) for name, tensor in state.items()}
 
 
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`, if it is a floating-point one; `name` is for the message.
+
+    Raises:
+        ExportError: a finite value overflows `dtype`.
+    """
     if not tensor.is_floating_point():
         return tensor
     cast = tensor.to(dtype)
@@ -130,12 +134,9 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def _without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model's unquantized skeleton on the meta device."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     with torch.device("meta"):
-        dense = type(model)._from_config(config, dtype=dtype)
+        dense = float_skeleton(model, dtype)
     dense.generation_config = model.generation_config
     return dense

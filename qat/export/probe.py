@@ -3,9 +3,11 @@
 Shapes: B sequences, S positions, V words.
 """
 
+import copy
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -34,3 +36,29 @@ def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Ten
             directory, dtype=embedding_dtype(model), local_files_only=True
         )
     return logits_of(reloaded.eval(), ids)
+
+
+def logits_of_weights(model: PreTrainedModel, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """Those of a float model like `model` with these weights, in the dtype of `model`.
+
+    Raises:
+        ValueError: a weight is missing, or there is one too many.
+    """
+    dtype = embedding_dtype(model)
+    with init_empty_weights(include_buffers=False):
+        dense = float_skeleton(model, dtype)
+    cast = {name: weight.to(dtype) for name, weight in weights.items()}
+    found = dense.load_state_dict(cast, strict=False, assign=True)
+    dense.tie_weights()
+    missing = [name for name, parameter in dense.named_parameters() if parameter.is_meta]
+    if missing or found.unexpected_keys:
+        raise ValueError(f"missing {missing[:3]}, unexpected {found.unexpected_keys[:3]}")
+    return logits_of(dense.eval(), ids)
+
+
+def float_skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A new model of the same class and configuration, without quantization."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return type(model)._from_config(config, dtype=dtype)

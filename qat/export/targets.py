@@ -21,6 +21,10 @@ from qat.quant.spec import LutSpec
 TARGETS: dict[TargetName, str] = {
     "packed": "qat.export.packed",
     "dense": "qat.export.dense",
+    "mlx": "qat.export.mlx",
+    "compressed-tensors": "qat.export.compressed_tensors",
+    "gguf": "qat.export.gguf",
+    "torchao": "qat.export.torchao",
 }
 """The module of each target; none is imported before it is asked for."""
 

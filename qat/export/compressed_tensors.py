@@ -1,0 +1,129 @@
+"""Target `compressed-tensors`: symmetric integers in `pack-quantized` form, for vLLM and others."""
+
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.parts import (
+    exact,
+    lost_by_grid,
+    refuse_low_rank,
+    require,
+    unquantized_state,
+    write_config,
+)
+from qat.export.probe import reloaded_logits
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.tables import embedding_dtype
+from qat.nn.lut_embedding import lut_tables
+from qat.quant.spec import LutSpec
+
+IS_BIT_EQUAL = False
+HOLDS_ADAPTERS = False
+GRIDS = ("int", "ternary")
+HOW_TO_LOAD = """\
+```python
+# pip install compressed-tensors
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
+```
+
+or `vllm serve DIR`, where vLLM has a kernel for these bits and groups.
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """Integers around zero of 2 to 8 bits, in groups of any size."""
+    return lost_by_grid(spec, GRIDS)
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """Integers of as many bits in the plan's groups, scales of 8 bits.
+
+    Raises:
+        ExportError: one bit, or scales of low rank.
+    """
+    refuse_low_rank(spec)
+    if spec.bits == 1:
+        raise ExportError("integers around zero need 2 bits at least; name a plan of 2 to 8 bits")
+    codebook = "ternary" if spec.codebook == "ternary" else "int"
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=spec.group_size, scale_bits=8)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse quantized tables: transformers reads packed weights of linears alone.
+
+    Raises:
+        ExportError: see above.
+    """
+    for name in lut_tables(model):
+        raise ExportError(
+            f"{name} is a quantized table, expected tables in floating point, as transformers "
+            "reads compressed-tensors; convert without --embedding-bits"
+        )
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer.
+
+    Raises:
+        ExportError: a scale does not fit into the dtype, or the library is not installed.
+    """
+    require("compressed_tensors", "ship")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    dtype = embedding_dtype(model)
+    tensors, modules = unquantized_state(model, dtype), quantized_modules(model)
+    for name, module in modules.items():
+        weight, bits = module.quantized(), module.spec.bits
+        integers = (weight.indices.int() + int(weight.codebook[0])).to(torch.int8)
+        scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype)
+        tensors[f"{name}.weight_packed"] = pack_to_int32(integers, bits)
+        tensors[f"{name}.weight_scale"] = scale
+        tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
+    extra = {"quantization_config": _config({name: m.spec for name, m in modules.items()})}
+    write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the model that transformers reads through compressed-tensors."""
+    return reloaded_logits(model, directory, ids)
+
+
+def _config(specs: dict[str, LutSpec]) -> dict[str, object]:
+    """The `quantization_config`: one group of linears for each format."""
+
+    def key(name: str) -> tuple[int, int]:
+        return specs[name].bits, specs[name].group_size
+
+    formats = groupby(sorted(specs, key=key), key)
+    groups = {
+        f"group_{number}": {
+            "targets": list(names),
+            "weights": {
+                "num_bits": bits,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": group_size,
+                "dynamic": False,
+            },
+        }
+        for number, ((bits, group_size), names) in enumerate(formats)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [],
+    }

@@ -1,0 +1,229 @@
+"""Target `gguf`: one file for llama.cpp, quantized weights in the types of ggml that hold them."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.gguf_blocks import LARGE, SMALL, block_type, to_blocks
+from qat.export.gguf_tokenizer import add_tokenizer
+from qat.export.parts import (
+    affine,
+    group_size_near,
+    refuse_low_rank,
+    require,
+    unquantized_state,
+)
+from qat.export.probe import logits_of_weights
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.tables import embedding_dtype
+from qat.quant.spec import LutSpec
+
+IS_BIT_EQUAL = False
+HOLDS_ADAPTERS = False
+FILE_NAME = "model.gguf"
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
+"""What GGUF calls the architecture of a `model_type`."""
+HOW_TO_LOAD = """\
+```
+llama-cli -m DIR/model.gguf -p "Once upon a time"
+```
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """ggml holds even levels: in groups of 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
+    if spec.scale != "group":
+        return f"its scale is of low rank ({spec.rank}), expected one for each group"
+    if spec.codebook == "lut":
+        return "no type of ggml has learned levels, expected codebook int, seq or ternary"
+    if block_type(spec) is None:
+        return (
+            f"no type of ggml holds {spec.bits} bits of codebook={spec.codebook} in groups of "
+            f"{spec.group_size} without loss, expected groups of a multiple of {SMALL}"
+        )
+    return None
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """Q2_K, Q3_K or TQ2_0 in groups of 256 where rows split into them, else integers in Q4_0 to
+    Q8_0 in groups of 32; scales of 8 bits.
+
+    Raises:
+        ExportError: rows split into neither, or scales are of low rank.
+    """
+    refuse_low_rank(spec)
+    few = spec.bits <= 3
+    size = LARGE if few and shape[1] % LARGE == 0 else group_size_near(SMALL, (SMALL,), shape[1])
+    if spec.codebook == "ternary" or (spec.bits == 2 and size == LARGE):
+        codebook = "ternary" if spec.codebook == "ternary" else "seq"
+    else:
+        codebook = "int" if spec.bits > 1 else "seq"
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse an architecture whose names or rotary embedding are not written here.
+
+    Raises:
+        ExportError: see above.
+    """
+    config = model.config
+    if config.model_type not in ARCHITECTURES:
+        raise ExportError(
+            f"model_type={config.model_type} cannot be written as GGUF, expected one of "
+            f"{', '.join(ARCHITECTURES)}; export --to dense and use llama.cpp's own converter"
+        )
+    kinds = {rope.get("rope_type", "default") for rope in _ropes(config)}
+    if kinds != {"default"}:
+        raise ExportError(
+            f"rope_type={', '.join(sorted(kinds))} is not written here, expected default; export "
+            "--to dense and use llama.cpp's own converter"
+        )
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write model.gguf: metadata, tokenizer and tensors.
+
+    Raises:
+        ExportError: a scale is no float16, or gguf is not installed.
+    """
+    require("gguf", "ship")
+    import gguf
+
+    writer = gguf.GGUFWriter(directory / FILE_NAME, ARCHITECTURES[model.config.model_type])
+    _add_metadata(writer, model.config)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer, model.config.vocab_size)
+    names = _tensor_names(model)
+    for name, module in quantized_modules(model).items():
+        weight = affine(module)
+        rows = _row_order(name, model.config)
+        if rows is not None:
+            weight = weight._make(part[rows] for part in weight)
+        kind = block_type(module.spec)
+        blocks = to_blocks(f"{name}.scales", weight, kind)
+        raw_type = gguf.GGMLQuantizationType[kind.name]
+        writer.add_tensor(names[name] + ".weight", blocks.numpy(), raw_dtype=raw_type)
+    for key, tensor in unquantized_state(model, embedding_dtype(model)).items():
+        _add_plain(writer, names, key, _to_file(key, tensor, model.config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of `model` with the weights that gguf reads and dequantizes: it runs no model."""
+    return logits_of_weights(model, read_weights(model, directory / FILE_NAME), ids)
+
+
+def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
+    """The float32 weights of a GGUF file under transformers' names, as `gguf` dequantizes them."""
+    import gguf
+
+    names = {written: name for name, written in _tensor_names(model).items()}
+    weights = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        stem, kind = tensor.name.rsplit(".", 1)
+        key = f"{names[stem]}.{kind}"
+        shape = tensor.shape[::-1].tolist()  # ggml counts from the fastest axis
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        weights[key] = _from_file(key, torch.from_numpy(values.copy()), model.config)
+    return weights
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict]:
+    """The rotary embeddings of all kinds of layers."""
+    ropes = config.rope_parameters
+    is_nested = all(isinstance(value, dict) for value in ropes.values())
+    return list(ropes.values()) if is_nested else [ropes]
+
+
+def _add_metadata(writer: object, config: PreTrainedConfig) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "gemma3_text":
+        ropes = config.rope_parameters
+        writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.sliding_window)
+    else:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def _tensor_names(model: PreTrainedModel) -> dict[str, str]:
+    """What GGUF calls each module that has a weight or a bias, without `.weight`."""
+    import gguf
+
+    architecture = ARCHITECTURES[model.config.model_type]
+    kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    found = {name: known.get_name(name) for name, _ in model.named_modules()}
+    return {name: written for name, written in found.items() if written is not None}
+
+
+def _row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
+    """Where the rows of llama's q and k come from: ggml rotates neighbours, transformers halves."""
+    if config.model_type != "llama" or not name.endswith(("q_proj", "k_proj")):
+        return None
+    is_query = name.endswith("q_proj")
+    heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return torch.arange(heads * head_dim).view(heads, 2, head_dim // 2).mT.reshape(-1)
+
+
+def _to_file(key: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
+    """A tensor as GGUF wants it: rows of q and k in its order, Gemma's norms with their one."""
+    stem = key.rsplit(".", 1)[0]
+    rows = _row_order(stem, config)
+    if rows is not None:
+        return tensor[rows]
+    return tensor.float() + 1 if _is_gemma_norm(stem, config) else tensor
+
+
+def _from_file(key: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
+    """The inverse of `_to_file`."""
+    stem = key.rsplit(".", 1)[0]
+    rows = _row_order(stem, config)
+    if rows is not None:
+        return tensor[rows.argsort()]
+    return tensor - 1 if _is_gemma_norm(stem, config) else tensor
+
+
+def _is_gemma_norm(stem: str, config: PreTrainedConfig) -> bool:
+    return config.model_type == "gemma3_text" and stem.endswith("norm")
+
+
+def _add_plain(writer: object, names: dict[str, str], key: str, tensor: Tensor) -> None:
+    """A float tensor: vectors in float32, as ggml reads them, matrices in their own dtype."""
+    import gguf
+
+    stem, kind = key.rsplit(".", 1)
+    name = f"{names[stem]}.{kind}"
+    if tensor.dim() == 1 or tensor.dtype == torch.float32:
+        writer.add_tensor(name, tensor.float().numpy())
+    elif tensor.dtype == torch.float16:
+        writer.add_tensor(name, tensor.numpy())
+    else:
+        raw = tensor.view(torch.uint8).numpy()
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -1,0 +1,122 @@
+"""Target `mlx`: a directory for mlx-lm, with MLX's affine quantization.
+
+A row of I weights of b bits is `I * b / 32` uint32 words, least significant bits first, with a
+float `scale` and `bias` for each group: `W = scale * code + bias`.
+"""
+
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.parts import (
+    EVEN_GRIDS,
+    affine,
+    exact,
+    group_size_near,
+    lost_by_grid,
+    refuse_low_rank,
+    require,
+    unquantized_state,
+    write_config,
+)
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.tables import embedding_dtype
+from qat.quant.pack import pack
+from qat.quant.spec import LutSpec
+
+IS_BIT_EQUAL = False
+HOLDS_ADAPTERS = False
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+MOST_SEQ_BITS = 4
+"""With more, the bias of a scale of 8 bits does not fit into a bfloat16."""
+HOW_TO_LOAD = """\
+```
+pip install mlx-lm        # on Linux: pip install 'mlx-lm[cpu]'
+mlx_lm.generate --model DIR --prompt "Once upon a time"
+```
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """MLX holds evenly spaced levels of 2 to 8 bits (not 7) in groups of 32, 64 or 128."""
+    reason = lost_by_grid(spec, EVEN_GRIDS)
+    if reason is None and spec.bits not in BITS:
+        reason = f"MLX has no weights of {spec.bits} bits, expected one of {BITS}"
+    if reason is None and spec.group_size not in GROUP_SIZES:
+        reason = f"MLX has no groups of {spec.group_size}, expected one of {GROUP_SIZES}"
+    return reason
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """Even levels without a zero up to 4 bits, integers above, scales of 8 bits.
+
+    Raises:
+        ExportError: MLX has no such bits, no such groups, or no scales of low rank.
+    """
+    refuse_low_rank(spec)
+    if spec.bits not in BITS:
+        raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")
+    codebook = "seq" if spec.bits <= MOST_SEQ_BITS else "int"
+    size = group_size_near(spec.group_size, GROUP_SIZES, shape[1])
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse an architecture that mlx-lm, where it is installed, does not know.
+
+    Raises:
+        ExportError: see above.
+    """
+    kind = model.config.model_type
+    if find_spec("mlx_lm") is not None and find_spec(f"mlx_lm.models.{kind}") is None:
+        raise ExportError(
+            f"model_type={kind} is none that mlx-lm knows, expected one of its models; export "
+            "--to dense"
+        )
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer.
+
+    Raises:
+        ExportError: a scale does not fit into the dtype, or mlx-lm is not installed.
+    """
+    require("mlx_lm", "mlx")
+    dtype = embedding_dtype(model)
+    tensors, formats = unquantized_state(model, dtype), {}
+    for name, module in quantized_modules(model).items():
+        codes, scale, bias = affine(module)
+        tensors[f"{name}.weight"] = pack(codes, module.spec.bits).view(torch.uint32)
+        tensors[f"{name}.scales"] = exact(f"{name}.scales", scale, dtype)
+        tensors[f"{name}.biases"] = exact(f"{name}.biases", bias, dtype)
+        formats[name] = (module.spec.group_size, module.spec.bits)
+    common = Counter(formats.values()).most_common(1)[0][0]
+    quantization = {**_format(common), **{n: _format(f) for n, f in formats.items()}}
+    extra = {"quantization": quantization}
+    write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "mlx"})
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the model that mlx-lm reads and runs."""
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.utils import load_model
+
+    mlx_model, _ = load_model(directory)
+    logits = mlx_model(mx.array(ids.numpy())).astype(mx.float32)
+    return torch.from_numpy(np.array(logits))
+
+
+def _format(size_and_bits: tuple[int, int]) -> dict[str, object]:
+    group_size, bits = size_and_bits
+    return {"group_size": group_size, "bits": bits, "mode": "affine"}

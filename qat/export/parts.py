@@ -1,0 +1,156 @@
+"""What the targets share: a quantized weight as integers and exact scales, and all that is not one.
+
+Shapes: O out_features, I in_features, G groups per row.
+"""
+
+import copy
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.dense import cast
+from qat.models.hf_quantizer import quantized_modules
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.spec import LutSpec
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+EVEN_GRIDS = ("seq", "int", "ternary")
+"""Codebooks of evenly spaced levels."""
+
+
+class Affine(NamedTuple):
+    """A weight of evenly spaced levels: `W = scale * codes + bias`, each group with its own two."""
+
+    codes: Tensor
+    """`(O, I)` uint8, from 0."""
+    scale: Tensor
+    """`(O, G)` float64, exact."""
+    bias: Tensor
+    """`(O, G)` float64, exact."""
+
+
+def affine(module: QuantLinear | FrozenLutTable) -> Affine:
+    """The weight of a module with group scales and evenly spaced levels, exactly.
+
+    Levels are multiples of a power of two, so float64 holds their products with scales.
+    """
+    weight = module.quantized()
+    scales, levels = weight.scales.scales.double(), weight.codebook.double()
+    return Affine(weight.indices, scales * (levels[1] - levels[0]), scales * levels[0])
+
+
+def exact(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` (float64) in `dtype`, where that changes nothing.
+
+    Raises:
+        ExportError: it changes something.
+    """
+    found = value.to(dtype)
+    if torch.equal(found.double(), value):
+        return found
+    index = (found.double() != value).flatten().nonzero()[0, 0]
+    raise ExportError(
+        f"{name} is {value.flatten()[index].item():.9g} somewhere, which no {DTYPE_NAMES[dtype]} "
+        "number is, expected scales that the files hold exactly; export with --dtype fp32, or "
+        "convert the model with 'qat convert --for', which takes scales of 8 bits"
+    )
+
+
+def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
+    """Why integers times a scale of each group are not that weight; None if they are."""
+    if spec.scale != "group":
+        return f"its scale is of low rank ({spec.rank}), expected one for each group"
+    if spec.codebook not in grids:
+        return (
+            f"its codebook={spec.codebook} is not evenly spaced as this target needs it, expected "
+            f"{' or '.join(grids)}"
+        )
+    return None
+
+
+def refuse_low_rank(spec: LutSpec) -> None:
+    """Refuse a scale that a scheme of groups would replace.
+
+    Raises:
+        ExportError: it is of low rank.
+    """
+    if spec.scale != "group":
+        raise ExportError(
+            f"its scale is of low rank ({spec.rank}), expected one for each group; name a plan "
+            "with groups"
+        )
+
+
+def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> int:
+    """The one of `sizes` that divides the row, nearest to the wished one, smaller first.
+
+    Raises:
+        ExportError: none does.
+    """
+    whole = [size for size in sizes if in_features % size == 0]
+    if not whole:
+        raise ExportError(
+            f"its rows of {in_features} do not split into groups of {', '.join(map(str, sizes))}; "
+            "leave it in floating point with a rule of its own in a plan"
+        )
+    return min(whole, key=lambda size: (abs(size - wished), size))
+
+
+def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Norms, biases, float tables: all that is no quantized weight, in `dtype`, a tied head once.
+
+    Raises:
+        ExportError: a value overflows `dtype`.
+    """
+    state = model.state_dict()
+    for name, module in quantized_modules(model).items():
+        is_table = isinstance(module, FrozenLutTable)
+        parts = module.weight_tensors() if is_table else module.weight_parameters()
+        for key in ("packed", *parts):
+            state.pop(f"{name}.{key}", None)
+    if model.config.get_text_config().tie_word_embeddings:
+        for name in model.all_tied_weights_keys:
+            state.pop(name, None)
+    return {name: cast(name, tensor, dtype).contiguous() for name, tensor in state.items()}
+
+
+def write_config(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    extra: dict[str, object],
+) -> None:
+    """Write config.json with `extra` keys and no quantization of ours, and the tokenizer."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    values = {**config.to_diff_dict(), "dtype": str(dtype).removeprefix("torch."), **extra}
+    values["architectures"] = [type(model).__name__]
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def require(library: str, extra: str) -> None:
+    """Refuse to go on without a target's own library.
+
+    Raises:
+        ExportError: it is not installed.
+    """
+    if find_spec(library) is None:
+        raise ExportError(
+            f"{library} is not installed, expected it to check what is written; "
+            f"pip install 'qat[{extra}]'"
+        )

@@ -1,0 +1,133 @@
+"""Target `torchao`: evenly spaced levels in torchao's integer tensors, for transformers."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.parts import (
+    EVEN_GRIDS,
+    affine,
+    exact,
+    lost_by_grid,
+    refuse_low_rank,
+    require,
+    unquantized_state,
+    write_config,
+)
+from qat.export.probe import reloaded_logits
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.tables import embedding_dtype
+from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.spec import LutSpec
+
+IS_BIT_EQUAL = False
+HOLDS_ADAPTERS = False
+HOW_TO_LOAD = """\
+```python
+# pip install torchao
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
+```
+
+Each weight takes a byte in this form, whatever its bits: it is what torchao lowers from.
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """Evenly spaced levels of 1 to 8 bits in groups of any size."""
+    return lost_by_grid(spec, EVEN_GRIDS)
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """Even levels without a zero up to 4 bits, integers above, in the plan's groups.
+
+    Raises:
+        ExportError: scales of low rank.
+    """
+    refuse_low_rank(spec)
+    kept = spec.codebook in EVEN_GRIDS
+    codebook = spec.codebook if kept else "seq" if spec.bits <= 4 else "int"
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=spec.group_size, scale_bits=8)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse quantized tables, whose look-up this tensor type does not define.
+
+    Raises:
+        ExportError: see above.
+    """
+    for name in lut_tables(model):
+        raise ExportError(
+            f"{name} is a quantized table, expected tables in floating point: torchao's integer "
+            "tensors are for linears; convert without --embedding-bits"
+        )
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer.
+
+    Raises:
+        ExportError: a scale does not fit into the dtype, or torchao is not installed.
+    """
+    require("torchao", "adam8bit")
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    dtype = embedding_dtype(model)
+    state = unquantized_state(model, dtype)
+    for name, module in quantized_modules(model).items():
+        state[f"{name}.weight"] = _tensor(name, module, dtype)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt", **metadata})
+    write_config(
+        model, tokenizer, directory, dtype=dtype, extra={"quantization_config": _config(model)}
+    )
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the model that transformers reads through torchao."""
+    return reloaded_logits(model, directory, ids)
+
+
+def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> Tensor:
+    """`W = (integer - zero_point) * scale`, with a zero point in floating point."""
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    weight, spec = affine(module), module.spec
+    lowest = 2 ** (spec.bits - 1)
+    scale = exact(f"{name}.scales", weight.scale, dtype)
+    grid = module.codebook.double()
+    zero = -lowest - float(grid[0] / (grid[1] - grid[0]))
+    return IntxUnpackedToInt8Tensor(
+        (weight.codes.int() - lowest).to(torch.int8),
+        scale,
+        torch.full_like(scale, zero),
+        getattr(torch, f"int{spec.bits}"),
+        (1, spec.group_size),
+        dtype,
+        None,
+    )
+
+
+def _config(model: PreTrainedModel) -> dict[str, object]:
+    """The `quantization_config`; what each tensor is stands in the file itself."""
+    from torchao.core.config import config_to_dict
+    from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
+
+    formats = {
+        name: IntxWeightOnlyConfig(getattr(torch, f"int{m.spec.bits}"), PerGroup(m.spec.group_size))
+        for name, m in quantized_modules(model).items()
+    }
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": config_to_dict(FqnToConfig(formats))},
+        "modules_to_not_convert": [],
+        "include_input_output_embeddings": False,
+    }
