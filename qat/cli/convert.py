@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from qat.cli.legacy import Foreign, convert_foreign
 from qat.errors import ConfigError
 from qat.models.config import ConvertConfig
 
@@ -22,16 +23,24 @@ def convert(
     out: Path,
     evaluate: Annotated[bool, Parameter(name="--eval", negative=())] = False,
     cache_dir: Path | None = None,
+    from_: Annotated[Foreign | None, Parameter(name="--from")] = None,
 ) -> dict[str, object]:
     """Quantize SOURCE without training and write a packed checkpoint.
 
     Args:
-        source: hub id or directory of a float or packed model.
+        source: hub id or directory of a float or packed model; with --from a .pt file or its
+            directory.
         config: settings.
         out: checkpoint directory to make.
         evaluate: print KD, KL and perplexity before and after, on a cache's held-out split.
         cache_dir: the cache to evaluate on.
+        from_: SOURCE is a checkpoint of Anemll/qwen3_apple_style_2bit_qat_lora, to be kept as it
+            is; --base names the float model that it was made from.
     """
+    if from_ is not None:
+        if evaluate:
+            raise ConfigError("--eval is given with --from; judge the result with 'qat eval'")
+        return convert_foreign(source, config, out)
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
     from qat.evaluate.judge_cache import held_out_divergence

@@ -71,13 +71,7 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
     check_free(out)
     path = state_file(source)
     legacy = read_state(path)
-    base = base or legacy.settings.model_id
-    if base is None:
-        raise CheckpointError(
-            f"{path} has no config.json beside it that names its model, expected its model_id; "
-            "add --base MODEL, the float model that it was made from"
-        )
-    config = load_config(base)
+    base, config = _float_model(path, legacy, base)
     model, imported = build_model(legacy, config)
     _add_generation_config(model, base)
     report = ImportReport(str(path), base, legacy.version, **_counts(model, imported))
@@ -85,6 +79,25 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
         write_checkpoint(model, _tokenizer(base), partial)
         (partial / REPORT_NAME).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report
+
+
+def _float_model(path: Path, legacy: LegacyState, base: str | None) -> tuple[str, Config]:
+    """The model that it was made from, and its configuration."""
+    if base is not None:
+        return base, load_config(base)
+    named = legacy.settings.model_id
+    if named is None:
+        raise CheckpointError(
+            f"{path} has no config.json beside it that names its model, expected its model_id; "
+            "add --base MODEL, the float model that it was made from"
+        )
+    try:
+        return named, load_config(named)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the config.json beside {path} names model_id={named[:80]!r}, which cannot be opened "
+            f"({str(error)[:200]}); add --base MODEL, the float model that it was made from"
+        ) from None
 
 
 def build_model(legacy: LegacyState, config: Config) -> tuple[PreTrainedModel, list[Imported]]:

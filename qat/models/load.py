@@ -61,7 +61,14 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """
     source = resolve(source)
     with _hub_errors_as_one_line(source, "a tokenizer"):
-        return AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # transformers makes one without words where the files are missing
+        raise CheckpointError(
+            f"{source} holds no tokenizer, expected tokenizer.json or the like beside the model; "
+            "copy the tokenizer's files there"
+        )
+    return tokenizer
 
 
 def load_config(source: str) -> PreTrainedConfig:
