@@ -240,8 +240,8 @@ def _stored_tensors(name: str, module: QuantLinear | FrozenLutTable) -> dict[str
     for key, tensor in tensors.items():
         if not round_as_stored(key, tensor, bits).isfinite().all():
             raise CheckpointError(
-                f"{name}.{key} holds values that are not finite in {dtype_as_stored(key, bits)}, expected "
-                "finite ones; lower the learning rate of that kind of parameter"
+                f"{name}.{key} holds values that are not finite in {dtype_as_stored(key, bits)}, "
+                "expected finite ones; lower the learning rate of that kind of parameter"
             )
         stored[key] = to_stored(key, tensor, bits)
     return {"packed": pack(quantized.indices, module.spec.bits), **stored}
