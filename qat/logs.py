@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,11 @@ def configure(verbose: bool = False) -> None:
 
 @contextmanager
 def progress(description: str, total: int | None, unit: str = "") -> Iterator["Ticker"]:
-    """A progress bar on stderr, shown on a terminal only, that `advance` moves."""
+    """A progress bar on stderr that `advance` moves.
+
+    It is shown on a terminal only, and for the main thread only: a terminal has room for one.
+    """
+    is_seen = console.is_terminal and threading.current_thread() is threading.main_thread()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,7 +45,7 @@ def progress(description: str, total: int | None, unit: str = "") -> Iterator["T
         TextColumn("{task.fields[note]}"),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not is_seen,
     )
     with bar:
         yield Ticker(bar, bar.add_task(description, total=total, note=""))

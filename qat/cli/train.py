@@ -28,9 +28,12 @@ def train(
         tracking: who follows the run.
         resume: go on with the run in OUT from its latest checkpoint, if it has one.
     """
+    from qat.report.page import write_report
     from qat.track.follow import follow
     from qat.train.start import train_student
 
     with follow(out, tracking):
         report = train_student(config, student, out, resume=resume)
+        if tracking.gdrive_dir is not None:
+            write_report([out], out / "report.html")
     return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)

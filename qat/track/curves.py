@@ -64,6 +64,10 @@ class Curves:
         """Close the tracker."""
         self._tracker.close(failed=failed)
 
+    def missing(self) -> str:
+        """What an end before its time leaves out."""
+        return f"the last of {METRICS} may be missing there"
+
     def _tell(self, event: Event) -> None:
         if event.sample is not None:
             self._samples.append(Sample(event.step, self._prompt, event.sample))

@@ -19,6 +19,7 @@ from qat.logs import FACTS
 from qat.track.config import TrackConfig
 from qat.track.curves import Curves
 from qat.track.tracker import Start, Tracker
+from qat.track.upload import Upload, check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ class Follower(Protocol):
 
     def end(self, *, failed: bool) -> None:
         """The run is over, by an error if `failed`; `poll` has taken everything."""
+
+    def missing(self) -> str:
+        """What is left undone, if it were left now."""
 
 
 @contextmanager
@@ -75,10 +79,14 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
                 f"pip install 'qat[{flag}]'"
             )
     project = {"wandb": config.wandb_project}
-    return [
+    found: list[Follower] = [
         Curves(run, flag, partial(_open_tracker, flag), project=project.get(flag, "qat"))
         for flag in wanted
     ]
+    if config.gdrive_dir is not None:
+        check_folder(run, config.gdrive_dir)
+        found.append(Upload(run, config.gdrive_dir))
+    return found
 
 
 def _open_tracker(flag: str, start: Start) -> Tracker:
@@ -121,9 +129,10 @@ class _Thread(threading.Thread):
         self.join(limit_s)
         if self.is_alive():
             logger.warning(
-                "--%s had not finished %.0f s after the run and was left",
+                "--%s had not finished %.0f s after the run and was left; %s",
                 self._follower.name,
                 limit_s,
+                self._follower.missing(),
             )
 
     def _follow(self) -> None:

@@ -136,7 +136,8 @@ def test_a_tracker_that_hangs_is_left(
         begin(tmp_path / "run")
     free.set()
     assert [r.getMessage() for r in caplog.records] == [
-        "--trackio had not finished 0 s after the run and was left"
+        "--trackio had not finished 0 s after the run and was left; the last of "
+        "metrics.jsonl may be missing there"
     ]
 
 

@@ -1,0 +1,212 @@
+"""Brings the best checkpoint and the logs of a run to a folder that may fail at any time.
+
+FOLDER/RUN/  best.tar.lz4 (at the end {quant}_{scope}_{loss}_{dtype}.tar.lz4), and the logs
+"""
+
+import logging
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from qat.errors import ConfigError, HubError
+from qat.hub.pack import pack
+from qat.hub.push import put
+from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
+from qat.track.curves import FOLDER
+
+logger = logging.getLogger(__name__)
+
+LOGS = (RECIPE, FACTS, METRICS, HEARTBEAT, "report.html")
+BEST = "best.tar.lz4"
+LOGS_EVERY_S = 30.0
+LONGEST_PAUSE_S = 60.0
+LAST_PAUSES_S = (0, 1, 2, 4, 8)
+
+
+class Upload:
+    """Follows `best` and the logs. What arrives was read back, and has its name only then."""
+
+    name = "gdrive-dir"
+    limit_s = 600.0
+
+    def __init__(self, run: Path, folder: Path) -> None:
+        self.run = run
+        self.folder = folder
+        self.target = folder / run.resolve().name
+        self._logs: dict[str, tuple[int, int]] = {}
+        self._best: str | None = None
+        self._failures = 0
+        self._due = self._logs_due = 0.0
+
+    def begin(self, label: str) -> None:
+        """Nothing: the folder's part is made with the first file."""
+
+    def poll(self) -> None:
+        """Send what is new, unless a failure is too recent; the logs now and then."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        with_logs = now >= self._logs_due
+        if with_logs:
+            self._logs_due = now + LOGS_EVERY_S
+        self._attempt(with_logs=with_logs)
+
+    def end(self, *, failed: bool) -> None:
+        """Send what is left, with a few attempts; what is missing then is said.
+
+        Of a finished run the best checkpoint gets its final name.
+        """
+        if self._lacks_best():
+            logger.info("--gdrive-dir: sending what is left, for at most %.0f s", self.limit_s)
+        name = None if failed else self._final()
+        for pause_s in LAST_PAUSES_S:
+            time.sleep(pause_s)
+            if self._attempt(with_logs=True, name=name):
+                return
+        logger.warning(
+            "--gdrive-dir: gave up after %d attempts; %s", len(LAST_PAUSES_S), self.missing()
+        )
+
+    def missing(self) -> str:
+        """What the folder lacks, and the command that brings it there."""
+        commands = []
+        if self._lacks_best():
+            student = self.run / (self._final() or self._pointer() or "")
+            commands.append(f"qat hub push {shlex.quote(str(student))} {self._quoted_target()}")
+        logs = [str(self.run / name) for name in self._new_logs()]
+        if logs:
+            commands.append(f"cp {shlex.join(logs)} {self._quoted_target()}")
+        mkdir = f"mkdir -p {self._quoted_target()}"
+        return "by hand: " + " && ".join([mkdir, *commands]) if commands else "nothing is missing"
+
+    def _attempt(self, *, with_logs: bool, name: str | None = None) -> bool:
+        """Whether everything that is wanted there is there."""
+        try:
+            self._open_target()
+            for log in self._new_logs() if with_logs else ():
+                self._send_log(log)
+            if self._lacks_best():
+                self._send_best()
+            if name is not None and self._best is not None and (self.target / BEST).exists():
+                (self.target / BEST).replace(self.target / f"{name}.tar.lz4")
+        except (OSError, HubError) as error:
+            self._put_off(error)
+            return False
+        self._failures = 0
+        return True
+
+    def _put_off(self, error: Exception) -> None:
+        if self._failures == 0:
+            logger.warning("--gdrive-dir: %s; trying again", " ".join(str(error).split()))
+        self._failures += 1
+        self._due = time.monotonic() + min(2.0**self._failures, LONGEST_PAUSE_S)
+
+    def _open_target(self) -> None:
+        if not self.folder.is_dir():  # else a folder of that name would be made on the local disk
+            raise FileNotFoundError(f"{self.folder} is gone (is the Drive still mounted?)")
+        self.target.mkdir(exist_ok=True)
+
+    def _new_logs(self) -> list[str]:
+        stamps = {name: _stamp(self.run / name) for name in LOGS}
+        return [name for name in LOGS if stamps[name] not in (None, self._logs.get(name))]
+
+    def _send_log(self, name: str) -> None:
+        """Send the log as it is now; it may grow meanwhile."""
+        stamp = _stamp(self.run / name)
+        with self._workshop() as place:
+            snapshot = Path(place, name)
+            shutil.copyfile(self.run / name, snapshot)
+            put(snapshot, self.target / name, replace=True)
+        self._logs[name] = stamp
+
+    def _lacks_best(self) -> bool:
+        return self._pointer() not in (None, self._best)
+
+    def _send_best(self) -> None:
+        """Pack and send the best checkpoint, which the trainer may delete at any time."""
+        pointer = self._pointer()
+        with self._workshop() as place:
+            student = Path(place, self.run.resolve().name)
+            try:
+                stage(self.run / pointer, student)
+            except FileNotFoundError:
+                if self._pointer() != pointer:  # a better one took its place: send that one next
+                    return
+                raise
+            archive = Path(place, BEST)
+            pack(student, archive)
+            put(archive, self.target / BEST, replace=True)
+        self._best = pointer
+
+    def _workshop(self) -> tempfile.TemporaryDirectory:
+        return tempfile.TemporaryDirectory(prefix="upload-", dir=_made(self.run / FOLDER))
+
+    def _pointer(self) -> str | None:
+        """What `best` names, relative to the run."""
+        path = self.run / "best"
+        return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+    def _final(self) -> str | None:
+        """The name of the finished run's checkpoint."""
+        found = sorted(self.run.glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime_ns)
+        return found[-1].parent.name if found else None
+
+    def _quoted_target(self) -> str:
+        return shlex.quote(str(self.target))
+
+
+def check_folder(run: Path, folder: Path) -> None:
+    """Refuse a folder that cannot take this run.
+
+    Raises:
+        ConfigError: it is not there, not writable, or holds another run of this name.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"gdrive_dir={folder} is not there, expected a folder (is the Drive mounted?); mount "
+            "it, make the folder, or leave --gdrive-dir out"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"gdrive_dir={folder} cannot be written to, expected a folder that can; choose another"
+        )
+    target = folder / run.resolve().name
+    is_new = not (run / RECIPE).exists()
+    if is_new and target.exists() and any(target.iterdir()):
+        raise ConfigError(
+            f"{target} holds another run of this name, expected none; choose another --out or move "
+            "that one"
+        )
+
+
+def stage(checkpoint: Path, student: Path) -> None:
+    """Fill the new directory `student` with a checkpoint's files, all but the trainer's state.
+
+    They are links where that is possible, so that nothing that is deleted later is lost.
+
+    Raises:
+        FileNotFoundError: the checkpoint is being deleted.
+    """
+    student.mkdir()
+    for file in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+        try:
+            os.link(file, student / file.name)
+        except FileNotFoundError:
+            raise
+        except OSError:  # no links here
+            shutil.copyfile(file, student / file.name)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    if not path.exists():
+        return None
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory
