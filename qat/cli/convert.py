@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from qat.cli.legacy import Foreign, convert_foreign
 from qat.errors import ConfigError
+from qat.export.config import TargetName
 from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from qat.models.bits_budget import BudgetReport
     from qat.models.quantize import QuantizeReport
+    from qat.models.shipping import Shipping
 
 
 def convert(
@@ -24,6 +26,7 @@ def convert(
     evaluate: Annotated[bool, Parameter(name="--eval", negative=())] = False,
     cache_dir: Path | None = None,
     from_: Annotated[Foreign | None, Parameter(name="--from")] = None,
+    target: Annotated[TargetName | None, Parameter(name="--for")] = None,
 ) -> dict[str, object]:
     """Quantize SOURCE without training and write a packed checkpoint.
 
@@ -36,8 +39,14 @@ def convert(
         cache_dir: the cache to evaluate on.
         from_: SOURCE is a checkpoint of Anemll/qwen3_apple_style_2bit_qat_lora, to be kept as it
             is; --base names the float model that it was made from.
+        target: what the student is to be exported to: formats become what that holds without loss.
     """
     if from_ is not None:
+        if target is not None:
+            raise ConfigError(
+                "--for is given with --from, which keeps weights as they are; convert its result "
+                "in a second step"
+            )
         if evaluate:
             raise ConfigError("--eval is given with --from; judge the result with 'qat eval'")
         return convert_foreign(source, config, out)
@@ -49,7 +58,7 @@ def convert(
     verdicts = {}
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
-    report = convert_checkpoint(source, config, out)
+    report = convert_checkpoint(source, config, out, _shipping(target))
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
@@ -66,6 +75,14 @@ def convert(
         seconds=round(report.seconds, 2),
         **verdicts,
     )
+
+
+def _shipping(target: TargetName | None) -> "Shipping | None":
+    """The target of `--for`."""
+    from qat.export.targets import load_target
+    from qat.models.shipping import Shipping
+
+    return None if target is None else Shipping(target, load_target(target))
 
 
 def _spending(report: "QuantizeReport") -> dict[str, object]:

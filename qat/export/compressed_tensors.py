@@ -20,11 +20,11 @@ from qat.export.parts import (
 from qat.export.probe import reloaded_logits
 from qat.models.hf_quantizer import quantized_modules
 from qat.models.tables import embedding_dtype
-from qat.nn.lut_embedding import lut_tables
 from qat.quant.spec import LutSpec
 
 IS_BIT_EQUAL = False
 HOLDS_ADAPTERS = False
+HOLDS_TABLES = False
 GRIDS = ("int", "ternary")
 HOW_TO_LOAD = """\
 ```python
@@ -57,16 +57,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse quantized tables: transformers reads packed weights of linears alone.
-
-    Raises:
-        ExportError: see above.
-    """
-    for name in lut_tables(model):
-        raise ExportError(
-            f"{name} is a quantized table, expected tables in floating point, as transformers "
-            "reads compressed-tensors; convert without --embedding-bits"
-        )
+    """Every model that transformers runs can be written."""
 
 
 def write(

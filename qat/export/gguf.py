@@ -23,6 +23,7 @@ from qat.quant.spec import LutSpec
 
 IS_BIT_EQUAL = False
 HOLDS_ADAPTERS = False
+HOLDS_TABLES = True
 FILE_NAME = "model.gguf"
 ARCHITECTURES = {
     "llama": "llama",

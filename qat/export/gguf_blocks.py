@@ -23,27 +23,32 @@ class BlockType(NamedTuple):
     """Weights per block."""
     offset: int | None
     """Of the codes, where the type has no `m`."""
-    pack: Callable[[Tensor], list[Tensor]]
-    """From `(n, N)` uint8 codes, already shifted by what the type wants, to columns of bytes."""
+    layout: Callable[[Tensor, Tensor, Tensor], list[Tensor]]
+    """Columns of bytes from `(n, N)` uint8 codes and the bytes of `d` and `m`, `(n, 2)` each."""
 
 
 def block_type(spec: LutSpec) -> BlockType | None:
     """The smallest type that holds that format exactly; None if there is none."""
     if spec.scale != "group" or spec.codebook == "lut":
         return None
-    is_even = spec.codebook == "seq"
     if spec.group_size % LARGE == 0:
-        if spec.codebook == "ternary":
-            return TQ2_0
-        if spec.bits == 2:
-            return Q2_K
-        if spec.bits == 3 and not is_even:
-            return Q3_K
+        large = _large_type(spec)
+        if large is not None:
+            return large
     if spec.group_size % SMALL:
         return None
-    if is_even:
+    if spec.codebook == "seq":
         return Q4_1 if spec.bits <= 4 else None
     return next(kind for most, kind in ((4, Q4_0), (5, Q5_0), (8, Q8_0)) if spec.bits <= most)
+
+
+def _large_type(spec: LutSpec) -> BlockType | None:
+    """The type of blocks of 256 for that format."""
+    if spec.codebook == "ternary":
+        return TQ2_0
+    if spec.bits == 2:
+        return Q2_K
+    return Q3_K if spec.bits == 3 and spec.codebook == "int" else None
 
 
 def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
@@ -57,10 +62,8 @@ def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
     d, m = (t.repeat_interleave(repeats, 1).reshape(-1, 1) for t in (weight.scale, weight.bias))
     codes = weight.codes.reshape(-1, kind.size)
     if kind.offset is not None:
-        # bias = scale * lowest: `code + lowest` is the integer, which the type counts from `offset`
-        lowest = _lowest(weight)
-        codes = codes + (lowest - kind.offset)
-    parts = _with_scales(kind, codes.to(torch.uint8), _half(name, d), _half(name, m.abs()), m)
+        codes, m = codes + (_lowest(weight) - kind.offset), torch.zeros_like(m)
+    parts = kind.layout(codes.to(torch.uint8), _half(name, d), _half(name, m))
     return torch.cat(parts, 1).view(O, -1)
 
 
@@ -70,55 +73,56 @@ def _lowest(weight: Affine) -> int:
     return int((weight.bias[some] / weight.scale[some])[0]) if some.any() else 0
 
 
-def _with_scales(
-    kind: BlockType, codes: Tensor, d: Tensor, size_of_m: Tensor, m: Tensor
-) -> list[Tensor]:
-    """The bytes of blocks in the order of their type."""
-    packed, ones = kind.pack(codes), torch.ones_like(codes[:, :1])
-    if kind is Q2_K:  # 16 scales and minima of 4 bits, all 1; the minimum is subtracted
-        return [(ones * 0x11).repeat(1, 16), *packed, d, size_of_m]
-    if kind is Q3_K:  # 16 scales of 6 bits, all 33 = 32 + 1
-        return [*packed, (ones * 0x11).repeat(1, 8), (ones * 0xAA).repeat(1, 4), d]
-    if kind is TQ2_0:
-        return [*packed, d]
-    if kind is Q4_1:
-        return [d, _half("m", m), *packed]
-    return [d, *packed]
-
-
 def _half(name: str, value: Tensor) -> Tensor:
     """Float16 numbers as two bytes each."""
     return exact(name, value, torch.float16).view(torch.uint8)
 
 
-def _nibbles(codes: Tensor) -> list[Tensor]:
+def _nibbles(codes: Tensor) -> Tensor:
     """The first half of a block in the lower four bits, the second in the upper."""
     low, high = codes.chunk(2, 1)
-    return [(low & 15) | (high & 15) << 4]
+    return (low & 15) | (high & 15) << 4
 
 
-def _five_bits(codes: Tensor) -> list[Tensor]:
-    """The fifth bits of a block, 32 in a row, then nibbles."""
+def _fifth_bits(codes: Tensor) -> Tensor:
+    """The fifth bits of a block, 32 in a row."""
     bits = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)
-    return [bits.sum(-1, dtype=torch.uint8), *_nibbles(codes)]
+    return bits.sum(-1, dtype=torch.uint8)
 
 
-def _quarters(codes: Tensor) -> list[Tensor]:
+def _quarters(codes: Tensor) -> Tensor:
     """Two bits each: four runs of 32 weights share 32 bytes."""
     runs = (codes & 3).view(-1, 2, 4, 32) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    return [runs.sum(2, dtype=torch.uint8).view(-1, 64)]
+    return runs.sum(2, dtype=torch.uint8).view(-1, 64)
 
 
-def _three_bits(codes: Tensor) -> list[Tensor]:
-    """The third bits: eight runs of 32 weights share 32 bytes; then the lower two."""
+def _third_bits(codes: Tensor) -> Tensor:
+    """The third bits: eight runs of 32 weights share 32 bytes."""
     runs = (codes >> 2).view(-1, 8, 32) << torch.arange(8, dtype=torch.uint8)[:, None]
-    return [runs.sum(1, dtype=torch.uint8), *_quarters(codes)]
+    return runs.sum(1, dtype=torch.uint8)
 
 
-Q4_0 = BlockType("Q4_0", SMALL, -8, _nibbles)
-Q4_1 = BlockType("Q4_1", SMALL, None, _nibbles)
-Q5_0 = BlockType("Q5_0", SMALL, -16, _five_bits)
-Q8_0 = BlockType("Q8_0", SMALL, 0, lambda codes: [codes])
-Q2_K = BlockType("Q2_K", LARGE, None, _quarters)
-Q3_K = BlockType("Q3_K", LARGE, -4, _three_bits)
-TQ2_0 = BlockType("TQ2_0", LARGE, -1, _quarters)
+def _q2_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
+    """16 scales and minima of 4 bits, all 1; then codes; the minimum is subtracted."""
+    negative = m ^ torch.tensor([0, 0x80], dtype=torch.uint8)
+    return [_repeated(codes, 0x11, 16), _quarters(codes), d, negative]
+
+
+def _q3_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
+    """Codes, then 16 scales of 6 bits, all 33, which stand for 1."""
+    scales = [_repeated(codes, 0x11, 8), _repeated(codes, 0xAA, 4)]
+    return [_third_bits(codes), _quarters(codes), *scales, d]
+
+
+def _repeated(codes: Tensor, value: int, count: int) -> Tensor:
+    """`(n, count)` of one byte."""
+    return codes.new_full((codes.shape[0], count), value)
+
+
+Q4_0 = BlockType("Q4_0", SMALL, -8, lambda codes, d, m: [d, _nibbles(codes)])
+Q4_1 = BlockType("Q4_1", SMALL, None, lambda codes, d, m: [d, m, _nibbles(codes)])
+Q5_0 = BlockType("Q5_0", SMALL, -16, lambda codes, d, m: [d, _fifth_bits(codes), _nibbles(codes)])
+Q8_0 = BlockType("Q8_0", SMALL, 0, lambda codes, d, m: [d, codes])
+Q2_K = BlockType("Q2_K", LARGE, None, _q2_k)
+Q3_K = BlockType("Q3_K", LARGE, -4, _q3_k)
+TQ2_0 = BlockType("TQ2_0", LARGE, -1, lambda codes, d, m: [_quarters(codes), d])

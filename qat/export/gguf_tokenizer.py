@@ -21,9 +21,9 @@ PRE_TOKENIZERS = {
 def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
     """Write tokens, merges or scores, special tokens and the chat template.
 
-    Byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama 2) are known; of
-    another tokenizer nothing is written, and that is logged. Rows of the embedding above the last
-    token get names of their own.
+    Byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama 2) are known;
+    of another tokenizer nothing is written, and that is logged. Rows of the embedding above the
+    last token get names of their own.
 
     Returns:
         Whether the tokenizer was written.

@@ -32,6 +32,7 @@ from qat.quant.spec import LutSpec
 
 IS_BIT_EQUAL = False
 HOLDS_ADAPTERS = False
+HOLDS_TABLES = True
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 MOST_SEQ_BITS = 4
@@ -63,7 +64,8 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     refuse_low_rank(spec)
     if spec.bits not in BITS:
         raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")
-    codebook = "seq" if spec.bits <= MOST_SEQ_BITS else "int"
+    fits = spec.codebook in ("int", "ternary")
+    codebook = spec.codebook if fits else "seq" if spec.bits <= MOST_SEQ_BITS else "int"
     size = group_size_near(spec.group_size, GROUP_SIZES, shape[1])
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
 

@@ -11,6 +11,7 @@ from qat.quant.spec import LutSpec
 
 IS_BIT_EQUAL = True
 HOLDS_ADAPTERS = True
+HOLDS_TABLES = True
 HOW_TO_LOAD = """\
 ```python
 import qat  # registers the format

@@ -15,6 +15,7 @@ from qat.errors import ExportError
 from qat.export.config import TargetName
 from qat.models.hf_quantizer import quantized_modules
 from qat.models.tables import weight_shape
+from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
 
@@ -36,6 +37,8 @@ class Target(Protocol):
     """Whether logits read back are ours to the bit; else sums may run in another order."""
     HOLDS_ADAPTERS: bool
     """Whether `lora_out @ lora_in` may be part of a weight."""
+    HOLDS_TABLES: bool
+    """Whether the embedding or the head may be quantized."""
     HOW_TO_LOAD: str
     """Markdown for the model card: how to load the files with the target's own library."""
 
@@ -84,11 +87,16 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
     target = load_target(name)
     target.check(model)
     for module_name, module in quantized_modules(model).items():
-        if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
-            reason = f"{name} has no place for the adapter that is part of its weight"
-            remedy = "export --to dense or packed"
-        else:
-            reason = target.lost(module.spec, weight_shape(module))
-            remedy = f"convert the model with 'qat convert --for {name}' before training"
+        reason = _lost(target, module)
         if reason is not None:
-            raise ExportError(f"{module_name}: {reason}; {remedy}")
+            raise ExportError(f"{name} cannot hold {module_name} without loss: {reason}")
+
+
+def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> str | None:
+    """What the target would lose of a module, and what to do about it."""
+    if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
+        return "it is a quantized table, expected one in floating point; convert without it"
+    if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
+        return "its adapter is part of its weight; export --to dense or packed"
+    reason = target.lost(module.spec, weight_shape(module))
+    return reason and f"{reason}; convert the model with 'qat convert --for' before training"

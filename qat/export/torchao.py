@@ -7,7 +7,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.errors import ExportError
 from qat.export.parts import (
     EVEN_GRIDS,
     affine,
@@ -21,12 +20,15 @@ from qat.export.parts import (
 from qat.export.probe import reloaded_logits
 from qat.models.hf_quantizer import quantized_modules
 from qat.models.tables import embedding_dtype
-from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
 
 IS_BIT_EQUAL = False
 HOLDS_ADAPTERS = False
+HOLDS_TABLES = False
+MOST_SEQ_BITS = 4
+"""Above, a zero among the levels costs little."""
 HOW_TO_LOAD = """\
 ```python
 # pip install torchao
@@ -51,22 +53,13 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         ExportError: scales of low rank.
     """
     refuse_low_rank(spec)
-    kept = spec.codebook in EVEN_GRIDS
-    codebook = spec.codebook if kept else "seq" if spec.bits <= 4 else "int"
+    fits = spec.codebook in ("int", "ternary")
+    codebook = spec.codebook if fits else "seq" if spec.bits <= MOST_SEQ_BITS else "int"
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=spec.group_size, scale_bits=8)
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse quantized tables, whose look-up this tensor type does not define.
-
-    Raises:
-        ExportError: see above.
-    """
-    for name in lut_tables(model):
-        raise ExportError(
-            f"{name} is a quantized table, expected tables in floating point: torchao's integer "
-            "tensors are for linears; convert without --embedding-bits"
-        )
+    """Every model that transformers runs can be written."""
 
 
 def write(

@@ -4,7 +4,7 @@ Shapes: O out_features, I in_features.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from qat.nn.lut_embedding import FrozenLutTable
 from qat.quant.budget import Option, choose_options
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
+Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
 LINEAR_BITS = (2, 3, 4)
 TABLE_BITS = (4, 8)
 TOLERANCE = 1e-9
@@ -65,6 +66,7 @@ def plan_within_budget(
     *,
     with_tables: bool = False,
     wider_groups: bool = False,
+    bend: Bend | None = None,
 ) -> tuple[QuantPlan, BudgetReport]:
     """The plan whose KLs, each measured alone, add up to the least within `bits_budget`.
 
@@ -77,6 +79,7 @@ def plan_within_budget(
         plan: says which linears, and in which groups.
         calibration: what to judge on and to fit to, see `measure_sensitivities`.
         wider_groups: linears may also have groups of the next size that divides their rows.
+        bend: from a module's name, a format and `(O, I)` to the format that is tried instead.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
@@ -88,6 +91,8 @@ def plan_within_budget(
     kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
     linears = {n: spec for n, spec in planned.items() if n not in tables}
     formats |= _linear_formats(model, linears, wider_groups)
+    if bend is not None:
+        formats = {n: _bent(model, n, specs, bend) for n, specs in formats.items()}
     bits = {n: [_stored_bits(model, n, spec) for spec in specs] for n, specs in formats.items()}
     sizes = {name: _num_weights(model, name) for name in formats}
     _check_reach(bits_budget, list(bits.values()), sum(sizes.values()))
@@ -144,6 +149,12 @@ def _linear_formats(
             for size in groups
         ]
     return formats
+
+
+def _bent(model: LanguageModel, name: str, specs: Sequence[LutSpec], bend: Bend) -> list[LutSpec]:
+    """What a target makes of the formats of one module, each once."""
+    shape = weight_shape(model.model.get_submodule(name))
+    return list(dict.fromkeys(bend(name, spec, shape) for spec in specs))
 
 
 def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list[LutSpec]]:

@@ -26,6 +26,7 @@ from qat.models.directory import atomic_directory, check_free
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.quantize import QuantizeReport, quantize_model
+from qat.models.shipping import Shipping
 from qat.models.tables import with_tables
 from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
 
@@ -75,17 +76,23 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
     return plan.model_copy(update={"rules": rules})
 
 
-def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> QuantizeReport:
+def convert_checkpoint(
+    source: str, config: ConvertConfig, out: Path, shipping: Shipping | None = None
+) -> QuantizeReport:
     """Quantize the model `source` by the plan of `config` and write it to `out` with its report.
 
+    With `shipping` the plan is bent to what that target holds without loss.
+
     Raises:
-        ConfigError, CheckpointError, CacheError: see their messages.
+        ConfigError, CheckpointError, CacheError, ExportError: see their messages.
     """
     check_free(out)
     check_budget(config)
     plan = read_plan(config)
     student = load_model(source, device=config.device, dtype="fp32")
     tokenizer = load_tokenizer(source)
+    if shipping is not None:
+        shipping.plan(plan, student.model)  # refuses before any work
     base = None
     if config.base is not None:
         base = load_model(config.base, device=config.device, dtype="fp32")
@@ -101,9 +108,12 @@ def convert_checkpoint(source: str, config: ConvertConfig, out: Path) -> Quantiz
             calibration,
             with_tables=config.embedding_bits == "auto",
             wider_groups=config.to is None and config.group_size is None,
+            bend=None if shipping is None else shipping.bend,
         )
     if config.embedding_bits in {4, 8}:
         plan = with_tables(plan, student.model, config.embedding_bits)
+    if shipping is not None:
+        plan = shipping.plan(plan, student.model)
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )
