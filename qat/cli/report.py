@@ -1,9 +1,21 @@
-"""`qat report`: what runs and conversions came to, as one page."""
+"""`qat report`: what runs and conversions came to, as one page, and as entries of a log."""
 
+import shlex
+import tomllib
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+LOG = Path("speedrun/LOG.md")
 
 
-def report(*runs: Path, out: Path | None = None) -> dict[str, object]:
+def report(
+    *runs: Path,
+    out: Path | None = None,
+    log: Annotated[bool, Parameter(negative=())] = False,
+    log_file: Path = LOG,
+) -> dict[str, object]:
     """Write one self-contained HTML page, and its pictures as PNG, about RUNS.
 
     Parameters
@@ -12,11 +24,37 @@ def report(*runs: Path, out: Path | None = None) -> dict[str, object]:
         Directories made by `qat train` (runs) or `qat convert` (checkpoints), in any mix.
     out
         The page; by default `report.html` in the first directory.
+    log
+        Put an entry about each of RUNS, newest first, into the log too.
+    log_file
+        The log: Markdown with a line `## Entries`.
     """
     from qat.errors import ConfigError
+    from qat.report.log import append_entry
     from qat.report.page import write_report
 
     if not runs:
         raise ConfigError("no RUN was named; expected at least one run or converted checkpoint")
     written = write_report(list(runs), out or runs[0] / "report.html")
-    return dict(page=written.page, pictures=[str(path) for path in written.pictures])
+    found = dict(page=written.page, pictures=[str(path) for path in written.pictures])
+    if not log:
+        return found
+    entries = [append_entry(log_file, run, train_command(run)) for run in runs]
+    return {**found, "log": log_file, "entries": entries}
+
+
+def train_command(run: Path) -> str:
+    """The `qat train` that made a run, with the settings that are not the defaults; "" for none."""
+    from qat.logs import RECIPE
+    from qat.train.config import TrainConfig
+
+    if not (run / RECIPE).is_file():
+        return ""
+    settings = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))["train"]
+    defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
+    words = ["qat", "train", str(settings.pop("student"))]
+    for name, value in settings.items():
+        if value != defaults.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join([*words, "--out", str(run)])

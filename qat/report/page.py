@@ -22,6 +22,7 @@ COLUMNS = (
     ("top-1", "%, last"),
     ("perplexity", "best"),
     ("speed", "tokens/s"),
+    ("MFU", "%"),
     ("memory", "GiB, peak"),
     ("device", ""),
 )
@@ -93,6 +94,7 @@ def run_table(runs: list[Run]) -> list[list[dict[str, Any]]]:
             _percent(run.evals[-1].get("top1_frac") if run.evals else None),
             run.best("ppl"),
             run.tokens_per_s(),
+            _percent(run.median("mfu_frac")),
             run.peak_gib(),
             run.info.get("device"),
         ]

@@ -78,7 +78,12 @@ class Run:
 
     def tokens_per_s(self) -> float | None:
         """The median speed, the first beat (warm-up) left out."""
-        beats = sorted(row["tokens_per_s"] for row in self.heartbeats[1:] or self.heartbeats)
+        return self.median("tokens_per_s")
+
+    def median(self, key: str) -> float | None:
+        """The median of the heartbeats, without the first one (warm-up) where there are others."""
+        rows = self.heartbeats[1:] or self.heartbeats
+        beats = sorted(row[key] for row in rows if row.get(key) is not None)
         return beats[len(beats) // 2] if beats else None
 
     def peak_gib(self) -> float | None:

@@ -10,7 +10,7 @@ from report.synthetic import write_conversion, write_run
 
 from qat.errors import CheckpointError, ConfigError
 from qat.report.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
-from qat.report.page import number, run_table, with_unique_labels, write_report
+from qat.report.page import COLUMNS, number, run_table, with_unique_labels, write_report
 from qat.report.runs import Conversion, Module, Run, read_directory
 
 
@@ -107,7 +107,7 @@ def test_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
 def test_lowest_of_several_is_marked(run: Path, tmp_path: Path) -> None:
     better = read_directory(write_run(tmp_path / "better", floor=0.1))
     table = run_table([read_directory(run), better])
-    assert [cell["best"] for cell in table[1]] == [i in (3, 4, 6) for i in range(10)]
+    assert [cell["best"] for cell in table[1]] == [i in (3, 4, 6) for i in range(len(COLUMNS))]
     assert not any(cell["best"] for cell in table[0])
     assert not any(cell["best"] for cell in run_table([better])[0])
 

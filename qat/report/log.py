@@ -1,0 +1,183 @@
+"""Writes runs down in a log such as `speedrun/LOG.md`, in the log's own template."""
+
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from qat.config import fingerprint
+from qat.errors import CheckpointError, ConfigError
+from qat.logs import METRICS
+from qat.models.directory import write_atomically
+from qat.report.page import number
+from qat.report.runs import Run, read_directory
+
+ENTRIES = "## Entries\n"
+COLUMNS = ("case", "KD (nats)", "KL (nats)", "ppl", "tokens/s", "MFU", "peak GiB")
+WIDTH = 100
+
+
+def append_entry(log: Path, path: Path, command: str) -> str:
+    """Put an entry about the run in `path` above all others of `log`; its title.
+
+    Raises:
+        CheckpointError: `path` is no run, or one that was never judged.
+        ConfigError: `log` is missing, has no entries' heading, or holds this very run.
+    """
+    run = read_directory(path)
+    if not isinstance(run, Run) or not run.evals or not run.recipe:
+        raise CheckpointError(
+            f"{path} holds no run that was judged, expected metrics of one and its recipe; name a "
+            "directory made by 'qat train'"
+        )
+    text = _read(log)
+    mark = run_mark(path)
+    if mark in text:
+        raise ConfigError(
+            f"{log} has an entry of {path} already (see {mark}); change or remove that one"
+        )
+    title = _title(run)
+    head, entries = text.split(ENTRIES, 1)
+    new = entry(run, path, command, title=title, mark=mark)
+    write_atomically(log, f"{head}{ENTRIES}\n{new}{entries}")
+    return title
+
+
+def run_mark(path: Path) -> str:
+    """12 hex digits that tell one run from another: its name and its numbers."""
+    numbers = (path / METRICS).read_text(encoding="utf-8")
+    return fingerprint([path.resolve().name, numbers])
+
+
+def entry(run: Run, path: Path, command: str, *, title: str, mark: str) -> str:
+    """The entry in Markdown, every part of the template filled from the run's own files."""
+    ended = datetime.fromtimestamp((path / METRICS).stat().st_mtime, tz=UTC)
+    settings = tomllib.loads(run.recipe).get("train", {})
+    return "\n".join(
+        [
+            f"### {ended:%Y-%m-%d}: {title}\n",
+            _paragraph("Goal", _goal(run, settings)),
+            _paragraph("Instance", _instance(run)),
+            _paragraph("Config", _config(run, settings)),
+            f"**Command.**\n\n    {command}\n",
+            f"**Result.**\n\n{_table(run)}",
+            _paragraph("Files", _files(path, mark)),
+            _paragraph("Notes", " ".join(f"{note}." for note in notes(run, settings))),
+            "",
+        ]
+    )
+
+
+def notes(run: Run, settings: Mapping[str, Any]) -> list[str]:
+    """What the run says of itself beside its result, one sentence each."""
+    best, last = _best(run), run.steps[-1]["step"] if run.steps else 0
+    found = [f"Best at step {best['step']} of {last}"]
+    asked = settings.get("max_steps")
+    if asked is not None and last < asked:
+        found.append(f"Stopped at step {last} of {asked} that were asked for")
+    skipped = [row["step"] for row in run.steps if row.get("grad_norm") == 0]
+    if skipped:
+        found.append(f"{len(skipped)} logged steps moved nothing (gradients overflowed)")
+    if "codes_flipped_frac" in run.evals[-1]:
+        share = run.evals[-1]["codes_flipped_frac"]
+        found.append(f"{100 * share:.2g} % of the codes moved since the evaluation before the last")
+    beat = run.heartbeats[-1] if run.heartbeats else {}
+    if beat.get("fallback"):
+        found.append(f"Layers ran as written: {_line(beat['fallback'])}")
+    if beat.get("recompiles"):
+        found.append(f"{beat['recompiles']} graphs were compiled again")
+    return found
+
+
+def _read(log: Path) -> str:
+    if not log.is_file():
+        raise ConfigError(f"log_file={log} is not there, expected a log; give --log-file FILE")
+    text = log.read_text(encoding="utf-8")
+    if ENTRIES not in text:
+        raise ConfigError(
+            f"log_file={log} has no line {ENTRIES.strip()!r}, expected it above the entries; add it"
+        )
+    return text
+
+
+def _title(run: Run) -> str:
+    before, best = run.evals[0], _best(run)
+    key = _score(best)
+    change = f"{number(before.get(key))} to {number(best.get(key))} nats"
+    return f"{run.label}: {change} in {best['step']} steps"
+
+
+def _goal(run: Run, settings: Mapping[str, Any]) -> str:
+    steps = number(settings.get("max_steps"))
+    student, teacher = Path(str(settings.get("student", "?"))).name, run.info.get("teacher", "?")
+    key = _score(_best(run))
+    return (
+        f"How close {steps} steps bring `{student}` to its teacher `{teacher}`: `{key}` on the "
+        "cache's held-out split."
+    )
+
+
+def _instance(run: Run) -> str:
+    info = run.info
+    peak = number(run.peak_gib())
+    versions = ", ".join(f"{k} {info[k]}" for k in ("python", "torch", "transformers") if k in info)
+    commit = str(info.get("commit", "?"))[:12]
+    return f"{info.get('device', '?')}, peak {peak} GiB, {versions}, commit {commit}."
+
+
+def _config(run: Run, settings: Mapping[str, Any]) -> str:
+    get = settings.get
+    scope = next((s for s in ("mlp_only", "attention_only") if get(s)), "e2e").replace("_only", "")
+    rates = ", ".join(f"{key} {value}" for key, value in settings.items() if key.startswith("lr"))
+    sequences = get("batch_size", 0) * get("grad_accum_steps", 1)
+    return (
+        f"Teacher `{run.info.get('teacher', '?')}`, student `{get('student')}`, cache "
+        f"`{get('cache_dir')}` ({run.info.get('cache_fingerprint', '?')}); {get('learn')} learn "
+        f"({scope}), {number(run.info.get('learnable'))} values; loss {get('loss')} at T = "
+        f"{get('temperature')}; {sequences} sequences a step; {rates}, {get('schedule')}; "
+        f"{run.info.get('dtype', '?')}, seed {get('seed')}."
+    )
+
+
+def _table(run: Run) -> str:
+    speeds = [run.tokens_per_s(), run.median("mfu_frac"), run.peak_gib()]
+    rows = [("before", run.evals[0], [None] * 3), ("after, best step", _best(run), speeds)]
+    lines = [COLUMNS]
+    for case, verdict, measured in rows:
+        values = [verdict.get("kd_nats"), _nats(verdict), verdict.get("ppl"), *measured]
+        lines.append((case, *map(number, values)))
+    head, *body = (f"| {' | '.join(cells)} |\n" for cells in lines)
+    return f"{head}|{'---|' * len(COLUMNS)}\n{''.join(body)}"
+
+
+def _paragraph(name: str, text: str) -> str:
+    return textwrap.fill(
+        f"**{name}.** {text}", WIDTH, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _files(path: Path, mark: str) -> str:
+    finals = sorted(p.parent for p in path.glob("[!.]*/config.json"))
+    names = [f"`{path}` (run {mark})", *(f"`{final}`" for final in finals)]
+    return ", ".join(names) + "; no record."
+
+
+def _best(run: Run) -> dict[str, Any]:
+    """The evaluation of the best trained student, or of the untrained one if no other is there."""
+    trained = [row for row in run.evals if row["step"] > 0]
+    return min(trained, key=_nats) if trained else run.evals[0]
+
+
+def _score(verdict: Mapping[str, Any]) -> str:
+    """What decides which student is best: the tail KL, or draws' cross-entropy without it."""
+    return "kl_tail_nats" if verdict.get("kl_tail_nats") is not None else "sampled_ce_nats"
+
+
+def _nats(verdict: Mapping[str, Any]) -> float:
+    return verdict[_score(verdict)]
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())
