@@ -1,0 +1,246 @@
+"""Matrix times a few vectors, the matrix as packed indices or dense: one linear of a decoding step.
+
+`y = x @ W.T` with `W = codebook[indices] * S`, computed in float32 from the float32 levels; no
+weight is ever formed. A linear takes what stands around it with it: the norm before it, the gated
+unit or the residual sum behind it.
+
+A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16 * (I / 16) +
+k // 16`. Who produces them writes them so; `order_of` says for which matrix.
+
+Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels.dispatch import use_triton
+from qat.quant.pack import Packed, unpack
+from qat.quant.spec import LutSpec
+from qat.quant.weight import Scales, from_stored, to_stored
+
+UNIT = 16
+"""Weights of a row that are read as one."""
+MOST_VECTORS = 8
+"""Vectors at once; for more, a formed weight and a matmul are faster."""
+MOST_PARTS = 3
+KERNEL_BITS = (1, 2, 3, 4, 8)
+WORDS = {1: torch.int16, 2: torch.int32, 3: torch.int16, 4: torch.int64, 8: torch.int64}
+CANDIDATES = 2**13
+"""Common factors of four levels that are tried."""
+
+
+class LutRows(NamedTuple):
+    """One or several packed weights that read the same input, row under row."""
+
+    octets: Tensor
+    """`(O, packed_width)` uint8."""
+    scales: Tensor
+    """`(O, G)` as stored: uint8 (`quant.e5m3`), float16 or float32."""
+    codebooks: Tensor
+    """`(P, C)` float32: the levels of each part, C = 2**bits."""
+    tables: Tensor | None
+    """`(P, 2)` int32: the lower and the upper bytes of four levels of 16 bits (`short_levels`)."""
+    factors: Tensor | None
+    """`(P,)` float32: what these levels are multiplied by."""
+    bits: int
+    starts: tuple[int, ...]
+    """First row of each part."""
+
+    @classmethod
+    def of(
+        cls, source: Packed, codebook: Tensor, scales: Scales, *, is_short: bool = False
+    ) -> Self:
+        """One packed weight with group scales, which are encoded as a checkpoint stores them.
+
+        With `is_short`, a kernel may take four levels as numbers of 16 bits (`short_levels`).
+        """
+        device, C = codebook.device, 2**source.bits
+        padded = F.pad(codebook.detach().float(), (0, C - codebook.numel()))
+        tables = factors = None
+        if is_short and C == 4:
+            *table, factor = short_levels(padded)
+            tables = torch.tensor([table], dtype=torch.int32, device=device)
+            factors = torch.tensor([factor], device=device)
+        encoded = to_stored("scales", scales.scales, scales.bits)
+        return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(O, I)`."""
+        return torch.Size((self.octets.shape[0], self.octets.shape[1] * 8 // self.bits))
+
+    def dense(self) -> Tensor:
+        """`W`, `(O, I)` float32."""
+        O, I = self.shape
+        indices = unpack(self.octets, self.bits, I).int()
+        ends = (*self.starts[1:], O)
+        part = torch.zeros(O, dtype=torch.int32, device=indices.device)
+        for index, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
+            part[start:end] = index
+        flat = (indices + (part * 2**self.bits)[:, None]).flatten()
+        levels = self.codebooks.flatten().index_select(0, flat).view(O, I)
+        stored_bits = 8 * self.scales.element_size()
+        scales = from_stored("scales", self.scales, stored_bits)
+        return levels * scales.repeat_interleave(I // scales.shape[1], 1)
+
+
+Rows = LutRows | Tensor
+"""A packed matrix, or a dense one `(O, I)`."""
+
+
+class Norm(NamedTuple):
+    """An RMS norm whose gain is in the input already: `x / sqrt(mean square + eps)`."""
+
+    squares: Tensor
+    """`(B, P)`: sums of squares of parts of the input before its gain."""
+    eps: float
+
+
+class Stream(NamedTuple):
+    """The residual stream between two linears, all float32."""
+
+    residual: Tensor
+    """`(B, D)`."""
+    scaled: Tensor
+    """`residual * gamma`, `(B, D)` in the order that the next matrix reads."""
+    squares: Tensor
+    """`(B, P)`: sums of squares of parts of `residual`."""
+
+
+def reads(spec: LutSpec) -> bool:
+    """Whether a weight of that format can be read packed: group scales over whole units."""
+    return spec.scale == "group" and spec.group_size % UNIT == 0 and spec.bits in KERNEL_BITS
+
+
+def stack(members: Sequence[Rows]) -> Rows:
+    """Matrices that read the same input as one; all packed alike (`stacks`), or all dense."""
+    if isinstance(members[0], Tensor):
+        return torch.cat([*members])
+    starts = torch.tensor([0, *(member.shape[0] for member in members)]).cumsum(0)
+    fields = zip(*(member[:5] for member in members), strict=True)
+    joined = (None if tensors[0] is None else torch.cat(tensors) for tensors in fields)
+    return LutRows(*joined, members[0].bits, tuple(starts[:-1].tolist()))
+
+
+def stacks(members: Sequence[Rows]) -> bool:
+    """Whether `stack` takes these."""
+    if any(isinstance(member, Tensor) for member in members):
+        return all(isinstance(member, Tensor) for member in members)
+    kinds = {
+        (m.bits, m.scales.dtype, m.scales.shape[1], m.shape[1], m.tables is None) for m in members
+    }
+    return len(kinds) == 1 and len(members) <= MOST_PARTS
+
+
+def order_of(rows: Rows) -> int:
+    """How a matrix reads its inputs: spread by 16, or by 1, as they are."""
+    return 1 if isinstance(rows, Tensor) else UNIT
+
+
+def spread(x: Tensor, order: int) -> Tensor:
+    """`(B, I)` as float32 in that order."""
+    return x.float().unflatten(1, (-1, order)).transpose(1, 2).flatten(1)
+
+
+def gathered(x: Tensor, order: int) -> Tensor:
+    """Undo `spread`."""
+    return x.unflatten(1, (order, -1)).transpose(1, 2).flatten(1)
+
+
+def matvec(
+    x: Tensor,
+    rows: Rows,
+    *,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    is_gated: bool = False,
+    order: int = 1,
+) -> Tensor:
+    """`W x`, normed by `norm`, plus `bias`: `(B, O)` float32, spread by `order`.
+
+    `x` `(B, I)` is float32, spread as `order_of(rows)` says. With `is_gated` the first half of the
+    rows are gates, and the result is `silu(gate) * up`, `(B, O / 2)`.
+    """
+    if use_triton(x):
+        from qat.kernels import lut_matvec_triton
+
+        return lut_matvec_triton.matvec(
+            x, rows, norm=norm, bias=bias, is_gated=is_gated, order=order
+        )
+    y = _product(x, rows)
+    if norm is not None:
+        mean = norm.squares.sum(1, keepdim=True) / x.shape[1]
+        y = y * torch.rsqrt(mean + norm.eps)
+    if bias is not None:
+        y = y + bias.float()
+    if is_gated:
+        gate, up = y.chunk(2, 1)
+        y = F.silu(gate) * up
+    return spread(y, order)
+
+
+def matvec_add(
+    x: Tensor,
+    rows: Rows,
+    residual: Tensor,
+    gamma: Tensor,
+    *,
+    bias: Tensor | None = None,
+    order: int = 1,
+) -> Stream:
+    """`residual + W x + bias`, and what the next linear reads: times `gamma`, spread by `order`."""
+    if use_triton(x):
+        from qat.kernels import lut_matvec_triton
+
+        return Stream(
+            *lut_matvec_triton.matvec_add(x, rows, residual, gamma, bias=bias, order=order)
+        )
+    y = _product(x, rows)
+    return stream(residual + (y if bias is None else y + bias.float()), gamma, order)
+
+
+def stream(residual: Tensor, gamma: Tensor, order: int) -> Stream:
+    """The stream that begins with `residual`, `(B, D)`."""
+    residual = residual.float()
+    squares = residual.square().sum(1, keepdim=True)
+    return Stream(residual, spread(residual * gamma.float(), order), squares)
+
+
+def _product(x: Tensor, rows: Rows) -> Tensor:
+    W = rows.float() if isinstance(rows, Tensor) else rows.dense()
+    return gathered(x, order_of(rows)) @ W.T
+
+
+def short_levels(codebook: Tensor) -> tuple[int, int, float]:
+    """Four levels as `factor` times numbers of 16 bits: their lower bytes, upper bytes, factor.
+
+    A number b of 16 bits stands for the float32 of the bits `b << 16 | b`. The common factor is the
+    one of `CANDIDATES` under which the worst of the four errs least: typically by 3e-4 of the
+    largest level, a tenth of what bfloat16 levels err.
+    """
+    levels = codebook.detach().float().cpu()
+    factors = 2.0 ** (torch.arange(CANDIDATES) / CANDIDATES)
+    bits = (levels / factors[:, None]).view(torch.int32)
+    below = bits >> 16 & 0xFFFF
+    choices = torch.stack([below, (below + 1) & 0xFFFF])
+    values = _doubled(choices) * factors[:, None]
+    errors = (values - levels).abs().nan_to_num(nan=torch.inf)
+    least, which = errors.min(0)
+    best = least.amax(1).argmin()
+    chosen = choices.gather(0, which[None])[0, best].tolist()
+    low = sum((level & 255) << 8 * place for place, level in enumerate(chosen))
+    high = sum((level >> 8) << 8 * place for place, level in enumerate(chosen))
+    return _signed(low), _signed(high), factors[best].item()
+
+
+def _doubled(short: Tensor) -> Tensor:
+    """The float32 whose upper and lower half are both `short`, `0 <= short < 2**16`."""
+    return ((short << 16) | short).to(torch.int32).view(torch.float32)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,444 @@
+"""`lut_matvec` as one Triton kernel: weights straight from their packed indices, or dense.
+
+A unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile is R rows x U
+units. A thread decodes its units into float32 levels and adds up their products with x, which lies
+spread: the 16 inputs of all units side by side, so that a thread reads four units' inputs as 16
+bytes. One scale multiplies a unit's sum. Two-bit levels come from `byte_perm` (`_permuted`), four
+weights for every two look-ups: 1.8 integer instructions a weight and one multiply-add.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from qat.kernels.lut_matvec import UNIT, WORDS, Norm, Rows
+
+GATHER, SELECT, PERMUTE, ASSEMBLED_GATHER = 0, 1, 2, 3
+"""Ways to look levels up: a load from the codebook, comparisons, byte permutations.
+
+The assembled load is the same to a GPU, but the compiler does not move its words between threads.
+"""
+
+
+class Tile(NamedTuple):
+    """How a matrix is cut: what is measured on a device, and nothing that changes the result."""
+
+    rows: int
+    units: int
+    """Of 16 weights each; of one weight where the matrix is dense."""
+    depth: int
+    """Tiles of one row block that are read before the first is computed."""
+    warps: int
+    lookup: int = PERMUTE
+
+
+def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
+    """One row for each thread, and a row in as few, whole tiles as there are."""
+    if bits == 16:
+        return Tile(
+            4, min(512, triton.next_power_of_2(in_features)), 5 if in_features % 2560 == 0 else 4, 4
+        )
+    units = in_features // UNIT
+    if units % 128 == 0 or units > 512:
+        return Tile(4, 128, 2, 4)
+    return Tile(16, 32, 5, 4) if units % 160 == 0 else Tile(8, 64, 2, 4)
+
+
+CHOSEN: dict[tuple[int, int, int], Tile] = {}
+"""Tiles to use in the place of `tile_for`'s, by rows, inputs and bits: for measuring."""
+
+
+def matvec(
+    x: Tensor, rows: Rows, *, norm: Norm | None, bias: Tensor | None, is_gated: bool, order: int
+) -> Tensor:
+    """See `lut_matvec`."""
+    O = rows.shape[0] // 2 if is_gated else rows.shape[0]
+    out = torch.empty(x.shape[0], O, dtype=torch.float32, device=x.device)
+    _launch(x, rows, out, norm=norm, bias=bias, is_gated=is_gated, order=order)
+    return out
+
+
+def matvec_add(
+    x: Tensor, rows: Rows, residual: Tensor, gamma: Tensor, *, bias: Tensor | None, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `lut_matvec`: the new residual, scaled, and the sums of squares."""
+    tile = _tile(rows, rows.shape[0])
+    count = triton.cdiv(rows.shape[0], tile.rows)
+    squares = torch.empty(x.shape[0], count, dtype=torch.float32, device=x.device)
+    out, scaled = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(
+        x, rows, out, bias=bias, order=order, added=(scaled, squares, residual, gamma.contiguous())
+    )
+    return out, scaled, squares
+
+
+def _tile(rows: Rows, out_features: int) -> Tile:
+    bits = 16 if isinstance(rows, Tensor) else rows.bits
+    key = (out_features, rows.shape[1], bits)
+    return CHOSEN.get(key) or tile_for(*key)
+
+
+def _launch(
+    x: Tensor,
+    rows: Rows,
+    out: Tensor,
+    *,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    is_gated: bool = False,
+    order: int,
+    added: tuple[Tensor | None, ...] = (None, None, None, None),
+) -> None:
+    O, I = out.shape[1], rows.shape[1]
+    tile = _tile(rows, O)
+    scaled, squares_out, residual, gamma = added
+    parts = _parts(rows)
+    num_squares = 0 if norm is None else norm.squares.shape[1]
+    _matvec_kernel[(triton.cdiv(O, tile.rows),)](
+        out,
+        scaled,
+        squares_out,
+        x.contiguous(),
+        None if norm is None else norm.squares,
+        *parts.tensors,
+        bias,
+        residual,
+        gamma,
+        num_out=O,
+        num_squares=num_squares,
+        second=parts.second,
+        third=parts.third,
+        eps=0.0 if norm is None else norm.eps,
+        UNITS=I if parts.bits == 16 else I // UNIT,
+        B=x.shape[0],
+        BITS=parts.bits,
+        C=2 ** min(parts.bits, 8),
+        LENGTH=parts.length,
+        LOOKUP=_lookup(parts, tile),
+        GLU=is_gated,
+        SQUARES=max(triton.next_power_of_2(num_squares), 2),
+        ORDER=order,
+        R=tile.rows,
+        U=tile.units,
+        DEPTH=tile.depth,
+        num_warps=tile.warps,
+    )
+
+
+def _lookup(parts: "_Parts", tile: Tile) -> int:
+    """Comparisons and permutations know four levels; the interpreter, no assembly."""
+    is_compiled = isinstance(_matvec_kernel, JITFunction)
+    if parts.bits != 2:
+        return ASSEMBLED_GATHER if is_compiled else GATHER
+    if tile.lookup == PERMUTE and (parts.tensors[3] is None or not is_compiled):
+        return SELECT
+    return tile.lookup
+
+
+class _Parts(NamedTuple):
+    """A matrix as the kernel takes it."""
+
+    tensors: tuple[Tensor | None, ...]
+    """Words, scales, codebooks, tables, factors."""
+    bits: int
+    length: int
+    """Units of a group."""
+    second: int
+    third: int
+    """First rows of the second and the third part, beyond all rows where there is none."""
+
+
+def _parts(rows: Rows) -> _Parts:
+    none = 2**31 - 1
+    if isinstance(rows, Tensor):
+        return _Parts((rows, None, None, None, None), 16, 1, none, none)
+    words = rows.octets.view(WORDS[rows.bits])
+    _, second, third = (*rows.starts, none, none)[:3]
+    length = rows.shape[1] // rows.scales.shape[1] // UNIT
+    tensors = (words, rows.scales, rows.codebooks, rows.tables, rows.factors)
+    return _Parts(tensors, rows.bits, length, second, third)
+
+
+def _two_bits() -> str:
+    """Assembly of `_permuted`: $16 the word, $17 and $18 the lower and the upper bytes."""
+    lines = [".reg .b32 word, sel, low, high;"]
+    for odd in (0, 1):
+        lines += [f"shr.u32 word, $16, {2 * odd};", "and.b32 word, word, 0x33333333;"]
+        for half in (0, 1):
+            lines += [f"shr.u32 sel, word, {16 * half};"]
+            lines += ["prmt.b32 low, $17, 0, sel;", "prmt.b32 high, $18, 0, sel;"]
+            for k in range(4):
+                pick = f"0x{k + 4}{k}{k + 4}{k}"
+                lines.append(f"prmt.b32 ${8 * half + 2 * k + odd}, low, high, {pick};")
+    return "\n".join(["{", *lines, "}"])
+
+
+def _four_bits() -> str:
+    """Assembly of `_gathered_by_four`: $8 the word, $9 the codebook."""
+    lines = [".reg .b32 low, high, at;", ".reg .b64 place;", "mov.b64 {low, high}, $9;"]
+    for k in range(8):
+        shift = "shl.b32 at, $8, 2;" if k == 0 else f"shr.u32 at, $8, {4 * k - 2};"
+        lines += [shift, "lop3.b32 at, at, 60, low, 0xEA;", "mov.b64 place, {at, high};"]
+        lines.append(f"ld.global.nc.f32 ${k}, [place];")
+    return "\n".join(["{", *lines, "}"])
+
+
+TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(_four_bits())
+OUTPUTS_16, OUTPUTS_8 = tl.constexpr("=&r," * 16), tl.constexpr("=&f," * 8)
+FLOATS_16, FLOATS_8 = tl.constexpr((tl.float32,) * 16), tl.constexpr((tl.float32,) * 8)
+
+
+@triton.jit
+def _matvec_kernel(
+    out,
+    scaled,
+    squares_out,
+    x,
+    squares_in,
+    source,
+    scales,
+    codebooks,
+    tables,
+    factors,
+    bias,
+    residual,
+    gamma,
+    num_out,
+    num_squares,
+    second,
+    third,
+    eps,
+    UNITS: tl.constexpr,
+    B: tl.constexpr,
+    BITS: tl.constexpr,
+    C: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    GLU: tl.constexpr,
+    SQUARES: tl.constexpr,
+    ORDER: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    is_row = row < num_out
+    row = tl.minimum(row, num_out - 1)
+    sums = _dots(
+        x, source, scales, codebooks, tables, factors,
+        row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+    )  # fmt: skip
+    if GLU:
+        ups = _dots(
+            x, source, scales, codebooks, tables, factors,
+            row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+        )  # fmt: skip
+    spread_at = row % ORDER * (num_out // ORDER) + row // ORDER
+    for b in tl.static_range(B):
+        y = sums[b]
+        if squares_in is not None:
+            share = tl.arange(0, SQUARES)
+            found = tl.load(
+                squares_in + b * num_squares + share, mask=share < num_squares, other=0.0
+            )
+            norm = tl.rsqrt(tl.sum(found, axis=0) / (UNITS * (1 if BITS == 16 else 16)) + eps)
+            y *= norm
+        if bias is not None:
+            y += tl.load(bias + row).to(tl.float32)
+        if GLU:
+            up = ups[b]
+            if squares_in is not None:
+                up *= norm
+            if bias is not None:
+                up += tl.load(bias + num_out + row).to(tl.float32)
+            y = y * tl.sigmoid(y) * up
+        if residual is None:
+            place = out + b * num_out + spread_at
+            tl.store(place, y.to(out.dtype.element_ty), mask=is_row)
+        else:
+            place = b * num_out + row
+            y += tl.load(residual + place)
+            tl.store(out + place, y, mask=is_row)
+            tl.store(scaled + b * num_out + spread_at, y * tl.load(gamma + row), mask=is_row)
+            square = tl.sum(tl.where(is_row, y * y, 0.0), axis=0)
+            tl.store(squares_out + b * tl.num_programs(0) + tl.program_id(0), square)
+
+
+@triton.jit
+def _dots(
+    x,
+    source,
+    scales,
+    codebooks,
+    tables,
+    factors,
+    row,
+    second,
+    third,
+    UNITS: tl.constexpr,
+    B: tl.constexpr,
+    BITS: tl.constexpr,
+    C: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """`W[row] @ x[b]`, `(R,)` float32 for each b."""
+    WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0
+    # for each row, so that a thread has its own: the compiler copies what is the same for all
+    part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
+    codebook, low, high = codebooks, part, part
+    if BITS < 16:
+        codebook += part[:, None] * C
+    if LOOKUP == 2:
+        low = tl.load(tables + 2 * part)[:, None]
+        high = tl.load(tables + 2 * part + 1)[:, None]
+    sums = ()
+    for _b in tl.static_range(B):
+        sums = sums + (tl.zeros([R, U], tl.float32),)
+    for start in range(0, UNITS, U * DEPTH):
+        words, shares = (), ()
+        for d in tl.static_range(DEPTH):
+            unit = start + d * U + tl.arange(0, U)
+            words = words + (_draw(source, row, unit, UNITS, BITS, WHOLE),)
+            if BITS < 16:
+                shares = shares + (_scale(scales, row, unit, UNITS, LENGTH, WHOLE),)
+        for d in tl.static_range(DEPTH):
+            unit = start + d * U + tl.arange(0, U)
+            if BITS == 16:
+                added = ()
+                for b in tl.static_range(B):
+                    inputs = _inputs(x + b * UNITS, unit, UNITS, R, WHOLE)
+                    added = added + (sums[b] + words[d].to(tl.float32) * inputs,)
+                sums = added
+            else:
+                levels = _levels(words[d], codebook, low, high, BITS, LOOKUP)
+                added = ()
+                for b in tl.static_range(B):
+                    inside = tl.zeros([R, U], tl.float32)
+                    for j in tl.static_range(16):
+                        place = x + (b * 16 + j) * UNITS
+                        inputs = _inputs(place, unit, UNITS, R, WHOLE)
+                        inside += levels[j] * inputs
+                    added = added + (sums[b] + inside * shares[d],)
+                sums = added
+    found = ()
+    for b in tl.static_range(B):
+        total = tl.sum(sums[b], axis=1)
+        found = found + (total * tl.load(factors + part) if LOOKUP == 2 else total,)
+    return found
+
+
+@triton.jit
+def _inputs(x, unit, UNITS: tl.constexpr, R: tl.constexpr, WHOLE: tl.constexpr):
+    """The inputs at the units, once for each row: so the threads that need them read them."""
+    place = x + unit[None, :] + tl.zeros([R, 1], tl.int32)
+    return tl.load(place) if WHOLE else tl.load(place, mask=(unit < UNITS)[None, :], other=0.0)
+
+
+@triton.jit
+def _read(places, is_unit, WHOLE: tl.constexpr):
+    return tl.load(places) if WHOLE else tl.load(places, mask=is_unit, other=0)
+
+
+@triton.jit
+def _draw(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """The indices of each unit, `(R, U)`, as one word, or two where one has no room."""
+    is_unit = (unit < UNITS)[None, :]
+    place = row.to(tl.int64)[:, None] * UNITS + unit[None, :]
+    if BITS == 3:
+        word = _read(source + place * 3, is_unit, WHOLE).to(tl.int64) & 0xFFFF
+        word |= (_read(source + place * 3 + 1, is_unit, WHOLE).to(tl.int64) & 0xFFFF) << 16
+        word |= (_read(source + place * 3 + 2, is_unit, WHOLE).to(tl.int64) & 0xFFFF) << 32
+        return word, word
+    elif BITS == 8:
+        low = _read(source + place * 2, is_unit, WHOLE)
+        return low, _read(source + place * 2 + 1, is_unit, WHOLE)
+    elif BITS == 16:
+        return _read(source + place, is_unit, WHOLE)
+    else:
+        word = _read(source + place, is_unit, WHOLE)
+        return word, word
+
+
+@triton.jit
+def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr):
+    """The scale of each unit's group, float32."""
+    group = tl.max_contiguous(unit // LENGTH, 4 if LENGTH == 1 else 1)
+    place = row.to(tl.int64)[:, None] * (UNITS // LENGTH) + group[None, :]
+    scale = _read(scales + place, (unit < UNITS)[None, :], WHOLE)
+    if scales.dtype.element_ty == tl.uint8:
+        # the bits of a float16 without its last seven: as a float32, less 112 in the exponent
+        return (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**112
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def _levels(words, codebook, low, high, BITS: tl.constexpr, LOOKUP: tl.constexpr):
+    """The 16 levels of each unit, `(R, U)` float32 each."""
+    if LOOKUP == 2:
+        return _permuted(words[0], low, high)
+    elif LOOKUP == 3 and BITS == 4:
+        first = _gathered_by_four(words[0].to(tl.int32), codebook)
+        return first + _gathered_by_four((words[0] >> 32).to(tl.int32), codebook)
+    else:
+        found = ()
+        for j in tl.static_range(16):
+            code = (words[j * BITS // 64] >> (j * BITS % 64)).to(tl.int32) & (2**BITS - 1)
+            if LOOKUP == 1:
+                zero, one = tl.load(codebook), tl.load(codebook + 1)
+                two, three = tl.load(codebook + 2), tl.load(codebook + 3)
+                is_odd = (code & 1) != 0
+                level = tl.where(
+                    (code & 2) != 0, tl.where(is_odd, three, two), tl.where(is_odd, one, zero)
+                )
+            else:
+                level = _gathered(codebook, code) if LOOKUP == 3 else tl.load(codebook + code)
+            found = found + (level,)
+        return found
+
+
+@triton.jit
+def _gathered(codebook, code):
+    """`codebook[code]`, from the few lines that all threads read: the first-level cache's."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b64 place;
+        mad.wide.u32 place, $2, 4, $1;
+        ld.global.nc.f32 $0, [place];
+        }
+        """,
+        "=f,l,r",
+        args=[codebook, code],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _gathered_by_four(word, codebook):
+    """The levels of eight indices of 4 bits; each table of 16 levels lies at a multiple of 64."""
+    return tl.inline_asm_elementwise(
+        FOUR_BITS, OUTPUTS_8 + "r,l", [word, codebook], dtype=FLOATS_8, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _permuted(word, low, high):
+    """Levels of 16 bits twice, as float32: `low` and `high` hold the bytes of the four levels.
+
+    A `prmt` picks four bytes by the low two bits of four nibbles, so one picks the lower bytes of
+    four levels, one the upper bytes, and one each puts a level together: lower, upper, twice.
+    """
+    return tl.inline_asm_elementwise(
+        TWO_BITS, OUTPUTS_16 + "r,r,r", [word, low, high], dtype=FLOATS_16, is_pure=True, pack=1
+    )

@@ -1,0 +1,150 @@
+"""`lut_matvec`: its reference against float64, and its kernel, interpreted, against both."""
+
+import pytest
+import torch
+from quantized import frozen_linear
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels import lut_matvec
+from qat.kernels.lut_matvec import (
+    LutRows,
+    Norm,
+    Rows,
+    gathered,
+    matvec,
+    matvec_add,
+    order_of,
+    reads,
+    short_levels,
+    spread,
+    stack,
+    stacks,
+)
+from qat.quant.spec import LutSpec
+
+SPECS = {
+    "lut1": LutSpec(bits=1, group_size=32),
+    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
+    "lut2_g48": LutSpec(bits=2, group_size=48),
+    "ternary": LutSpec(bits=2, codebook="ternary", group_size=16, scale_bits=8),
+    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
+    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
+    "lut4_s32": LutSpec(bits=4, group_size=48, scale_bits=32),
+    "lut8": LutSpec(bits=8, group_size=48),
+}
+O, I = 37, 192
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Compute by the plain reference, or by the kernel in Triton's interpreter."""
+    if request.param == "kernel":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("tests/gpu runs the kernel itself")
+        monkeypatch.setattr(lut_matvec, "use_triton", lambda tensor: True)
+    return request.param
+
+
+def rows_of(spec: LutSpec, num_rows: int = O) -> tuple[LutRows, Tensor]:
+    """A packed matrix and its weight in float64."""
+    linear = frozen_linear(num_rows, I, spec)
+    rows = LutRows.of(linear.source(), linear.codebook.detach(), linear.scales_as_stored())
+    return rows, linear.quantized_weight().double()
+
+
+def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
+    assert found.dtype == torch.float32
+    assert_no_worse_than_eager(found, eager, exact, slack=2e-6 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
+    rows, W = rows_of(spec)
+    assert rows.shape == (O, I)
+    assert torch.equal(rows.dense().double(), W)
+    x, bias = torch.randn(2, I), torch.randn(O)
+    found = matvec(spread(x, 16), rows, bias=bias)
+    check(found, F.linear(x, W.float(), bias), F.linear(x.double(), W, bias.double()))
+
+
+@pytest.mark.parametrize("B", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dense_rows(B: int, dtype: torch.dtype, path: str) -> None:
+    W, x = torch.randn(O, I).to(dtype), torch.randn(B, I)
+    check(matvec(spread(x, 1), W), x @ W.float().T, x.double() @ W.double().T)
+
+
+def members(kind: str) -> tuple[list[Rows], Tensor]:
+    """Three matrices with their own levels, or dense ones, and the weight of all."""
+    if kind == "dense":
+        dense = [torch.randn(size, I) for size in (32, 16, 16)]
+        return dense, torch.cat(dense).double()
+    pairs = [rows_of(SPECS[kind], size) for size in (32, 16, 16)]
+    return [rows for rows, _ in pairs], torch.cat([W for _, W in pairs])
+
+
+@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s8", "dense"])
+def test_a_norm_before_and_several_matrices_at_once(kind: str, path: str) -> None:
+    parts, W = members(kind)
+    rows = stack(parts)
+    residual, gamma = torch.randn(1, I), torch.rand(I) + 0.5
+    before = lut_matvec.stream(residual, gamma, order_of(rows))
+    found = matvec(before.scaled, rows, norm=Norm(before.squares, 1e-5))
+    normed = F.rms_norm(residual.double(), (I,), gamma.double(), 1e-5)
+    check(found, normed.float() @ W.float().T, normed @ W.T)
+
+
+@pytest.mark.parametrize("kind", ["lut2_s8", "dense"])
+def test_gates_and_ups(kind: str, path: str) -> None:
+    parts, W = members(kind)
+    rows, W = stack([parts[1], parts[2]]), W[32:]
+    x, bias = torch.randn(2, I), torch.randn(32)
+
+    def expected(dtype: torch.dtype) -> Tensor:
+        gate, up = F.linear(x.to(dtype), W.to(dtype), bias.to(dtype)).chunk(2, 1)
+        return F.silu(gate) * up
+
+    found = matvec(spread(x, order_of(rows)), rows, bias=bias, is_gated=True, order=16)
+    check(gathered(found, 16), expected(torch.float32), expected(torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["lut2_s8", "dense"])
+def test_the_residual_stream(kind: str, path: str) -> None:
+    parts, W = members(kind)
+    rows = stack(parts)
+    x, residual, gamma = torch.randn(2, I), torch.randn(2, 64), torch.rand(64)
+    found = matvec_add(spread(x, order_of(rows)), rows, residual, gamma, order=16)
+    exact = residual.double() + x.double() @ W.T
+    check(found.residual, residual + x @ W.float().T, exact)
+    assert torch.allclose(gathered(found.scaled, 16), found.residual * gamma)
+    assert torch.allclose(found.squares.sum(1), found.residual.square().sum(1))
+
+
+def test_what_stacks() -> None:
+    two, four = rows_of(SPECS["lut2_s8"])[0], rows_of(SPECS["lut4_s8"])[0]
+    assert stacks([two, two, two])
+    assert stacks([torch.zeros(2, 3), torch.zeros(1, 3)])
+    assert not stacks([two, four])
+    assert not stacks([two, torch.zeros(O, I)])
+    assert not stacks([two] * 4)
+
+
+def test_what_can_be_read_packed() -> None:
+    assert all(reads(spec) for spec in SPECS.values())
+    assert not reads(LutSpec(bits=2, group_size=8))
+    assert not reads(LutSpec(bits=2, scale="low_rank", rank=4))
+    assert not reads(LutSpec(bits=5, group_size=16))
+
+
+def test_four_levels_of_16_bits() -> None:
+    for seed in range(20):
+        codebook = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        codebook[1] *= seed % 3  # zero is a level of some grids
+        low, high, factor = short_levels(codebook)
+        for place, level in enumerate(codebook.tolist()):
+            half = (low >> 8 * place & 255) | (high >> 8 * place & 255) << 8
+            word = torch.tensor(half << 16 | half).to(torch.int32).view(torch.float32)
+            assert abs(word.item() * factor - level) < 6e-4 * codebook.abs().max()
