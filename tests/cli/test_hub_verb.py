@@ -1,0 +1,84 @@
+"""`qat hub` as a user meets it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hub_case import checkpoint, contents
+
+from qat.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
+    """The exit code of `qat hub TOKENS`."""
+    monkeypatch.setattr(sys, "argv", ["qat", "hub", *map(str, tokens)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_pull_the_embedded_checkpoint(tmp_path: Path, monkeypatch, capsys) -> None:
+    assert call(monkeypatch, "pull", "tiny") == 0
+    found = last_line(capsys)
+    expected = {"path": "checkpoints/tiny", "name": "tiny", "kind": "checkpoint", "format": "qat"}
+    assert expected.items() <= found.items() and found["is_verified"] and found["is_new"]
+    assert (tmp_path / "checkpoints" / "tiny" / "model.safetensors").is_file()
+    assert call(monkeypatch, "pull", "tiny", "--out", "elsewhere") == 0
+    assert last_line(capsys)["path"] == "elsewhere"
+    assert call(monkeypatch, "pull", "tiny") == 0
+    assert not last_line(capsys)["is_new"]
+
+
+def test_from_pack_to_pull(tmp_path: Path, monkeypatch, capsys) -> None:
+    source = checkpoint(tmp_path / "q2")
+    (tmp_path / "drive" / "runs").mkdir(parents=True)
+    assert call(monkeypatch, "pack", "q2") == 0
+    packed = last_line(capsys)
+    assert packed["out"] == str(tmp_path / "q2.tar.lz4") and packed["files"] == 3
+    assert call(monkeypatch, "unpack", "q2.tar.lz4", "--out", "copy") == 0
+    assert contents(tmp_path / "copy") == contents(source)
+    assert last_line(capsys)["files"] == 3
+    assert call(monkeypatch, "push", "q2", "drive/runs", "--drive", "drive") == 0
+    line = last_line(capsys)["add"]
+    assert "--mirror drive:runs/q2.tar.lz4" in line
+    assert call(monkeypatch, *line.split()[2:]) == 0
+    assert last_line(capsys) == {
+        "name": "q2",
+        "registry": str(tmp_path / "home" / ".config" / "qat" / "hub.toml"),
+    }
+    assert call(monkeypatch, "list") == 0
+    assert last_line(capsys)["names"][-1] == "q2"
+    assert call(monkeypatch, "pull", "q2", "--drive", "drive") == 0
+    assert last_line(capsys)["is_verified"]
+    assert contents(tmp_path / "checkpoints" / "q2") == contents(source)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (("pull", "q2-best"), "qat: no entry is called 'q2-best'; did you mean 'q2_best'"),
+        (("pull", "L64"), "add --drive DIR; or get the archive by other means"),
+        (("pull", "L64", "--drive", "nowhere"), "Drive is not mounted at nowhere"),
+        (("add", "tiny", "--kind", "cache", "--mirror", "x"), "in the registry already"),
+        (("add", "x", "--kind", "cache", "--mirror", "ftp://x"), "starts with none of"),
+        (("unpack", "nowhere.tgz", "--out", "x"), "nowhere.tgz is not there"),
+        (("push", ".", "nowhere"), "expected a folder"),
+    ],
+)
+def test_mistakes_are_one_line(tokens: tuple, message: str, monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *tokens) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err.splitlines()[-1] and printed.out == ""

@@ -1,0 +1,151 @@
+"""Each kind of mirror, and what it says when it does not work."""
+
+import os
+import sys
+from pathlib import Path
+
+import gdown
+import huggingface_hub
+import pytest
+from hub_case import checkpoint
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from qat.errors import HubError
+from qat.hub.mirrors import Places, fetch, lookup
+
+TOOL = """#!{python}
+import pathlib, shutil, sys
+with open({log!r}, "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+source, target = sys.argv[-2:]
+place = pathlib.Path({bucket!r}, source.removeprefix("gs://bucket/"))
+if not place.exists():
+    sys.exit("starting\\nERROR: (gcloud.storage) the following URLs matched no objects: " + source)
+if place.is_dir():
+    shutil.copytree(place, target, dirs_exist_ok=True)
+else:
+    shutil.copyfile(place, target)
+"""
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "drive").mkdir()
+    return Places(tmp_path / "stage", tmp_path / "drive")
+
+
+def fail(mirror: str, places: Places, message: str) -> None:
+    with pytest.raises(HubError, match=message) as caught:
+        fetch(mirror, places)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_archive_on_a_drive_is_copied_here_first(places: Places) -> None:
+    (places.drive / "runs").mkdir()
+    (places.drive / "runs" / "q2.tar.lz4").write_bytes(b"packed")
+    arrival = fetch("drive:runs/q2", places)
+    assert arrival.path.parent == places.stage and arrival.path.read_bytes() == b"packed"
+    assert arrival.name == "q2.tar.lz4" and arrival.is_ours
+
+
+def test_the_best_form_is_taken(tmp_path: Path) -> None:
+    base = tmp_path / "q2_0.53"
+    with pytest.raises(HubError, match="q2_0.53 is not there, neither as .tar.lz4, .tgz, .tar.gz"):
+        lookup(base)
+    checkpoint(base)
+    assert lookup(base) == base
+    for suffix in (".tar.gz", ".tgz", ".tar.lz4"):
+        Path(f"{base}{suffix}").touch()
+        assert lookup(base) == Path(f"{base}{suffix}")
+    assert lookup(Path(f"{base}.tgz")) == Path(f"{base}.tgz")
+
+
+def test_a_drive_has_to_be_there(places: Places) -> None:
+    fail("drive:runs/q2", places._replace(drive=None), "needs .* mounted Drive; add --drive DIR")
+    gone = places._replace(drive=places.drive / "gone")
+    fail("drive:runs/q2", gone, "Drive is not mounted at .*gone; mount it, or mend --drive")
+    fail("drive:runs/q2", places, "runs/q2 is not there")
+
+
+def test_google_drive_by_id(places: Places, monkeypatch) -> None:
+    def send(*, id: str, output: str, **_: object) -> str:  # noqa: A002
+        assert id == "ID1"
+        path = Path(output, "cache.tgz")
+        path.write_bytes(b"packed")
+        return str(path)
+
+    monkeypatch.setattr(gdown, "download", send)
+    arrival = fetch("gdrive:ID1", places)
+    assert arrival.name == "cache.tgz" and arrival.path.read_bytes() == b"packed"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("Failed:\n\n\tToo many users have viewed or downloaded this file", "quota of downloads"),
+        ("Cannot retrieve the public link of the file.\n You may need to", "who has the link"),
+    ],
+)
+def test_google_drive_says_no(words: str, message: str, places: Places, monkeypatch) -> None:
+    def refuse(**_: object) -> str:
+        raise gdown.exceptions.FileURLRetrievalError(words)
+
+    monkeypatch.setattr(gdown, "download", refuse)
+    fail("gdrive:ID1", places, message)
+
+
+def test_a_model_hub(places: Places, monkeypatch, tmp_path: Path) -> None:
+    asked = []
+
+    def snapshot(name: str, revision: str | None) -> str:
+        asked.append((name, revision))
+        return str(checkpoint(tmp_path / "snapshot"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert fetch("hf:owner/name@v1", places).path == tmp_path / "snapshot"
+    assert asked == [("owner/name", "v1")]
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError, OSError])
+def test_a_model_hub_out_of_reach(error: type[Exception], places: Places, monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise error("cannot\nreach it")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    fail("hf:owner/name", places, "hf:owner/name: cannot reach it")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch) -> Path:
+    """A stand-in for Google's tool that reads this directory, and nothing else on the PATH."""
+    bucket, tools = tmp_path / "bucket", tmp_path / "tools"
+    bucket.mkdir()
+    tools.mkdir()
+    log = str(tmp_path / "log")
+    text = TOOL.format(python=sys.executable, log=log, bucket=str(bucket))
+    (tools / "gcloud").write_text(text)
+    (tools / "gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools))
+    return bucket
+
+
+def test_storage(places: Places, bucket: Path, tmp_path: Path) -> None:
+    (bucket / "a.tar.lz4").write_bytes(b"packed")
+    checkpoint(bucket / "runs" / "q2")
+    assert fetch("gs://bucket/a.tar.lz4", places).path.read_bytes() == b"packed"
+    arrival = fetch("gs://bucket/runs/q2/", places)
+    assert (arrival.path / "config.json").is_file() and arrival.name == "q2"
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert asked[0].startswith("storage cp gs://bucket/a.tar.lz4 ")
+    assert asked[1].startswith("storage rsync -r gs://bucket/runs/q2 ")
+    fail("gs://bucket/b.tgz", places, "cp gs://bucket/b.tgz: ERROR: .* matched no objects")
+
+
+def test_storage_needs_its_tool(places: Places, bucket: Path) -> None:
+    tool = bucket.parent / "tools" / "gcloud"
+    tool.rename(tool.with_name("gsutil"))
+    (bucket / "a.tgz").write_bytes(b"packed")
+    assert fetch("gs://bucket/a.tgz", places).path.read_bytes() == b"packed"
+    os.remove(tool.with_name("gsutil"))
+    fail("gs://bucket/a.tgz", places, "needs gcloud or gsutil")

@@ -1,0 +1,209 @@
+"""Pulling: mirror by mirror, checked, once, whole or not at all."""
+
+import fcntl
+import gzip
+import json
+import os
+from pathlib import Path
+
+import gdown
+import pytest
+from hub_case import checkpoint, contents, legacy_cache, named, serving, write_archive
+
+from qat.errors import HubError
+from qat.hub import web
+from qat.hub.config import Entry
+from qat.hub.files import sha256_file, sha256_tree
+from qat.hub.pack import pack
+from qat.hub.pull import Pulled, pull
+
+WRONG = "0" * 64
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "drive" / "runs" / "model")
+
+
+@pytest.fixture
+def archive(model: Path) -> Path:
+    """The same checkpoint as a file in another place."""
+    path = model.parents[2] / "elsewhere" / "model.tar.lz4"
+    pack(model, path)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints" / "model"
+
+
+def get(out: Path, *mirrors: object, **values: object) -> Pulled:
+    options = {name: values.pop(name) for name in ("drive", "replace") if name in values}
+    fields = {"kind": "checkpoint", **values, "mirrors": list(map(str, mirrors))}
+    return pull("model", Entry.model_validate(fields), out, **options)
+
+
+def fail(out: Path, message: str, *mirrors: object, **values: object) -> None:
+    with pytest.raises(HubError, match=message) as caught:
+        get(out, *mirrors, **values)
+    assert "\n" not in str(caught.value)
+    assert not out.exists() and (not out.parent.exists() or os.listdir(out.parent) == [])
+
+
+def test_an_archive_with_its_hash(out: Path, model: Path, archive: Path) -> None:
+    size, sha256 = archive.stat().st_size, sha256_file(archive)
+    pulled = get(out, archive, size=size, sha256=sha256)
+    assert contents(out) == contents(model)
+    assert pulled == Pulled(out, "qat", str(archive), sha256, None, True, True)
+    assert os.listdir(out.parent) == ["model"]
+
+
+def test_what_is_there_is_not_fetched_again(out: Path, model: Path, archive: Path) -> None:
+    pulled = get(out, archive)
+    archive.unlink()
+    assert get(out, archive) == pulled._replace(is_new=False)
+    with pytest.raises(HubError, match="no mirror works"):
+        get(out, archive, replace=True)
+    assert contents(out) == contents(model)
+    (model / "config.json").write_text("{}")
+    assert get(out, model, replace=True).is_new
+    assert contents(out) == contents(model)
+
+
+def test_what_is_there_in_part_is_not_taken(out: Path, archive: Path) -> None:
+    get(out, archive)
+    (out / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(HubError, match="model.safetensors is missing or cut; replace .* --force"):
+        get(out, archive)
+    get(out, archive, replace=True)
+    with pytest.raises(HubError, match="it is 'model'; replace it with --force"):
+        pull("other", Entry(kind="checkpoint", mirrors=(str(archive),)), out)
+
+
+def test_what_was_placed_by_hand_is_taken(out: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    checkpoint(out)
+    pulled = get(out, "drive:nowhere")
+    assert pulled == Pulled(out, "qat", None, None, None, False, False)
+    assert "was not pulled by qat; it is taken as it is" in caplog.text
+
+
+def test_a_directory_on_a_drive_is_copied(out: Path, model: Path, tmp_path: Path) -> None:
+    tree = sha256_tree(model)
+    pulled = get(out, "drive:runs/model", drive=tmp_path / "drive", tree_sha256=tree)
+    assert contents(out) == contents(model) and pulled.is_verified and pulled.sha256 is None
+    assert pulled.tree_sha256 == tree
+
+
+def test_mirrors_are_tried_in_order(out: Path, archive: Path, caplog) -> None:
+    gone = archive.with_name("gone")
+    pulled = get(out, "drive:runs/x", gone, archive, archive.with_name("never"))
+    assert pulled.mirror == str(archive)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 2 and "add --drive DIR" in lines[0] and "gone is not there" in lines[1]
+
+
+def test_an_unknown_hash_is_printed(out: Path, archive: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    pulled = get(out, archive)
+    assert not pulled.is_verified
+    assert f"SHA-256 {sha256_file(archive)}; nothing to compare it with" in caplog.text
+
+
+def test_wrong_hashes_and_sizes(out: Path, model: Path, archive: Path, tmp_path: Path) -> None:
+    fail(out, f"registered is {WRONG}.*by other means", archive, sha256=WRONG)
+    fail(out, "5 were registered", archive, size=5)
+    fail(out, f"SHA-256 of the files is .*, expected {WRONG}", archive, tree_sha256=WRONG)
+    fail(out, f"expected {WRONG}", model, tree_sha256=WRONG)
+    (tmp_path / "drive" / "a.tgz").write_bytes(archive.read_bytes())
+    fail(out, f"registered is {WRONG}", "drive:a", drive=tmp_path / "drive", sha256=WRONG)
+    pulled = get(out, "drive:a", archive, drive=tmp_path / "drive", sha256=sha256_file(archive))
+    assert pulled.mirror == "drive:a"
+
+
+def test_a_wrong_kind(out: Path, archive: Path, tmp_path: Path) -> None:
+    fail(out, "holds no manifest.json, or meta.json of qwen_kd_topk", archive, kind="cache")
+    legacy_cache(tmp_path / "legacy")
+    (tmp_path / "legacy" / "shard_00000.pt").unlink()
+    fail(out, r"holds no \*.safetensors or \*.pt", tmp_path / "legacy")
+
+
+def test_evil_and_half_archives(out: Path, archive: Path) -> None:
+    evil = write_archive(archive.with_name("evil.tgz"), (named("../../x.pt"), b"x"))
+    half = archive.with_name("half.tgz")
+    half.write_bytes(archive.read_bytes()[:1000])
+    fail(out, "do not trust this archive.*is damaged", evil, half)
+
+
+def test_the_reference_systems_files(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    legacy_cache(drive / "qwen3_caches" / "L" / "L")
+    cache = Entry(kind="cache", mirrors=("drive:qwen3_caches/L",))
+    assert pull("L", cache, tmp_path / "L", drive=drive).format == "anemll"
+    assert sorted(contents(tmp_path / "L")) == ["meta.json", "shard_00000.pt"]
+    run = drive / "qwen3_runs" / "Q2"
+    run.mkdir(parents=True)
+    (run / "best_state_dict.pt").write_bytes(b"PK\3\4" + bytes(99))
+    (run / "config.json").write_text("{}")
+    (run / "unwanted.pt").write_bytes(b"PK")
+    one = Entry(kind="checkpoint", mirrors=("drive:qwen3_runs/Q2/best_state_dict.pt",))
+    assert pull("q2", one, tmp_path / "q2", drive=drive).format == "anemll"
+    assert sorted(contents(tmp_path / "q2")) == ["best_state_dict.pt", "config.json"]
+    assert json.loads((tmp_path / "q2" / ".qat-hub.json").read_text())["name"] == "q2"
+
+
+def test_a_broken_download_waits_for_the_next_pull(out: Path, archive: Path, monkeypatch) -> None:
+    monkeypatch.setattr(web, "PAUSE_S", 0.001)
+    with serving(archive.read_bytes()) as server:
+        server.break_after = [1000, 0, 0, 0]
+        sha256 = sha256_file(archive)
+        with pytest.raises(HubError, match="1,000 bytes kept"):
+            get(out, server.url, sha256=sha256)
+        assert os.listdir(out.parent) == [".model.pull"]
+        server.asked.clear()
+        assert get(out, server.url, sha256=sha256).is_verified
+        assert server.asked == ["bytes=1000-"]
+    assert os.listdir(out.parent) == ["model"]
+
+
+def test_a_wrong_download_is_not_kept(out: Path, archive: Path, monkeypatch) -> None:
+    monkeypatch.setattr(web, "PAUSE_S", 0.001)
+    with serving(archive.read_bytes()) as server:
+        fail(out, "registered is", server.url, sha256=WRONG)
+        server.data = gzip.compress(b"not a tar file")
+        fail(out, "is damaged", server.url, sha256=_sha(server.data, archive))
+
+
+def _sha(data: bytes, beside: Path) -> str:
+    path = beside.with_name("data")
+    path.write_bytes(data)
+    return sha256_file(path)
+
+
+def test_a_quota_page_in_place_of_a_file(out: Path, monkeypatch) -> None:
+    def send(*, output: str, **_: object) -> str:
+        path = Path(output, "uc")
+        path.write_text("<!DOCTYPE html><title>Google Drive - Quota exceeded</title>")
+        return str(path)
+
+    monkeypatch.setattr(gdown, "download", send)
+    fail(out, "gdrive:ID: a web page came instead of a file", "gdrive:ID")
+
+
+def test_one_at_a_time(out: Path, archive: Path) -> None:
+    stage = out.parent / ".model.pull"
+    stage.mkdir(parents=True)
+    with (stage / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(HubError, match="another process is pulling"):
+            get(out, archive)
+    assert get(out, archive).is_new
+
+
+def test_an_unwritable_place(tmp_path: Path, archive: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HubError, match="that you may write to"):
+        get(tmp_path / "file" / "model", archive)
+    with pytest.raises(HubError, match="is a file, expected a directory"):
+        get(tmp_path / "file", archive)

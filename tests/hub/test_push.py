@@ -1,0 +1,76 @@
+"""Pushing: an archive in a folder, and the line that lets others pull it."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hub_case import checkpoint, contents, legacy_cache
+
+from qat.errors import HubError
+from qat.hub import push as pushing
+from qat.hub.config import Entry
+from qat.hub.files import sha256_file, sha256_tree
+from qat.hub.pull import pull
+from qat.hub.push import push, put
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "My Drive").mkdir()
+    return tmp_path / "My Drive"
+
+
+def test_pushed_is_pulled(tmp_path: Path, folder: Path) -> None:
+    source = checkpoint(tmp_path / "model")
+    pushed = push(source, str(folder))
+    target = folder / "model.tar.lz4"
+    assert pushed.to == str(target) and pushed.kind == "checkpoint"
+    assert pushed.bytes == target.stat().st_size and pushed.sha256 == sha256_file(target)
+    assert os.listdir(folder) == ["model.tar.lz4"] and pushed.tree_sha256 == sha256_tree(source)
+    assert sorted(os.listdir(tmp_path)) == ["My Drive", "model"]
+    known = {"size": pushed.bytes, "sha256": pushed.sha256, "tree_sha256": pushed.tree_sha256}
+    entry = Entry(kind="checkpoint", mirrors=("drive:model.tar.lz4",), **known)
+    assert pull("model", entry, tmp_path / "out", drive=folder).is_verified
+    assert contents(tmp_path / "out") == contents(source)
+    line = pushed.add_line("model", str(target))
+    assert line.startswith("qat hub add model --kind checkpoint --mirror '")
+    assert line.endswith(f"--sha256 {pushed.sha256} --tree-sha256 {pushed.tree_sha256}")
+
+
+def test_the_same_again_is_fine_and_another_is_not(tmp_path: Path, folder: Path) -> None:
+    source = legacy_cache(tmp_path / "cache")
+    first = push(source, str(folder))
+    assert first.kind == "cache" and push(source, str(folder)) == first
+    (source / "more").write_text("more")
+    with pytest.raises(HubError, match="is there already and differs; replace it with --force"):
+        push(source, str(folder))
+    assert sha256_file(folder / "cache.tar.lz4") == first.sha256
+    assert push(source, str(folder), replace=True).sha256 != first.sha256
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "model")
+    with pytest.raises(HubError, match="expected a folder .is the Drive mounted.. or gs://"):
+        push(source, str(tmp_path / "nowhere"))
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_bucket(tmp_path: Path, monkeypatch) -> None:
+    commands = []
+    monkeypatch.setattr(pushing, "run_storage", lambda *words: commands.append(words))
+    pushed = push(checkpoint(tmp_path / "model"), "gs://bucket/runs/")
+    assert pushed.to == "gs://bucket/runs/model.tar.lz4"
+    assert [(verb, to) for verb, _, to in commands] == [("cp", pushed.to)]
+
+
+def test_what_reads_back_differently_does_not_appear(tmp_path: Path, folder, monkeypatch) -> None:
+    source = tmp_path / "file"
+    source.write_bytes(b"content")
+
+    def lose(_: Path, out, ticker) -> None:
+        out.write(b"conten")
+
+    monkeypatch.setattr(pushing, "copy_file", lose)
+    with pytest.raises(HubError, match="what was written reads back differently"):
+        put(source, folder / "file")
+    assert os.listdir(folder) == []
