@@ -79,7 +79,8 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
     settings = cache.manifest.settings
     _check_same("seq-len", config.seq_len, settings.sequence_length, config)
     _check_same("top-k", config.top_k, settings.top_k, config)
-    check_targets(config.losses, settings.top_k, settings.draws)
+    has_tail = cache.manifest.has_tail
+    check_targets(config.losses, settings.top_k, settings.draws, has_tail=has_tail)
     # a shape has no tokenizer of its own: it takes any cache over its vocabulary
     cache.check_student(
         cache.manifest.tokenizer, vocab_size, student.config.max_position_embeddings

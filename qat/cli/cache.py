@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from qat.data.config import CacheConfig
+from qat.data.config import CacheConfig, ImportConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CACHES = Path("caches")
 SAMPLE_TOKENS = 48
 
-cache_app = App(help="Build, inspect or verify a teacher cache.")
+cache_app = App(help="Build, import, inspect or verify a teacher cache.")
 
 
 @cache_app.default
@@ -39,6 +39,31 @@ def cache(
     out = out or CACHES / suggested_name(config, source)
     manifest = build_teacher_cache(config, source, out)
     return dict(out=out, **_numbers(out, manifest))
+
+
+@cache_app.command(name="import")
+def import_(
+    source: Path,
+    *,
+    config: Annotated[ImportConfig, Parameter(name="*")] = ImportConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Turn a cache of Anemll/qwen3_apple_style_2bit_qat_lora into one of ours.
+
+    It has no tail: train on it with --loss candidates.
+
+    Parameters
+    ----------
+    source
+        Its directory, with meta.json and shard_*.pt.
+    out
+        Directory to make; by default caches/NAME, NAME as SOURCE is called.
+    """
+    from qat.models.anemll_cache import import_cache
+
+    out = out or CACHES / source.resolve().name
+    manifest = import_cache(source, config, out)
+    return dict(out=out, has_tail=manifest.has_tail, **_numbers(out, manifest))
 
 
 @cache_app.command
@@ -107,9 +132,11 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str]) -> 
     table.add_row("data", f"{settings.data} ({settings.format}, thinking {settings.thinking})")
     table.add_row("vocabulary", f"{teacher.vocab_size:,}, tokenizer {manifest.tokenizer}")
     table.add_row("sequence length", str(settings.sequence_length))
-    table.add_row("top-K", str(settings.top_k))
+    table.add_row("top-K", f"{settings.top_k}{'' if manifest.has_tail else ' (tail unknown)'}")
     draws = f"{settings.draws} ({manifest.sampling})" if settings.draws else "0"
     table.add_row("draws", draws)
+    if manifest.negatives:
+        table.add_row("random tokens", str(manifest.negatives))
     table.add_row("training sequences", f"{numbers['sequences']:,}")
     table.add_row("held-out sequences", f"{numbers['held_out_sequences']:,}")
     table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['counted_tokens']:,} counted)")

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     topk_logprobs: Tensor
     """`(B, S, K)` float32, nats, normalised over the whole vocabulary at temperature 1."""
     tail_logprob: Tensor
-    """`(B, S)` float32: log of the teacher's mass outside its top K."""
+    """`(B, S)` float32: log of the teacher's mass outside its top K; NaN where nobody knows it."""
     sample_ids: Tensor
     """`(B, S, D)` int64: distinct tokens drawn from the teacher."""
     sample_counts: Tensor

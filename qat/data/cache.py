@@ -16,6 +16,9 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 
+LATER_FIELDS = ("sampling", "has_tail", "negatives")
+"""Fields that the first caches did not have: left out of a manifest where they say nothing new."""
+
 Split = Literal["train", "held_out"]
 Sampling = Literal["independent", "systematic"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -69,6 +72,12 @@ class Manifest(_Part):
     """`tokenizer_hash` of the tokenizer that made the tokens."""
     sampling: Sampling = "independent"
     """How its tokens were drawn; written down only where it is another than this, the first."""
+    has_tail: bool = True
+    """Whether the teacher's mass outside the top K is known; false, and only then written down, in
+    an imported cache, whose log-probabilities are normalised over the K tokens."""
+    negatives: int = 0
+    """Random tokens kept at every position but the last, with their logits, by an import that was
+    asked to; written down only where there are any."""
     shards: list[Shard] = Field(default_factory=list)
 
     def of_split(self, split: Split) -> list[Shard]:
@@ -81,7 +90,8 @@ class Manifest(_Part):
 
     def to_bytes(self) -> bytes:
         """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
-        unsaid = {"sampling"} if self.sampling == "independent" else None
+        defaults = {name: type(self).model_fields[name].default for name in LATER_FIELDS}
+        unsaid = {name for name, value in defaults.items() if getattr(self, name) == value}
         values = self.model_dump(mode="json", exclude=unsaid)
         digest = hashlib.sha256(_json(values)).hexdigest()
         return _json({**values, "sha256": digest})

@@ -64,3 +64,15 @@ class CacheConfig(CacheSettings):
     def settings(self) -> CacheSettings:
         """The part that decides the content."""
         return CacheSettings(**{name: getattr(self, name) for name in CacheSettings.model_fields})
+
+
+class ImportConfig(Settings):
+    """Flags of `qat cache import`."""
+
+    teacher: str | None = None
+    """Directory or hub id of a model with the tokenizer that made the tokens; by default the one
+    that the cache's meta.json names."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """Fraction of the sequences kept away from training: the last ones."""
+    keep_negatives: bool = False
+    """Keep the random tokens and their logits, which no loss reads."""

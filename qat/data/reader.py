@@ -123,6 +123,22 @@ class TeacherCache:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
         return self._place(indices, split).rows(["log_sum_exp"])["log_sum_exp"]
 
+    def negatives(
+        self, indices: Sequence[int] | np.ndarray, split: Split = "train"
+    ) -> tuple[Tensor, Tensor]:
+        """Random tokens of an imported cache, `(B, S - 1, R)` int64, and their logits, float16.
+
+        They are uniform, with repetition, and may be among the top K. R is 0 if none were kept.
+        """
+        R, S = self.manifest.negatives, self.sequence_length
+        if R == 0:
+            nothing = torch.zeros(len(indices), S - 1, 0)
+            return nothing.long(), nothing.half()
+        rows = self._place(indices, split).rows(["negative_ids", "negative_logits"])
+        bits = id_bits(self.manifest.teacher.vocab_size)
+        ids = unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long()
+        return ids.view(-1, S - 1, R), rows["negative_logits"]
+
     def _top_k(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         settings, N, S = self.manifest.settings, len(place.owners), self.sequence_length
         if settings.top_k == 0 or not is_wanted:
@@ -130,7 +146,8 @@ class TeacherCache:
             return nothing.long(), nothing, torch.zeros(N, S)
         rows, V = place.rows(TOP_K_ROWS), self.manifest.teacher.vocab_size
         ids, logprobs = decode_top_k(rows, length=S, k=settings.top_k, vocab_size=V)
-        return ids, logprobs, rows["tail_logprob"]
+        tail = rows["tail_logprob"]
+        return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
 
     def _draws(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor]:
         settings, N, S = self.manifest.settings, len(place.owners), self.sequence_length

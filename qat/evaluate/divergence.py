@@ -134,7 +134,8 @@ def _sums_by_cache(logits: Tensor, rows: Targets) -> dict[str, Tensor]:
     sums = _label_sums(logits, rows, "label_ce")
     if rows.topk_ids.shape[1] > 0:
         sums["kd"] = _loss("candidates", logits, rows, KD_TEMPERATURE)
-        sums["kl_tail"] = _loss("tail", logits, rows)
+        if not rows.tail_logprob.isnan().any():
+            sums["kl_tail"] = _loss("tail", logits, rows)
         sums["top1"] = (logits.argmax(1) == rows.topk_ids[:, 0]).sum()
     if rows.sample_ids.shape[1] > 0:
         sums["sampled_ce"] = _loss("sampled", logits, rows)

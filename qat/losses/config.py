@@ -16,6 +16,9 @@ NEEDS = {
 }
 """Each loss on a cache, and the kind of target that it reads: `topk`, `draws` or `labels`."""
 
+WITHOUT_TAIL = ("candidates", "hard_ce")
+"""The losses on a cache that do not ask how much mass lies outside the teacher's top K."""
+
 TARGETS = frozenset({"topk", "draws"})
 """What a cache may hold of the teacher."""
 
@@ -48,12 +51,14 @@ def targets_read(terms: Iterable[str], *, with_teacher: bool = False) -> frozens
     return frozenset(needs & TARGETS)
 
 
-def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:
-    """Refuse losses whose targets the cache does not hold; `top_k` and `draws` describe the cache.
+def check_targets(
+    terms: dict[str, float], top_k: int, draws: int, *, has_tail: bool = True
+) -> None:
+    """Refuse losses whose targets the cache does not hold; the other arguments describe the cache.
 
     Raises:
-        ConfigError: a term reads the teacher's top K or draws, and the cache holds none; or it
-            reads every word of the teacher.
+        ConfigError: a term reads the teacher's top K, its tail or draws, and the cache holds none;
+            or it reads every word of the teacher.
     """
     held = {"topk": top_k > 0, "draws": draws > 0, "labels": True}
     flags = {"topk": "--top-k 64", "draws": "--draws 50"}
@@ -70,6 +75,11 @@ def check_targets(terms: dict[str, float], top_k: int, draws: int) -> None:
                 f"losses={name} reads the teacher's {need}, but the cache has top_k={top_k} and "
                 f"draws={draws}; rebuild it with 'qat cache {flags[need]}' or choose among "
                 f"{fitting}"
+            )
+        if not has_tail and name not in WITHOUT_TAIL:
+            raise ConfigError(
+                f"losses={name} reads the teacher's mass outside its top K, but the cache was "
+                "imported without it; use --loss candidates, or build a cache with 'qat cache'"
             )
 
 

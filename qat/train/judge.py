@@ -61,6 +61,9 @@ class Judge:
 
 
 def score(verdict: dict[str, float | str | None]) -> float:
-    """The number that decides which checkpoint is best (lower is better)."""
-    tail, sampled = verdict["kl_tail_nats"], verdict["sampled_ce_nats"]
-    return tail if tail is not None else sampled
+    """The number that decides which checkpoint is best (lower is better).
+
+    The tail KL, or what comes next to it where the cache does not hold its targets.
+    """
+    found = (verdict[key] for key in ("kl_tail_nats", "sampled_ce_nats", "kd_nats"))
+    return next(value for value in found if value is not None)

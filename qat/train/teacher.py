@@ -17,8 +17,9 @@ def check_losses(config: TrainConfig, cache: TeacherCache) -> None:
     if config.teacher is not None:
         check_with_teacher(config.losses)
         return
-    settings = cache.manifest.settings
-    check_targets(config.losses, settings.top_k, settings.draws)
+    manifest = cache.manifest
+    settings, has_tail = manifest.settings, manifest.has_tail
+    check_targets(config.losses, settings.top_k, settings.draws, has_tail=has_tail)
 
 
 def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | None:
