@@ -166,7 +166,7 @@ def _encode_piece(ids: Tensor, logits: Tensor, vocab_size: int) -> dict[str, Ten
         torch.cat([t, t[:, -1:]], 1).flatten(0, 1) for t in (ids.long(), logits.double())
     )
     by_id = ids.argsort(1)
-    order = by_id.gather(1, logits.gather(1, by_id).argsort(1, descending=True, stable=True))
+    order = by_id.gather(1, logits.gather(1, by_id).argsort(dim=1, descending=True, stable=True))
     ids, logits = ids.gather(1, order), logits.gather(1, order)
     top = TopK(
         ids=ids,
