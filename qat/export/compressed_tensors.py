@@ -22,7 +22,7 @@ from qat.models.hf_quantizer import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.quant.spec import LutSpec
 
-IS_BIT_EQUAL = False
+SLACK = 0.0
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
 GRIDS = ("int", "ternary")

@@ -15,7 +15,7 @@ from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
 
-IS_BIT_EQUAL = True
+SLACK = 0.0
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
 HOW_TO_LOAD = """\

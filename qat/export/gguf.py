@@ -21,7 +21,7 @@ from qat.models.hf_quantizer import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.quant.spec import LutSpec
 
-IS_BIT_EQUAL = False
+SLACK = 0.0
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 FILE_NAME = "model.gguf"
@@ -125,7 +125,8 @@ def write(
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Those of `model` with the weights that gguf reads and dequantizes: it runs no model."""
-    return logits_of_weights(model, read_weights(model, directory / FILE_NAME), ids)
+    weights = read_weights(model, directory / FILE_NAME)
+    return logits_of_weights(model, weights, ids, embedding_dtype(model))
 
 
 def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from qat.export.probe import reloaded_logits
 from qat.models.checkpoint import write_checkpoint
 from qat.quant.spec import LutSpec
 
-IS_BIT_EQUAL = True
+SLACK = 0.0
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
 HOW_TO_LOAD = """\

@@ -38,13 +38,14 @@ def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Ten
     return logits_of(reloaded.eval(), ids)
 
 
-def logits_of_weights(model: PreTrainedModel, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Those of a float model like `model` with these weights, in the dtype of `model`.
+def logits_of_weights(
+    model: PreTrainedModel, weights: dict[str, Tensor], ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Those of a float model like `model` with these weights, computing in `dtype`.
 
     Raises:
         ValueError: a weight is missing, or there is one too many.
     """
-    dtype = embedding_dtype(model)
     with init_empty_weights(include_buffers=False):
         dense = float_skeleton(model, dtype)
     cast = {name: weight.to(dtype) for name, weight in weights.items()}

@@ -33,8 +33,9 @@ TARGETS: dict[TargetName, str] = {
 class Target(Protocol):
     """What the module of a target defines. Its own library is imported inside the functions."""
 
-    IS_BIT_EQUAL: bool
-    """Whether logits read back are ours to the bit; else sums may run in another order."""
+    SLACK: float
+    """How far a logit read back may be off, relative to the largest, where sums run in another
+    order; then both sides compute in float32. 0: equal to the bit in the model's own dtype."""
     HOLDS_ADAPTERS: bool
     """Whether `lora_out @ lora_in` may be part of a weight."""
     HOLDS_TABLES: bool

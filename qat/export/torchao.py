@@ -24,7 +24,7 @@ from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
 
-IS_BIT_EQUAL = False
+SLACK = 0.0
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
 MOST_SEQ_BITS = 4
