@@ -8,6 +8,8 @@ from cyclopts import Parameter
 from qat.evaluate.config import EvalConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from qat.evaluate.judge import Verdict
 
 DEFAULTS = EvalConfig()
@@ -16,7 +18,7 @@ DEFAULTS = EvalConfig()
 def evaluate(
     student: str, *, config: Annotated[EvalConfig, Parameter(name="*")] = DEFAULTS
 ) -> dict[str, object]:
-    """Judge STUDENT by a teacher cache, by its teacher, and on a text.
+    """Judge STUDENT by a teacher cache, by its teacher, on a text, and on tasks.
 
     Args:
         student: model directory, run directory or hub id.
@@ -59,11 +61,29 @@ def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:
         ("perplexity (text)", "text_ppl"),
         ("bits per byte (text)", "text_bits_per_byte"),
     ]
-    return [
+    measured = [
         (label, _number(found[name]), _number(found.get(f"teacher_{name}")))
         for label, name in rows
         if found[name] is not None
     ]
+    return measured + _task_rows(verdict)
+
+
+def _task_rows(verdict: "Verdict") -> list[tuple[str, str, str]]:
+    """A row for each measure of each task, its standard error behind it."""
+    teacher = verdict.teacher_tasks or {}
+    return [
+        (f"{name} ({task})", _score(scores, name), _score(teacher.get(task, {}), name))
+        for task, scores in (verdict.tasks or {}).items()
+        for name in scores
+        if "_stderr" not in name
+    ]
+
+
+def _score(scores: "Mapping[str, float]", name: str) -> str:
+    measure, _, filtered = name.partition(",")
+    error = scores.get(",".join(filter(None, (f"{measure}_stderr", filtered))))
+    return _number(scores.get(name)) + ("" if error is None else f" +- {error:.4f}")
 
 
 def _number(value: float | None) -> str:

@@ -9,7 +9,7 @@ from qat.config import Settings
 
 
 class EvalConfig(Settings):
-    """What to judge a student against: a cache, a teacher, a text."""
+    """What to judge a student against: a cache, a teacher, a text, tasks."""
 
     cache_dir: Path | None = None
     """Teacher cache: KD, tail KL, top-1 agreement and perplexity on its held-out split."""
@@ -17,6 +17,14 @@ class EvalConfig(Settings):
     """Teacher, directory or hub id: exact KL and its own perplexity, on the cache or the text."""
     text: Path | None = None
     """UTF-8 text file for sliding-window perplexity."""
+    tasks: str | None = None
+    """Tasks of lm-eval, joined by commas: arc_easy,hellaswag,... (pip install 'qat[eval]')."""
+    tasks_dir: Path | None = None
+    """Directory with tasks of your own, as YAML files of lm-eval."""
+    limit: int = Field(0, ge=0)
+    """Questions of each task, from its first; 0 for all."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Solved examples before each question; by default what the task says."""
     context: int = Field(256, ge=2)
     """Tokens in a window of the text."""
     stride: int = Field(128, ge=1)

@@ -15,6 +15,7 @@ from qat.evaluate.divergence import (
 )
 from qat.evaluate.judge_cache import check_fit, open_student, split_batches
 from qat.evaluate.perplexity import Perplexity, check_context, text_perplexity
+from qat.evaluate.tasks import Scores, Tasks
 from qat.evaluate.text import Text, read_text, text_batches
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher
@@ -31,8 +32,12 @@ class Verdict(NamedTuple):
     """On the text."""
     teacher_text: Perplexity | None
     """The teacher on the text."""
+    tasks: Scores | None
+    """On tasks, by task and measure."""
+    teacher_tasks: Scores | None
+    """The teacher on the tasks."""
 
-    def numbers(self) -> dict[str, float | None]:
+    def numbers(self) -> dict[str, float | Scores | None]:
         """All numbers by name, the same names always; None where nothing was measured.
 
         What cache and teacher both tell of the same tokens is the teacher's.
@@ -44,6 +49,7 @@ class Verdict(NamedTuple):
             ("teacher_text_", Perplexity, self.teacher_text),
         ]
         numbers = {prefix + name: None for prefix, kind, _ in parts for name in kind._fields}
+        numbers |= {"tasks": self.tasks, "teacher_tasks": self.teacher_tasks}
         for prefix, _, found in parts:
             fields = {} if found is None else found._asdict()
             numbers |= {prefix + k: value for k, value in fields.items() if value is not None}
@@ -57,11 +63,12 @@ def judge(source: str, config: EvalConfig) -> Verdict:
         ConfigError: neither cache nor text is given, or the windows do not fit.
         CacheError, CheckpointError, DataError: what is named is missing, damaged or does not fit.
     """
-    if config.cache_dir is None and config.text is None:
+    if config.cache_dir is None and config.text is None and config.tasks is None:
         raise ConfigError(
-            "neither a cache nor a text to judge by; expected one of them; give --cache-dir DIR "
-            "or --text FILE"
+            "neither a cache nor a text nor tasks to judge by; expected one of them; give "
+            "--cache-dir DIR, --text FILE or --tasks NAMES"
         )
+    tasks = None if config.tasks is None else Tasks(config)
     cache = None if config.cache_dir is None else TeacherCache.open(config.cache_dir)
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)
     text = None if config.text is None else read_text(config.text, tokenizer)
@@ -70,12 +77,19 @@ def judge(source: str, config: EvalConfig) -> Verdict:
     if text is not None:
         check_context(student, config.context)
     teacher = _teacher(config)
+    has_texts = cache is not None or text is not None
     batches = _batches(config, cache, text)
     return Verdict(
         cached=None if cache is None else cached_divergence(student, batches()),
-        exact=None if teacher is None else exact_divergence(student, teacher, batches()),
+        exact=None
+        if teacher is None or not has_texts
+        else exact_divergence(student, teacher, batches()),
         text=_on_text(student, text, config),
         teacher_text=_on_text(teacher, text, config),
+        tasks=None if tasks is None else tasks.scores(student, tokenizer),
+        teacher_tasks=(
+            None if tasks is None or teacher is None else tasks.scores(teacher, tokenizer)
+        ),
     )
 
 

@@ -138,7 +138,7 @@ def test_a_packed_student_is_formed_once(place: Path, tmp_path: Path, dtype: str
 
 def test_refusals(place: Path, tmp_path: Path) -> None:
     student = str(place / "student")
-    with pytest.raises(ConfigError, match="neither a cache nor a text.*give --cache-dir"):
+    with pytest.raises(ConfigError, match="neither a cache nor a text nor tasks.*give --cache-dir"):
         judge(student, settings())
     with pytest.raises(ConfigError, match="context=256, but the model has positions for 128"):
         judge(student, EvalConfig(text=place / "text.txt", device="cpu"))

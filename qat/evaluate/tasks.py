@@ -1,0 +1,112 @@
+"""Scores a model on tasks of EleutherAI's lm-evaluation-harness (`arc_easy`, `hellaswag`, ...)."""
+
+import difflib
+import logging
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qat.errors import ConfigError, DataError
+from qat.evaluate.config import EvalConfig
+from qat.evaluate.divergence import judging
+from qat.models.language_model import LanguageModel
+from qat.models.regions import as_written
+
+Scores = dict[str, dict[str, float]]
+"""By task, by measure: `acc`, `acc_stderr`, `acc_norm`, ...; all are fractions but perplexities."""
+
+
+class Tasks:
+    """The tasks that the settings name, known to exist."""
+
+    def __init__(self, config: EvalConfig) -> None:
+        """Find the tasks.
+
+        Raises:
+            ConfigError: lm-eval is not installed, or knows no such task.
+        """
+        if find_spec("lm_eval") is None:
+            raise ConfigError(
+                "--tasks, but the library lm-eval is not installed; expected it beside qat; pip "
+                "install 'qat[eval]'"
+            )
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        self._config = config
+        self._names = [name.strip() for name in str(config.tasks).split(",")]
+        self._manager = _manager_of(self._names, config.tasks_dir)
+
+    def scores(self, model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Scores:
+        """The measures of each task (and of each part of a group of tasks).
+
+        Raises:
+            DataError: the texts of a task are not here and cannot be fetched.
+        """
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        config = self._config
+        harness = HFLM(
+            pretrained=model.model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=config.batch_size,
+            max_length=model.config.max_position_embeddings,
+        )
+        try:
+            with judging(model), as_written(model.model):
+                found = simple_evaluate(
+                    harness,
+                    tasks=self._names,
+                    num_fewshot=config.num_fewshot,
+                    limit=config.limit or None,
+                    task_manager=self._manager,
+                    log_samples=False,
+                )
+        except OSError as error:
+            raise DataError(
+                f"the texts of {config.tasks} cannot be read ({_line(error)}), expected them on "
+                "the dataset hub or in its cache on this machine; connect to the network once, or "
+                "give tasks of your own with --tasks-dir"
+            ) from None
+        return {name: measures(result) for name, result in found["results"].items()}
+
+
+def measures(result: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of one task by name; the harness writes `acc,none` and `acc_stderr,none`.
+
+    A filter other than `none` stays in the name, behind a comma.
+    """
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in result.items()
+        if "," in name and isinstance(value, int | float)
+    }
+
+
+def _manager_of(names: list[str], own: Path | None) -> Any:
+    """What finds the tasks: those in `own`, and the harness's thousands if these are not all."""
+    from lm_eval.tasks import TaskManager
+
+    if own is not None:
+        if not own.is_dir():
+            raise ConfigError(f"tasks_dir={own} is not there, expected a directory of YAML files")
+        manager = TaskManager(include_path=str(own), include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=None if own is None else str(own))
+    known = manager.all_tasks
+    for name in names:
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+            raise ConfigError(
+                f"tasks={name!r}, but lm-eval knows no such task among its {len(known)}; "
+                + (f"did you mean {near}?" if near else "see 'lm-eval ls tasks'")
+            )
+    return manager
+
+
+def _line(error: OSError) -> str:
+    return " ".join(str(error).split())

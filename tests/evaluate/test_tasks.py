@@ -1,0 +1,144 @@
+"""Tasks of lm-eval on a packed student: the harness's numbers against sums of log-probabilities."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, tiny_quantized
+from tiny import tiny_tokenizer
+
+from qat.cli.eval import evaluate
+from qat.errors import ConfigError, DataError
+from qat.evaluate import tasks
+from qat.evaluate.config import EvalConfig
+from qat.evaluate.judge import judge
+from qat.evaluate.tasks import Tasks, measures
+from qat.models.checkpoint import save_checkpoint
+from qat.models.load import load_model
+
+QUESTIONS = [
+    {"question": "the cat", "choices": [" sat on the mat", " and"], "answer": 0},
+    {"question": "the dog", "choices": [" saw the cat", " mat"], "answer": 1},
+    {"question": "on the", "choices": [" mat and", " dog saw the", " cat"], "answer": 2},
+    {"question": "and the dog", "choices": [" sat", " saw"], "answer": 0},
+]
+TASK = """task: tiny_choice
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+target_delimiter: ""
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _datasets_stay_here(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+    yield
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed student, and a directory with a task and its questions."""
+    place = tmp_path_factory.mktemp("tasks")
+    torch.manual_seed(3)
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), place / "student")
+    (place / "own").mkdir()
+    file = place / "questions.json"
+    file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (place / "own" / "tiny.yaml").write_text(TASK.format(file=file))
+    return place
+
+
+def settings(place: Path, **values: object) -> EvalConfig:
+    found = {"tasks": "tiny_choice", "tasks_dir": place / "own", "batch_size": 3}
+    return EvalConfig(**{**found, "device": "cpu", "dtype": "fp32", **values})
+
+
+def by_hand(student: Path, count: int) -> float:
+    """Share of questions whose answer has the largest sum of log-probabilities."""
+    model, tokenizer = load_model(str(student), device="cpu", dtype="fp32"), tiny_tokenizer()
+    hits = 0
+    for question in QUESTIONS[:count]:
+        start = tokenizer(question["question"])["input_ids"]
+        sums = []
+        for choice in question["choices"]:
+            ids = tokenizer(question["question"] + choice)["input_ids"]
+            with torch.no_grad():
+                logprobs = model.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            sums.append(sum(logprobs[i - 1, ids[i]].item() for i in range(len(start), len(ids))))
+        hits += sums.index(max(sums)) == question["answer"]
+    return hits / count
+
+
+def test_a_packed_student_scores_what_its_log_probabilities_say(place: Path, capsys) -> None:
+    student = str(place / "student")
+    found = evaluate(student, config=settings(place, teacher=student))
+    scores = found["tasks"]["tiny_choice"]
+    assert scores["acc"] == by_hand(place / "student", 4) and 0 < scores["acc_stderr"] < 1
+    assert found["teacher_tasks"] == found["tasks"] and found["kl_nats"] is None
+    assert (
+        json.loads(json.dumps(found, default=str))["tasks"]["tiny_choice"]["acc"] == scores["acc"]
+    )
+    table = capsys.readouterr().out
+    assert f"acc (tiny_choice) \u2502 {scores['acc']:.4f} +- {scores['acc_stderr']:.4f}" in table
+
+
+def test_fewer_questions_and_examples_before_them(place: Path) -> None:
+    found = judge(str(place / "student"), settings(place, limit=2, num_fewshot=1))
+    assert set(found.tasks) == {"tiny_choice"} and found.tasks["tiny_choice"]["acc"] in (0, 0.5, 1)
+    assert found.cached is None and found.numbers()["tasks"] == found.tasks
+
+
+def test_texts_out_of_reach_are_one_line(place: Path, monkeypatch) -> None:
+    import lm_eval
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach\n'allenai/ai2_arc' on the Hub")
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
+    with pytest.raises(DataError, match="tiny_choice cannot be read .Couldn't reach 'allenai"):
+        judge(str(place / "student"), settings(place))
+
+
+class Manager:
+    """Stands for the harness's index of thousands of files, which takes seconds to read."""
+
+    all_tasks = ("arc_easy", "arc_challenge", "hellaswag")
+
+    def __init__(self, **_: object) -> None: ...
+
+
+def test_unknown_tasks_and_a_missing_library(place: Path, tmp_path: Path, monkeypatch) -> None:
+    import lm_eval.tasks
+
+    with pytest.raises(ConfigError, match="tasks_dir=.*nowhere is not there"):
+        Tasks(settings(place, tasks_dir=tmp_path / "nowhere"))
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
+    with pytest.raises(ConfigError, match="'arc_esy', but lm-eval knows no .* mean arc_easy"):
+        Tasks(settings(place, tasks="hellaswag,arc_esy", tasks_dir=None))
+    with pytest.raises(ConfigError, match="'zzz'.* among its 3; see 'lm-eval ls tasks'"):
+        Tasks(settings(place, tasks="zzz"))
+    assert logging.getLogger("lm_eval").level == logging.ERROR
+    monkeypatch.setattr(tasks, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"lm-eval is not installed.*qat\[eval\]"):
+        Tasks(settings(place))
+
+
+def test_filters_stay_in_the_name() -> None:
+    result = {"alias": "x", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": "N/A"}
+    result |= {"exact_match,strict": 1.0}
+    assert measures(result) == {"acc": 0.5, "exact_match,strict": 1.0}
