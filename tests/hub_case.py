@@ -124,6 +124,7 @@ def serving(data: bytes) -> Iterator[Server]:
     server = Server(data)
     handler = type("OneFile", (Handler,), {"settings": server})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        http.handle_error = lambda *_: None  # a client that hangs up is part of the tests
         thread = Thread(target=http.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         server.url = f"http://127.0.0.1:{http.server_port}/files/small.tar.lz4"

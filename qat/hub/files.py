@@ -139,13 +139,8 @@ def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def copy_tree(source: Path, into: Path) -> None:
-    """Copy the files of `source` into an empty directory, with a progress bar.
-
-    Raises:
-        HubError: `source` holds something else than files.
-    """
-    files = regular_files(source)
+def copy_files(files: list[Path], source: Path, into: Path) -> None:
+    """Copy files below `source` to the same names below `into`, with a progress bar."""
     total = sum(mebibytes(path.stat().st_size) for path in files)
     with progress(f"copying {source.name}", total, "MiB") as ticker:
         for path in files:

@@ -173,6 +173,8 @@ def _drive_reason(message: str) -> str:
             "Google's quota of downloads of this file is used up for a day; make a copy in your "
             "own Drive, mount that and add --drive DIR"
         )
+    if "ConnectionPool" in words:
+        return "Google Drive cannot be reached from here"
     return f"{words[:160]}; is it shared with anyone who has the link?"
 
 

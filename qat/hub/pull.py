@@ -1,7 +1,6 @@
 """Fetches an entry of the registry once: mirror by mirror, checked, whole or not at all."""
 
 import fcntl
-import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -9,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
+from qat.config import Settings, explain
 from qat.errors import HubError
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
@@ -16,7 +18,7 @@ from qat.hub.files import (
     RECEIPT,
     atomic_directory,
     check_free,
-    copy_tree,
+    copy_files,
     peeled,
     regular_files,
     sha256_file,
@@ -46,6 +48,18 @@ class Pulled(NamedTuple):
     """A hash was known and is equal."""
     is_new: bool
     """It was fetched just now."""
+
+
+class Receipt(Settings):
+    """What a pulled directory says of itself: where it came from, and the sizes of its files."""
+
+    name: str
+    format: Format
+    mirror: str
+    sha256: str | None
+    tree_sha256: str | None
+    is_verified: bool
+    files: dict[str, int]
 
 
 def pull(
@@ -113,15 +127,15 @@ def _verify(arrival: Arrival, entry: Entry, mirror: str) -> str | None:
 
 def _fill(arrival: Arrival, partial: Path) -> None:
     if arrival.path.is_dir():
-        copy_tree(arrival.path, partial)
+        copy_files(regular_files(arrival.path), arrival.path, partial)
     elif _is_packed(arrival.path) or not arrival.name.endswith(PICKLE):
         extract(arrival.path, partial)
+    elif arrival.is_ours:
+        arrival.path.rename(partial / arrival.name)
     else:
-        shutil.copyfile(arrival.path, partial / arrival.name)
-        beside = () if arrival.is_ours else (arrival.path.with_name(each) for each in LITTLE)
-        for path in beside:
-            if path.is_file():
-                shutil.copyfile(path, partial / path.name)
+        beside = (arrival.path.with_name(each) for each in LITTLE)
+        files = [arrival.path, *(path for path in beside if path.is_file())]
+        copy_files(files, arrival.path.parent, partial)
 
 
 def _is_packed(path: Path) -> bool:
@@ -142,9 +156,9 @@ def _inspect(root: Path, entry: Entry, mirror: str, sha256: str | None) -> Pulle
 
 def _write_receipt(root: Path, name: str, pulled: Pulled) -> None:
     sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in regular_files(root)}
-    facts = {"name": name, **pulled._asdict(), "files": sizes}
-    del facts["path"], facts["is_new"]
-    (root / RECEIPT).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    facts = {key: getattr(pulled, key) for key in Receipt.model_fields if key in pulled._fields}
+    receipt = Receipt(name=name, files=sizes, **facts)
+    (root / RECEIPT).write_text(receipt.model_dump_json(indent=1), encoding="utf-8")
 
 
 def _there_already(name: str, entry: Entry, out: Path) -> Pulled | None:
@@ -155,21 +169,32 @@ def _there_already(name: str, entry: Entry, out: Path) -> Pulled | None:
     """
     if not out.is_dir() or not any(out.iterdir()):
         return None
-    receipt = out / RECEIPT
-    if not receipt.is_file():
+    if not (out / RECEIPT).is_file():
         logger.info("%s was not pulled by qat; it is taken as it is", out)
         return Pulled(out, format_of(out, entry.kind), None, None, None, False, is_new=False)
-    facts = json.loads(receipt.read_text(encoding="utf-8"))
-    wrong = [each for each, size in facts["files"].items() if not _has_size(out / each, size)]
-    if facts["name"] != name or wrong:
-        why = f"{wrong[0]} is missing or cut" if wrong else f"it is {facts['name']!r}"
+    receipt = _read_receipt(out / RECEIPT)
+    if why := _missing(out, receipt, name):
         raise HubError(f"{out} is not all of {name!r}: {why}; replace it with --force")
-    known = (facts[each] for each in ("format", "mirror", "sha256", "tree_sha256", "is_verified"))
-    return Pulled(out, *known, is_new=False)
+    known = {key: getattr(receipt, key) for key in Receipt.model_fields if key in Pulled._fields}
+    return Pulled(out, is_new=False, **known)
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+def _read_receipt(path: Path) -> Receipt:
+    try:
+        return Receipt.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise HubError(f"{path}: {explain(error)}; pull again with --force") from None
+
+
+def _missing(out: Path, receipt: Receipt, name: str) -> str:
+    """Why `out` is not what was pulled as `name`; empty if it is."""
+    if receipt.name != name:
+        return f"it is {receipt.name!r}"
+    for each, size in receipt.files.items():
+        path = out / each
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{each} is missing or cut"
+    return ""
 
 
 @contextmanager
@@ -203,4 +228,4 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)  # a single file became part of the directory

@@ -79,6 +79,9 @@ def test_what_is_there_in_part_is_not_taken(out: Path, archive: Path) -> None:
     get(out, archive, replace=True)
     with pytest.raises(HubError, match="it is 'model'; replace it with --force"):
         pull("other", Entry(kind="checkpoint", mirrors=(str(archive),)), out)
+    (out / ".qat-hub.json").write_text("{")
+    with pytest.raises(HubError, match="qat-hub.json: .*pull again with --force"):
+        get(out, archive)
 
 
 def test_what_was_placed_by_hand_is_taken(out: Path, caplog) -> None:

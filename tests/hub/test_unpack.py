@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def test_what_was_packed_comes_back(suffix: str, tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(source)
     mode = (tmp_path / "out").stat().st_mode & 0o777
     assert mode == 0o755
+
+
+@pytest.mark.parametrize("how", ["gnu", "posix", "ustar"])
+def test_what_the_tar_command_packed(how: str, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "model")
+    name = "long" * 12
+    (source / name / name).mkdir(parents=True)
+    (source / name / name / f"{name}.json").write_text("{}")
+    command = ["tar", f"--format={how}", "-czf", "a.tgz", "./model"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    unpack(tmp_path / "a.tgz", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(source)
 
 
 @pytest.mark.parametrize("prefix", ["", "./", "name/", "name/name/", "./name/name/name/"])
