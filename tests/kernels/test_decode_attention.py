@@ -1,0 +1,69 @@
+"""`decode_attention` against textbook attention in float64, and its kernel, interpreted."""
+
+import pytest
+import torch
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels import decode_attention as module
+from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.lut_matvec import gathered
+
+B, H, J, N, D = 2, 4, 2, 80, 16
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Compute by the plain reference, or by the kernel in Triton's interpreter."""
+    if request.param == "kernel":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("tests/gpu runs the kernel itself")
+        monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    return request.param
+
+
+def textbook(
+    qkv: Tensor, cache: Cache, at: int, angles: Angles, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention written out: result `(B, H * D)`, and the new key and value."""
+    query, key, value = qkv.view(B, -1, D).split([H, J, J], 1)
+
+    def turned(x: Tensor, gain: Tensor | None) -> Tensor:
+        if gain is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + heads.eps).sqrt() * gain
+        flipped = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
+        return x * angles.cos[at] + flipped * angles.sin[at]
+
+    query, key = turned(query, heads.q_norm), turned(key, heads.k_norm)
+    keys = torch.cat([cache.keys[:, :, :at], key[:, :, None]], 2).repeat_interleave(H // J, 1)
+    values = torch.cat([cache.values[:, :, :at], value[:, :, None]], 2).repeat_interleave(H // J, 1)
+    weights = F.softmax((keys @ query[..., None])[..., 0] * heads.scaling, -1)
+    return (weights[..., None] * values).sum(2).flatten(1), key, value
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("at", [0, 5, 79])
+def test_one_new_position(at: int, has_norms: bool, path: str) -> None:
+    qkv = torch.randn(B, (H + 2 * J) * D)
+    cache = Cache(torch.randn(B, J, N, D), torch.randn(B, J, N, D))
+    angle = torch.rand(N, D) * 6
+    angles = Angles(angle.cos(), angle.sin())
+    gains = (torch.rand(D) + 0.5, torch.rand(D) + 0.5) if has_norms else (None, None)
+    heads = Heads(D**-0.5, *gains, eps=1e-6)
+    eager, key, value = textbook(qkv, cache, at, angles, heads)
+    doubled = Heads(D**-0.5, *(None if gain is None else gain.double() for gain in gains), 1e-6)
+    exact, _, _ = textbook(
+        qkv.double(),
+        Cache(*(t.double() for t in cache)),
+        at,
+        Angles(*(t.double() for t in angles)),
+        doubled,
+    )
+    later = cache.keys[:, :, at + 1 :].clone()
+    found = decode_attention(qkv, cache, torch.tensor([at]), angles, heads, order=16)
+    assert_no_worse_than_eager(gathered(found, 16), eager, exact, slack=2e-6)
+    assert torch.allclose(cache.keys[:, :, at], key, atol=1e-6)
+    assert torch.equal(cache.values[:, :, at], value)
+    assert torch.equal(cache.keys[:, :, at + 1 :], later)
