@@ -127,6 +127,8 @@ def lora_as_stored(lora: Lora) -> Lora:
     """
     if not lora.lora_out.any() or not lora.lora_in.any():
         return Lora(*(factor.half().float() for factor in lora))
+    if all(torch.equal(factor.half().float(), factor) for factor in lora):
+        return lora
     out, inner = _even(lora)
     (out_high, out_low), (in_high, in_low) = _halves(out), _halves(inner)
     outs, ins = [out_high], [in_high]
