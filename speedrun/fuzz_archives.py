@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from archive_mutants import Mutant, Source, make, tar_of
+from figures import record
 
 from qat.errors import QatError
 from qat.hub.files import sha256_tree
@@ -51,17 +52,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--figures", type=Path)
     arguments = parser.parse_args()
-    bound_memory()
     seeds = range(arguments.first, arguments.first + arguments.cases)
-    with workplace() as place:
+    with workplace() as place, bounded_memory(MEMORY_BYTES):
         outcomes = fuzz(place, seeds)
     for (kind, outcome), count in sorted(outcomes.items()):
         print(f"{kind:10s} {count:6d}  {outcome}")
     wrong = sum(count for (_, outcome), count in outcomes.items() if outcome.startswith("WRONG"))
     print(f"{len(seeds)} cases, {wrong} not clean")
     if arguments.figures:
-        from figures import record
-
         value = 0 if wrong else len(seeds)
         record(arguments.figures, "archive_fuzz_cases", value, "cases", f">= {GOAL}, all clean")
     raise SystemExit(wrong > 0)
@@ -184,11 +182,16 @@ def in_time(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, old)
 
 
-def bound_memory() -> None:
-    """Let this process take so much more than it has; beyond that is a MemoryError."""
+@contextmanager
+def bounded_memory(more_bytes: int) -> Iterator[None]:
+    """Let this process take so much more than it has now; beyond that is a MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    old, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (old, hard))
 
 
 if __name__ == "__main__":
