@@ -21,10 +21,10 @@ def generate(
         config: settings.
     """
     from qat.backend import seeded
+    from qat.evaluate.decode import open_speaker
     from qat.evaluate.generation import generate_text
-    from qat.evaluate.judge_cache import open_student
 
-    speaker, tokenizer = open_student(model, device=config.device, dtype=config.dtype)
+    speaker, tokenizer, decoder = open_speaker(model, device=config.device, dtype=config.dtype)
     if config.raw or not tokenizer.chat_template:
         _write(config.prompt)
     start = time.perf_counter()
@@ -38,6 +38,7 @@ def generate(
             top_p=config.top_p,
             raw=config.raw,
             stream=_write,
+            decoder=decoder,
         )
     seconds = time.perf_counter() - start
     _write("\n")

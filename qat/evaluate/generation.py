@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from qat.errors import ConfigError
+from qat.evaluate.decode import Decoder, Sampling, until_end
 from qat.evaluate.divergence import judging
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
@@ -37,12 +38,14 @@ def generate_text(
     top_p: float = 0.95,
     raw: bool = False,
     stream: Callable[[str], None] | None = None,
+    decoder: Decoder | None = None,
 ) -> Generated:
     """Continue `prompt`, as a user's message if the tokenizer has a chat template and not `raw`.
 
     Sampling is by `temperature` and `top_p` alone, whatever the checkpoint's generation settings
     say, and draws from torch's generator (`qat.backend.seeded`); temperature 0 takes the most
     likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
+    `decoder`, made of `model`, continues in the place of the model's own loop; its draws differ.
 
     Raises:
         ConfigError: the prompt holds no token.
@@ -50,7 +53,10 @@ def generate_text(
     ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
     config = _generation_config(model, max_new_tokens, temperature, top_p)
-    (new_ids,) = _continue(model, ids, config, streamer)
+    if decoder is None:
+        (new_ids,) = _continue(model, ids, config, streamer)
+    else:
+        new_ids = _decode(decoder, ids, config, streamer)
     text = tokenizer.decode(new_ids, skip_special_tokens=True)
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
 
@@ -76,14 +82,34 @@ def _continue(
         answers = model.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer
         )
+    ends = _ends(config)
+    return [until_end(row, ends) for row in answers[:, ids.shape[1] :].tolist()]
+
+
+def _decode(
+    decoder: Decoder, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None"
+) -> list[int]:
+    """As `_continue` of one prompt, by the static-cache step."""
+    if streamer is not None:
+        streamer.put(ids)  # which it skips
+
+    def seen(said: list[list[int]]) -> None:
+        if streamer is not None:
+            for token in said[0]:
+                streamer.put(torch.tensor([token]))
+
+    sampling = Sampling(config.temperature if config.do_sample else 0.0, config.top_p)
+    (new_ids,) = decoder.generate(
+        ids, sampling, max_new_tokens=config.max_new_tokens, ends=_ends(config), seen=seen
+    )
+    if streamer is not None:
+        streamer.end()
+    return new_ids
+
+
+def _ends(config: GenerationConfig) -> set[int]:
     ends = config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    return [_until_end(row, ends) for row in answers[:, ids.shape[1] :].tolist()]
-
-
-def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: stop + 1]
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:

@@ -73,6 +73,14 @@ class LutRows(NamedTuple):
         """`(O, I)`."""
         return torch.Size((self.octets.shape[0], self.octets.shape[1] * 8 // self.bits))
 
+    def part(self, index: int) -> Self:
+        """One of the parts, in the same memory."""
+        rows = slice(*(*self.starts, self.shape[0])[index : index + 2])
+        one = slice(index, index + 1)
+        tables, factors = (None if t is None else t[one] for t in (self.tables, self.factors))
+        members = (self.octets[rows], self.scales[rows], self.codebooks[one])
+        return LutRows(*members, tables, factors, self.bits, (0,))
+
     def dense(self) -> Tensor:
         """`W`, `(O, I)` float32."""
         O, I = self.shape

@@ -1,0 +1,292 @@
+"""One step of generation in few launches: a token of each sequence in, all logits out.
+
+Each linear takes its norm, its gated unit or its residual sum with it (`qat.kernels.lut_matvec`),
+queries, keys and values are one product, and so are gates and ups: five linears' and two
+attention's launches a layer, all of which one graph can hold. Weights stay packed where they are,
+and dense where they are not.
+
+Shapes: B sequences, N positions of the cache, V words, D model width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.lut_matvec import (
+    LutRows,
+    Norm,
+    Rows,
+    matvec,
+    matvec_add,
+    order_of,
+    reads,
+    spread,
+    stack,
+    stacks,
+    stream,
+)
+from qat.models.language_model import LanguageModel
+from qat.models.projections import ATTENTIONS, MLPS, SILUS
+from qat.models.regions import as_written
+from qat.models.swap import decoder_layers, replace_module
+from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
+from qat.nn.packed_linear import PackedLinear, Scratch
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
+from qat.quant.pack import Packed
+from qat.quant.weight import Scales
+
+STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles do not depend on the length."""
+LARGEST_HEAD = 256
+
+
+class Together(NamedTuple):
+    """Linears that read the same input: as one matrix, or one after the other."""
+
+    rows: tuple[Rows, ...]
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, linears: Sequence[nn.Module], dtype: torch.dtype) -> Self:
+        """Packed where all are; their modules then hold parts of the joined memory."""
+        members = [_rows(linear) for linear in linears]
+        if len({order_of(rows) for rows in members}) > 1:
+            members = [_dense(linear, dtype) for linear in linears]
+        biases = [linear.bias for linear in linears]
+        bias = None if biases[0] is None else torch.cat([b.detach().float() for b in biases])
+        if len(members) == 1 or not stacks(members):
+            return cls(tuple(members), bias)
+        joined = stack(members)
+        _hand_back(linears, joined)
+        return cls((joined,), bias)
+
+    @property
+    def order(self) -> int:
+        """How they read their input."""
+        return order_of(self.rows[0])
+
+    def __call__(
+        self, x: Tensor, norm: Norm | None = None, *, is_gated: bool = False, order: int = 1
+    ) -> Tensor:
+        """Side by side, as `matvec` does of one."""
+        if len(self.rows) == 1:
+            return matvec(
+                x, self.rows[0], norm=norm, bias=self.bias, is_gated=is_gated, order=order
+            )
+        parts = torch.cat([matvec(x, rows, norm=norm) for rows in self.rows], 1)
+        if self.bias is not None:
+            parts = parts + self.bias
+        if is_gated:
+            gate, up = parts.chunk(2, 1)
+            parts = nn.functional.silu(gate) * up
+        return spread(parts, order)
+
+
+class Block(NamedTuple):
+    """What one layer is made of."""
+
+    qkv: Together
+    heads: Heads
+    out: Together
+    gate_up: Together
+    down: Together
+    before: Tensor
+    """`(D,)` float32: the gain of the norm before the attention."""
+    between: Tensor
+    """The gain of the norm before the gated unit."""
+
+
+class DecodeStep:
+    """Computes the logits of one token after another; `prefill` begins.
+
+    Equals the model within the order of summation and the rounding between layers, of which there
+    is less here: the residual stream is float32. Takes over the model's linears: those that can be
+    read packed are `PackedLinear` from then on.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.dtype = model, model.dtype
+        base, config = model.model.base_model, model.config
+        _read_packed_(model.model, self.dtype)
+        blocks = decoder_layers(model.model)
+        self.blocks = [_block(layer, self.dtype) for layer in blocks]
+        self.eps = config.rms_norm_eps
+        self._last = base.norm.weight.detach().float()
+        self._embedding, self._rotary = model.model.get_input_embeddings(), base.rotary_emb
+        self._head = Together((_head_rows(model.head, self.dtype),), model.head.bias)
+        self.num_key_heads = config.num_key_value_heads
+        self.head_dim = blocks[0].self_attn.head_dim
+
+    @staticmethod
+    def fits(model: LanguageModel) -> bool:
+        """Whether the model is of a family whose layers are known here."""
+        base = model.model.base_model
+        rotary = getattr(base, "rotary_emb", None)
+        return (
+            model.softcap is None
+            and hasattr(base, "norm")
+            and getattr(rotary, "rope_type", None) in STATIC_ANGLES
+            and all(_is_known(layer, rotary) for layer in decoder_layers(model.model))
+        )
+
+    @torch.no_grad()
+    def angles(self, num_positions: int) -> Angles:
+        """Of positions 0 ... N - 1, in float32."""
+        device = self.model.device
+        places = torch.arange(num_positions, device=device)[None]
+        cos, sin = self._rotary(torch.empty(0, dtype=torch.float32, device=device), places)
+        return Angles(cos[0].contiguous(), sin[0].contiguous())
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, num_positions: int) -> tuple[Tensor, list[Cache]]:
+        """Logits `(B, V)` after `ids` `(B, S)`, and caches of N positions that hold them."""
+        with as_written(self.model.model):
+            said = self.model.model.base_model(input_ids=ids, use_cache=True)
+        caches = []
+        for layer in said.past_key_values.layers:
+            pair = [
+                old.new_zeros(*old.shape[:2], num_positions, old.shape[3])
+                for old in (layer.keys, layer.values)
+            ]
+            for new, old in zip(pair, (layer.keys, layer.values), strict=True):
+                new[:, :, : ids.shape[1]] = old
+            caches.append(Cache(*pair))
+        last = spread(said.last_hidden_state[:, -1], self._head.order)
+        return self._head(last), caches
+
+    @torch.no_grad()
+    def logits(
+        self, ids: Tensor, position: Tensor, caches: Sequence[Cache], angles: Angles
+    ) -> Tensor:
+        """Logits `(B, V)` float32 after the tokens `ids` `(B,)` at `position` `(1,)`.
+
+        Waits for nothing on a GPU, so that it can be recorded; writes keys and values into `caches`.
+        """
+        embedded = self._embedding(ids[:, None])[:, 0]
+        flow = stream(embedded, self.blocks[0].before, self.blocks[0].qkv.order)
+        following = [(block.before, block.qkv.order) for block in self.blocks[1:]]
+        for block, cache, after in zip(
+            self.blocks, caches, (*following, (self._last, self._head.order)), strict=True
+        ):
+            qkv = block.qkv(flow.scaled, Norm(flow.squares, self.eps))
+            said = decode_attention(
+                qkv, cache, position, angles, block.heads, order=block.out.order
+            )
+            flow = _add(block.out, said, flow.residual, block.between, block.gate_up.order)
+            gated = block.gate_up(
+                flow.scaled, Norm(flow.squares, self.eps), is_gated=True, order=block.down.order
+            )
+            flow = _add(block.down, gated, flow.residual, *after)
+        return self._head(flow.scaled, Norm(flow.squares, self.eps))
+
+
+def read_bytes(step: DecodeStep) -> int:
+    """Bytes of weights that one step reads: all but the embedding's other rows."""
+    groups = [g for b in step.blocks for g in (b.qkv, b.out, b.gate_up, b.down)]
+    rows = [rows for group in (*groups, step._head) for rows in group.rows]
+    tensors = [t for r in rows for t in ([r] if isinstance(r, Tensor) else [r.octets, r.scales])]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _add(group: Together, x: Tensor, residual: Tensor, gamma: Tensor, order: int) -> object:
+    return matvec_add(x, group.rows[0], residual, gamma, bias=group.bias, order=order)
+
+
+def _is_known(layer: nn.Module, rotary: nn.Module) -> bool:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if type(attention) not in ATTENTIONS or type(mlp) not in MLPS:
+        return False
+    D = attention.head_dim
+    return (
+        isinstance(mlp.act_fn, SILUS)
+        and getattr(attention, "sliding_window", None) is None
+        and D == 2 * rotary.inv_freq.numel()
+        and D & (D - 1) == 0
+        and D <= LARGEST_HEAD
+    )
+
+
+def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put a `PackedLinear`, or a dense linear, in the place of every quantized one."""
+    scratch = Scratch()
+    for name, linear in quant_linears(model).items():
+        if reads(linear.spec) and not linear.lora_rank:
+            rows = LutRows.of(
+                linear.source(),
+                linear.codebook,
+                linear.scales_as_stored(),
+                is_short=dtype != torch.float32,
+            )
+            replace_module(model, name, PackedLinear(linear, rows, scratch).eval())
+        else:
+            replace_module(model, name, _dense_linear(linear, dtype))
+    table = model.get_input_embeddings()
+    if isinstance(table, FrozenLutTable):
+        table.formed = None
+
+
+def _dense_linear(linear: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+    O, I = linear.out_features, linear.in_features
+    dense = nn.Linear(I, O, bias=linear.bias is not None, device="meta")
+    dense.weight = nn.Parameter(linear.quantized_weight(dtype), requires_grad=False)
+    if linear.bias is not None:
+        dense.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+    return dense.eval()
+
+
+def _block(layer: nn.Module, dtype: torch.dtype) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    gains = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    heads = Heads(
+        attention.scaling,
+        *(None if norm is None else norm.weight.detach().float() for norm in gains),
+        eps=0.0 if gains[0] is None else gains[0].variance_epsilon,
+    )
+    return Block(
+        Together.of([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+        heads,
+        Together.of([attention.o_proj], dtype),
+        Together.of([mlp.gate_proj, mlp.up_proj], dtype),
+        Together.of([mlp.down_proj], dtype),
+        layer.input_layernorm.weight.detach().float(),
+        layer.post_attention_layernorm.weight.detach().float(),
+    )
+
+
+def _rows(linear: nn.Module) -> Rows:
+    return linear.rows if isinstance(linear, PackedLinear) else linear.weight.detach()
+
+
+def _dense(linear: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight in memory of its own."""
+    is_packed = isinstance(linear, PackedLinear)
+    return linear.weight_in(dtype).clone() if is_packed else linear.weight.detach()
+
+
+def _hand_back(linears: Sequence[nn.Module], joined: Rows) -> None:
+    """Let each module read its part of the joined matrix, so that no weight is there twice."""
+    start = 0
+    for part, linear in enumerate(linears):
+        end = start + linear.out_features
+        if isinstance(joined, Tensor):
+            if isinstance(linear, nn.Linear):
+                linear.weight.data = joined[start:end]
+        else:
+            linear.rows = joined.part(part)
+        start = end
+
+
+def _head_rows(head: nn.Module, dtype: torch.dtype) -> Rows:
+    if isinstance(head, nn.Linear):
+        return head.weight.detach()
+    table = head.table if isinstance(head, TiedLutHead) else head
+    if not reads(table.spec):
+        return table.weight_in(dtype)
+    source = Packed(table.packed, table.spec.bits, table.in_features)
+    scales = Scales(table.scales, bits=table.spec.scale_bits)
+    return LutRows.of(source, table.codebook, scales, is_short=dtype != torch.float32)
