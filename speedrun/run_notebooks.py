@@ -1,0 +1,132 @@
+"""Executes every notebook on tiny inputs, as `Run all` would, and counts those that went through.
+
+A cell tagged `parameters` holds lines `%env NAME=VALUE`; their values are replaced by tiny ones.
+Cells whose tags name what this machine does not have are left out. A command that fails ends its
+notebook.
+
+python speedrun/run_notebooks.py --figures FILE.jsonl
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from figures import record
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from traitlets.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+NEEDS = {"needs-gpu", "needs-drive", "needs-network"}
+"""Tags of cells that only some machines can run."""
+CHECK = "assert not get_ipython().user_ns.get('_exit_code'), 'the command above failed'"
+TEACHER = "checkpoints/tiny-qwen3"
+TINY: dict[str, dict[str, str]] = {
+    "00_quickstart": {
+        "TEACHER": TEACHER,
+        "SEQUENCES": "64",
+        "CALIBRATION": "8",
+        "STEPS": "2",
+        "BATCH": "2",
+    },
+    "sr001_convert": {
+        "CACHE_DIR": "WORK/00_quickstart/cache",
+        "CHECKPOINT": "WORK/00_quickstart/q4",
+        "BASE": TEACHER,
+        "CALIBRATION": "8",
+    },
+    "sr002_train_mlp_only": {
+        "CACHE_DIR": "WORK/00_quickstart/cache",
+        "CHECKPOINT": "WORK/00_quickstart/q2_init",
+        "STEPS": "2",
+        "BATCH": "2",
+    },
+    "sr003_benchmark": {
+        "STUDENT": "tiny",
+        "LENGTH": "8",
+        "BATCHES": "1",
+        "STEPS": "1",
+        "WARMUP": "1",
+    },
+    "export_coreml": {"MODEL": TEACHER},
+}
+"""Values of the parameters that tests take; in this order, as later ones read what earlier made."""
+
+
+def main() -> None:
+    """Execute all, say how long each took, and record how many went through."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--figures", type=Path)
+    parser.add_argument("--only", choices=TINY)
+    parser.add_argument(
+        "--has", default="", help="tags this machine can run: needs-gpu,needs-drive"
+    )
+    arguments = parser.parse_args()
+    has = frozenset(arguments.has.split(",")) & NEEDS
+    names = [arguments.only] if arguments.only else list(TINY)
+    with tempfile.TemporaryDirectory() as work:
+        executed = sum(went_through(name, Path(work), has) for name in names)
+    print(f"{executed} of {len(names)} went through")
+    if arguments.figures:
+        goal = f">= {len(list(NOTEBOOKS.glob('*.ipynb')))}"
+        record(arguments.figures, "notebooks_executed", executed, "notebooks", goal)
+    raise SystemExit(executed < len(names))
+
+
+def went_through(name: str, work: Path, has: frozenset[str]) -> bool:
+    """Execute one notebook and print what came of it."""
+    began = time.perf_counter()
+    try:
+        execute(name, work, has)
+    except CellExecutionError as error:
+        print(f"{name}: {error}")
+        return False
+    print(f"{name}: {time.perf_counter() - began:.1f} s")
+    return True
+
+
+def execute(
+    name: str, work: Path, has: frozenset[str] = frozenset(), **values: str
+) -> NotebookNode:
+    """The notebook `name` with outputs, executed on tiny inputs in directories below `work`.
+
+    Args:
+        has: tags of what this machine has.
+        values: more variables to set beside the parameters.
+
+    Raises:
+        CellExecutionError: a cell failed, or a command in it.
+    """
+    notebook = prepared(name, work, has, values)
+    sockets = str(work / f"kernel-{name}")
+    config = Config(KernelManager={"transport": "ipc", "ip": sockets})
+    resources = {"metadata": {"path": str(NOTEBOOKS)}}
+    return NotebookClient(notebook, config=config, timeout=600, resources=resources).execute()
+
+
+def prepared(name: str, work: Path, has: frozenset[str], more: dict[str, str]) -> NotebookNode:
+    """The notebook with tiny parameters, without cells that need what is not there."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    values = {key: value.replace("WORK", str(work)) for key, value in TINY[name].items()}
+    values |= {"OUT": str(work / name), **more}
+    missing = NEEDS - has
+    notebook.cells = [cell for cell in notebook.cells if not missing & tags(cell)]
+    for cell in notebook.cells:
+        if "parameters" in tags(cell):
+            cell.source = "\n".join(f"%env {key}={value}" for key, value in values.items())
+        if cell.cell_type == "code":
+            cell.source += f"\n{CHECK}"
+    return notebook
+
+
+def tags(cell: NotebookNode) -> set[str]:
+    """What a cell says of itself."""
+    return set(cell.metadata.get("tags", ()))
+
+
+if __name__ == "__main__":
+    main()
