@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
+sys.path.insert(0, str(SPEEDRUN))
+
+from measure_setup import STATE  # noqa: E402
+
 SHELLS = [
     pytest.param(
         name,
@@ -47,12 +51,6 @@ else
     exec REAL "$@"
 fi
 """
-STATE = {
-    "bash": 'set +o; shopt -p; trap -p; declare -F; alias; umask; pwd; printf "%q\\n" "$IFS"; '
-    "compgen -v | sort",
-    "zsh": "setopt; trap; print -lo ${(k)functions}; alias; umask; pwd; print -r -- ${(q)IFS}; "
-    "print -lo ${(k)parameters}",
-}
 
 
 def write_program(path: Path, text: str) -> Path:
