@@ -77,6 +77,7 @@ class Server:
         self.statuses: list[int] = []
         """What the next answers are instead of the file."""
         self.has_ranges = True
+        self.has_length = True
         self.content_type = "application/octet-stream"
         self.url = ""
 
@@ -109,7 +110,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
         self.send_header("ETag", server.version)
         self.send_header("Content-Type", server.content_type)
-        self.send_header("Content-Length", str(total - start))
+        if server.has_length:
+            self.send_header("Content-Length", str(total - start))
         self.end_headers()
         end = start + server.break_after.pop(0) if server.break_after else total
         self.wfile.write(server.data[start:end])

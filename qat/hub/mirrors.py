@@ -45,10 +45,13 @@ def fetch(mirror: str, places: Places) -> Arrival:
     Raises:
         HubError: it is not there, or does not come; one line with the reason.
     """
-    for scheme, fetcher in FETCHERS.items():
-        if mirror.startswith(scheme):
-            return fetcher(mirror.removeprefix(scheme), places)
-    return _local(Path(mirror))
+    try:
+        for scheme, fetcher in FETCHERS.items():
+            if mirror.startswith(scheme):
+                return fetcher(mirror.removeprefix(scheme), places)
+        return _local(Path(mirror))
+    except OSError as error:  # of a Drive that went away, or a full disk
+        raise HubError(f"{mirror}: {error.strerror or error}") from error
 
 
 def lookup(path: Path) -> Path:

@@ -39,15 +39,15 @@ def download(url: str, part: Path, size: int | None = None) -> None:
     Raises:
         HubError: the server refuses, sends a web page or another size, or stays away.
     """
-    failures = 0
+    failures, furthest = 0, _length(part)
     while True:
-        before = _length(part)
         try:
             return _attempt(url, part, size)
         except BROKEN as error:
             if isinstance(error, urllib.error.HTTPError) and error.code not in BUSY:
                 raise HubError(f"{url}: the server answers {error.code} {error.reason}") from None
-            failures = 0 if _length(part) > before else failures + 1
+            failures = 0 if _length(part) > furthest else failures + 1
+            furthest = max(furthest, _length(part))
             if failures >= ATTEMPTS:
                 raise HubError(f"{url}: {_reason(error)} ({_length(part):,} bytes kept)") from None
             logger.info("%s: %s; going on", url, _reason(error))
@@ -61,9 +61,8 @@ def _attempt(url: str, part: Path, size: int | None) -> None:
     if version:
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
-        answer = urllib.request.urlopen(  # noqa: S310
-            urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S
-        )
+        request = urllib.request.Request(url, headers=headers)
+        answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
@@ -74,7 +73,8 @@ def _attempt(url: str, part: Path, size: int | None) -> None:
         total = _total(url, answer, start)
         _check(url, answer, part, (size, total, start))
         validator.write_text(_validator(answer.headers))
-        _receive(answer, part, start, total)
+        limit = size or shutil.disk_usage(part.parent).free
+        _receive(answer, part, (start, total, limit))
 
 
 def _accept_if_whole(part: Path, content_range: str) -> None:
@@ -112,7 +112,10 @@ def _check(
         raise HubError(f"{url}: {total - start:,} bytes to come, {free:,} free at {part.parent}")
 
 
-def _receive(answer: http.client.HTTPResponse, part: Path, start: int, total: int | None) -> None:
+def _receive(
+    answer: http.client.HTTPResponse, part: Path, sizes: tuple[int, int | None, int]
+) -> None:
+    start, total, limit = sizes
     bar = progress(f"fetching {part.stem}", None if total is None else mebibytes(total), "MiB")
     with bar as ticker, part.open("r+b" if start else "wb") as file:
         ticker.advance(start // MIB)
@@ -120,6 +123,9 @@ def _receive(answer: http.client.HTTPResponse, part: Path, start: int, total: in
         while chunk := answer.read(MIB):
             file.write(chunk)
             received += len(chunk)
+            if total is None and received > limit:
+                part.unlink()
+                raise HubError(f"{answer.url}: the server sends more than {limit:,} bytes")
             ticker.advance(received // MIB - (received - len(chunk)) // MIB)
     if total is not None and received != total:
         raise http.client.HTTPException(f"broke off after {received:,} of {total:,} bytes")

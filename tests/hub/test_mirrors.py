@@ -11,6 +11,7 @@ from hub_case import checkpoint
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from qat.errors import HubError
+from qat.hub import mirrors
 from qat.hub.mirrors import Places, fetch, lookup
 
 TOOL = """#!{python}
@@ -66,6 +67,16 @@ def test_a_drive_has_to_be_there(places: Places) -> None:
     gone = places._replace(drive=places.drive / "gone")
     fail("drive:runs/q2", gone, "Drive is not mounted at .*gone; mount it, or mend --drive")
     fail("drive:runs/q2", places, "runs/q2 is not there")
+
+
+def test_a_drive_that_goes_away(places: Places, monkeypatch) -> None:
+    (places.drive / "a.tgz").write_bytes(b"packed")
+
+    def gone(*_: object) -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(mirrors, "copy_file", gone)
+    fail("drive:a", places, "drive:a: Transport endpoint is not connected")
 
 
 def test_google_drive_by_id(places: Places, monkeypatch) -> None:

@@ -83,6 +83,14 @@ def test_a_server_without_ranges_sends_all_again(server: Server, part: Path) -> 
     assert part.read_bytes() == DATA
 
 
+def test_a_server_that_never_gets_further_is_left(server: Server, part: Path) -> None:
+    server.has_ranges = False
+    server.break_after = [2 * MIB, *[MIB // 2, MIB] * 20]
+    with pytest.raises(HubError, match="broke off after"):
+        download(server.url, part)
+    assert len(server.asked) == 4
+
+
 def test_without_a_version_nothing_is_continued(server: Server, part: Path) -> None:
     server.version = 'W/"weak"'
     server.break_after = [2 * MIB]
@@ -110,6 +118,16 @@ def test_other_answers_are_refused(change: dict, message: str, server: Server, p
     vars(server).update(change)
     with pytest.raises(HubError, match=message):
         download(server.url, part, len(DATA))
+    assert not part.exists()
+
+
+def test_an_answer_of_unknown_length(server: Server, part: Path) -> None:
+    server.has_length = False
+    download(server.url, part, len(DATA))
+    assert part.read_bytes() == DATA
+    part.unlink()
+    with pytest.raises(HubError, match="the server sends more than 2,000,000 bytes"):
+        download(server.url, part, 2_000_000)
     assert not part.exists()
 
 
