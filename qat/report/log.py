@@ -106,7 +106,8 @@ def _title(run: Run) -> str:
     before, best = run.evals[0], _best(run)
     key = _score(best)
     change = f"{number(before.get(key))} to {number(best.get(key))} nats"
-    return f"{run.label}: {change} in {best['step']} steps"
+    measure = "tail KL" if key == "kl_tail_nats" else "cross-entropy with draws"
+    return f"{run.label}: {measure} {change} in {best['step']} steps"
 
 
 def _goal(run: Run, settings: Mapping[str, Any]) -> str:
@@ -130,7 +131,9 @@ def _instance(run: Run) -> str:
 def _config(run: Run, settings: Mapping[str, Any]) -> str:
     get = settings.get
     scope = next((s for s in ("mlp_only", "attention_only") if get(s)), "e2e").replace("_only", "")
-    rates = ", ".join(f"{key} {value}" for key, value in settings.items() if key.startswith("lr"))
+    kinds = str(get("learn", "")).split(",")
+    keys = ["lr" if kind == "weights" else f"lr_{kind}" for kind in kinds]
+    rates = ", ".join(f"{key} {get(key)}" for key in keys)
     sequences = get("batch_size", 0) * get("grad_accum_steps", 1)
     return (
         f"Teacher `{run.info.get('teacher', '?')}`, student `{get('student')}`, cache "

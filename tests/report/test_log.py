@@ -24,7 +24,7 @@ mlp_only = true
 batch_size = 32
 grad_accum_steps = 2
 max_steps = 200
-lr = 0.02
+lr_scales = 0.02
 schedule = "cosine"
 seed = 3
 """
@@ -61,13 +61,13 @@ def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> Non
     text = log.read_text()
     assert text.startswith("# Log\n\n## Entries\n\n### 20")
     assert text.endswith("\n\n### 2020-01-01: old\n") and text.index(title) < text.index("old")
-    assert title == "first: 1.10 to 0.274 nats in 200 steps"
+    assert title == "first: tail KL 1.10 to 0.274 nats in 200 steps"
     words = " ".join(text.split())
     for part in (
         "How close 200 steps bring `q2` to its teacher `Qwen3-0.6B`: `kl_tail_nats` on",
         "NVIDIA H200, peak 1.50 GiB, torch 2.11, commit 0123456789ab.",
         "scales learn (mlp), 1,234,567 values; loss tail at T = 1.0; 64 sequences a step",
-        "cosine; bf16, seed 3.",
+        "64 sequences a step; lr_scales 0.02, cosine; bf16, seed 3.",
         f"**Command.** {COMMAND}",
         "| before | 1.76 | 1.10 | 36.0 | - | - | - |",
         "| after, best step | 0.438 | 0.274 | 15.8 | 9,0",
@@ -121,10 +121,12 @@ def test_notes_tell_what_the_run_tells(run: Path) -> None:
 
 def test_the_verb_knows_the_command_and_the_log(run: Path, log: Path, capsys) -> None:
     found = report(run, log=True, log_file=log)
-    assert found["log"] == log and found["entries"] == ["first: 1.10 to 0.274 nats in 200 steps"]
+    assert found["log"] == log and found["entries"] == [
+        "first: tail KL 1.10 to 0.274 nats in 200 steps"
+    ]
     assert train_command(run) == (
         "qat train checkpoints/q2 --cache-dir caches/c4 --learn scales --mlp-only --batch-size 32 "
-        f"--grad-accum-steps 2 --max-steps 200 --lr 0.02 --seed 3 --out {run}"
+        f"--grad-accum-steps 2 --max-steps 200 --lr-scales 0.02 --seed 3 --out {run}"
     )
     assert train_command(run) in log.read_text()
     assert "log" not in report(run)
