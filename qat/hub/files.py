@@ -18,11 +18,14 @@ RECEIPT = ".qat-hub.json"
 
 
 @contextmanager
-def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_directory(
+    out: Path, *, replace: bool = False, place: Path | None = None
+) -> Iterator[Path]:
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
     A directory that holds nothing but another one is left out: `name/name/files` becomes
-    `out/files`. With `replace`, an older `out` stays until the new one is complete.
+    `out/files`. With `replace`, an older `out` stays until the new one is complete. It is filled in
+    `place`, on the same disk as `out`; by default beside it.
 
     Raises:
         HubError: `out` exists and is not empty, or cannot be written.
@@ -30,7 +33,7 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     check_free(out, replace=replace)
     with _explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
         try:
             yield partial
             _sync(partial)

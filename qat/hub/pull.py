@@ -94,7 +94,7 @@ def _pull_from(mirror: str, name: str, entry: Entry, to: tuple[Path, Places]) ->
     arrival = fetch(mirror, places)
     try:
         sha256 = _verify(arrival, entry, mirror)
-        with atomic_directory(out, replace=True) as partial:
+        with atomic_directory(out, replace=True, place=places.stage) as partial:
             _fill(arrival, partial)
             pulled = _inspect(peeled(partial), entry, mirror, sha256)
             _write_receipt(peeled(partial), name, pulled)
@@ -218,6 +218,8 @@ def _stage(out: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise HubError(f"another process is pulling to {out}; wait for it") from None
         try:
+            for left in stage.glob(".*.partial-*"):  # by a process that was killed
+                shutil.rmtree(left)
             yield stage
         finally:
             if not any(path.is_file() for path in stage.rglob("*.part")):

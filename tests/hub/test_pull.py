@@ -194,6 +194,14 @@ def test_a_quota_page_in_place_of_a_file(out: Path, monkeypatch) -> None:
     fail(out, "gdrive:ID: a web page came instead of a file", "gdrive:ID")
 
 
+def test_what_a_killed_pull_left_is_cleared(out: Path, archive: Path) -> None:
+    left = out.parent / ".model.pull" / ".model.partial-x"
+    left.mkdir(parents=True)
+    (left / "half.part").write_text("half")
+    assert get(out, archive).is_new
+    assert os.listdir(out.parent) == ["model"]
+
+
 def test_one_at_a_time(out: Path, archive: Path) -> None:
     stage = out.parent / ".model.pull"
     stage.mkdir(parents=True)
