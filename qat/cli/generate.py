@@ -24,7 +24,7 @@ def generate(
     from qat.evaluate.decode import open_speaker
     from qat.evaluate.generation import generate_text
 
-    speaker, tokenizer, decoder = open_speaker(model, device=config.device, dtype=config.dtype)
+    speaker, tokenizer = open_speaker(model, device=config.device, dtype=config.dtype)
     if config.raw or not tokenizer.chat_template:
         _write(config.prompt)
     start = time.perf_counter()
@@ -38,7 +38,6 @@ def generate(
             top_p=config.top_p,
             raw=config.raw,
             stream=_write,
-            decoder=decoder,
         )
     seconds = time.perf_counter() - start
     _write("\n")

@@ -28,20 +28,21 @@ Seen = Callable[[list[list[int]]], None]
 
 def open_speaker(
     source: str, *, device: str, dtype: str
-) -> tuple[LanguageModel, PreTrainedTokenizerBase, "Decoder | None"]:
-    """A model that is to generate, its tokenizer, and on CUDA the decoder that takes it over.
+) -> tuple["LanguageModel | Decoder", PreTrainedTokenizerBase]:
+    """What is to generate, and its tokenizer: on CUDA a decoder, if the family is known to it.
 
-    Without a decoder (elsewhere, or an unknown family), weights are formed once.
+    Else the model itself, its quantized weights formed once.
 
     Raises:
         CheckpointError: no such model or tokenizer.
         ConfigError: the device is not there or cannot compute in `dtype`.
     """
     model = load_model(source, device=device, dtype=dtype)
-    decoder = Decoder(model) if Decoder.fits(model) else None
-    if decoder is None:
-        form_weights(model.model, model.dtype)
-    return model, load_tokenizer(source), decoder
+    tokenizer = load_tokenizer(source)
+    if Decoder.fits(model):
+        return Decoder(model), tokenizer
+    form_weights(model.model, model.dtype)
+    return model, tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Decoder:
     """Continues prompts of up to 8 sequences by `DecodeStep`, which takes the model over."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.step = DecodeStep(model)
+        self.model, self.step = model, DecodeStep(model)
         self._backend = Backend(model.device)
 
     @staticmethod
@@ -118,7 +119,7 @@ class Decoder:
     @torch.no_grad()
     def begin(self, ids: Tensor, sampling: Sampling, max_new_tokens: int) -> "Run":
         """Read the prompts, draw the first token, and record the step that draws all others."""
-        ids = ids.to(self.step.model.device)
+        ids = ids.to(self.model.device)
         num_positions = -(-(ids.shape[1] + max_new_tokens) // ROOM) * ROOM
         logits, caches = self.step.prefill(ids, num_positions)
         run = Run(self.step, caches, self.step.angles(num_positions), sampling)

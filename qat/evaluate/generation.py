@@ -29,7 +29,7 @@ class Generated(NamedTuple):
 
 
 def generate_text(
-    model: LanguageModel,
+    model: LanguageModel | Decoder,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     *,
@@ -38,25 +38,25 @@ def generate_text(
     top_p: float = 0.95,
     raw: bool = False,
     stream: Callable[[str], None] | None = None,
-    decoder: Decoder | None = None,
 ) -> Generated:
     """Continue `prompt`, as a user's message if the tokenizer has a chat template and not `raw`.
 
     Sampling is by `temperature` and `top_p` alone, whatever the checkpoint's generation settings
     say, and draws from torch's generator (`qat.backend.seeded`); temperature 0 takes the most
     likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
-    `decoder`, made of `model`, continues in the place of the model's own loop; its draws differ.
+    A `Decoder` continues in the place of its model's own loop; its draws differ.
 
     Raises:
         ConfigError: the prompt holds no token.
     """
     ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
-    config = _generation_config(model, max_new_tokens, temperature, top_p)
-    if decoder is None:
-        (new_ids,) = _continue(model, ids, config, streamer)
+    if isinstance(model, Decoder):
+        config = _generation_config(model.model, max_new_tokens, temperature, top_p)
+        new_ids = _decode(model, ids, config, streamer)
     else:
-        new_ids = _decode(decoder, ids, config, streamer)
+        config = _generation_config(model, max_new_tokens, temperature, top_p)
+        (new_ids,) = _continue(model, ids, config, streamer)
     text = tokenizer.decode(new_ids, skip_special_tokens=True)
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
 

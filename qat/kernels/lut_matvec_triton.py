@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from qat.kernels.lut_levels_triton import (
+    ASSEMBLED_GATHER,
+    GATHER,
+    PERMUTE,
+    SELECT,
+    levels_of,
+)
 from qat.kernels.lut_matvec import UNIT, WORDS, Norm, Rows
-
-GATHER, SELECT, PERMUTE, ASSEMBLED_GATHER = 0, 1, 2, 3
-"""Ways to look levels up: a load from the codebook, comparisons, byte permutations.
-
-The assembled load is the same to a GPU, but the compiler does not move its words between threads.
-"""
 
 
 class Tile(NamedTuple):
@@ -163,35 +164,6 @@ def _parts(rows: Rows) -> _Parts:
     return _Parts(tensors, rows.bits, length, second, third)
 
 
-def _two_bits() -> str:
-    """Assembly of `_permuted`: $16 the word, $17 and $18 the lower and the upper bytes."""
-    lines = [".reg .b32 word, sel, low, high;"]
-    for odd in (0, 1):
-        lines += [f"shr.u32 word, $16, {2 * odd};", "and.b32 word, word, 0x33333333;"]
-        for half in (0, 1):
-            lines += [f"shr.u32 sel, word, {16 * half};"]
-            lines += ["prmt.b32 low, $17, 0, sel;", "prmt.b32 high, $18, 0, sel;"]
-            for k in range(4):
-                pick = f"0x{k + 4}{k}{k + 4}{k}"
-                lines.append(f"prmt.b32 ${8 * half + 2 * k + odd}, low, high, {pick};")
-    return "\n".join(["{", *lines, "}"])
-
-
-def _four_bits() -> str:
-    """Assembly of `_gathered_by_four`: $8 the word, $9 the codebook."""
-    lines = [".reg .b32 low, high, at;", ".reg .b64 place;", "mov.b64 {low, high}, $9;"]
-    for k in range(8):
-        shift = "shl.b32 at, $8, 2;" if k == 0 else f"shr.u32 at, $8, {4 * k - 2};"
-        lines += [shift, "lop3.b32 at, at, 60, low, 0xEA;", "mov.b64 place, {at, high};"]
-        lines.append(f"ld.global.nc.f32 ${k}, [place];")
-    return "\n".join(["{", *lines, "}"])
-
-
-TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(_four_bits())
-OUTPUTS_16, OUTPUTS_8 = tl.constexpr("=&r," * 16), tl.constexpr("=&f," * 8)
-FLOATS_16, FLOATS_8 = tl.constexpr((tl.float32,) * 16), tl.constexpr((tl.float32,) * 8)
-
-
 @triton.jit
 def _matvec_kernel(
     out,
@@ -318,7 +290,7 @@ def _dots(
                     added = added + (sums[b] + words[d].to(tl.float32) * inputs,)
                 sums = added
             else:
-                levels = _levels(words[d], codebook, low, high, BITS, LOOKUP)
+                levels = levels_of(words[d], codebook, low, high, BITS, LOOKUP)
                 added = ()
                 for b in tl.static_range(B):
                     inside = tl.zeros([R, U], tl.float32)
@@ -378,67 +350,3 @@ def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: 
         return (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**112
     else:
         return scale.to(tl.float32)
-
-
-@triton.jit
-def _levels(words, codebook, low, high, BITS: tl.constexpr, LOOKUP: tl.constexpr):
-    """The 16 levels of each unit, `(R, U)` float32 each."""
-    if LOOKUP == 2:
-        return _permuted(words[0], low, high)
-    elif LOOKUP == 3 and BITS == 4:
-        first = _gathered_by_four(words[0].to(tl.int32), codebook)
-        return first + _gathered_by_four((words[0] >> 32).to(tl.int32), codebook)
-    else:
-        found = ()
-        for j in tl.static_range(16):
-            code = (words[j * BITS // 64] >> (j * BITS % 64)).to(tl.int32) & (2**BITS - 1)
-            if LOOKUP == 1:
-                zero, one = tl.load(codebook), tl.load(codebook + 1)
-                two, three = tl.load(codebook + 2), tl.load(codebook + 3)
-                is_odd = (code & 1) != 0
-                level = tl.where(
-                    (code & 2) != 0, tl.where(is_odd, three, two), tl.where(is_odd, one, zero)
-                )
-            else:
-                level = _gathered(codebook, code) if LOOKUP == 3 else tl.load(codebook + code)
-            found = found + (level,)
-        return found
-
-
-@triton.jit
-def _gathered(codebook, code):
-    """`codebook[code]`, from the few lines that all threads read: the first-level cache's."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b64 place;
-        mad.wide.u32 place, $2, 4, $1;
-        ld.global.nc.f32 $0, [place];
-        }
-        """,
-        "=f,l,r",
-        args=[codebook, code],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _gathered_by_four(word, codebook):
-    """The levels of eight indices of 4 bits; each table of 16 levels lies at a multiple of 64."""
-    return tl.inline_asm_elementwise(
-        FOUR_BITS, OUTPUTS_8 + "r,l", [word, codebook], dtype=FLOATS_8, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _permuted(word, low, high):
-    """Levels of 16 bits twice, as float32: `low` and `high` hold the bytes of the four levels.
-
-    A `prmt` picks four bytes by the low two bits of four nibbles, so one picks the lower bytes of
-    four levels, one the upper bytes, and one each puts a level together: lower, upper, twice.
-    """
-    return tl.inline_asm_elementwise(
-        TWO_BITS, OUTPUTS_16 + "r,r,r", [word, low, high], dtype=FLOATS_16, is_pure=True, pack=1
-    )

@@ -20,6 +20,7 @@ from qat.kernels.lut_matvec import (
     LutRows,
     Norm,
     Rows,
+    Stream,
     matvec,
     matvec_add,
     order_of,
@@ -85,6 +86,10 @@ class Together(NamedTuple):
             gate, up = parts.chunk(2, 1)
             parts = nn.functional.silu(gate) * up
         return spread(parts, order)
+
+    def add(self, x: Tensor, residual: Tensor, gamma: Tensor, *, order: int) -> Stream:
+        """Onto the residual stream, as `matvec_add` does; of a single linear."""
+        return matvec_add(x, self.rows[0], residual, gamma, bias=self.bias, order=order)
 
 
 class Block(NamedTuple):
@@ -165,23 +170,23 @@ class DecodeStep:
     ) -> Tensor:
         """Logits `(B, V)` float32 after the tokens `ids` `(B,)` at `position` `(1,)`.
 
-        Waits for nothing on a GPU, so that it can be recorded; writes keys and values into `caches`.
+        Writes keys and values into `caches`. On a GPU nothing waits, so that it can be recorded.
         """
         embedded = self._embedding(ids[:, None])[:, 0]
         flow = stream(embedded, self.blocks[0].before, self.blocks[0].qkv.order)
         following = [(block.before, block.qkv.order) for block in self.blocks[1:]]
-        for block, cache, after in zip(
+        for block, cache, (gamma, order) in zip(
             self.blocks, caches, (*following, (self._last, self._head.order)), strict=True
         ):
             qkv = block.qkv(flow.scaled, Norm(flow.squares, self.eps))
             said = decode_attention(
                 qkv, cache, position, angles, block.heads, order=block.out.order
             )
-            flow = _add(block.out, said, flow.residual, block.between, block.gate_up.order)
+            flow = block.out.add(said, flow.residual, block.between, order=block.gate_up.order)
             gated = block.gate_up(
                 flow.scaled, Norm(flow.squares, self.eps), is_gated=True, order=block.down.order
             )
-            flow = _add(block.down, gated, flow.residual, *after)
+            flow = block.down.add(gated, flow.residual, gamma, order=order)
         return self._head(flow.scaled, Norm(flow.squares, self.eps))
 
 
@@ -191,10 +196,6 @@ def read_bytes(step: DecodeStep) -> int:
     rows = [rows for group in (*groups, step._head) for rows in group.rows]
     tensors = [t for r in rows for t in ([r] if isinstance(r, Tensor) else [r.octets, r.scales])]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _add(group: Together, x: Tensor, residual: Tensor, gamma: Tensor, order: int) -> object:
-    return matvec_add(x, group.rows[0], residual, gamma, bias=group.bias, order=order)
 
 
 def _is_known(layer: nn.Module, rotary: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from qat.backend import seeded
 from qat.evaluate.decode import Decoder, Sampling
-from qat.evaluate.generation import generate_text
+from qat.evaluate.generation import Generated, generate_text
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.language_model import LanguageModel
 from qat.models.swap import replace_module
@@ -85,26 +85,19 @@ def test_logits_equal_the_models() -> None:
 def test_text_stream_and_end_are_those_of_the_plain_loop() -> None:
     tokenizer = tiny_tokenizer()
 
-    def said(decoder: Decoder | None, model: LanguageModel) -> tuple[object, str]:
+    def said(speaker: LanguageModel | Decoder) -> tuple[Generated, str]:
         pieces: list[str] = []
-        found = generate_text(
-            model,
-            tokenizer,
-            "the cat",
-            temperature=0.0,
-            max_new_tokens=21,
-            stream=pieces.append,
-            decoder=decoder,
-        )
+        settings = {"temperature": 0.0, "max_new_tokens": 21, "stream": pieces.append}
+        found = generate_text(speaker, tokenizer, "the cat", **settings)
         return found, "".join(pieces)
 
     for end in (0, None):
         model = LanguageModel(tiny_model("qwen3", **RANGE))
         if end is None:  # a token that it does say
-            plain, _ = said(None, model)
+            plain, _ = said(model)
             model.model.generation_config.eos_token_id = tokenizer(plain.text)["input_ids"][9]
-        expected = said(None, model)
-        assert said(Decoder(model), model) == expected
+        expected = said(model)
+        assert said(Decoder(model)) == expected
 
 
 def test_draws_follow_the_distribution_and_the_seed() -> None:
