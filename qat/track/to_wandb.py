@@ -66,6 +66,7 @@ def _open(start: Start, run_id: str) -> Any:
             run = init(None)
         except wandb.errors.CommError as error:
             reason = f"no answer from the server ({str(error).splitlines()[0]})"
+            wandb.teardown()  # else the run's id would stay in use
         else:
             logger.info("wandb: %s", run.url if mode == "online" else mode)
             return run

@@ -6,12 +6,15 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from track.run_case import begin, cut, loss, write_steps
 
 from qat.track import follow
 from qat.track.config import TrackConfig
+from qat.track.to_wandb import Wandb
+from qat.track.tracker import Start
 
 BLOCK = 2**15
 
@@ -64,6 +67,33 @@ def test_nobody_logged_in_is_said_once_a_process(place: tuple[Path, list[str]]) 
     assert len(said) == 2 and all("not logged in: the run is kept here; " in line for line in said)
     assert all("wandb sync" in line and "\n" not in line for line in said)
     assert len(place[1]) == 2
+
+
+def test_a_server_that_does_not_answer_is_the_same_as_no_login(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    import wandb
+
+    calls: list[object] = []
+
+    def init(*, mode: str | None, id: str, **_: object) -> SimpleNamespace:
+        calls.append((mode, id))
+        if mode is None:
+            raise wandb.errors.CommError("deadline exceeded\nwhile retrying")
+        settings = SimpleNamespace(sync_dir="there")
+        return SimpleNamespace(settings=settings, define_metric=lambda *_, **__: None)
+
+    online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    monkeypatch.setattr(wandb, "setup", lambda: online)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: calls.append("teardown"))
+    tracker = Wandb(Start("run", "qat", tmp_path, {}, id="abc"))
+    assert tracker.id == "abc" and calls == [(None, "abc"), "teardown", ("offline", "abc")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb: no answer from the server (deadline exceeded): the run is kept here; send it later "
+        "with 'wandb sync there'"
+    ]
 
 
 def test_tensorboard_reads_the_curves_back(place: tuple[Path, list[str]]) -> None:
