@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, str]] = {
     "sr002_train_mlp_only": {
         "CACHE_DIR": "WORK/00_quickstart/cache",
         "CHECKPOINT": "WORK/00_quickstart/q2_init",
+        "LOSS": "tail",
         "STEPS": "2",
         "BATCH": "2",
     },

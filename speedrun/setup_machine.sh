@@ -189,17 +189,20 @@ print(found["kind"], found["format"], path, sep="\n")' "$ROOT"
 
 # From FOUND.anemll, files of the reference's format, to FOUND.
 import_reference() {
-    local verb=(convert "$FOUND.anemll" --from anemll)
-    if [ "$1" = cache ]; then verb=(cache import "$FOUND.anemll"); fi
+    local verb=(convert "$FOUND.anemll" --from anemll --out "$FOUND")
+    if [ "$1" = cache ]; then verb=(cache import "$FOUND.anemll" --out "$FOUND"); fi
     say "importing $FOUND.anemll"
-    (cd "$ROOT" && "$QAT" "${verb[@]}" --out "$FOUND" >/dev/null) || exit 1
+    (cd "$ROOT" && "$QAT" "${verb[@]}" >/dev/null) ||
+        fail "not imported, as said above; that was: qat$(printf " '%s'" "${verb[@]}")"
     HOW="imported; $FOUND.anemll may be deleted"
 }
 
 # --- what comes next -----------------------------------------------------------------------------
 
 next_step() {
-    local config="$CHECKPOINT/config.json" cache='"$CACHE_DIR"'
+    local config="$CHECKPOINT/config.json" cache='"$CACHE_DIR"' loss=""
+    # caches of the reference have no tail, which the usual loss needs
+    if grep -qs '"has_tail": false' "$CACHE_DIR/manifest.json"; then loss=" --loss candidates"; fi
     if [ -z "$CHECKPOINT" ] && [ -z "$CACHE_DIR" ]; then
         echo "qat demo"
     elif [ -z "$CHECKPOINT" ]; then
@@ -213,7 +216,7 @@ next_step() {
     elif ! grep -q '"bits": 2' "$config"; then
         echo "qat convert \"\$CHECKPOINT\" --to q2a4 --calibration $cache --out checkpoints/q2_init"
     else
-        echo "qat train \"\$CHECKPOINT\" --cache-dir $cache --mlp-only --out runs/q2"
+        echo "qat train \"\$CHECKPOINT\" --cache-dir $cache --mlp-only$loss --out runs/q2"
     fi
 }
 
