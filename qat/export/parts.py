@@ -57,9 +57,9 @@ def exact(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return found
     index = (found.double() != value).flatten().nonzero()[0, 0]
     raise ExportError(
-        f"{name} is {value.flatten()[index].item():.9g} somewhere, which no {DTYPE_NAMES[dtype]} "
-        "number is, expected scales that the files hold exactly; export with --dtype fp32, or "
-        "convert the model with 'qat convert --for', which takes scales of 8 bits"
+        f"{name} holds {value.flatten()[index].item():.9g}, which is no {DTYPE_NAMES[dtype]} "
+        "number, expected values that the files hold exactly; export with --dtype fp32, or convert "
+        "the model with 'qat convert --for', which takes shorter ones"
     )
 
 

@@ -22,6 +22,7 @@ from qat.quant.spec import LutSpec
 TARGETS: dict[TargetName, str] = {
     "packed": "qat.export.packed",
     "dense": "qat.export.dense",
+    "coreml": "qat.export.coreml",
     "mlx": "qat.export.mlx",
     "compressed-tensors": "qat.export.compressed_tensors",
     "gguf": "qat.export.gguf",

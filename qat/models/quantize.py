@@ -34,7 +34,7 @@ from qat.quant.aim import aim_all
 from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan
-from qat.quant.weight import QuantizedWeight, dequantize
+from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
 TINY = 1e-30
 
@@ -214,6 +214,8 @@ class _Conversion:
         output_error: float | None,
         seconds: float,
     ) -> None:
+        levels = round_levels(quantized.codebook, self.specs[name].level_bits)
+        quantized = quantized._replace(codebook=levels)
         put_quantized(self.model, name, quantized, self.specs[name])
         error = (weight - dequantize(quantized)).norm() / weight.norm().clamp_min(TINY)
         self.fitted[name] = _Fitted(self.model.get_submodule(name), error, output_error, seconds)

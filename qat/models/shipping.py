@@ -40,12 +40,14 @@ class Shipping(NamedTuple):
     def bend(self, module: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         """The format that the `(O, I)` weight of `module` gets instead of `spec`: of as many bits.
 
-        What the target holds already, with a scale of 8 bits, which every dtype holds, stays.
+        A fixed grid that the target holds already, with scales of 8 bits, which every dtype holds,
+        stays.
 
         Raises:
             ExportError: the target holds none.
         """
-        if self.target.lost(spec, shape) is None and spec.scale_bits == 8:
+        is_held = self.target.lost(spec, shape) is None
+        if is_held and spec.scale_bits == 8 and spec.codebook != "lut":
             return spec
         try:
             return self.target.scheme(spec, shape)

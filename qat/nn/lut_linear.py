@@ -32,7 +32,7 @@ class LutLinear(QuantLinear):
     def indices(self) -> Tensor:
         """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
         S = expand_scales(self.scales_as_stored(), self.in_features)
-        return latent_indices(self.weight, S, self.codebook)
+        return latent_indices(self.weight, S, self.levels())
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         """The latent weight, the codebook and the scales, by name."""

@@ -23,7 +23,7 @@ from qat.quant.lora import (
 )
 from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
-from qat.quant.weight import SCALE_NAMES, QuantizedWeight, Scales, round_scales
+from qat.quant.weight import SCALE_NAMES, QuantizedWeight, Scales, round_levels, round_scales
 
 
 class QuantLinear(nn.Module):
@@ -56,6 +56,10 @@ class QuantLinear(nn.Module):
     def indices(self) -> Tensor:
         """Which level each weight takes: `(O, I)` uint8, no gradient."""
         raise NotImplementedError
+
+    def levels(self) -> Tensor:
+        """The codebook as forward computes with it, no gradient."""
+        return round_levels(self.codebook.detach(), self.spec.level_bits)
 
     def scale_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the scale, by name."""
@@ -107,11 +111,11 @@ class QuantLinear(nn.Module):
 
     def _quantized_part(self) -> Tensor:
         """`codebook[indices] * S`, without the adapter, in float32."""
-        return form(self.source(), self.codebook, self._raw_scales(), torch.float32)
+        return form(self.source(), self.levels(), self._raw_scales(), torch.float32)
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint would hold now beside the adapter: what forward computes with."""
-        return QuantizedWeight(self.indices(), self.codebook.detach(), self.scales_as_stored())
+        return QuantizedWeight(self.indices(), self.levels(), self.scales_as_stored())
 
     @torch.no_grad()
     def quantized_weight(
@@ -120,7 +124,7 @@ class QuantLinear(nn.Module):
         """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
         lora = self._raw_lora()
         if lora is None:
-            return form(self.source(), self.codebook, self._raw_scales(), dtype, out=out)
+            return form(self.source(), self.levels(), self._raw_scales(), dtype, out=out)
         weight = add_product_(self._quantized_part(), lora)
         return weight.to(dtype) if out is None else out.copy_(weight)
 
@@ -159,7 +163,7 @@ class QuantLinear(nn.Module):
         with torch.autocast(dW.device.type, enabled=False):
             lora, scales = self._raw_lora(), self._raw_scales()
             gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
-            return gradients | pull_back(dW, self.source(), self.codebook, scales, wanted=wanted)
+            return gradients | pull_back(dW, self.source(), self.levels(), scales, wanted=wanted)
 
     def learns(self) -> bool:
         """Whether anything that the weight is made of gets gradients."""

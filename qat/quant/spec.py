@@ -32,6 +32,9 @@ class LutSpec(Settings):
     scale_bits: Literal[32, 16, 8] = 16
     """Bits of a stored scale: a float32, a float16, or, of a group scale alone, its upper byte
     (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
+    level_bits: Literal[32, 16] = 32
+    """Bits that a learned level is rounded to: a float32, or a float16 for programs that compute
+    in one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

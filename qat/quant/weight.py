@@ -131,6 +131,11 @@ def round_as_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
     return value.to(dtype_as_stored(name, scale_bits)).float()
 
 
+def round_levels(codebook: Tensor, level_bits: int) -> Tensor:
+    """Levels in float32, of `level_bits` bits."""
+    return codebook if level_bits == 32 else codebook.half().float()
+
+
 def to_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
     """The tensor that a checkpoint holds for `value`, which is rounded as stored and finite."""
     if _is_byte(name, scale_bits):

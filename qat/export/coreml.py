@@ -1,0 +1,165 @@
+"""Target `coreml`: an .mlpackage for iOS 18 and macOS 15, weights as look-up tables.
+
+A weight is `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole tensor, under
+`constexpr_blockwise_shift_scale`, one scale for each group: `W = lut[indices] * scale`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export.parts import DTYPE_NAMES, exact, require, unquantized_state, write_config
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.tables import embedding_dtype
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.spec import LutSpec
+
+SLACK = 5e-3
+"""The sums run in float32; the weights, in a float16 program, are rounded to float16."""
+HOLDS_ADAPTERS = False
+HOLDS_TABLES = True
+FILE_NAME = "model.mlpackage"
+LENGTH = 256
+"""Positions that the program reads at a time, at most."""
+INDEX_BITS = (1, 2, 3, 4, 6, 8)
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+NUMPY_DTYPES = {torch.float16: np.float16, torch.float32: np.float32}
+HOW_TO_LOAD = """\
+```python
+# on a Mac: pip install coremltools transformers
+import coremltools as ct
+import numpy as np
+from transformers import AutoTokenizer
+
+model, tokenizer = ct.models.MLModel("DIR/model.mlpackage"), AutoTokenizer.from_pretrained("DIR")
+length = model.get_spec().description.input[0].type.multiArrayType.shape[1]
+ids = tokenizer("Once upon a time").input_ids
+padded = np.array([ids + [0] * (length - len(ids))], np.int32)  # what follows is not seen
+logits = model.predict({"input_ids": padded})["logits"][0, len(ids) - 1]
+```
+
+The program has a fixed length and no state: it reads a prompt and gives the logits of every place.
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """Core ML holds any levels under a scale for each group, but no scale of low rank."""
+    if spec.scale != "group":
+        return f"its scale is of low rank ({spec.rank}), expected one for each group"
+    return None
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """`spec` with levels of 16 bits, which float16 programs hold too, and scales of 8.
+
+    Raises:
+        ExportError: scales are of low rank.
+    """
+    reason = lost(spec, shape)
+    if reason is not None:
+        raise ExportError(f"{reason}; name a plan with groups")
+    return spec.model_copy(update={"scale_bits": 8, "level_bits": 16})
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse an architecture that is not written as a graph here.
+
+    Raises:
+        ExportError: see above.
+    """
+    config = model.config
+    rope = config.rope_parameters.get("rope_type", "default")
+    is_windowed = any(
+        kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()
+    )
+    if config.model_type not in ARCHITECTURES or rope != "default" or is_windowed:
+        raise ExportError(
+            f"model_type={config.model_type} with rope_type={rope} cannot be written as a Core ML "
+            f"program, expected {', '.join(ARCHITECTURES)} with plain rotary positions and full "
+            "attention; export --to dense and trace it yourself"
+        )
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write model.mlpackage, config.json and the tokenizer.
+
+    Raises:
+        ExportError: bfloat16, levels that float16 does not hold, or coremltools is not installed.
+    """
+    require("coremltools", "coreml")
+    dtype = embedding_dtype(model)
+    if dtype not in NUMPY_DTYPES:
+        raise ExportError(
+            f"Core ML has no {DTYPE_NAMES[dtype]}, expected float16 or float32; export with "
+            "--dtype fp16 (what the Neural Engine runs) or fp32"
+        )
+    import coremltools as ct
+
+    from qat.export.coreml_graph import OPSET, decoder
+
+    program = decoder(model.config, _weights(model, dtype), _rotary(model), NUMPY_DTYPES[dtype])
+    converted = ct.convert(
+        program,
+        convert_to="mlprogram",
+        minimum_deployment_target=OPSET,
+        compute_precision=ct.precision.FLOAT32,  # as the graph is: nothing is cast
+        pass_pipeline=ct.PassPipeline.EMPTY,
+        skip_model_load=True,
+    )
+    converted.save(str(directory / FILE_NAME))
+    write_config(model, tokenizer, directory, dtype=dtype, extra={})
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those that coremltools infers from the saved program; its weights are ours to the bit."""
+    from qat.export.coreml_check import evaluate, read_program, read_weights
+    from qat.export.coreml_graph import file_name
+
+    program = read_program(directory / FILE_NAME)
+    modules = {file_name(f"{n}.weight"): m for n, m in quantized_modules(model).items()}
+    for name, found in read_weights(program).items():
+        ours = modules[name].quantized_weight(embedding_dtype(model))
+        if not torch.equal(torch.from_numpy(found), ours):
+            raise ValueError(f"{name} is decompressed to other values")
+    padded = torch.zeros(1, _length(model), dtype=ids.dtype)
+    padded[:, : ids.shape[1]] = ids
+    return torch.from_numpy(evaluate(program, padded.numpy()))[:, : ids.shape[1]]
+
+
+def _length(model: PreTrainedModel) -> int:
+    return min(LENGTH, model.config.max_position_embeddings)
+
+
+def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
+    """Every weight as the graph takes it."""
+    state = unquantized_state(model, dtype)
+    plain = {name: tensor.numpy() for name, tensor in state.items()}
+    modules = quantized_modules(model).items()
+    return plain | {f"{name}.weight": _lookup(name, module, dtype) for name, module in modules}
+
+
+def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> object:
+    """The table of a module, filled up with zeros to a size that Core ML has."""
+    from qat.export.coreml_graph import Lookup
+
+    weight = module.quantized()
+    size = next(2**bits for bits in INDEX_BITS if 2**bits >= len(weight.codebook))
+    levels = exact(f"{name}.codebook", weight.codebook.double(), dtype)
+    scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype)
+    lut = torch.nn.functional.pad(levels, (0, size - len(levels)))
+    return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale.detach().numpy())
+
+
+@torch.no_grad()
+def _rotary(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the places, as the model computes them."""
+    places = torch.arange(_length(model))[None]
+    cos, sin = model.model.rotary_emb(torch.zeros(1), places)
+    return cos[0], sin[0]
