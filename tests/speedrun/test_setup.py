@@ -35,8 +35,10 @@ case "$1 $2 $3" in
     found caches/old_cache cache anemll ;;
 "hub pull old_q4") mkdir -p checkpoints/old_q4; touch checkpoints/old_q4/model.pt
     found checkpoints/old_q4 checkpoint anemll ;;
-"cache import"*) [ -z "${IMPORT_FAILS:-}" ] || exit 1; mkdir -p "$5"; touch "$5/manifest.json" ;;
-"convert "*) mkdir -p "$6"; touch "$6/config.json" "$6/model.safetensors" ;;
+"cache import"*) [ -z "${IMPORT_FAILS:-}" ] || exit 1; mkdir -p "$5"
+    echo '{"has_tail": false}' >"$5/manifest.json" ;;
+"convert "*) mkdir -p "$6"; touch "$6/model.safetensors"
+    echo '{"quantization_config": {"bits": 2}}' >"$6/config.json" ;;
 *) echo "qat: no cache or checkpoint is named $3" >&2; exit 1 ;;
 esac
 """
@@ -231,7 +233,7 @@ def test_imports_the_reference_formats(machine: Machine) -> None:
     clone = machine.clone
     machine.variables["IMPORT_FAILS"] = "1"
     assert machine.source("bash", "old_cache old_q4", "echo $?") == "1\n"
-    assert "importing" in machine.said.splitlines()[-1]
+    assert "not imported, as said above; that was: qat 'cache' 'import'" in machine.said
     del machine.variables["IMPORT_FAILS"]
     out = machine.source("bash", "old_cache old_q4", "echo $CACHE_DIR; echo $CHECKPOINT")
     assert out.splitlines() == [f"{clone}/caches/old_cache", f"{clone}/checkpoints/old_q4"]
@@ -244,6 +246,7 @@ def test_imports_the_reference_formats(machine: Machine) -> None:
         "hub pull old_q4",
         f"convert {q4}.anemll --from anemll --out {q4}",
     ]
+    assert "--mlp-only --loss candidates --out" in machine.said
 
 
 PLATFORMS = {
