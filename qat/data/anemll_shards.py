@@ -182,7 +182,7 @@ def common_shape(files: list[Path], meta: Meta) -> Shape:
 def _open_shard(file: Path) -> ForeignShard:
     """The tensors of a file with their shapes checked, nothing else."""
     found = read_pickle(file, CacheError)
-    missing = [k for k in ("input_ids", "topk_idx", "topk_logits") if k not in found]
+    missing = [k for k in ("input_ids", "topk_idx", "topk_logits") if found.get(k) is None]
     if missing:
         raise CacheError(f"{file} has no {missing[0]}, expected a shard of a cache; copy it anew")
     known = {name: found[name] for name in SHARD_DIMS if found.get(name) is not None}

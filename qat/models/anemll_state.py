@@ -230,8 +230,8 @@ def _check_parts(path: Path, name: str, parts: Parts, version: Version) -> None:
         )
     if parts.keys() & set(RANK_LUT_PARTS):
         raise CheckpointError(
-            f"{path}: {name} has tables for its scales (A_lut, B_lut), which no preset of the "
-            "reference system uses and this importer does not read; save it without rank_lut"
+            f"{path}: {name} has tables for its scales (A_lut, B_lut), expected none: no preset of "
+            "the reference system uses them, and they cannot be imported; save it without rank_lut"
         )
 
 
