@@ -149,7 +149,7 @@ def _table(run: Run) -> str:
     rows = [("before", run.evals[0], [None] * 3), ("after, best step", _best(run), speeds)]
     lines = [COLUMNS]
     for case, verdict, measured in rows:
-        values = [verdict.get("kd_nats"), _nats(verdict), verdict.get("ppl"), *measured]
+        values = [*map(verdict.get, ("kd_nats", "kl_tail_nats", "ppl")), *measured]
         lines.append((case, *map(number, values)))
     head, *body = (f"| {' | '.join(cells)} |\n" for cells in lines)
     return f"{head}|{'---|' * len(COLUMNS)}\n{''.join(body)}"

@@ -13,6 +13,8 @@ from qat.track.tracker import Event, Sample, Start, Tracker, events
 
 FOLDER = "tracking"
 """Of a run directory: what trackers keep there."""
+LONGEST_TABLE = 200
+"""Samples in a table; it is sent anew with every sample."""
 
 
 class Curves:
@@ -75,7 +77,7 @@ class Curves:
             return
         self._tracker.log(event.step, event.numbers)
         if event.sample is not None:
-            self._tracker.samples(self._samples)
+            self._tracker.samples(self._samples[-LONGEST_TABLE:])
         self._told[event.kind] = event.step
 
     def _save(self) -> None:

@@ -26,7 +26,7 @@ class Trackio:
         self._run.log(dict(numbers), step=step)
 
     def samples(self, rows: list[Sample]) -> None:
-        """The table of all samples so far."""
+        """The table of the latest samples."""
         table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
         self._run.log({"eval/samples": table}, step=rows[-1].step)
 

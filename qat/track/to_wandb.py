@@ -30,7 +30,7 @@ class Wandb:
         self._run.log({"step": step, **numbers})
 
     def samples(self, rows: list[Sample]) -> None:
-        """The table of all samples so far."""
+        """The table of the latest samples."""
         table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
         self._run.log({"step": rows[-1].step, "eval/samples": table})
 

@@ -39,7 +39,7 @@ class Tracker(Protocol):
         """Take numbers of one step; units are in their names."""
 
     def samples(self, rows: list[Sample]) -> None:
-        """Take all samples so far, the newest one last."""
+        """Take the latest samples, the newest one last."""
 
     def flush(self) -> None:
         """Bring what was taken to where a kill does not lose it."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 LOGS = (RECIPE, FACTS, METRICS, HEARTBEAT, "report.html")
 BEST = "best.tar.lz4"
+WORKSHOP = "upload-"
 LOGS_EVERY_S = 30.0
 LONGEST_PAUSE_S = 60.0
 LAST_PAUSES_S = (0, 1, 2, 4, 8)
@@ -38,6 +39,7 @@ class Upload:
         self.target = folder / run.resolve().name
         self._logs: dict[str, tuple[int, int]] = {}
         self._best: str | None = None
+        self._is_open = False
         self._failures = 0
         self._due = self._logs_due = 0.0
 
@@ -107,7 +109,13 @@ class Upload:
     def _open_target(self) -> None:
         if not self.folder.is_dir():  # else a folder of that name would be made on the local disk
             raise FileNotFoundError(f"{self.folder} is gone (is the Drive still mounted?)")
-        self.target.mkdir(exist_ok=True)
+        if not self._is_open:
+            self.target.mkdir(exist_ok=True)
+            for partial in self.target.glob(".*.part-*"):  # of a run that was killed
+                partial.unlink()
+            for workshop in (self.run / FOLDER).glob(f"{WORKSHOP}*"):
+                shutil.rmtree(workshop)
+            self._is_open = True
 
     def _new_logs(self) -> list[str]:
         stamps = {name: _stamp(self.run / name) for name in LOGS}
@@ -142,7 +150,7 @@ class Upload:
         self._best = pointer
 
     def _workshop(self) -> tempfile.TemporaryDirectory:
-        return tempfile.TemporaryDirectory(prefix="upload-", dir=_made(self.run / FOLDER))
+        return tempfile.TemporaryDirectory(prefix=WORKSHOP, dir=_made(self.run / FOLDER))
 
     def _pointer(self) -> str | None:
         """What `best` names, relative to the run."""

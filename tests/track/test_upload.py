@@ -161,6 +161,17 @@ def test_a_failing_folder_is_tried_again_later_and_later(
     assert step_in(folder / "run" / "best.tar.lz4", tmp_path) == 1
 
 
+def test_leavings_of_a_killed_run_go(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begin(run)
+    left = [folder / "run" / ".best.tar.lz4.part-x", run / "tracking" / "upload-x" / "best.tar.lz4"]
+    for path in left:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    Upload(run, folder).poll()
+    assert not any(path.exists() for path in left) and [*(run / "tracking").iterdir()] == []
+
+
 def test_what_is_missing_in_the_end_is_said_with_a_command(
     folder: Path, tmp_path: Path, pauses: list[float], caplog
 ) -> None:
