@@ -92,6 +92,15 @@ def test_keyboard_interrupt_is_quiet(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
 
 
+def test_a_verb_stopped_by_the_keyboard_says_so(monkeypatch, capsys) -> None:
+    def stopped(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qat.data.reader.TeacherCache.open", stopped)
+    assert call(monkeypatch, "cache", "info", "anything") == 130
+    assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
+
+
 def test_result_is_one_line_of_json(capsys) -> None:
     print_result({"out": Path("a/b"), "tokens": 3, "kl_nats": 0.5})
     assert json.loads(capsys.readouterr().out) == {"out": "a/b", "tokens": 3, "kl_nats": 0.5}

@@ -34,7 +34,9 @@ app = App(
     name="qat",
     help="Quantization-aware distillation: causal language models at 2-4 bits per weight.",
     version=qat.__version__,
+    suppress_keyboard_interrupt=False,
 )
+app.meta.suppress_keyboard_interrupt = False  # main says it in a line
 app.command(cache_app, name="cache")
 app.command(convert)
 app.command(train)
