@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from qat.backend import DTYPES
 from qat.errors import ExportError
+from qat.export.card import write_card
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.probe import logits_of, logits_of_weights, probe_ids
@@ -65,6 +66,12 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
         load_target(config.to).write(model, tokenizer, partial)
         report = _report(config.to, model, partial)
         report = report._replace(logits_max_diff=check_equal(config.to, model, partial))
+        facts = {
+            "megabytes": report.bytes / 1e6,
+            "dtype": report.dtype,
+            "difference": report.logits_max_diff,
+        }
+        write_card(partial, name=out.name, source=path, model=model, target=config.to, facts=facts)
     difference = report.logits_max_diff
     equal = f"the same within {difference:.2g}" if difference else "equal to the bit"
     logger.info("%s: read back, its logits are %s", out, equal)
