@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig as Config
 
 from qat.errors import CheckpointError
 from qat.logs import progress
+from qat.models.anemll_checks import check_finite
 from qat.models.anemll_linear import Imported, import_linear
-from qat.models.anemll_state import LegacyState, check_finite, read_state, state_file
+from qat.models.anemll_state import LegacyState, read_state, state_file
 from qat.models.checkpoint import quiet_transformers, write_checkpoint
 from qat.models.count import model_bits_per_weight, tensor_bytes
 from qat.models.directory import atomic_directory, check_free

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.errors import CheckpointError
-from qat.models.anemll_state import LegacySettings, LegacyState, Parts, Version, check_finite
+from qat.models.anemll_checks import MOST_LEVELS, check_finite, check_shapes
+from qat.models.anemll_state import LegacySettings, LegacyState, Parts
 from qat.models.swap import ascending
 from qat.quant.lora import Lora
 from qat.quant.scales import balance
@@ -27,9 +28,6 @@ NORM_FLOOR = 1e-6
 """The least length of a column or row that version 2 divides by."""
 SCALE_FLOOR = 1e-8
 """The least scale of version 1."""
-MOST_LEVELS = 256
-LEARNED_LEVELS = 16
-"""Entries of a LUT that learns: eight gaps, mirrored."""
 LEAST_GAP = 1e-4
 BAKED_TOLERANCE = 2e-6
 """How far baked weights may lie from `lut[idx] * S`, relative to the largest: float32 rounding."""
@@ -53,7 +51,7 @@ def import_linear(name: str, parts: Parts, legacy: LegacyState, shape: tuple[int
     """
     version, settings = legacy.version, legacy.settings
     check_finite(name, parts)
-    _check_shapes(name, parts, version, shape)
+    check_shapes(name, parts, version, shape)
     wide = {part: t.float() if t.is_floating_point() else t for part, t in parts.items()}
     if version == 1:
         quantized, num_floored = _from_first(name, wide, settings, shape[1])
@@ -320,62 +318,3 @@ def _check_baked(name: str, weight: Tensor, expected: Tensor) -> None:
             f"{name}: its baked weights are up to {worst.item():.3g} away from LUT times scale (as "
             "bfloat16 leaves them), expected float32; convert the checkpoint from before snapping"
         )
-
-
-def _check_shapes(name: str, parts: Parts, version: Version, shape: tuple[int, int]) -> None:
-    O, I = shape
-    L = parts["lut"].numel()
-    R = parts["scale_A"].shape[-1] if parts.get("scale_A", parts["lut"]).dim() == 2 else 0
-    P = parts["scale_B"].shape[-1] if "scale_B" in parts and version == 1 else I
-    r = parts["lora_A"].shape[0] if "lora_A" in parts and parts["lora_A"].dim() else 0
-    wanted = {
-        "weight": (O, I),
-        "_Q": (O, I),
-        "_indices": (O, I),
-        "lut": (L,),
-        "scale_A": (O, R),
-        "scale_B": (R, max(P, I)),
-        "rank_magnitude": (R,),
-        "_lut_raw_deltas": (LEARNED_LEVELS // 2,),
-        "lora_A": (r, I),
-        "lora_B": (O, r),
-    }
-    if "full_scales" in parts:
-        full = parts["full_scales"]
-        wanted["full_scales"] = (O, max(full.shape[-1] if full.dim() else 0, I))
-    for part, expected in wanted.items():
-        if part not in parts:
-            continue
-        found = tuple(parts[part].shape)
-        if found != expected or 0 in found:
-            raise CheckpointError(
-                f"{name}.{part} has shape {found}, expected {expected} in a {O} x {I} linear; the "
-                "file is damaged, or of another model than --base"
-            )
-    _check_levels(name, parts)
-
-
-def _check_levels(name: str, parts: Parts) -> None:
-    L = parts["lut"].numel()
-    if not 2 <= L <= MOST_LEVELS:
-        raise CheckpointError(
-            f"{name}.lut has {L} entries, expected 2 to {MOST_LEVELS}; the file is damaged: copy "
-            "it anew"
-        )
-    if "_lut_raw_deltas" in parts and L != LEARNED_LEVELS:
-        raise CheckpointError(
-            f"{name} has a learned LUT of {L} entries, expected {LEARNED_LEVELS}: the reference "
-            "system trains no others; copy the file anew"
-        )
-    flag = parts.get("_scales_baked_flag")
-    if flag is not None and flag.numel() != 1:
-        raise CheckpointError(
-            f"{name}._scales_baked_flag has {flag.numel()} values, expected one; the file is "
-            "damaged: copy it anew"
-        )
-    for part in parts.keys() - {"_indices", "_scales_baked_flag"}:
-        if not parts[part].is_floating_point():
-            raise CheckpointError(
-                f"{name}.{part} is {parts[part].dtype}, expected floating point; the file is "
-                "damaged: copy it anew"
-            )

@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from qat.data.pickles import check_tensors, read_pickle
@@ -246,20 +245,6 @@ def _neither(path: Path, state: dict[str, Tensor]) -> CheckpointError:
         f"{path} holds {kind}, expected a state dict of version 1 or 2 of the reference system; "
         "name a file with whole quantized linears"
     )
-
-
-def check_finite(name: str, parts: Parts) -> None:
-    """Refuse values that are no numbers.
-
-    Raises:
-        CheckpointError: naming the first tensor with NaN or infinity.
-    """
-    for part, tensor in parts.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"{name}.{part} holds NaN or infinity, expected finite values; go back to an "
-                "earlier checkpoint"
-            )
 
 
 def _typed(values: dict[str, object], key: str, kind: type, where: str) -> object:

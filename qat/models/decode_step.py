@@ -39,7 +39,7 @@ from qat.nn.packed_linear import PackedLinear, Scratch
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.quant.pack import Packed
-from qat.quant.weight import Scales
+from qat.quant.weight import Scales, round_scales
 
 STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles do not depend on the length."""
@@ -121,9 +121,9 @@ class DecodeStep:
         blocks = decoder_layers(model.model)
         self.blocks = [_block(layer, self.dtype) for layer in blocks]
         self.eps = config.rms_norm_eps
-        self._last = base.norm.weight.detach().float()
-        self._embedding, self._rotary = model.model.get_input_embeddings(), base.rotary_emb
-        self._head = Together((_head_rows(model.head, self.dtype),), model.head.bias)
+        self.last_gain = base.norm.weight.detach().float()
+        self.embedding, self._rotary = model.model.get_input_embeddings(), base.rotary_emb
+        self.head = Together((_head_rows(model.head, self.dtype),), model.head.bias)
         self.num_key_heads = config.num_key_value_heads
         self.head_dim = blocks[0].self_attn.head_dim
 
@@ -161,8 +161,8 @@ class DecodeStep:
             for new, old in zip(pair, (layer.keys, layer.values), strict=True):
                 new[:, :, : ids.shape[1]] = old
             caches.append(Cache(*pair))
-        last = spread(said.last_hidden_state[:, -1], self._head.order)
-        return self._head(last), caches
+        last = spread(said.last_hidden_state[:, -1], self.head.order)
+        return self.head(last), caches
 
     @torch.no_grad()
     def logits(
@@ -172,11 +172,11 @@ class DecodeStep:
 
         Writes keys and values into `caches`. On a GPU nothing waits, so that it can be recorded.
         """
-        embedded = self._embedding(ids[:, None])[:, 0]
+        embedded = self.embedding(ids[:, None])[:, 0]
         flow = stream(embedded, self.blocks[0].before, self.blocks[0].qkv.order)
         following = [(block.before, block.qkv.order) for block in self.blocks[1:]]
         for block, cache, (gamma, order) in zip(
-            self.blocks, caches, (*following, (self._last, self._head.order)), strict=True
+            self.blocks, caches, (*following, (self.last_gain, self.head.order)), strict=True
         ):
             qkv = block.qkv(flow.scaled, Norm(flow.squares, self.eps))
             said = decode_attention(
@@ -187,13 +187,13 @@ class DecodeStep:
                 flow.scaled, Norm(flow.squares, self.eps), is_gated=True, order=block.down.order
             )
             flow = block.down.add(gated, flow.residual, gamma, order=order)
-        return self._head(flow.scaled, Norm(flow.squares, self.eps))
+        return self.head(flow.scaled, Norm(flow.squares, self.eps))
 
 
 def read_bytes(step: DecodeStep) -> int:
     """Bytes of weights that one step reads: all but the embedding's other rows."""
     groups = [g for b in step.blocks for g in (b.qkv, b.out, b.gate_up, b.down)]
-    rows = [rows for group in (*groups, step._head) for rows in group.rows]
+    rows = [rows for group in (*groups, step.head) for rows in group.rows]
     tensors = [t for r in rows for t in ([r] if isinstance(r, Tensor) else [r.octets, r.scales])]
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -219,7 +219,7 @@ def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if reads(linear.spec) and not linear.lora_rank:
             rows = LutRows.of(
                 linear.source(),
-                linear.codebook,
+                linear.levels(),
                 linear.scales_as_stored(),
                 is_short=dtype != torch.float32,
             )
@@ -289,5 +289,5 @@ def _head_rows(head: nn.Module, dtype: torch.dtype) -> Rows:
     if not reads(table.spec):
         return table.weight_in(dtype)
     source = Packed(table.packed, table.spec.bits, table.in_features)
-    scales = Scales(table.scales, bits=table.spec.scale_bits)
+    scales = round_scales(Scales(table.scales, bits=table.spec.scale_bits))
     return LutRows.of(source, table.codebook, scales, is_short=dtype != torch.float32)
