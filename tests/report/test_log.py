@@ -129,7 +129,6 @@ def test_the_verb_knows_the_command_and_the_log(run: Path, log: Path, capsys) ->
         f"--grad-accum-steps 2 --max-steps 200 --lr-scales 0.02 --seed 3 --out {run}"
     )
     assert train_command(run) in log.read_text()
-    assert "log" not in report(run)
 
 
 def test_what_cannot_be_logged(run: Path, log: Path, tmp_path: Path) -> None:
