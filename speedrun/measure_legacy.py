@@ -46,8 +46,8 @@ def main() -> None:
     arguments = parser.parse_args()
     expected = load_file(arguments.data / "expected.safetensors")
     names = sorted(expected.keys() - {"input_ids", "base_logits"})
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
         worst = 0.0
         for name in names:
             difference = logit_difference(arguments.data, name, expected, place / name)
@@ -55,7 +55,7 @@ def main() -> None:
             worst = max(worst, difference)
         teacher = with_tokenizer(arguments.data / "base", place / "teacher")
         caches = sorted(arguments.data.glob("cache_*"))
-        kept = [check_cache(cache, teacher, place) for cache in caches]
+        kept = [check_cache(cache, teacher, place / cache.name, place / name) for cache in caches]
     print(f"largest difference of a logit: {worst:.3g}, of {len(names)} checkpoints")
     if arguments.figures:
         from figures import record
@@ -84,9 +84,8 @@ def with_tokenizer(base: Path, place: Path) -> Path:
     return place
 
 
-def check_cache(source: Path, teacher: Path, place: Path) -> bool:
-    """Whether targets and loss of an imported cache are those of its files."""
-    out = place / source.name
+def check_cache(source: Path, teacher: Path, out: Path, student: Path) -> bool:
+    """Whether targets of an imported cache, and a student's loss on it, are those of its files."""
     manifest = import_cache(source, ImportConfig(teacher=str(teacher), held_out=0.0), out)
     cache = TeacherCache.open(out)
     stored = joined([read_pickle(path, CacheError) for path in sorted(source.glob("shard_*.pt"))])
@@ -97,9 +96,9 @@ def check_cache(source: Path, teacher: Path, place: Path) -> bool:
     spread = (logits.amax(-1) - logits.amin(-1)).max().item()
     limit = max_error(RANGE_ROUNDING * spread, logits.shape[-1])
     error = (found - exact).abs().max().item()
-    student = load_model(str(teacher), device="cpu", dtype="fp32")
-    kd = cached_divergence(student, split_batches(cache, "train", batch_size=8)).kd_nats
-    formula = kd_by_formula(student.model, stored)
+    model = load_model(str(student), device="cpu", dtype="fp32")
+    kd = cached_divergence(model, split_batches(cache, "train", batch_size=8)).kd_nats
+    formula = kd_by_formula(model.model, stored)
     print(f"{source.name}: log-probs within {error:.2g} (at most {limit:.2g}) nats, ", end="")
     print(f"KD {kd:.6f} (by its formula {formula:.6f}) nats")
     same_ids = torch.equal(

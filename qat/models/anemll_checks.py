@@ -73,8 +73,8 @@ def _check_levels(name: str, parts: Parts) -> None:
     L = parts["lut"].numel()
     if not LEAST_LEVELS <= L <= MOST_LEVELS:
         raise CheckpointError(
-            f"{name}.lut has {L} entries, expected {LEAST_LEVELS} to {MOST_LEVELS}; the file is damaged: copy "
-            "it anew"
+            f"{name}.lut has {L} entries, expected {LEAST_LEVELS} to {MOST_LEVELS}; the file is "
+            "damaged: copy it anew"
         )
     if "_lut_raw_deltas" in parts and L != LEARNED_LEVELS:
         raise CheckpointError(
