@@ -132,10 +132,9 @@ def _launch(
 
 def _lookup(parts: "_Parts", tile: Tile) -> int:
     """Comparisons and permutations know four levels; the interpreter, no assembly."""
-    is_compiled = isinstance(_matvec_kernel, JITFunction)
     if parts.bits != 2:
-        return ASSEMBLED_GATHER if is_compiled else GATHER
-    if tile.lookup == PERMUTE and (parts.tensors[3] is None or not is_compiled):
+        return ASSEMBLED_GATHER if IS_COMPILED else GATHER
+    if tile.lookup == PERMUTE and (parts.tensors[3] is None or not IS_COMPILED):
         return SELECT
     return tile.lookup
 
@@ -238,6 +237,10 @@ def _matvec_kernel(
             tl.store(scaled + b * num_out + spread_at, y * tl.load(gamma + row), mask=is_row)
             square = tl.sum(tl.where(is_row, y * y, 0.0), axis=0)
             tl.store(squares_out + b * tl.num_programs(0) + tl.program_id(0), square)
+
+
+IS_COMPILED = isinstance(_matvec_kernel, JITFunction)
+"""Not interpreted."""
 
 
 @triton.jit

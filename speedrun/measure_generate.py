@@ -1,0 +1,280 @@
+"""How much faster a packed student generates than the same model in bf16, at batch 1.
+
+All loops are the same: a static cache, a whole step (sampling too) as one graph, replayed. In bf16
+the step is computed twice: by the packed student's own kernels on dense weights, and by
+`torch.compile` of plain PyTorch layers; the faster one is compared with. Weights are random codes
+of a published shape. First every candidate tile of the kernels is timed (`matvec_tiles.py`).
+
+python speedrun/measure_generate.py --figures FILE.jsonl
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matvec_tiles
+import torch
+from figures import record
+from plain_decode import PlainStep
+from speed_case import Row, show
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from qat.backend import Backend, select
+from qat.bench.config import MeasureConfig
+from qat.bench.flops import measure_roofline
+from qat.bench.shapes import shape_called
+from qat.bench.student import quantize_at_random_, random_model
+from qat.evaluate.decode import Run, Sampling
+from qat.kernels.lut_matvec_triton import CHOSEN
+from qat.models.decode_step import DecodeStep, read_bytes
+from qat.models.hf_quantizer import put_empty_table
+from qat.models.language_model import LanguageModel
+from qat.models.tables import table_names, table_spec, weight_shape
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.quant.spec import PRESETS
+
+GOAL = 2.0
+HEADLINE = "q2a2, tables of 4 bits"
+STUDENTS = {
+    HEADLINE: ("q2a2", 4),
+    "q2a2, bf16 tables": ("q2a2", None),
+    "q2a4, tables of 4 bits": ("q2a4", 4),
+}
+KERNEL_COLUMNS = (
+    ("Matrix", "name", "{}"),
+    ("Bits", "bits", "{}"),
+    ("Rows", "rows", "{}"),
+    ("Inputs", "inputs", "{}"),
+    ("Tile", "tile", "{}"),
+    ("us a call", "call_us", "{:.2f}"),
+    ("GB/s", "gb_per_s", "{:,.0f}"),
+    ("Of copy", "copy_frac", "{:.2f}"),
+)
+LOOP_COLUMNS = (
+    ("Loop", "case", "{}"),
+    ("ms a token", "token_ms", "{:.4f}"),
+    ("tokens/s", "tokens_per_s", "{:,.1f}"),
+    ("spread", "spread_ms", "{:.4f}"),
+    ("GB a token", "gb", "{:.3f}"),
+    ("MBU", "mbu_frac", "{:.3f}"),
+    ("over bf16", "over_bf16", "{:.2f}"),
+)
+START = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A generation that goes on for as long as it is asked to."""
+
+    name: str
+    run: Run
+    num_bytes: int
+    """Of the weights that a token reads."""
+
+
+def main() -> None:
+    """Print the tables and record how many times as fast the packed student is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="qwen3-4b")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--skip-tiles", action="store_true", help="use the tiles as they are")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--figures", type=Path)
+    asked = parser.parse_args()
+    if asked.tiny:
+        asked.shape, asked.runs, asked.tokens, asked.prompt = "tiny", 2, 3, 5
+    backend = select(asked.device)
+    copy_rate = measure_roofline(backend, "bf16").copy_bytes
+    tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
+    if not asked.skip_tiles:
+        show_tiles(asked, backend, copy_rate)
+    with torch.no_grad():
+        loops = [*loops_of(asked, backend)]
+        tell("recorded; timing")
+        seconds = timed(loops, backend, asked)
+    rows = [row_of(loop, seconds[loop.name], copy_rate) for loop in loops]
+    bf16 = min((row for row in rows if "bf16 model" in row["case"]), key=lambda r: r["token_ms"])
+    for row in rows:
+        row["over_bf16"] = bf16["token_ms"] / row["token_ms"]
+    show(rows, columns=LOOP_COLUMNS)
+    ours = next(row for row in rows if row["case"] == HEADLINE)
+    ratios = [b / o for b, o in zip(seconds[bf16["case"]], seconds[HEADLINE], strict=True)]
+    finish(asked, ours, statistics.stdev(ratios))
+
+
+def finish(asked: argparse.Namespace, ours: Row, spread: float) -> None:
+    """Say and record the figures."""
+    ratio = round(ours["over_bf16"], 3)
+    tell(f"generate_over_bf16: {ratio} (goal >= {GOAL})")
+    if not asked.figures:
+        return
+    common = {"runs": asked.runs}
+    record(
+        asked.figures, "generate_over_bf16", ratio, "times", f">= {GOAL}",
+        spread=round(spread, 4), **common,
+    )  # fmt: skip
+    for name, key in (("generate_tok_s", "tokens_per_s"), ("generate_mbu_frac", "mbu_frac")):
+        record(asked.figures, name, round(ours[key], 4), key, "", **common)
+
+
+def tell(line: str) -> None:
+    """Print with the time since the start."""
+    print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
+
+
+def show_tiles(asked: argparse.Namespace, backend: Backend, copy_rate: float) -> None:
+    """Choose each kernel's tile, and print what all candidates took."""
+    config = random_config(asked)
+    wanted = [
+        *matvec_tiles.matrices(config, 2, 4),
+        *matvec_tiles.matrices(config, 4, 4)[:2],
+        *matvec_tiles.matrices(config, 16, 16),
+    ]
+    size, repeats = (0, 2) if asked.tiny else (2**28, 10)
+    rows = []
+    for timed_tile in matvec_tiles.choose(wanted, backend, repeats=repeats, spread_bytes=size):
+        matrix = timed_tile.matrix
+        rows.append(
+            {
+                "name": matrix.name,
+                "bits": matrix.bits,
+                "rows": matrix.out_features * (2 if matrix.is_gated else 1),
+                "inputs": matrix.in_features,
+                "tile": " ".join(map(str, timed_tile.tile)),
+                "call_us": timed_tile.call_us,
+                "gb_per_s": timed_tile.gb_per_s,
+                "copy_frac": timed_tile.gb_per_s * 1e9 / copy_rate,
+            }
+        )
+    show(rows, columns=KERNEL_COLUMNS)
+    tell(f"tiles chosen: { {k: tuple(tile) for k, tile in CHOSEN.items()} }")
+
+
+def random_config(asked: argparse.Namespace) -> object:
+    """The configuration of the shape, without its weights."""
+    return AutoConfig.for_model(**shape_called(asked.shape))
+
+
+def loops_of(asked: argparse.Namespace, backend: Backend) -> Iterator[Loop]:
+    """The bf16 loops and the students' loops, recorded and ready."""
+    settings = MeasureConfig(device=asked.device)
+    ids = torch.randint(500, (1, asked.prompt), device=backend.device)
+    count = (asked.runs + 1) * asked.tokens + 1
+    model = random_model(asked.shape, settings).eval()
+    dense = DecodeStep(LanguageModel(model))
+    yield loop_of("bf16 model, own kernels", dense, dense.logits, ids=ids, count=count)
+    tell("the bf16 step runs")
+    plain = PlainStep(dense, is_compiled=backend.records())
+    yield loop_of("bf16 model, torch.compile", dense, plain.logits, ids=ids, count=count)
+    tell("the compiled bf16 step runs")
+    for name, (preset, table_bits) in STUDENTS.items():
+        student = random_student(asked, preset, table_bits)
+        if name == HEADLINE:
+            expected = whole_forwards(student, ids)
+        step = DecodeStep(LanguageModel(student))
+        loop = loop_of(name, step, step.logits, ids=ids, count=count)
+        if name == HEADLINE:
+            compare(step, ids, *expected)
+        tell(f"{name}: recorded")
+        yield loop
+
+
+def random_student(
+    asked: argparse.Namespace, preset: str, table_bits: int | None
+) -> PreTrainedModel:
+    """Random codes in the formats of a preset, in bf16."""
+    model = random_model(asked.shape, MeasureConfig(device=asked.device))
+    quantize_at_random_(model, PRESETS[preset])
+    for name in table_names(model) if table_bits else ():
+        table = model.get_submodule(name)
+        device = table.weight.device
+        put_empty_table(model, name, table_spec(table_bits, weight_shape(table)[1]))
+        filled = model.get_submodule(name).to_empty(device=device)
+        fill_table_(filled)
+    return model
+
+
+def fill_table_(table: FrozenLutTable) -> None:
+    """Random codes of the size that tables are initialised with."""
+    table.packed.random_(0, 256)
+    table.codebook.copy_(torch.linspace(-1, 1, table.codebook.numel()))
+    table.scales.uniform_(0.02, 0.05)
+
+
+def whole_forwards(student: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Last logits by the model itself, in bf16 and in float32, both with formed weights."""
+    model = LanguageModel(student)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        student.to(dtype)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        found.append(model.logits(model.hidden(ids, positions)[:, -1]).float())
+    student.to(torch.bfloat16)
+    return tuple(found)
+
+
+def compare(step: DecodeStep, ids: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """Say how far the step's last logits are from float32, and how far bf16's are."""
+    last = ids.shape[1] - 1
+    _, caches = step.prefill(ids[:, :last], ids.shape[1])
+    place = torch.tensor([last], device=ids.device)
+    found = step.logits(ids[:, last], place, caches, step.angles(ids.shape[1]))
+    ours, bf16 = ((x - exact).abs().max().item() for x in (found, eager))
+    tell(
+        f"largest logit {exact.abs().max():.3g}; off float32: the step by {ours:.3g}, "
+        f"bf16 with formed weights by {bf16:.3g}"
+    )
+
+
+def loop_of(
+    name: str, step: DecodeStep, logits: Callable[..., Tensor], *, ids: Tensor, count: int
+) -> Loop:
+    """A greedy generation after `ids` by `logits`, recorded where the device can."""
+    told = copy.copy(step)
+    told.logits = logits
+    backend = Backend(ids.device)
+    num_positions = -(-(ids.shape[1] + count) // 256) * 256
+    first, caches = step.prefill(ids, num_positions)
+    run = Run(told, caches, step.angles(num_positions), Sampling(0.0))
+    run.start(first.argmax(-1), ids.shape[1], count)
+    if backend.records():
+        run.record(backend)
+    return Loop(name, run, read_bytes(step))
+
+
+def timed(loops: list[Loop], backend: Backend, asked: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a token of every run of every loop, in turns; the first round is not counted."""
+    seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    for _ in range(asked.runs + 1):
+        for loop in loops:
+            first = backend.mark()
+            for _ in range(asked.tokens):
+                loop.run.advance()
+            last = backend.mark()
+            seconds[loop.name].append(backend.seconds_between(first, last) / asked.tokens)
+    return {name: found[1:] for name, found in seconds.items()}
+
+
+def row_of(loop: Loop, seconds: list[float], copy_rate: float) -> Row:
+    """One loop's line of the table."""
+    token_s = statistics.median(seconds)
+    return {
+        "case": loop.name,
+        "token_ms": 1e3 * token_s,
+        "tokens_per_s": 1 / token_s,
+        "spread_ms": 1e3 * statistics.stdev(seconds),
+        "gb": loop.num_bytes / 1e9,
+        "mbu_frac": loop.num_bytes / token_s / copy_rate,
+    }
+
+
+if __name__ == "__main__":
+    main()

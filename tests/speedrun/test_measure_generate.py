@@ -1,0 +1,54 @@
+"""The script that times generation: it runs, small, on a CPU, and its baseline is right."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from qat.models.decode_step import DecodeStep
+from qat.models.language_model import LanguageModel
+
+SPEEDRUN = Path(__file__).parents[2] / "speedrun"
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
+    torch.set_num_threads(1)
+
+
+def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    import measure_generate
+
+    from qat.bench.flops import Roofline
+
+    out = tmp_path / "figures.jsonl"
+    rates = Roofline(None, 1e12, 1e10)
+    monkeypatch.setattr(measure_generate, "measure_roofline", lambda *_: rates)
+    arguments = ["--tiny", "--device", "cpu", "--figures", str(out)]
+    monkeypatch.setattr(sys, "argv", ["measure_generate.py", *arguments])
+    monkeypatch.setattr(measure_generate.matvec_tiles, "PACKED_TILES", ())
+    measure_generate.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ["generate_over_bf16", "generate_tok_s", "generate_mbu_frac"]
+    assert [line["figure"] for line in lines] == names
+    assert lines[0]["value"] > 0 and lines[0]["goal"] == ">= 2.0" and lines[0]["runs"] == 2
+    printed = capsys.readouterr().out
+    assert "off float32" in printed and "q2a4, tables of 4 bits" in printed
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_the_plain_step_is_the_decode_step(architecture: str) -> None:
+    from plain_decode import PlainStep
+
+    step = DecodeStep(LanguageModel(tiny_model(architecture, initializer_range=0.3)))
+    ids, place = torch.randint(320, (2, 9)), torch.tensor([8])
+    found = []
+    for way in (step, PlainStep(step, is_compiled=False)):
+        _, caches = step.prefill(ids[:, :8], 16)
+        found.append((way.logits(ids[:, 8], place, caches, step.angles(16)), caches))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
+    assert torch.allclose(found[0][1][1].keys, found[1][1][1].keys, atol=1e-5)
