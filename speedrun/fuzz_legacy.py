@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--figures", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     seeds = range(arguments.first, arguments.first + arguments.cases)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
@@ -65,7 +66,6 @@ def main() -> None:
 
 def fuzz(place: Path, seeds: range) -> collections.Counter[tuple[str, str]]:
     """How often each kind of mutant came to which end."""
-    logging.disable(logging.WARNING)
     model = base_model()
     base = place / "base"
     model.save_pretrained(base)
