@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from quantized import frozen_linear
+from lut_matvec_case import SPECS, rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels import lut_matvec
 from qat.kernels.lut_matvec import (
-    LutRows,
     Norm,
     Rows,
     gathered,
@@ -24,16 +23,6 @@ from qat.kernels.lut_matvec import (
 )
 from qat.quant.spec import LutSpec
 
-SPECS = {
-    "lut1": LutSpec(bits=1, group_size=32),
-    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
-    "lut2_g48": LutSpec(bits=2, group_size=48),
-    "ternary": LutSpec(bits=2, codebook="ternary", group_size=16, scale_bits=8),
-    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
-    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
-    "lut4_s32": LutSpec(bits=4, group_size=48, scale_bits=32),
-    "lut8": LutSpec(bits=8, group_size=48),
-}
 O, I = 37, 192
 
 
@@ -48,13 +37,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def rows_of(spec: LutSpec, num_rows: int = O) -> tuple[LutRows, Tensor]:
-    """A packed matrix and its weight in float64."""
-    linear = frozen_linear(num_rows, I, spec)
-    rows = LutRows.of(linear.source(), linear.codebook.detach(), linear.scales_as_stored())
-    return rows, linear.quantized_weight().double()
-
-
 def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
     assert found.dtype == torch.float32
     assert_no_worse_than_eager(found, eager, exact, slack=2e-6 * exact.abs().max().item())
@@ -62,7 +44,7 @@ def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
-    rows, W = rows_of(spec)
+    rows, W = rows_of(spec, O, I)
     assert rows.shape == (O, I)
     assert torch.equal(rows.dense().double(), W)
     x, bias = torch.randn(2, I), torch.randn(O)
@@ -82,7 +64,7 @@ def members(kind: str) -> tuple[list[Rows], Tensor]:
     if kind == "dense":
         dense = [torch.randn(size, I) for size in (32, 16, 16)]
         return dense, torch.cat(dense).double()
-    pairs = [rows_of(SPECS[kind], size) for size in (32, 16, 16)]
+    pairs = [rows_of(SPECS[kind], size, I) for size in (32, 16, 16)]
     return [rows for rows, _ in pairs], torch.cat([W for _, W in pairs])
 
 
@@ -124,7 +106,7 @@ def test_the_residual_stream(kind: str, path: str) -> None:
 
 
 def test_what_stacks() -> None:
-    two, four = rows_of(SPECS["lut2_s8"])[0], rows_of(SPECS["lut4_s8"])[0]
+    two, four = rows_of(SPECS["lut2_s8"], O, I)[0], rows_of(SPECS["lut4_s8"], O, I)[0]
     assert stacks([two, two, two])
     assert stacks([torch.zeros(2, 3), torch.zeros(1, 3)])
     assert not stacks([two, four])

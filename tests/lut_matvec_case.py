@@ -1,0 +1,29 @@
+"""Packed matrices for the tests of `qat.kernels.lut_matvec` on every path."""
+
+from quantized import frozen_linear
+from torch import Tensor
+
+from qat.kernels.lut_matvec import LutRows
+from qat.quant.spec import LutSpec
+
+SPECS = {
+    "lut1": LutSpec(bits=1, group_size=32),
+    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
+    "lut2_g48": LutSpec(bits=2, group_size=48),
+    "ternary": LutSpec(bits=2, codebook="ternary", group_size=16, scale_bits=8),
+    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
+    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
+    "lut4_s32": LutSpec(bits=4, group_size=48, scale_bits=32),
+    "lut8": LutSpec(bits=8, group_size=48),
+}
+
+
+def rows_of(
+    spec: LutSpec, O: int, I: int, *, device: str = "cpu", is_short: bool = False
+) -> tuple[LutRows, Tensor]:
+    """A random packed matrix, and its weight in float64 on the CPU."""
+    linear = frozen_linear(O, I, spec)
+    weight = linear.quantized_weight().double()
+    linear = linear.to(device)
+    source, scales = linear.source(), linear.scales_as_stored()
+    return LutRows.of(source, linear.levels(), scales, is_short=is_short), weight
