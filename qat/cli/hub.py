@@ -21,7 +21,7 @@ def pull(
     name: str,
     *,
     out: Path | None = None,
-    drive: Path | None = None,
+    drive: str | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
     own: Own = None,
 ) -> dict[str, object]:
@@ -30,16 +30,20 @@ def pull(
     Args:
         name: one of `qat hub list`.
         out: directory to make; by default caches/NAME or checkpoints/NAME.
-        drive: where a Google Drive is mounted, for mirrors on it.
+        drive: where a Google Drive is mounted, or gs://BUCKET with its files, for mirrors on it.
         force: fetch it even if it is there, and replace that.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
+    from qat.hub.mirrors import in_bucket
     from qat.hub.pull import pull as fetch
     from qat.hub.registry import find
 
     entry = find(_registry(own), name)
+    if drive is not None and drive.startswith("gs://"):
+        entry = entry.model_copy(update={"mirrors": in_bucket(entry.mirrors, drive)})
+        drive = None
     out = out or DEFAULT_PLACES[entry.kind] / name
-    pulled = fetch(name, entry, out, drive=drive, replace=force)
+    pulled = fetch(name, entry, out, drive=drive and Path(drive), replace=force)
     return dict(name=name, kind=entry.kind, **pulled._asdict())
 
 

@@ -67,6 +67,23 @@ def lookup(path: Path) -> Path:
     raise HubError(f"{path} is not there, neither as {', '.join(SUFFIXES)} nor as a directory")
 
 
+def in_bucket(mirrors: tuple[str, ...], bucket: str) -> tuple[str, ...]:
+    """Mirrors for a Drive that is a gs:// bucket: each `drive:` becomes what `lookup` would try.
+
+    Nobody can look into a bucket without a request, so each place is a mirror of its own.
+    """
+    places: list[str] = []
+    for mirror in mirrors:
+        path = f"{bucket.rstrip('/')}/{mirror.removeprefix('drive:')}"
+        if not mirror.startswith("drive:"):
+            places.append(mirror)
+        elif is_archive(path) or path.endswith(PICKLE):
+            places.append(path)
+        else:
+            places += [*(f"{path}{suffix}" for suffix in SUFFIXES), path]
+    return tuple(places)
+
+
 def storage_command(verb: str, *words: str) -> list[str]:
     """A command line of Google's own tool for gs:// paths: `cp`, or `rsync` of directories.
 

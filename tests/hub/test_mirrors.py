@@ -10,9 +10,10 @@ import pytest
 from hub_case import checkpoint
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from qat.cli import run_verb
 from qat.errors import HubError
 from qat.hub import mirrors
-from qat.hub.mirrors import Places, fetch, lookup
+from qat.hub.mirrors import Places, fetch, in_bucket, lookup
 
 TOOL = """#!{python}
 import pathlib, shutil, sys
@@ -160,3 +161,26 @@ def test_storage_needs_its_tool(places: Places, bucket: Path) -> None:
     assert fetch("gs://bucket/a.tgz", places).path.read_bytes() == b"packed"
     os.remove(tool.with_name("gsutil"))
     fail("gs://bucket/a.tgz", places, "needs gcloud or gsutil")
+
+
+def test_a_bucket_in_place_of_a_drive() -> None:
+    places = in_bucket(("drive:caches/L", "drive:a.tgz", "drive:q2/best.pt", "hf:a/b"), "gs://b/x/")
+    assert places == (
+        "gs://b/x/caches/L.tar.lz4",
+        "gs://b/x/caches/L.tgz",
+        "gs://b/x/caches/L.tar.gz",
+        "gs://b/x/caches/L",
+        "gs://b/x/a.tgz",
+        "gs://b/x/q2/best.pt",
+        "hf:a/b",
+    )
+
+
+def test_pull_from_a_bucket(bucket: Path, tmp_path: Path) -> None:
+    checkpoint(bucket / "runs" / "q2")
+    own = tmp_path / "hub.toml"
+    own.write_text("[q2]\nkind = 'checkpoint'\nmirrors = ['drive:runs/q2']\n")
+    out = ["--out", str(tmp_path / "out"), "--registry", str(own)]
+    found = run_verb(["hub", "pull", "q2", "--drive", "gs://bucket", *out])
+    assert found["mirror"] == "gs://bucket/runs/q2"
+    assert (tmp_path / "out" / "config.json").is_file()
