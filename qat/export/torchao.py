@@ -96,7 +96,7 @@ def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
     weight, spec = affine(module), module.spec
     lowest = 2 ** (spec.bits - 1)
     scale = exact(f"{name}.scales", weight.scale, dtype)
-    grid = module.codebook.double()
+    grid = module.codebook.detach().double()
     zero = -lowest - float(grid[0] / (grid[1] - grid[0]))
     return IntxUnpackedToInt8Tensor(
         (weight.codes.int() - lowest).to(torch.int8),

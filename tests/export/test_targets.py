@@ -1,0 +1,403 @@
+"""Targets: what each holds, that its own library reads our weights and logits, what is refused."""
+
+import copy
+import json
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from quantized import SPECS, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
+from tiny import tiny_model, tiny_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qat.backend import DTYPES
+from qat.errors import ExportError
+from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
+from qat.export.config import ExportConfig, TargetName
+from qat.export.model import export_model
+from qat.export.targets import TARGETS, check_model, load_target
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.hf_quantizer import quantized_modules
+from qat.models.load import load_model
+from qat.models.quantize import quantize_model
+from qat.models.shipping import Shipping
+from qat.models.tables import with_tables
+from qat.nn.step import quant_linears
+from qat.quant.pack import pack
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+
+# coremltools leaves temporary directories to their finalizers
+pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
+
+IDS = torch.arange(40).view(2, 20) * 7 % 320
+WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32}
+SHIPPED = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> PreTrainedModel:
+    """A tiny student of 2 and 4 bits in the formats that a conversion for `to` gives."""
+    model = tiny_model(architecture, initializer_range=0.2, **{**WIDE, **overrides})
+    language_model = load_like(model)
+    plan = PRESETS["q2a4"]
+    if load_target(to).HOLDS_TABLES:
+        plan = with_tables(plan, model, 4)
+    shipping = Shipping(to, load_target(to))
+    quantize_model(language_model, shipping.plan(plan, model))
+    return language_model.model
+
+
+def load_like(model: PreTrainedModel):
+    from qat.models.language_model import LanguageModel
+
+    return LanguageModel(model.eval())
+
+
+@pytest.fixture(scope="module")
+def students(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetName, Path]:
+    """A checkpoint converted for each target."""
+    place = tmp_path_factory.mktemp("students")
+    torch.set_num_threads(1)
+    for to in SHIPPED:
+        save_checkpoint(mixed(to), tiny_tokenizer(), place / to)
+    return {to: place / to for to in SHIPPED}
+
+
+def library(to: TargetName) -> None:
+    name = {"mlx": "mlx_lm", "coreml": "coremltools"}.get(to, to.replace("-", "_"))
+    pytest.importorskip(name)
+
+
+def test_every_name_has_a_module() -> None:
+    assert set(TARGETS) == set(get_args(TargetName))
+    for name in TARGETS:
+        target = load_target(name)
+        assert target.SLACK < 1e-2 and "DIR" in target.HOW_TO_LOAD
+        assert target.lost(LutSpec(bits=2, codebook="int"), (64, 64)) is None
+
+
+@pytest.mark.parametrize("to", SHIPPED)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_the_targets_library_reads_our_logits(
+    to: TargetName, dtype: str, students: dict[TargetName, Path], tmp_path: Path
+) -> None:
+    library(to)
+    out = tmp_path / "out"
+    report = export_model(str(students[to]), ExportConfig(to=to, dtype=dtype), out)
+    if load_target(to).SLACK == 0:
+        assert report.logits_max_diff == 0
+    assert report.logits_max_diff < (1e-4 if dtype == "fp32" or to != "coreml" else 1e-2)
+    assert report.bytes > 0 and report.dtype == f"float{dtype[2:]}"
+    shown = (out / card.CARD).read_text()
+    assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
+
+
+@pytest.mark.parametrize("to", ["mlx", "compressed-tensors", "gguf", "torchao"])
+def test_bfloat16_holds_what_a_conversion_gives(
+    to: TargetName, students: dict[TargetName, Path], tmp_path: Path
+) -> None:
+    library(to)
+    export_model(str(students[to]), ExportConfig(to=to, dtype="bf16"), tmp_path / "out")
+
+
+def mlx_weight(words: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int) -> np.ndarray:
+    """MLX's documented layout: codes from the least significant bits of uint32 words on."""
+    bitstream = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    codes = bitstream.reshape(len(words), -1, bits) @ (1 << np.arange(bits))
+    size = codes.shape[1] // scales.shape[1]
+    return codes * scales.repeat(size, 1) + biases.repeat(size, 1)
+
+
+@pytest.mark.parametrize("bits", mlx.BITS)
+def test_mlx_words_hold_our_weights(bits: int) -> None:
+    linear = frozen_linear(8, 128, mlx.scheme(LutSpec(bits=bits, group_size=16), (8, 128)))
+    weight = parts.affine(linear)
+    words = pack(weight.codes, bits).view(torch.uint32).numpy()
+    scales, biases = (parts.exact("it", t, torch.float16) for t in weight[1:])
+    found = mlx_weight(words, scales.double().numpy(), biases.double().numpy(), bits)
+    assert torch.equal(torch.from_numpy(found).float(), linear.quantized_weight())
+    mx = pytest.importorskip("mlx.core")
+    arrays = (mx.array(t.float().numpy()) for t in (scales, biases))
+    size = linear.spec.group_size
+    read = mx.dequantize(mx.array(words), *arrays, group_size=size, bits=bits)
+    assert torch.equal(torch.from_numpy(np.array(read)), linear.quantized_weight())
+
+
+GGUF_FORMATS = {
+    "Q2_K": [("seq", 2, 256), ("int", 2, 512)],
+    "Q3_K": [("int", 3, 256)],
+    "TQ2_0": [("ternary", 2, 256)],
+    "Q4_0": [("int", 4, 32), ("int", 3, 64), ("ternary", 2, 32)],
+    "Q4_1": [("seq", 4, 32), ("seq", 3, 256), ("seq", 1, 32)],
+    "Q5_0": [("int", 5, 32)],
+    "Q8_0": [("int", 8, 32), ("int", 6, 256)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "codebook", "bits", "size"),
+    [(kind, *one) for kind, formats in GGUF_FORMATS.items() for one in formats],
+)
+def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, size: int) -> None:
+    library = pytest.importorskip("gguf")
+    spec = LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=8)
+    linear = frozen_linear(5, 512, spec)
+    with torch.no_grad():
+        linear.scales[0] = 0  # the smallest weights have scales that round to zero
+    found = gguf_blocks.block_type(spec)
+    blocks = gguf_blocks.to_blocks("it", parts.affine(linear), found).numpy()
+    read = library.quants.dequantize(blocks, library.GGMLQuantizationType[kind])
+    assert found.name == kind
+    assert torch.equal(torch.from_numpy(read), linear.quantized_weight())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_transformers_reads_our_gguf(architecture: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = mixed("gguf", architecture, **shape)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "packed")
+    out = tmp_path / "out"
+    export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), out)
+    read = gguf.read_weights(model, out / gguf.FILE_NAME)
+    for name, module in quantized_modules(model).items():
+        assert torch.equal(read[f"{name}.weight"], module.quantized_weight())
+    if architecture == "llama":  # of gemma3 it needs a vision tower's config
+        theirs = AutoModelForCausalLM.from_pretrained(out, gguf_file=gguf.FILE_NAME)
+        torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_the_tokenizer_goes_into_a_gguf(
+    students: dict[TargetName, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = pytest.importorskip("gguf")
+    export_model(str(students["gguf"]), ExportConfig(to="gguf"), tmp_path / "out")
+    fields = library.GGUFReader(tmp_path / "out" / gguf.FILE_NAME).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    vocabulary = tiny_tokenizer().get_vocab()
+    assert {token: tokens.index(token) for token in vocabulary} == vocabulary
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == vocabulary["<|end|>"]
+    assert "<|end|>" in fields["tokenizer.chat_template"].contents()
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+    writer = library.GGUFWriter(None, "llama")
+    assert not gguf_tokenizer.add_tokenizer(writer, tokenizer, 320)
+    assert "none that GGUF files know" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("to", "spec", "reason"),
+    [
+        ("mlx", SPECS["lut2"], "codebook=lut is not evenly spaced"),
+        ("mlx", SPECS["seq2"], "no groups of 16"),
+        ("mlx", LutSpec(bits=7, codebook="int"), "no weights of 7 bits"),
+        ("mlx", SPECS["int4_r3"], "of low rank"),
+        ("compressed-tensors", SPECS["seq2"], "expected int or ternary"),
+        ("gguf", SPECS["lut4"], "no type of ggml has learned levels"),
+        ("gguf", SPECS["int3"], "holds 3 bits of codebook=int in groups of 8 without loss"),
+        ("torchao", SPECS["lut2"], "expected seq or int or ternary"),
+        ("coreml", SPECS["lut2_r4"], "of low rank"),
+    ],
+)
+def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) -> None:
+    model = tiny_quantized("qwen3", spec, num_hidden_layers=1)
+    with pytest.raises(ExportError, match=rf"cannot hold model.*{reason}.*qat convert --for"):
+        check_model(to, model)
+
+
+@pytest.mark.parametrize("to", SHIPPED)
+def test_adapters_are_refused(to: TargetName) -> None:
+    with pytest.raises(ExportError, match="its adapter is part of its weight; export --to dense"):
+        check_model(to, tiny_adapted("qwen3", LutSpec(bits=2, codebook="int", scale_bits=8)))
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao"])
+def test_quantized_tables_are_refused(to: TargetName) -> None:
+    model = tiny_model()
+    with pytest.raises(ExportError, match="expected embedding and head in floating point"):
+        Shipping(to, load_target(to)).plan(with_tables(PRESETS["q2a2"], model, 8), model)
+    quantize_model(load_like(model), with_tables(PRESETS["q2a2"], model, 8))
+    with pytest.raises(ExportError, match="embed_tokens without loss: it is a quantized table"):
+        check_model(to, model)
+
+
+def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
+    return QuantPlan(name="mine", rules=(PlanRule(pattern=pattern, spec=spec),))
+
+
+@pytest.mark.parametrize(
+    ("to", "spec", "shape", "reason"),
+    [
+        ("mlx", LutSpec(bits=1), {}, "mlx cannot hold .*q_proj: MLX has no weights of 1 bits"),
+        ("mlx", LutSpec(bits=2), {"hidden_size": 48}, "rows of 48 do not split into groups of 32"),
+        ("gguf", LutSpec(bits=4), {"hidden_size": 48}, "rows of 48 do not split into groups of 32"),
+        ("gguf", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
+        ("coreml", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
+        ("compressed-tensors", LutSpec(bits=1), {}, "need 2 bits at least"),
+    ],
+)
+def test_a_plan_that_cannot_be_held_is_refused_before_training(
+    to: TargetName, spec: LutSpec, shape: dict, reason: str
+) -> None:
+    with pytest.raises(ExportError, match=reason):
+        Shipping(to, load_target(to)).plan(plan(spec), tiny_model(**shape))
+
+
+def test_what_stays_quantized_must_be_held_too() -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"])
+    shipping = Shipping("mlx", load_target("mlx"))
+    with pytest.raises(ExportError, match="self_attn.q_proj, which is quantized already"):
+        shipping.plan(plan(LutSpec(bits=2), "*.mlp.*"), model)
+
+
+def test_a_plan_is_bent_to_its_target() -> None:
+    model = tiny_model(**WIDE)
+    bent = {}
+    for to in SHIPPED:
+        rules = Shipping(to, load_target(to)).plan(PRESETS["q2a4"], model).rules
+        specs = {rule.pattern.rsplit(".", 1)[1]: rule.spec for rule in rules}
+        assert {spec.scale_bits for spec in specs.values()} == {8}
+        assert (specs["up_proj"].bits, specs["q_proj"].bits) == (2, 4)
+        bent[to] = {n: (specs[n].codebook, specs[n].group_size) for n in ("up_proj", "down_proj")}
+    assert bent == {
+        "mlx": {"up_proj": ("seq", 32), "down_proj": ("seq", 32)},
+        "compressed-tensors": {"up_proj": ("int", 16), "down_proj": ("int", 16)},
+        "gguf": {"up_proj": ("int", 32), "down_proj": ("seq", 256)},
+        "torchao": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
+        "coreml": {"up_proj": ("lut", 16), "down_proj": ("lut", 16)},
+    }
+
+
+def test_levels_of_16_bits_stay_so_while_they_learn() -> None:
+    spec = LutSpec(bits=2, group_size=8, scale_bits=8, level_bits=16)
+    linear = latent_linear(6, 16, spec)
+    with torch.no_grad():
+        linear.codebook += torch.rand(4) * 1e-3
+    levels = linear.quantized().codebook
+    assert torch.equal(levels, levels.half().float()) and not torch.equal(levels, linear.codebook)
+    x = torch.randn(3, 16)
+    y = linear(x)
+    assert torch.equal(y, x @ linear.quantized_weight().T)
+    y.square().sum().backward()
+    assert linear.codebook.grad.abs().sum() > 0
+
+
+def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
+    with pytest.raises(ExportError, match="it holds 0.1, which is no bf16 number"):
+        parts.exact("it", torch.tensor([1.0, 0.1], dtype=torch.float64), torch.bfloat16)
+    model = tiny_quantized("qwen3", LutSpec(bits=2, codebook="seq"))  # scales of 16 bits
+    with pytest.raises(ExportError, match="q_proj.biases holds .* no fp16 number"):
+        mlx.write(as_dtype(model, "fp16"), None, Path("nowhere"))
+
+
+def as_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
+    """The same model with its float tensors in `dtype`."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return model
+
+
+def test_core_ml_has_no_bfloat16(students: dict[TargetName, Path], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="Core ML has no bf16, .* export with --dtype fp16"):
+        export_model(str(students["coreml"]), ExportConfig(to="coreml", dtype="bf16"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("to", "model", "reason"),
+    [
+        ("coreml", ("gemma3", {}), "model_type=gemma3_text .* expected llama, qwen2, qwen3"),
+        ("gguf", ("llama", {"rope": "linear"}), "rope_type=linear is not written here"),
+        ("coreml", ("llama", {"rope": "linear"}), "rope_type=linear cannot be written"),
+    ],
+)
+def test_unknown_architectures_are_refused(to: TargetName, model: tuple, reason: str) -> None:
+    architecture, settings = model
+    built = tiny_model(architecture)
+    if settings:
+        built.config.rope_parameters["rope_type"] = settings["rope"]
+    with pytest.raises(ExportError, match=reason):
+        load_target(to).check(built)
+    built.config.model_type = "other"
+    with pytest.raises(ExportError, match="model_type=other"):
+        load_target(to).check(built)
+
+
+@pytest.mark.parametrize(
+    ("to", "extra"),
+    [
+        ("coreml", "coreml"),
+        ("mlx", "mlx"),
+        ("compressed-tensors", "ship"),
+        ("gguf", "ship"),
+        ("torchao", "adam8bit"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(
+    to: TargetName,
+    extra: str,
+    students: dict[TargetName, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "find_spec", lambda name: None)
+    with pytest.raises(ExportError, match=rf"is not installed, .* pip install 'qat\[{extra}\]'"):
+        export_model(str(students[to]), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_weights_are_noticed(students: dict[TargetName, Path], tmp_path: Path) -> None:
+    pytest.importorskip("coremltools")
+    model = load_checkpoint(students["coreml"], torch.float32)
+    coreml.write(model, None, tmp_path)
+    linear = next(iter(quant_linears(model).values()))
+    with torch.no_grad():
+        linear.scales *= 2
+    with pytest.raises(ValueError, match="q_proj_weight is decompressed to other values"):
+        coreml.read_logits(model, tmp_path, IDS[:1])
+
+
+def test_the_card_tells_the_runs_own_measures(tmp_path: Path) -> None:
+    run, source = tmp_path / "run", tmp_path / "converted"
+    source.mkdir()
+    (source / card.CONVERSION).write_text(json.dumps({"source": "owner/base"}))
+    checkpoint = run / "checkpoints/step-000020"
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, checkpoint)
+    (run / "best").write_text("checkpoints/step-000020")
+    (run / "run.json").write_text(json.dumps({"commit": "abc"}))
+    (run / "recipe.toml").write_text(f'[train]\nstudent = "{source}"\n')
+    rows = [{"kind": "eval", "step": s, "kl_tail_nats": s / 100, "ppl": None} for s in (10, 20)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    export_model(str(run), ExportConfig(to="packed"), tmp_path / "out")
+    shown = (tmp_path / "out" / card.CARD).read_text()
+    for line in ("| base model | owner/base |", "| trained | 20 steps |", "| 0.2000 |", "abc"):
+        assert line in shown
+    assert "perplexity" not in shown
+    (run / "metrics.jsonl").write_text("{\n")
+    with pytest.raises(Exception, match="is damaged"):
+        export_model(str(run), ExportConfig(to="packed"), tmp_path / "again")
+
+
+def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) -> None:
+    from qat.train.optim import learnable
+
+    for to in SHIPPED:
+        model = load_model(str(students[to]), device="cpu").model
+        names = list(quant_linears(model))
+        kinds = ("scales", "codebook") if to == "coreml" else ("scales",)
+        found = learnable(model, names, kinds)
+        assert bool(found.get("codebook")) == (to == "coreml")
+        if to == "coreml":
+            assert {m.spec.level_bits for m in quant_linears(model).values()} == {16}
