@@ -48,12 +48,12 @@ find_drive() {
         if [ ! -d "$GDRIVE_PATH" ]; then
             fail "GDRIVE_PATH=$GDRIVE_PATH is not a directory; mount the Drive or unset GDRIVE_PATH"
         fi
-        DRIVE="$GDRIVE_PATH"
+        DRIVE="$(cd -- "$GDRIVE_PATH" && pwd)"
     elif is_colab && [ -d "$PREFIX/content/drive/MyDrive" ]; then
         DRIVE="$PREFIX/content/drive/MyDrive"
     elif DRIVE="$(mac_drive)"; then
         :
-    elif [ -d "$HOME/gdrive" ]; then
+    elif [ -n "$(ls -A "$HOME/gdrive" 2>/dev/null)" ]; then
         DRIVE="$HOME/gdrive"
     elif [ -n "${GCS_BUCKET:-}" ]; then
         DRIVE="gs://${GCS_BUCKET#gs://}"
@@ -74,6 +74,9 @@ describe_machine() {
     say "$machine, ${DRIVE:-no Drive}"
     if [ "$machine" = Colab ] && [ -z "$DRIVE" ]; then
         say "Drive is not mounted: Files (left) > Mount Drive, then run this again; going on without"
+    fi
+    if [ -z "$DRIVE" ] && [ -d "$HOME/gdrive" ]; then
+        say "$HOME/gdrive is empty: mount it with rclone, then run this again; going on without"
     fi
     if [ "$machine" = RunPod ] && [ "${ROOT#"$PREFIX/workspace"}" = "$ROOT" ]; then
         say "this clone is outside /workspace: what is made in it ends with the pod"
@@ -124,14 +127,17 @@ resolve() {
     case "$(kind_of "$FOUND")" in
     cache) keep CACHE_DIR "$CACHE_DIR" && CACHE_DIR="$FOUND" ;;
     checkpoint) keep CHECKPOINT "$CHECKPOINT" && CHECKPOINT="$FOUND" ;;
-    *) fail "$FOUND holds no manifest.json, *.safetensors or run.json; expected a cache, a checkpoint or a run" ;;
+    *)
+        fail "$FOUND holds no manifest.json, *.safetensors or run.json; expected a cache, a" \
+            "checkpoint or a run"
+        ;;
     esac
 }
 
 kind_of() {
     if [ -e "$1/manifest.json" ]; then
         echo cache
-    elif [ -e "$1/run.json" ] || compgen -G "$1/*.safetensors" >/dev/null; then
+    elif [ -e "$1/run.json" ] || (cd -- "$1" && compgen -G '*.safetensors') >/dev/null 2>&1; then
         echo checkpoint
     fi
 }
@@ -170,7 +176,8 @@ fetch() {
     if [ -n "$DRIVE" ]; then options+=(--drive "$DRIVE"); fi
     if [ "$FORCE" = yes ]; then options+=(--force); fi
     result="$(cd "$ROOT" && "$QAT" hub pull "$1" ${options[@]+"${options[@]}"})" || exit 1
-    { read -r kind && read -r format && read -r FOUND; } < <(printf '%s\n' "$result" | last_json)
+    result="$(printf '%s\n' "$result" | last_json)"
+    { read -r kind && read -r format && read -r FOUND; } <<<"$result"
     HOW="fetched"
     if [ "$format" = anemll ]; then
         rm -rf "$FOUND.anemll"

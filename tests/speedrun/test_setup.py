@@ -217,9 +217,9 @@ def test_a_plain_shell_that_sources_it_goes_on(machine: Machine) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_directory_with_odd_letters(machine: Machine, shell: str) -> None:
-    odd = machine.folder('it\'s a $HOME "cache"')
-    (odd / "manifest.json").touch()
-    out = machine.source(shell, '"$odd"', 'echo "$CACHE_DIR"', 'odd=$(echo "$PWD"/it*)')
+    odd = machine.folder('it\'s a $HOME "[model]"')
+    (odd / "model.safetensors").touch()
+    out = machine.source(shell, '"$odd"', 'echo "$CHECKPOINT"', 'odd=$(echo "$PWD"/it*)')
     assert out == f"{odd}\n"
 
 
@@ -262,6 +262,7 @@ PLATFORMS = {
 def test_finds_the_drive(machine: Machine, platform: str) -> None:
     variables, folder, name = PLATFORMS[platform]
     drive = machine.folder(folder)
+    (drive / "qwen3_caches").mkdir()
     for key, value in variables.items():
         machine.variables[key] = value.replace("ROOT", str(machine.root))
     with_running_python(machine)
@@ -280,6 +281,20 @@ def test_gdrive_path_that_is_not_there(machine: Machine) -> None:
     machine.variables["GDRIVE_PATH"] = "/no/such"
     assert machine.source("bash", "L64", "echo $?") == "1\n"
     assert "GDRIVE_PATH=/no/such is not a directory; mount the Drive or unset" in machine.said
+
+
+def test_gdrive_path_may_be_relative(machine: Machine) -> None:
+    machine.folder("here")
+    machine.variables["GDRIVE_PATH"] = "here"
+    machine.source("bash", "L64")
+    assert machine.log() == [f"hub pull L64 --drive {machine.root}/here"]
+
+
+def test_an_rclone_folder_that_is_not_mounted(machine: Machine) -> None:
+    machine.folder("home/gdrive")
+    machine.source("bash", "L64")
+    assert f"{machine.home}/gdrive is empty: mount it with rclone" in machine.said
+    assert machine.log() == ["hub pull L64"]
 
 
 def test_runpod_says_what_is_lost(machine: Machine) -> None:
