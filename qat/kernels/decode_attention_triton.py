@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qat.kernels.decode_attention import Angles, Cache, Heads
+from qat.kernels.overlap import overlaps
 
 PROGRAMS = 128
 """Programs that share the cache, about one for each multiprocessor of a large GPU."""
@@ -29,6 +31,8 @@ def decode_attention(
     parts = torch.empty(B * H, splits, D, **new)
     peaks, sums = torch.empty(2, B * H, splits, **new)
     out = torch.empty(B, H * D, **new)
+    overlap = overlaps(qkv.device)
+    launch = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
     _split_kernel[(B * J, splits)](
         parts,
         peaks,
@@ -47,11 +51,9 @@ def decode_attention(
         D=D,
         TILE=TILE,
         SPLITS=splits,
-        num_warps=4,
+        **launch,
     )
-    _merge_kernel[(B * H,)](
-        out, parts, peaks, sums, H=H, D=D, SPLITS=splits, ORDER=order, num_warps=4
-    )
+    _merge_kernel[(B * H,)](out, parts, peaks, sums, H=H, D=D, SPLITS=splits, ORDER=order, **launch)
     return out
 
 
@@ -76,7 +78,11 @@ def _split_kernel(
     D: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     b, j = tl.program_id(0) // J, tl.program_id(0) % J
     split = tl.program_id(1)
     is_first = split == 0
@@ -156,7 +162,11 @@ def _merge_kernel(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     ORDER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     split, whole = tl.arange(0, SPLITS), tl.arange(0, D)
     peak = tl.load(peaks + head * SPLITS + split)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 from qat.kernels.lut_levels_triton import (
@@ -23,6 +24,7 @@ from qat.kernels.lut_levels_triton import (
     levels_of,
 )
 from qat.kernels.lut_matvec import UNIT, WORDS, Norm, Rows
+from qat.kernels.overlap import overlaps
 
 
 class Tile(NamedTuple):
@@ -98,6 +100,7 @@ def _launch(
     tile = _tile(rows, O)
     scaled, squares_out, residual, gamma = added
     parts = _parts(rows)
+    overlap = overlaps(x.device)
     num_squares = 0 if norm is None else norm.squares.shape[1]
     _matvec_kernel[(triton.cdiv(O, tile.rows),)](
         out,
@@ -126,7 +129,9 @@ def _launch(
         R=tile.rows,
         U=tile.units,
         DEPTH=tile.depth,
+        OVERLAP=overlap,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -195,18 +200,21 @@ def _matvec_kernel(
     R: tl.constexpr,
     U: tl.constexpr,
     DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0) * R + tl.arange(0, R)
     is_row = row < num_out
     row = tl.minimum(row, num_out - 1)
     sums = _dots(
         x, source, scales, codebooks, tables, factors,
-        row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+        row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH, OVERLAP,
     )  # fmt: skip
     if GLU:
         ups = _dots(
             x, source, scales, codebooks, tables, factors,
-            row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+            row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH, OVERLAP,
         )  # fmt: skip
     spread_at = row % ORDER * (num_out // ORDER) + row // ORDER
     for b in tl.static_range(B):
@@ -263,6 +271,7 @@ def _dots(
     R: tl.constexpr,
     U: tl.constexpr,
     DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`W[row] @ x[b]`, `(R,)` float32 for each b."""
     WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0
@@ -284,6 +293,9 @@ def _dots(
             words = words + (_draw(source, row, unit, UNITS, BITS, WHOLE),)
             if BITS < 16:
                 shares = shares + (_scale(scales, row, unit, UNITS, LENGTH, WHOLE),)
+        if OVERLAP:
+            if start == 0:
+                gdc_wait()  # for the inputs
         for d in tl.static_range(DEPTH):
             unit = start + d * U + tl.arange(0, U)
             if BITS == 16:
