@@ -20,7 +20,7 @@ from qat.models.anemll_checks import check_finite
 from qat.models.anemll_linear import Imported, import_linear
 from qat.models.anemll_state import LegacyState, read_state, state_file
 from qat.models.checkpoint import quiet_transformers, write_checkpoint
-from qat.models.count import model_bits_per_weight, tensor_bytes
+from qat.models.count import model_bits_per_weight, model_bytes
 from qat.models.directory import atomic_directory, check_free
 from qat.models.load import load_config, load_tokenizer, resolve
 from qat.models.tables import put_quantized, table_names
@@ -53,7 +53,7 @@ class ImportReport:
     bits_per_weight: float
     """Of the quantized linears, with scales, codebooks and adapters."""
     megabytes: float
-    """Of all tensors, 1e6 bytes."""
+    """Of the files with tensors, 1e6 bytes."""
 
 
 def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport:
@@ -75,9 +75,13 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
     base, config = _float_model(path, legacy, base)
     model, imported = build_model(legacy, config)
     _add_generation_config(model, base)
-    report = ImportReport(str(path), base, legacy.version, **_counts(model, imported))
     with atomic_directory(out) as partial:
         write_checkpoint(model, _tokenizer(base), partial)
+        counts = _counts(imported) | {
+            "bits_per_weight": model_bits_per_weight(model),
+            "megabytes": model_bytes(partial) / 1e6,
+        }
+        report = ImportReport(str(path), base, legacy.version, **counts)
         (partial / REPORT_NAME).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report
 
@@ -225,8 +229,8 @@ def _tokenizer(base: str) -> object | None:
         return None
 
 
-def _counts(model: PreTrainedModel, imported: list[Imported]) -> dict[str, object]:
-    """The numbers of the report."""
+def _counts(imported: list[Imported]) -> dict[str, object]:
+    """What the report says of the linears."""
     formats: dict[str, int] = {}
     for linear in imported:
         spec = linear.spec
@@ -238,6 +242,4 @@ def _counts(model: PreTrainedModel, imported: list[Imported]) -> dict[str, objec
         formats=formats,
         adapters=sum(linear.lora is not None for linear in imported),
         floored=sum(linear.num_floored for linear in imported),
-        bits_per_weight=model_bits_per_weight(model),
-        megabytes=tensor_bytes(model) / 1e6,
     )
