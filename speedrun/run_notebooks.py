@@ -103,7 +103,7 @@ def execute(
         CellExecutionError: a cell failed, or a command in it.
     """
     notebook = prepared(name, work, has, values)
-    sockets = str(work / f"kernel-{name}")
+    sockets = str(work / "k")  # short: the names of sockets are
     config = Config(KernelManager={"transport": "ipc", "ip": sockets})
     resources = {"metadata": {"path": str(NOTEBOOKS)}}
     return NotebookClient(notebook, config=config, timeout=600, resources=resources).execute()
