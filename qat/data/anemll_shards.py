@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qat.data.config import DataFormat, Thinking
-from qat.data.pickles import check_tensors, read_pickle
+from qat.data.pickles import check_sums, check_tensors, read_pickle
 from qat.errors import CacheError
 
 FOREIGN_FORMAT = "qwen_kd_topk_cache_v1"
@@ -222,6 +222,7 @@ def read_shard(file: Path, vocab_size: int) -> ForeignShard:
     Raises:
         CacheError: ids beyond the vocabulary, logits that are not finite, a token named twice.
     """
+    check_sums(file, CacheError)
     shard = _open_shard(file)
     for name, ids in (
         ("input_ids", shard.input_ids),

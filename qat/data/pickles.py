@@ -8,6 +8,7 @@ import pickle
 import struct
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ UNREADABLE = (
     struct.error,
     tarfile.TarError,
     zipfile.BadZipFile,
+    zlib.error,
 )
 """What PyTorch's reader raises on bytes that are no pickle of tensors, as fuzzing found out."""
 
@@ -75,6 +77,27 @@ def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
             "name the file of a state dict"
         )
     return dict(found)
+
+
+def check_sums(path: Path, error: type[QatError]) -> None:
+    """Compare every byte of a file in the zip format with its checksum, which PyTorch does not.
+
+    Raises:
+        error: a member has changed since it was written, or is compressed, as none of PyTorch's is.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_plain = all(m.compress_type == zipfile.ZIP_STORED for m in archive.infolist())
+            damaged = archive.testzip() if is_plain else "a compressed member"
+    except UNREADABLE as reason:
+        damaged = f"an unreadable member ({str(reason)[:80]})"
+    if damaged is not None:
+        raise error(
+            f"{path} is damaged: {damaged} is not what was written, expected its checksum; copy "
+            "the file anew"
+        )
 
 
 def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError]) -> None:

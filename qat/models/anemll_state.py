@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self
 
 from torch import Tensor
 
-from qat.data.pickles import check_tensors, read_pickle
+from qat.data.pickles import check_sums, check_tensors, read_pickle
 from qat.errors import CheckpointError
 
 Version = Literal[1, 2]
@@ -143,6 +143,7 @@ def read_state(path: Path) -> LegacyState:
         CheckpointError: it is no such file, or of neither version, or its config.json is damaged.
     """
     found = read_pickle(path, CheckpointError)
+    check_sums(path, CheckpointError)
     inside = found.get("config")
     for key in NESTED:
         if isinstance(found.get(key), dict):

@@ -275,6 +275,11 @@ def test_files_that_are_none(tmp_path: Path, capsys) -> None:
     with pytest.raises(CheckpointError, match="without running code"):
         read_state(tmp_path / "x.pt")
     assert "code ran" not in capsys.readouterr().out
+    torch.save({"a": torch.arange(4000)}, tmp_path / "x.pt")
+    whole = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(whole[:20000] + b"?" + whole[20001:])
+    with pytest.raises(CheckpointError, match="x.pt is damaged: x/data/0 is not what was written"):
+        read_state(tmp_path / "x.pt")
     (tmp_path / "x.pt").write_bytes(b"PK\x03\x04 and no more")
     with pytest.raises(CheckpointError, match="no file of pickled tensors"):
         read_state(tmp_path / "x.pt")
