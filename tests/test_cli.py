@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,12 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
 )
 def test_committed_recipes_name_real_flags(recipe: Path) -> None:
     check_recipe(recipe, {verb: qat.cli._flags(verb) for verb in VERBS})
+
+
+def test_a_notebook_brings_no_pictures_backend(monkeypatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "module://of_another_environment")
+    assert call(monkeypatch, "--version") == 0
+    assert "MPLBACKEND" not in os.environ
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:

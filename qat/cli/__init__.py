@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb runs.
 """
 
 import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -86,6 +87,8 @@ def _launch(
 
 def main() -> None:
     """Run the verb named on the command line; a user's mistake is one line and exit code 1."""
+    # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
+    os.environ.pop("MPLBACKEND", None)  # noqa: TID251
     try:
         app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except QatError as error:
