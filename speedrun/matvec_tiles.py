@@ -18,27 +18,33 @@ from torch import Tensor
 from qat.backend import Backend
 from qat.kernels import lut_matvec_triton
 from qat.kernels.lut_levels_triton import SELECT
-from qat.kernels.lut_matvec import LutRows, Rows, matvec
+from qat.kernels.lut_matvec import UNIT, LutRows, Norm, Rows, matvec, matvec_add
 from qat.kernels.lut_matvec_triton import Tile, tile_for
 from qat.quant.pack import Packed, packed_width
 from qat.quant.weight import Scales
 
 GROUP = 16
 WORKERS = 12
+MOST_AHEAD = 3
+PARTS = 640
+"""Sums of squares that a norm adds up."""
 PACKED_TILES = (
-    Tile(4, 128, 1, 4),
-    Tile(4, 128, 2, 4),
-    Tile(2, 128, 2, 2),
-    Tile(8, 128, 2, 4),
-    Tile(16, 32, 1, 4),
-    Tile(16, 32, 5, 4),
-    Tile(8, 32, 5, 2),
-    Tile(32, 32, 5, 4),
+    Tile(16, 32, 5, 4, registers=80),
+    Tile(16, 32, 5, 4, registers=128),
+    Tile(16, 32, 1, 4, registers=64),
+    Tile(8, 32, 5, 2, registers=96),
+    Tile(4, 32, 5, 1, registers=96),
+    Tile(4, 128, 2, 4, registers=64),
+    Tile(4, 128, 2, 4, registers=128),
+    Tile(4, 128, 1, 4, registers=64),
+    Tile(2, 128, 2, 2, registers=96),
+    Tile(8, 128, 2, 4, registers=128),
 )
+"""Of 2 bits; those of one or two tiles ahead, of 4 bits too."""
 DENSE_TILES = (
-    Tile(4, 512, 2, 4),
+    Tile(4, 512, 1, 4),
     Tile(4, 512, 5, 4),
-    Tile(8, 512, 2, 8),
+    Tile(8, 512, 1, 8),
     Tile(2, 512, 5, 4),
     Tile(4, 1024, 2, 4),
 )
@@ -54,6 +60,8 @@ class Matrix(NamedTuple):
     bits: int
     """16 for a dense one."""
     is_gated: bool = False
+    is_added: bool = False
+    """Onto the residual stream; else there is a norm before it."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -77,9 +85,9 @@ def matrices(config: object, bits: int, head_bits: int) -> list[Matrix]:
     keys = 2 * config.num_key_value_heads * config.head_dim
     return [
         Matrix("queries, keys, values", heads + keys, D, bits),
-        Matrix("attention out", D, heads, bits),
+        Matrix("attention out", D, heads, bits, is_added=True),
         Matrix("gates and ups", F, D, bits, is_gated=True),
-        Matrix("down", D, F, bits),
+        Matrix("down", D, F, bits, is_added=True),
         Matrix("head", config.vocab_size, D, head_bits),
     ]
 
@@ -129,19 +137,29 @@ def candidates(matrix: Matrix) -> list[Tile]:
     # not those of which more than a third would lie outside the row
     I = matrix.in_features
     fitting = [tile for tile, size in in_tile.items() if I % size == 0 or I > 2 * size]
+    if matrix.bits == 4:
+        fitting = [tile for tile in fitting if tile.depth < MOST_AHEAD]
     slow = [default._replace(lookup=SELECT)] if matrix.bits == 2 else []
     return list(dict.fromkeys([default, *fitting, *slow]))
 
 
 def one(matrix: Matrix, tile: Tile, rows: list[Rows], *, backend: Backend, repeats: int) -> Timed:
     """The median time of one candidate's calls."""
-    x = torch.ones(1, matrix.in_features, device=backend.device)
+    run = call_of(matrix, backend.device)
     with using(matrix, tile):
-        seconds = times(
-            lambda: [matvec(x, each, is_gated=matrix.is_gated) for each in rows], backend, repeats
-        )
+        seconds = times(lambda: [run(each) for each in rows], backend, repeats)
     call_s = statistics.median(seconds) / len(rows)
     return Timed(matrix, tile, 1e6 * call_s, num_bytes(rows[0]) / call_s / 1e9)
+
+
+def call_of(matrix: Matrix, device: torch.device) -> Callable[[Rows], object]:
+    """A product with what stands around it in a decoding step."""
+    x = torch.ones(1, matrix.in_features, device=device)
+    if matrix.is_added:
+        residual, gamma = torch.ones(2, matrix.out_features, device=device)
+        return lambda rows: matvec_add(x, rows, residual[None], gamma, order=UNIT)
+    norm = Norm(torch.ones(1, PARTS, device=device), 1e-6)
+    return lambda rows: matvec(x, rows, norm=norm, is_gated=matrix.is_gated)
 
 
 def compile_all(wanted: list[Matrix], backend: Backend) -> None:
@@ -153,10 +171,10 @@ def compile_all(wanted: list[Matrix], backend: Backend) -> None:
     with ThreadPoolExecutor(WORKERS) as workers, AsyncCompileMode(workers), compiling_only():
         for matrix in wanted:
             rows = random_rows(matrix, backend.device)
-            x = torch.ones(1, matrix.in_features, device=backend.device)
+            run = call_of(matrix, backend.device)
             for tile in candidates(matrix):
                 with using(matrix, tile):
-                    matvec(x, rows, is_gated=matrix.is_gated)
+                    run(rows)
 
 
 @contextmanager

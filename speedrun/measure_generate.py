@@ -31,6 +31,7 @@ from qat.bench.shapes import shape_called
 from qat.bench.student import quantize_at_random_, random_model
 from qat.evaluate.decode import Run, Sampling
 from qat.kernels.lut_matvec_triton import CHOSEN
+from qat.kernels.overlap import one_after_the_other
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
@@ -64,6 +65,7 @@ LOOP_COLUMNS = (
     ("MBU", "mbu_frac", "{:.3f}"),
     ("over bf16", "over_bf16", "{:.2f}"),
 )
+NO_OVERLAP = ", no overlap"
 START = time.perf_counter()
 
 
@@ -100,6 +102,9 @@ def main() -> None:
         loops = [*loops_of(asked, backend)]
         tell("recorded; timing")
         seconds = timed(loops, backend, asked)
+    said = {loop.name: loop.run.said for loop in loops}
+    is_same = torch.equal(said[HEADLINE], said[HEADLINE + NO_OVERLAP])
+    tell(f"tokens said with and without overlap are the same: {is_same}")
     rows = [row_of(loop, seconds[loop.name], copy_rate) for loop in loops]
     bf16 = min((row for row in rows if "bf16 model" in row["case"]), key=lambda r: r["token_ms"])
     for row in rows:
@@ -170,7 +175,7 @@ def loops_of(asked: argparse.Namespace, backend: Backend) -> Iterator[Loop]:
     count = (asked.runs + 1) * asked.tokens + 1
     model = random_model(asked.shape, settings).eval()
     dense = DecodeStep(LanguageModel(model))
-    yield loop_of("bf16 model, own kernels", dense, dense.logits, ids=ids, count=count)
+    yield from both_ways("bf16 model, own kernels", dense, ids, count)
     tell("the bf16 step runs")
     plain = PlainStep(dense, is_compiled=backend.records())
     yield loop_of("bf16 model, torch.compile", dense, plain.logits, ids=ids, count=count)
@@ -180,11 +185,20 @@ def loops_of(asked: argparse.Namespace, backend: Backend) -> Iterator[Loop]:
         if name == HEADLINE:
             expected = whole_forwards(student, ids)
         step = DecodeStep(LanguageModel(student))
-        loop = loop_of(name, step, step.logits, ids=ids, count=count)
         if name == HEADLINE:
             compare(step, ids, *expected)
+            yield from both_ways(name, step, ids, count)
+        else:
+            yield loop_of(name, step, step.logits, ids=ids, count=count)
         tell(f"{name}: recorded")
-        yield loop
+
+
+def both_ways(name: str, step: DecodeStep, ids: Tensor, count: int) -> Iterator[Loop]:
+    """Kernels that start while the one before ends, and kernels that do not."""
+    yield loop_of(name, step, step.logits, ids=ids, count=count)
+    with one_after_the_other():
+        loop = loop_of(f"{name}{NO_OVERLAP}", step, step.logits, ids=ids, count=count)
+    yield loop
 
 
 def random_student(

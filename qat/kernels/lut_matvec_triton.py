@@ -37,18 +37,22 @@ class Tile(NamedTuple):
     """Tiles of one row block that are read before the first is computed."""
     warps: int
     lookup: int = PERMUTE
+    registers: int = 0
+    """The most of a thread, or 0: a compiler left alone reads so far ahead that few threads fit."""
 
 
 def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
     """One row for each thread, and a row in as few, whole tiles as there are."""
     if bits == 16:
-        return Tile(
-            4, min(512, triton.next_power_of_2(in_features)), 5 if in_features % 2560 == 0 else 4, 4
-        )
+        depth = 5 if in_features % 2560 == 0 else 4
+        return Tile(4, min(512, triton.next_power_of_2(in_features)), depth, 4)
     units = in_features // UNIT
     if units % 128 == 0 or units > 512:
-        return Tile(4, 128, 2, 4)
-    return Tile(16, 32, 5, 4) if units % 160 == 0 else Tile(8, 64, 2, 4)
+        return Tile(4, 128, 2 if bits == 2 else 1, 4, registers=128)
+    if units % 32 == 0:
+        depth = 5 if bits == 2 and units % 160 == 0 else 1
+        return Tile(16, 32, depth, 4, registers=128)
+    return Tile(8, 64, 1, 4, registers=128)
 
 
 CHOSEN: dict[tuple[int, int, int], Tile] = {}
@@ -77,6 +81,13 @@ def matvec_add(
         x, rows, out, bias=bias, order=order, added=(scaled, squares, residual, gamma.contiguous())
     )
     return out, scaled, squares
+
+
+def _options(tile: Tile, num_vectors: int, overlap: bool) -> dict[str, int]:
+    """What a compiler hears beside the arguments: several vectors need all registers."""
+    is_capped = IS_COMPILED and tile.registers and num_vectors == 1
+    capped = {"maxnreg": tile.registers} if is_capped else {}
+    return {**capped, "launch_pdl": True} if overlap else capped
 
 
 def _tile(rows: Rows, out_features: int) -> Tile:
@@ -131,7 +142,7 @@ def _launch(
         DEPTH=tile.depth,
         OVERLAP=overlap,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if overlap else {}),
+        **_options(tile, x.shape[0], overlap),
     )
 
 
