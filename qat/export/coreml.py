@@ -73,15 +73,18 @@ def check(model: PreTrainedModel) -> None:
         ExportError: see above.
     """
     config = model.config
-    rope = config.rope_parameters.get("rope_type", "default")
-    is_windowed = any(
-        kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()
-    )
-    if config.model_type not in ARCHITECTURES or rope != "default" or is_windowed:
+    if config.model_type not in ARCHITECTURES:
         raise ExportError(
-            f"model_type={config.model_type} with rope_type={rope} cannot be written as a Core ML "
-            f"program, expected {', '.join(ARCHITECTURES)} with plain rotary positions and full "
-            "attention; export --to dense and trace it yourself"
+            f"model_type={config.model_type} cannot be written as a Core ML program, expected one "
+            f"of {', '.join(ARCHITECTURES)}; export --to dense and trace it yourself"
+        )
+    rope = config.rope_parameters.get("rope_type", "default")
+    layers = set(getattr(config, "layer_types", None) or ())
+    if rope != "default" or layers - {"full_attention"}:
+        raise ExportError(
+            f"rope_type={rope} and layers of {', '.join(sorted(layers)) or 'full_attention'} "
+            "cannot be written as a Core ML program, expected default and full_attention; export "
+            "--to dense and trace it yourself"
         )
 
 

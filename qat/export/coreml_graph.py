@@ -84,7 +84,7 @@ class _Graph:
         if name not in self.made:
             value = self.weights[name]
             is_lookup = isinstance(value, Lookup)
-            self.made[name] = _lookup(value, name) if is_lookup else mb.const(val=value, name=name)
+            self.made[name] = lookup(value, name) if is_lookup else mb.const(val=value, name=name)
         return self.made[name]
 
     def linear(self, x: Var, name: str) -> Var:
@@ -156,7 +156,7 @@ def file_name(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _lookup(weight: Lookup, name: str) -> Var:
+def lookup(weight: Lookup, name: str) -> Var:
     """A look-up table of the whole tensor under a scale for each block."""
     bits = int(np.log2(len(weight.lut)))
     index_type = types.nptype_from_builtin(types.string_to_builtin(f"uint{bits}"))

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.backend import DTYPES
-from qat.errors import ExportError
+from qat.cli import run_verb
+from qat.errors import ConfigError, ExportError
 from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
 from qat.export.config import ExportConfig, TargetName
 from qat.export.model import export_model
@@ -33,7 +34,12 @@ from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320
-WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32}
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "max_position_embeddings": 32,
+}
 SHIPPED = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 
 
@@ -318,9 +324,9 @@ def test_core_ml_has_no_bfloat16(students: dict[TargetName, Path], tmp_path: Pat
 @pytest.mark.parametrize(
     ("to", "model", "reason"),
     [
-        ("coreml", ("gemma3", {}), "model_type=gemma3_text .* expected llama, qwen2, qwen3"),
+        ("coreml", ("gemma3", {}), "model_type=gemma3_text .* one of llama, qwen2, qwen3"),
         ("gguf", ("llama", {"rope": "linear"}), "rope_type=linear is not written here"),
-        ("coreml", ("llama", {"rope": "linear"}), "rope_type=linear cannot be written"),
+        ("coreml", ("llama", {"rope": "linear"}), "rope_type=linear and layers of full_attention"),
     ],
 )
 def test_unknown_architectures_are_refused(to: TargetName, model: tuple, reason: str) -> None:
@@ -356,6 +362,38 @@ def test_a_missing_library_is_named_with_its_extra(
     with pytest.raises(ExportError, match=rf"is not installed, .* pip install 'qat\[{extra}\]'"):
         export_model(str(students[to]), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [n for n, spec in SPECS.items() if spec.scale == "group"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
+    pytest.importorskip("coremltools")
+    from coremltools.converters.mil import Builder as mb
+
+    from qat.export import coreml_check, coreml_graph
+
+    linear = frozen_linear(6, 64, SPECS[name].model_copy(update={"level_bits": 16}))
+    with torch.no_grad():
+        linear.codebook.copy_(linear.levels())
+    table = coreml._lookup("it", linear, DTYPES[dtype])
+
+    @mb.program(input_specs=[mb.TensorSpec((1,))], opset_version=coreml_graph.OPSET)
+    def program(x):
+        return mb.add(x=mb.cast(x=x, dtype=dtype), y=coreml_graph.lookup(table, "it"))
+
+    found = coreml_check.read_weights(program)["it"]
+    assert torch.equal(torch.from_numpy(found), linear.quantized_weight(DTYPES[dtype]))
+
+
+def test_a_core_ml_program_with_biases_and_a_head_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("coremltools")
+    shape = {"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 1}
+    model = mixed("coreml", "llama", **shape)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.bias.normal_()
+    coreml.write(model, None, tmp_path)
+    found = coreml.read_logits(model, tmp_path, IDS[:1])
+    torch.testing.assert_close(found, logits(model)[:1], rtol=1e-4, atol=1e-4)
 
 
 def test_other_weights_are_noticed(students: dict[TargetName, Path], tmp_path: Path) -> None:
@@ -401,3 +439,26 @@ def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) ->
         assert bool(found.get("codebook")) == (to == "coreml")
         if to == "coreml":
             assert {m.spec.level_bits for m in quant_linears(model).values()} == {16}
+
+
+def test_the_verbs_convert_for_a_target_and_export_to_it(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    small = {"initializer_range": 0.2, "num_hidden_layers": 1}
+    tiny_model(**small).save_pretrained(tmp_path / "float")
+    tiny_tokenizer().save_pretrained(tmp_path / "float")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog saw the cat\n" * 40)
+    source, student, out = (str(tmp_path / name) for name in ("float", "student", "out"))
+    words = ["convert", source, "--for", "gguf", "--bits-budget", "3.5", "--group-size", "32"]
+    words += ["--calibration", str(text), "--calibration-length", "32", "--out", student]
+    found = run_verb(words)
+    assert found["plan"] == "mixed-3.5_gguf" and found["budget_bits_per_weight"] <= 3.5
+    shipped = run_verb(["export", student, "--to", "gguf", "--out", out])
+    assert shipped["logits_equal"] and shipped["logits_max_diff"] == 0
+    with pytest.raises(ConfigError, match="--for is given with --from"):
+        run_verb(["convert", source, "--from", "anemll", "--for", "gguf", "--out", out])
+    with pytest.raises(ExportError, match="gguf cannot hold .* rows of 48"):
+        tiny_model(hidden_size=48).save_pretrained(tmp_path / "odd")
+        tiny_tokenizer().save_pretrained(tmp_path / "odd")
+        run_verb(["convert", str(tmp_path / "odd"), "--to", "q2a2", "--for", "gguf", "--out", "x"])
+    assert not Path("x").exists()
