@@ -85,6 +85,7 @@ def train(student: Path, run: Path, cache: str) -> Path:
     has_levels = any(module["codebook"] == "lut" for module in report["modules"])
     learn = "weights,scales,codebook" if has_levels else "weights,scales"
     words = ["train", str(student), "--cache-dir", cache, "--max-steps", str(STEPS)]
+    words += ["--warmup-steps", "0", "--lr-scales", "0.02", "--lr-codebook", "0.02"]
     run_verb([*words, "--batch-size", "4", "--learn", learn, "--out", str(run)])
     return run
 
