@@ -75,7 +75,7 @@ def _lowest(weight: Affine) -> int:
 
 def _half(name: str, value: Tensor) -> Tensor:
     """Float16 numbers as two bytes each."""
-    return exact(name, value, torch.float16).view(torch.uint8)
+    return exact(name, value, torch.float16, has_choice=False).view(torch.uint8)
 
 
 def _nibbles(codes: Tensor) -> Tensor:

@@ -46,20 +46,22 @@ def affine(module: QuantLinear | FrozenLutTable) -> Affine:
     return Affine(weight.indices, scales * (levels[1] - levels[0]), scales * levels[0])
 
 
-def exact(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = True) -> Tensor:
     """`value` (float64) in `dtype`, where that changes nothing.
 
     Raises:
-        ExportError: it changes something.
+        ExportError: it changes something; the remedy is another dtype where the target
+            `has_choice`.
     """
     found = value.to(dtype)
     if torch.equal(found.double(), value):
         return found
     index = (found.double() != value).flatten().nonzero()[0, 0]
+    wider = "export with --dtype fp32, or " if has_choice else ""
     raise ExportError(
         f"{name} holds {value.flatten()[index].item():.9g}, which is no {DTYPE_NAMES[dtype]} "
-        "number, expected values that the files hold exactly; export with --dtype fp32, or convert "
-        "the model with 'qat convert --for', which takes shorter ones"
+        f"number, expected values that the files hold exactly; {wider}convert the model with "
+        "'qat convert --for', which takes shorter ones"
     )
 
 

@@ -91,8 +91,9 @@ def convert_checkpoint(
     plan = read_plan(config)
     student = load_model(source, device=config.device, dtype="fp32")
     tokenizer = load_tokenizer(source)
-    if shipping is not None:
-        shipping.plan(plan, student.model)  # refuses before any work
+    if shipping is not None:  # refuses before any work
+        bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
+        shipping.plan(with_tables(plan, student.model, bits), student.model)
     base = None
     if config.base is not None:
         base = load_model(config.base, device=config.device, dtype="fp32")

@@ -233,9 +233,11 @@ def test_adapters_are_refused(to: TargetName) -> None:
 @pytest.mark.parametrize("to", ["compressed-tensors", "torchao"])
 def test_quantized_tables_are_refused(to: TargetName) -> None:
     model = tiny_model()
+    with_head = with_tables(plan(LutSpec(bits=2, codebook="int"), "*.mlp.*"), model, 8)
     with pytest.raises(ExportError, match="expected embedding and head in floating point"):
-        Shipping(to, load_target(to)).plan(with_tables(PRESETS["q2a2"], model, 8), model)
-    quantize_model(load_like(model), with_tables(PRESETS["q2a2"], model, 8))
+        Shipping(to, load_target(to)).plan(with_head, model)
+    only_head = QuantPlan(name="head", rules=with_head.rules[:1])
+    quantize_model(load_like(model), only_head)
     with pytest.raises(ExportError, match="embed_tokens without loss: it is a quantized table"):
         check_model(to, model)
 
@@ -307,6 +309,12 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
     model = tiny_quantized("qwen3", LutSpec(bits=2, codebook="seq"))  # scales of 16 bits
     with pytest.raises(ExportError, match="q_proj.biases holds .* no fp16 number"):
         mlx.write(as_dtype(model, "fp16"), None, Path("nowhere"))
+
+
+def test_gguf_names_no_other_dtype_where_it_has_none() -> None:
+    linear = frozen_linear(4, 256, LutSpec(bits=2, codebook="seq", group_size=256))
+    with pytest.raises(ExportError, match="exactly; convert the model"):
+        gguf_blocks.to_blocks("it", parts.affine(linear), gguf_blocks.Q2_K)
 
 
 def as_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
