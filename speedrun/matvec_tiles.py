@@ -19,28 +19,26 @@ from qat.backend import Backend
 from qat.kernels import lut_matvec_triton
 from qat.kernels.lut_levels_triton import SELECT
 from qat.kernels.lut_matvec import UNIT, LutRows, Norm, Rows, matvec, matvec_add
-from qat.kernels.lut_matvec_triton import Tile, tile_for
+from qat.kernels.lut_matvec_tiles import CHOSEN, Tile, tile_for
 from qat.quant.pack import Packed, packed_width
 from qat.quant.weight import Scales
 
 GROUP = 16
 WORKERS = 12
-MOST_AHEAD = 3
 PARTS = 640
 """Sums of squares that a norm adds up."""
 PACKED_TILES = (
-    Tile(16, 32, 5, 4, registers=80),
-    Tile(16, 32, 5, 4, registers=128),
     Tile(16, 32, 1, 4, registers=64),
-    Tile(8, 32, 5, 2, registers=96),
-    Tile(4, 32, 5, 1, registers=96),
-    Tile(4, 128, 2, 4, registers=64),
-    Tile(4, 128, 2, 4, registers=128),
+    Tile(16, 32, 1, 4, registers=96),
+    Tile(8, 32, 1, 2, registers=96),
+    Tile(32, 32, 1, 8, registers=80),
+    Tile(32, 32, 1, 4, registers=128),
     Tile(4, 128, 1, 4, registers=64),
-    Tile(2, 128, 2, 2, registers=96),
-    Tile(8, 128, 2, 4, registers=128),
+    Tile(4, 128, 1, 4, registers=128),
+    Tile(4, 128, 2, 4, registers=128),
+    Tile(2, 128, 1, 2, registers=96),
+    Tile(8, 128, 1, 8, registers=96),
 )
-"""Of 2 bits; those of one or two tiles ahead, of 4 bits too."""
 DENSE_TILES = (
     Tile(4, 512, 1, 4),
     Tile(4, 512, 5, 4),
@@ -65,7 +63,7 @@ class Matrix(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Where `lut_matvec_triton.CHOSEN` keeps its tile."""
+        """Where `CHOSEN` keeps its tile."""
         return self.out_features, self.in_features, self.bits
 
 
@@ -125,7 +123,7 @@ def choose(
             one(matrix, tile, rows, backend=backend, repeats=repeats) for tile in candidates(matrix)
         ]
         best = min(found, key=lambda timed: timed.call_us)
-        lut_matvec_triton.CHOSEN[matrix.key] = best.tile
+        CHOSEN[matrix.key] = best.tile
         yield from found
 
 
@@ -137,8 +135,6 @@ def candidates(matrix: Matrix) -> list[Tile]:
     # not those of which more than a third would lie outside the row
     I = matrix.in_features
     fitting = [tile for tile, size in in_tile.items() if I % size == 0 or I > 2 * size]
-    if matrix.bits == 4:
-        fitting = [tile for tile in fitting if tile.depth < MOST_AHEAD]
     slow = [default._replace(lookup=SELECT)] if matrix.bits == 2 else []
     return list(dict.fromkeys([default, *fitting, *slow]))
 
@@ -196,10 +192,10 @@ def compiling_only() -> Iterator[None]:
 @contextmanager
 def using(matrix: Matrix, tile: Tile) -> Iterator[None]:
     """A tile for one kind of matrix."""
-    old = dict(lut_matvec_triton.CHOSEN)
-    lut_matvec_triton.CHOSEN[matrix.key] = tile
+    old = dict(CHOSEN)
+    CHOSEN[matrix.key] = tile
     try:
         yield
     finally:
-        lut_matvec_triton.CHOSEN.clear()
-        lut_matvec_triton.CHOSEN.update(old)
+        CHOSEN.clear()
+        CHOSEN.update(old)

@@ -30,7 +30,7 @@ from qat.bench.flops import measure_roofline
 from qat.bench.shapes import shape_called
 from qat.bench.student import quantize_at_random_, random_model
 from qat.evaluate.decode import Run, Sampling
-from qat.kernels.lut_matvec_triton import CHOSEN
+from qat.kernels.lut_matvec_tiles import CHOSEN
 from qat.kernels.overlap import one_after_the_other
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.hf_quantizer import put_empty_table

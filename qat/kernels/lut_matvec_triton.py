@@ -24,39 +24,8 @@ from qat.kernels.lut_levels_triton import (
     levels_of,
 )
 from qat.kernels.lut_matvec import UNIT, WORDS, Norm, Rows
+from qat.kernels.lut_matvec_tiles import CHOSEN, Tile, tile_for
 from qat.kernels.overlap import overlaps
-
-
-class Tile(NamedTuple):
-    """How a matrix is cut: what is measured on a device, and nothing that changes the result."""
-
-    rows: int
-    units: int
-    """Of 16 weights each; of one weight where the matrix is dense."""
-    depth: int
-    """Tiles of one row block that are read before the first is computed."""
-    warps: int
-    lookup: int = PERMUTE
-    registers: int = 0
-    """The most of a thread, or 0: a compiler left alone reads so far ahead that few threads fit."""
-
-
-def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
-    """One row for each thread, and a row in as few, whole tiles as there are."""
-    if bits == 16:
-        depth = 5 if in_features % 2560 == 0 else 4
-        return Tile(4, min(512, triton.next_power_of_2(in_features)), depth, 4)
-    units = in_features // UNIT
-    if units % 128 == 0 or units > 512:
-        return Tile(4, 128, 2 if bits == 2 else 1, 4, registers=128)
-    if units % 32 == 0:
-        depth = 5 if bits == 2 and units % 160 == 0 else 1
-        return Tile(16, 32, depth, 4, registers=128)
-    return Tile(8, 64, 1, 4, registers=128)
-
-
-CHOSEN: dict[tuple[int, int, int], Tile] = {}
-"""Tiles to use in the place of `tile_for`'s, by rows, inputs and bits: for measuring."""
 
 
 def matvec(
@@ -218,42 +187,58 @@ def _matvec_kernel(
     row = tl.program_id(0) * R + tl.arange(0, R)
     is_row = row < num_out
     row = tl.minimum(row, num_out - 1)
+    # what no kernel writes
+    drawn = _ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
+    if GLU:
+        drawn_up = _ahead(source, scales, row + num_out, 0, UNITS, BITS, LENGTH, U, DEPTH)
+        if bias is not None:
+            up_bias = tl.load(bias + num_out + row).to(tl.float32)
+    if bias is not None:
+        own_bias = tl.load(bias + row).to(tl.float32)
+    if residual is not None:
+        gain = tl.load(gamma + row)
+    if OVERLAP:
+        gdc_wait()
+    norms, olds = (), ()
+    for b in tl.static_range(B):
+        if squares_in is not None:
+            share = tl.arange(0, SQUARES)
+            place = squares_in + b * num_squares + share
+            found = tl.load(place, mask=share < num_squares, other=0.0)
+            mean = tl.sum(found, axis=0) / (UNITS * (1 if BITS == 16 else 16))
+            norms = norms + (tl.rsqrt(mean + eps),)
+        if residual is not None:
+            olds = olds + (tl.load(residual + b * num_out + row),)
     sums = _dots(
-        x, source, scales, codebooks, tables, factors,
-        row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH, OVERLAP,
+        x, source, scales, codebooks, tables, factors, drawn,
+        row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
     )  # fmt: skip
     if GLU:
         ups = _dots(
-            x, source, scales, codebooks, tables, factors,
-            row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH, OVERLAP,
+            x, source, scales, codebooks, tables, factors, drawn_up,
+            row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
         )  # fmt: skip
     spread_at = row % ORDER * (num_out // ORDER) + row // ORDER
     for b in tl.static_range(B):
         y = sums[b]
         if squares_in is not None:
-            share = tl.arange(0, SQUARES)
-            found = tl.load(
-                squares_in + b * num_squares + share, mask=share < num_squares, other=0.0
-            )
-            norm = tl.rsqrt(tl.sum(found, axis=0) / (UNITS * (1 if BITS == 16 else 16)) + eps)
-            y *= norm
+            y *= norms[b]
         if bias is not None:
-            y += tl.load(bias + row).to(tl.float32)
+            y += own_bias
         if GLU:
             up = ups[b]
             if squares_in is not None:
-                up *= norm
+                up *= norms[b]
             if bias is not None:
-                up += tl.load(bias + num_out + row).to(tl.float32)
+                up += up_bias
             y = y * tl.sigmoid(y) * up
         if residual is None:
             place = out + b * num_out + spread_at
             tl.store(place, y.to(out.dtype.element_ty), mask=is_row)
         else:
-            place = b * num_out + row
-            y += tl.load(residual + place)
-            tl.store(out + place, y, mask=is_row)
-            tl.store(scaled + b * num_out + spread_at, y * tl.load(gamma + row), mask=is_row)
+            y += olds[b]
+            tl.store(out + b * num_out + row, y, mask=is_row)
+            tl.store(scaled + b * num_out + spread_at, y * gain, mask=is_row)
             square = tl.sum(tl.where(is_row, y * y, 0.0), axis=0)
             tl.store(squares_out + b * tl.num_programs(0) + tl.program_id(0), square)
 
@@ -270,6 +255,7 @@ def _dots(
     codebooks,
     tables,
     factors,
+    drawn,
     row,
     second,
     third,
@@ -282,9 +268,8 @@ def _dots(
     R: tl.constexpr,
     U: tl.constexpr,
     DEPTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """`W[row] @ x[b]`, `(R,)` float32 for each b."""
+    """`W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `drawn` already."""
     WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0
     # for each row, so that a thread has its own: the compiler copies what is the same for all
     part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
@@ -298,15 +283,13 @@ def _dots(
     for _b in tl.static_range(B):
         sums = sums + (tl.zeros([R, U], tl.float32),)
     for start in range(0, UNITS, U * DEPTH):
-        words, shares = (), ()
-        for d in tl.static_range(DEPTH):
-            unit = start + d * U + tl.arange(0, U)
-            words = words + (_draw(source, row, unit, UNITS, BITS, WHOLE),)
-            if BITS < 16:
-                shares = shares + (_scale(scales, row, unit, UNITS, LENGTH, WHOLE),)
-        if OVERLAP:
-            if start == 0:
-                gdc_wait()  # for the inputs
+        words, shares = drawn
+        if UNITS > U * DEPTH:
+            # the next tiles are on their way while these are computed
+            following = start + U * DEPTH
+            if WHOLE:  # at the end, once more what is at hand
+                following = tl.minimum(following, UNITS - U * DEPTH)
+            drawn = _ahead(source, scales, row, following, UNITS, BITS, LENGTH, U, DEPTH)
         for d in tl.static_range(DEPTH):
             unit = start + d * U + tl.arange(0, U)
             if BITS == 16:
@@ -317,6 +300,7 @@ def _dots(
                 sums = added
             else:
                 levels = levels_of(words[d], codebook, low, high, BITS, LOOKUP)
+                share = _decoded(shares[d])
                 added = ()
                 for b in tl.static_range(B):
                     inside = tl.zeros([R, U], tl.float32)
@@ -324,13 +308,36 @@ def _dots(
                         place = x + (b * 16 + j) * UNITS
                         inputs = _inputs(place, unit, UNITS, R, WHOLE)
                         inside += levels[j] * inputs
-                    added = added + (sums[b] + inside * shares[d],)
+                    added = added + (sums[b] + inside * share,)
                 sums = added
     found = ()
     for b in tl.static_range(B):
         total = tl.sum(sums[b], axis=1)
         found = found + (total * tl.load(factors + part) if LOOKUP == 2 else total,)
     return found
+
+
+@triton.jit
+def _ahead(
+    source,
+    scales,
+    row,
+    start,
+    UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The words and scales of `DEPTH` tiles from unit `start` on, as they lie."""
+    WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0
+    words, shares = (), ()
+    for d in tl.static_range(DEPTH):
+        unit = start + d * U + tl.arange(0, U)
+        words = words + (_draw(source, row, unit, UNITS, BITS, WHOLE),)
+        if BITS < 16:
+            shares = shares + (_scale(scales, row, unit, UNITS, LENGTH, WHOLE),)
+    return words, shares
 
 
 @triton.jit
@@ -367,11 +374,15 @@ def _draw(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.
 
 @triton.jit
 def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr):
-    """The scale of each unit's group, float32."""
+    """The scale of each unit's group, as stored."""
     group = tl.max_contiguous(unit // LENGTH, 4 if LENGTH == 1 else 1)
     place = row.to(tl.int64)[:, None] * (UNITS // LENGTH) + group[None, :]
-    scale = _read(scales + place, (unit < UNITS)[None, :], WHOLE)
-    if scales.dtype.element_ty == tl.uint8:
+    return _read(scales + place, (unit < UNITS)[None, :], WHOLE)
+
+
+@triton.jit
+def _decoded(scale):
+    if scale.dtype == tl.uint8:
         # the bits of a float16 without its last seven: as a float32, less 112 in the exponent
         return (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**112
     else:

@@ -1,0 +1,39 @@
+"""How the kernel of `lut_matvec` cuts a matrix: no result depends on it, only time does."""
+
+from typing import NamedTuple
+
+import triton
+
+from qat.kernels.lut_levels_triton import PERMUTE
+from qat.kernels.lut_matvec import UNIT
+
+
+class Tile(NamedTuple):
+    """R rows x U units, and how a program goes through its rows' tiles."""
+
+    rows: int
+    units: int
+    """Of 16 weights each; of one weight where the matrix is dense."""
+    depth: int
+    """Tiles that are computed at a time, while as many are read ahead."""
+    warps: int
+    lookup: int = PERMUTE
+    registers: int = 0
+    """The most of a thread, or 0: a compiler left alone reads so far ahead that few threads fit."""
+
+
+def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
+    """One row for each thread, and a row in whole tiles if there are any."""
+    if bits == 16:
+        depth = 5 if in_features % 2560 == 0 else 4
+        return Tile(4, min(512, triton.next_power_of_2(in_features)), depth, 4)
+    units, registers = in_features // UNIT, 96 if bits == 2 else 128
+    if units % 128 == 0 or units > 512:
+        return Tile(4, 128, 1, 4, registers=registers)
+    if units % 32 == 0:
+        return Tile(16, 32, 1, 4, registers=registers)
+    return Tile(8, 64, 1, 4, registers=registers)
+
+
+CHOSEN: dict[tuple[int, int, int], Tile] = {}
+"""Tiles in the place of `tile_for`'s, by rows of the result, inputs and bits: for measuring."""
