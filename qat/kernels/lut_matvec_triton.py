@@ -3,8 +3,8 @@
 A unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile is R rows x U
 units. A thread decodes its units into float32 levels and adds up their products with x, which lies
 spread: the 16 inputs of all units side by side, so that a thread reads four units' inputs as 16
-bytes. One scale multiplies a unit's sum. Two-bit levels come from `byte_perm` (`_permuted`), four
-weights for every two look-ups: 1.8 integer instructions a weight and one multiply-add.
+bytes. One scale multiplies a unit's sum. Two-bit levels take 24 byte permutations and 5 masks and
+shifts for 16 weights, 1.8 integer instructions each, and one multiply-add.
 """
 
 from typing import NamedTuple
@@ -270,7 +270,10 @@ def _dots(
     DEPTH: tl.constexpr,
 ):
     """`W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `drawn` already."""
-    WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0
+    SPAN: tl.constexpr = U * DEPTH
+    IN_TILES: tl.constexpr = UNITS % SPAN == 0
+    # the last tiles of a packed row begin early instead of ending outside
+    WHOLE: tl.constexpr = IN_TILES or (UNITS > SPAN and BITS < 16)
     # for each row, so that a thread has its own: the compiler copies what is the same for all
     part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
     codebook, low, high = codebooks, part, part
@@ -282,16 +285,15 @@ def _dots(
     sums = ()
     for _b in tl.static_range(B):
         sums = sums + (tl.zeros([R, U], tl.float32),)
-    for start in range(0, UNITS, U * DEPTH):
+    for start in range(0, UNITS, SPAN):
         words, shares = drawn
-        if UNITS > U * DEPTH:
-            # the next tiles are on their way while these are computed
-            following = start + U * DEPTH
-            if WHOLE:  # at the end, once more what is at hand
-                following = tl.minimum(following, UNITS - U * DEPTH)
+        place = tl.minimum(start, UNITS - SPAN) if WHOLE else start
+        if UNITS > SPAN:
+            # the next tiles are on their way while these are computed; at the end, these again
+            following = tl.minimum(start + SPAN, UNITS - SPAN) if WHOLE else start + SPAN
             drawn = _ahead(source, scales, row, following, UNITS, BITS, LENGTH, U, DEPTH)
         for d in tl.static_range(DEPTH):
-            unit = start + d * U + tl.arange(0, U)
+            unit = place + d * U + tl.arange(0, U)
             if BITS == 16:
                 added = ()
                 for b in tl.static_range(B):
@@ -301,12 +303,14 @@ def _dots(
             else:
                 levels = levels_of(words[d], codebook, low, high, BITS, LOOKUP)
                 share = _decoded(shares[d])
+                if WHOLE and not IN_TILES:
+                    share = tl.where((unit >= start)[None, :], share, 0.0)
                 added = ()
                 for b in tl.static_range(B):
                     inside = tl.zeros([R, U], tl.float32)
                     for j in tl.static_range(16):
-                        place = x + (b * 16 + j) * UNITS
-                        inputs = _inputs(place, unit, UNITS, R, WHOLE)
+                        row_of_x = x + (b * 16 + j) * UNITS
+                        inputs = _inputs(row_of_x, unit, UNITS, R, WHOLE)
                         inside += levels[j] * inputs
                     added = added + (sums[b] + inside * share,)
                 sums = added
@@ -330,7 +334,7 @@ def _ahead(
     DEPTH: tl.constexpr,
 ):
     """The words and scales of `DEPTH` tiles from unit `start` on, as they lie."""
-    WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0
+    WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0 or (UNITS > U * DEPTH and BITS < 16)
     words, shares = (), ()
     for d in tl.static_range(DEPTH):
         unit = start + d * U + tl.arange(0, U)

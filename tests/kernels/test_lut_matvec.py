@@ -52,6 +52,23 @@ def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
     check(found, F.linear(x, W.float(), bias), F.linear(x.double(), W, bias.double()))
 
 
+@pytest.mark.parametrize("tile", [(8, 4, 1, 1), (4, 8, 1, 1), (16, 4, 2, 1)])
+@pytest.mark.parametrize("bits", [2, 16])
+def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from qat.kernels.lut_matvec_tiles import CHOSEN, Tile
+
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernel itself")
+    rows, W = rows_of(SPECS["lut2_s8"], O, I)
+    if bits == 16:
+        rows, tile = W.float(), (tile[0], tile[1] * 16, *tile[2:])
+    monkeypatch.setattr(lut_matvec, "use_triton", lambda tensor: True)
+    monkeypatch.setitem(CHOSEN, (O, I, bits), Tile(*tile))
+    x = torch.randn(1, I)
+    check(matvec(spread(x, order_of(rows)), rows), x @ W.float().T, x.double() @ W.T)
+
+
 @pytest.mark.parametrize("B", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dense_rows(B: int, dtype: torch.dtype, path: str) -> None:
