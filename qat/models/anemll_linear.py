@@ -100,7 +100,7 @@ def nearest_entries(values: Tensor, lut: Tensor) -> Tensor:
     for place in range(1, lut.numel()):
         distance = (values - lut[place]).abs()
         is_nearer = distance < least
-        best[is_nearer] = place
+        best.masked_fill_(is_nearer, place)
         least = torch.where(is_nearer, distance, least)
     return best
 
