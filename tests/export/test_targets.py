@@ -11,7 +11,7 @@ import torch
 from quantized import SPECS, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qat.backend import DTYPES
 from qat.cli import run_verb
@@ -197,6 +197,9 @@ def test_the_tokenizer_goes_into_a_gguf(
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
     assert fields["tokenizer.ggml.eos_token_id"].contents() == vocabulary["<|end|>"]
     assert "<|end|>" in fields["tokenizer.chat_template"].contents()
+    text = "the cat sat, and 3 dogs saw it\n"
+    read = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file=gguf.FILE_NAME)
+    assert read(text).input_ids == tiny_tokenizer()(text).input_ids
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.backend_tokenizer.pre_tokenizer = None
     writer = library.GGUFWriter(None, "llama")
