@@ -30,26 +30,26 @@ def read_weights(program: Program) -> dict[str, np.ndarray]:
 
 
 def evaluate(program: Program, input_ids: np.ndarray) -> np.ndarray:
-    """The output of a program of one input and one output, in float32."""
+    """The output of a program of one input and one output, in float32.
+
+    A look-up table is decompressed where it is used and dropped again.
+    """
     (main,) = program.functions.values()
     (given,) = main.inputs.values()
     values = {given: input_ids.astype(np.int32)}
     with Function({}, opset_version=OPSET):
         for op in main.operations:
-            for output, value in zip(op.outputs, _outputs(op, values), strict=True):
-                is_half = getattr(value, "dtype", None) == np.float16
-                values[output] = value.astype(np.float32) if is_half else value
+            if op.op_type != "const" and not op.op_type.startswith("constexpr_"):
+                values.update(zip(op.outputs, _outputs(op, values), strict=True))
     return values[main.outputs[0]]
 
 
 def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
     """The outputs of one operation, its inputs being known."""
-    if op.op_type == "const":
-        return [op.outputs[0].val]
-    if op.op_type.startswith("constexpr_"):
-        return [op.materialized_val_inference()]
     inputs = {
-        name: [values[part] for part in var] if isinstance(var, list | tuple) else values[var]
+        name: [_value(part, values) for part in var]
+        if isinstance(var, list | tuple)
+        else _value(var, values)
         for name, var in op.inputs.items()
         if var is not None
     }
@@ -59,3 +59,12 @@ def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
         return [inputs["x"]]
     made = getattr(mb, op.op_type)(**inputs)
     return [var.val for var in (made if isinstance(made, list | tuple) else (made,))]
+
+
+def _value(var: Var, values: dict[Var, np.ndarray]) -> np.ndarray:
+    """What a variable holds, halves as float32."""
+    if var in values:
+        return values[var]
+    is_table = var.op.op_type.startswith("constexpr_")
+    value = var.op.materialized_val_inference() if is_table else var.val
+    return value.astype(np.float32) if getattr(value, "dtype", None) == np.float16 else value
