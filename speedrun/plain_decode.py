@@ -21,6 +21,8 @@ class PlainStep:
 
     def __init__(self, step: DecodeStep, *, is_compiled: bool) -> None:
         self._step = step
+        self._gains = [gains(block, step.dtype) for block in step.blocks]
+        self._last_gain = step.last_gain.to(step.dtype)
         compiled = torch.compile if is_compiled else lambda function, **_: function
         self._layer = compiled(layer, fullgraph=True, dynamic=False)
         self._ends = compiled(logits, fullgraph=True, dynamic=False)
@@ -34,17 +36,16 @@ class PlainStep:
         x = step.embedding(ids[:, None])[:, 0]
         cos, sin = angles.cos.index_select(0, position), angles.sin.index_select(0, position)
         mask = torch.arange(angles.cos.shape[0], device=ids.device) <= position
-        for block, cache in zip(step.blocks, caches, strict=True):
-            gains = (block.before, block.between, block.heads.q_norm, block.heads.k_norm)
-            x = self._layer(
-                x,
-                weights(block),
-                tuple(None if gain is None else gain.to(x.dtype) for gain in gains),
-                tuple(cache),
-                place=(position, cos, sin, mask),
-                eps=step.eps,
-            )
-        return self._ends(x, step.last_gain.to(x.dtype), step.head.rows[0], step.eps)
+        place = (position, cos, sin, mask)
+        for block, own, cache in zip(step.blocks, self._gains, caches, strict=True):
+            x = self._layer(x, weights(block), own, tuple(cache), place=place, eps=step.eps)
+        return self._ends(x, self._last_gain, step.head.rows[0], step.eps)
+
+
+def gains(block: Block, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Those of a layer's norms."""
+    found = (block.before, block.between, block.heads.q_norm, block.heads.k_norm)
+    return tuple(None if gain is None else gain.to(dtype) for gain in found)
 
 
 def weights(block: Block) -> tuple[Tensor, ...]:
