@@ -83,7 +83,7 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetName, Path]
 
 def library(to: TargetName) -> None:
     name = {"mlx": "mlx_lm", "coreml": "coremltools"}.get(to, to.replace("-", "_"))
-    pytest.importorskip(name)
+    pytest.importorskip(name, exc_type=ImportError)
 
 
 def test_every_name_has_a_module() -> None:
@@ -134,7 +134,7 @@ def test_mlx_words_hold_our_weights(bits: int) -> None:
     scales, biases = (parts.exact("it", t, torch.float16) for t in weight[1:])
     found = mlx_weight(words, scales.double().numpy(), biases.double().numpy(), bits)
     assert torch.equal(torch.from_numpy(found).float(), linear.quantized_weight())
-    mx = pytest.importorskip("mlx.core")
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     arrays = (mx.array(t.float().numpy()) for t in (scales, biases))
     size = linear.spec.group_size
     read = mx.dequantize(mx.array(words), *arrays, group_size=size, bits=bits)
