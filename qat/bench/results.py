@@ -17,8 +17,8 @@ from typing import Self
 
 from qat.backend import Backend
 from qat.config import Settings
+from qat.files import check_free, write_atomically
 from qat.logs import JsonLines
-from qat.models.directory import check_free, write_atomically
 from qat.train.run import git_commit
 
 HOME = Path("runs/bench")

@@ -16,9 +16,10 @@ from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.probe import logits_of, logits_of_weights, probe_ids
 from qat.export.targets import check_model, load_target
+from qat.files import check_free
 from qat.models.checkpoint import is_packed, load_checkpoint
 from qat.models.count import model_bits_per_weight, quantized_parameter_count
-from qat.models.directory import atomic_directory, check_free
+from qat.models.directory import atomic_directory
 from qat.models.load import load_tokenizer, resolve
 from qat.models.tables import embedding_dtype
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qat.errors import HubError
+from qat.files import check_free, sync, whole_directory
 from qat.hub.limits import MIB
 from qat.logs import Ticker, progress
 
+MEND = "remove it, choose another --out, or replace it with --force"
 RECEIPT = ".qat-hub.json"
 """What `qat hub pull` leaves in a directory; no part of its content."""
 
@@ -28,18 +29,12 @@ def atomic_directory(
     `place`, on the same disk as `out`; by default beside it.
 
     Raises:
-        HubError: `out` exists and is not empty, or cannot be written.
+        ConfigError: `out` exists and is not empty, and `replace` is false.
+        HubError: `out` cannot be written.
     """
-    check_free(out, replace=replace)
-    with _explained(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
-        try:
-            yield partial
-            _sync(partial)
-            _put_in_place(peeled(partial), out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    check_free(out, replace=replace, mend=MEND)
+    with _explained(out), whole_directory(out, place=place, root=peeled) as partial:
+        yield partial
 
 
 @contextmanager
@@ -60,24 +55,9 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             Path(partial).chmod(0o644)  # mkstemp makes it private
             Path(partial).replace(out)
-            _sync_one(out.parent)
+            sync(out.parent)
         finally:
             Path(partial).unlink(missing_ok=True)
-
-
-def check_free(out: Path, *, replace: bool = False) -> None:
-    """Refuse an output directory that holds something already.
-
-    Raises:
-        HubError: `out` is not empty (and `replace` is false), or is a file.
-    """
-    if out.exists() and not out.is_dir():
-        raise HubError(f"out={out} is a file, expected a directory; choose another --out")
-    if out.is_dir() and any(out.iterdir()) and not replace:
-        raise HubError(
-            f"out={out} is not empty, expected a new or empty directory; remove it, choose another "
-            "--out, or replace it with --force"
-        )
 
 
 def peeled(directory: Path) -> Path:
@@ -167,29 +147,3 @@ def _explained(out: Path) -> Iterator[None]:
             f"{out}: writing stopped ({error.strerror or error}); nothing was left there: free "
             "some space, or choose a place that you may write to"
         ) from error
-
-
-def _sync(directory: Path) -> None:
-    """Have every file below `directory`, and the names of them, reach the disk."""
-    for path in [*directory.rglob("*"), directory]:
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    partial.chmod(0o755)  # mkdtemp makes it private
-    if out.is_dir() and any(out.iterdir()):
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
-        out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old)
-    else:
-        partial.rename(out)
-    _sync_one(out.parent)

@@ -12,12 +12,13 @@ from pydantic import ValidationError
 
 from qat.config import Settings, explain
 from qat.errors import HubError
+from qat.files import check_free
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
 from qat.hub.files import (
+    MEND,
     RECEIPT,
     atomic_directory,
-    check_free,
     copy_files,
     peeled,
     regular_files,
@@ -74,7 +75,7 @@ def pull(
     """
     if not replace and (there := _there_already(name, entry, out)):
         return there
-    check_free(out, replace=replace)
+    check_free(out, replace=replace, mend=MEND)
     problems = []
     with _stage(out) as stage:
         for mirror in entry.mirrors:

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedConfig as Config
 
 from qat.errors import CheckpointError
+from qat.files import check_free
 from qat.logs import progress
 from qat.models.anemll_checks import check_finite
 from qat.models.anemll_linear import Imported, import_linear
 from qat.models.anemll_state import LegacyState, read_state, state_file
 from qat.models.checkpoint import quiet_transformers, write_checkpoint
 from qat.models.count import model_bits_per_weight, model_bytes
-from qat.models.directory import atomic_directory, check_free
+from qat.models.directory import atomic_directory
 from qat.models.load import load_config, load_tokenizer, resolve
 from qat.models.tables import put_quantized, table_names
 

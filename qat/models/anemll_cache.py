@@ -8,7 +8,8 @@ from qat.data.cache import Manifest
 from qat.data.config import ImportConfig
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, CheckpointError
-from qat.models.directory import atomic_directory, check_free
+from qat.files import check_free
+from qat.models.directory import atomic_directory
 from qat.models.load import load_tokenizer
 
 

@@ -18,11 +18,12 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
+from qat.files import check_free
 from qat.models.bits_budget import plan_within_budget
 from qat.models.calibrate import TokenBatch
 from qat.models.checkpoint import write_checkpoint
 from qat.models.config import ConvertConfig
-from qat.models.directory import atomic_directory, check_free
+from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.quantize import QuantizeReport, quantize_model

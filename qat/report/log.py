@@ -9,8 +9,8 @@ from typing import Any
 
 from qat.config import fingerprint
 from qat.errors import CheckpointError, ConfigError
+from qat.files import write_atomically
 from qat.logs import METRICS
-from qat.models.directory import write_atomically
 from qat.report.page import number
 from qat.report.runs import Run, read_directory
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qat.files import write_atomically
 from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
-from qat.models.directory import write_atomically
 from qat.track.tail import Tail
 from qat.track.tracker import Event, Sample, Start, Tracker, events
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import qat
 from qat.errors import CheckpointError, ConfigError
+from qat.files import check_free, partial_file, write_atomically
 from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
 from qat.models.checkpoint import write_checkpoint
-from qat.models.directory import atomic_directory, check_free, partial_file, write_atomically
+from qat.models.directory import atomic_directory
 from qat.train.config import TrainConfig
 
 STATE, STATE_TENSORS = "trainer/state.json", "trainer/state.safetensors"

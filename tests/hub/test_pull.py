@@ -10,7 +10,7 @@ import gdown
 import pytest
 from hub_case import checkpoint, contents, legacy_cache, named, serving, write_archive
 
-from qat.errors import HubError
+from qat.errors import ConfigError, HubError
 from qat.hub import web
 from qat.hub.config import Entry
 from qat.hub.files import sha256_file, sha256_tree
@@ -216,5 +216,5 @@ def test_an_unwritable_place(tmp_path: Path, archive: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HubError, match="that you may write to"):
         get(tmp_path / "file" / "model", archive)
-    with pytest.raises(HubError, match="is a file, expected a directory"):
+    with pytest.raises(ConfigError, match="is a file, expected a directory"):
         get(tmp_path / "file", archive)

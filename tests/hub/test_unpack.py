@@ -10,7 +10,7 @@ import lz4.frame
 import pytest
 from hub_case import checkpoint, contents, named, tar_bytes, write_archive
 
-from qat.errors import HubError
+from qat.errors import ConfigError, HubError
 from qat.hub.limits import MIB, Limits
 from qat.hub.pack import pack
 from qat.hub.unpack import unpack
@@ -204,7 +204,7 @@ def test_a_target_in_use_stays_as_it_is(place: Path) -> None:
     out = place / "out"
     out.mkdir()
     (out / "mine").write_text("mine")
-    with pytest.raises(HubError, match="out is not empty, expected a new or empty directory"):
+    with pytest.raises(ConfigError, match="out is not empty, expected a new or empty directory"):
         unpack(archive, out)
     assert contents(out) == {"mine": b"mine"}
     bad = write_archive(place / "b.tar.lz4", HONEST, EVIL["pipe"])
@@ -214,7 +214,7 @@ def test_a_target_in_use_stays_as_it_is(place: Path) -> None:
     unpack(archive, out, replace=True)
     assert contents(out) == {"config.json": b"{}"}
     assert sorted(os.listdir(place)) == ["a.tar.lz4", "b.tar.lz4", "out"]
-    with pytest.raises(HubError, match="is a file, expected a directory"):
+    with pytest.raises(ConfigError, match="is a file, expected a directory"):
         unpack(archive, bad)
     with pytest.raises(HubError, match="nowhere.tgz is not there"):
         unpack(place / "nowhere.tgz", place / "new")

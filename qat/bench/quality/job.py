@@ -24,7 +24,7 @@ from qat.bench.quality.students import Trained, as_teacher, train_baseline_stude
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.data.reader import TeacherCache
 from qat.errors import QatError
-from qat.models.directory import write_atomically
+from qat.files import write_atomically
 from qat.models.load import load_teacher, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job
+from qat.files import write_atomically
 from qat.logs import progress
-from qat.models.directory import write_atomically
 
 POLL_S = 0.1
 

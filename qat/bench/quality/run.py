@@ -19,7 +19,7 @@ from qat.bench.quality.table import Line, best, markdown, summarise
 from qat.bench.quality.timing import StepTimes, measure, time_key, to_json, to_time, with_equal_time
 from qat.bench.results import ROWS, WHOLE, environment
 from qat.errors import TrainingError
-from qat.models.directory import write_atomically
+from qat.files import write_atomically
 
 TABLE = "quality.md"
 

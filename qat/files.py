@@ -1,0 +1,84 @@
+"""Directories and small files that appear whole or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qat.errors import ConfigError
+
+MEND = "remove it or choose another --out"
+
+
+@contextmanager
+def whole_directory(
+    out: Path, *, place: Path | None = None, root: Callable[[Path], Path] = lambda partial: partial
+) -> Iterator[Path]:
+    """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
+
+    The files are on the disk before the name is: a crash, a kill or a full disk leaves either no
+    `out` or a whole one; an older `out` stays until the new one is complete.
+
+    Args:
+        place: where it is filled, on the same disk as `out`; by default beside it.
+        root: which directory of the filled one becomes `out`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
+    try:
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
+        _put_in_place(root(partial), out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:
+    """Refuse an output directory that holds something already; `mend` says what to do about it.
+
+    Raises:
+        ConfigError: `out` exists and is not empty (and `replace` is false), or is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file, expected a directory; choose another --out")
+    if out.is_dir() and any(out.iterdir()) and not replace:
+        raise ConfigError(f"out={out} is not empty, expected a new or empty directory; {mend}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small text file in one step that a crash cannot split."""
+    partial = partial_file(path)
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def partial_file(path: Path) -> Path:
+    """Where the bytes of `path` lie until they are whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    partial.chmod(0o755)  # mkdtemp makes it private
+    if out.is_dir() and any(out.iterdir()):
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
+        out.rename(old)
+        partial.rename(out)
+        shutil.rmtree(old)
+    else:
+        partial.rename(out)
+    sync(out.parent)
