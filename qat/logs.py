@@ -18,6 +18,9 @@ RECIPE, FACTS = "recipe.toml", "run.json"
 METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
 """A run's files: what was asked, what it ran on, its numbers, and its speed."""
 
+QUIET = ("torchao", "torch.utils._pytree")
+"""Loggers that warn whenever transformers finds torchao installed, used or not."""
+
 
 def configure(verbose: bool = False) -> None:
     """Send the package's log lines to stderr; called by the command line only."""
@@ -27,6 +30,8 @@ def configure(verbose: bool = False) -> None:
         level=logging.WARNING,
     )
     logging.getLogger("qat").setLevel(logging.DEBUG if verbose else logging.INFO)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
