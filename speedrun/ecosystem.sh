@@ -9,10 +9,10 @@
 # the repository with `qat` on PATH.
 set -euo pipefail
 mkdir -p "$2"
-data=$(realpath "$1") record=$(realpath "$2")
+data=$1 record=$2
 figures=$record/figures.jsonl
 work=$(mktemp -d)
-exec > >(sed -u "s#$work/##g; s#$record/##g; s#$data#DATA#g" | tee "$record/transcript.txt") 2>&1
+exec > >(sed -u "s#$work/##g" | tee "$record/transcript.txt") 2>&1
 trap 'rm -rf "$work"' EXIT
 drive=$work/drive registry=$work/hub.toml # a folder in a mounted Drive's place
 mkdir -p "$drive/qat"
