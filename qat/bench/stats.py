@@ -1,0 +1,165 @@
+"""What a handful of timings can say: medians with intervals, and whether two sets differ.
+
+Pure functions over lists of floats, all of one unit; every random draw has a fixed seed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE, THRESHOLD, MIN_SAMPLES = 0.95, 0.03, 3
+RESAMPLES, EXACT_UP_TO = 2_000, 60
+
+Array = NDArray[np.float64]
+Verdict = Literal["same", "slower", "faster"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median between the bounds that hold the true one with the stated confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    def is_apart_from(self, other: "Interval") -> bool:
+        """Whether the two share no value."""
+        return self.low > other.high or other.low > self.high
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Between the nearest ranks, as `numpy.percentile` takes them."""
+
+    p10: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What lies between a set of timings and another of the same thing."""
+
+    before: Interval
+    after: Interval
+    ratio: float
+    """Median after over median before; above 1 is slower."""
+    effect: float
+    """Cliff's delta: above 0 is slower."""
+    p: float
+    verdict: Verdict
+
+
+def median_interval(
+    samples: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0
+) -> Interval:
+    """The median and its percentile bootstrap interval (Efron 1979), the same at every call.
+
+    Of fewer than six samples, which cannot bound a median so well, it is the least and the largest.
+
+    Raises:
+        ValueError: no samples, one that is not finite, or a confidence outside (0, 1).
+    """
+    values = np.sort(_checked(samples))
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence}, expected a share between 0 and 1")
+    draws = np.random.default_rng(seed).choice(values, (RESAMPLES, len(values)))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.median(draws, 1), [tail, 1 - tail])
+    return Interval(float(np.median(values)), float(low), float(high))
+
+
+def percentiles(samples: Sequence[float]) -> Percentiles:
+    """The 10th, 50th, 90th and 99th percentile."""
+    return Percentiles(*np.percentile(_checked(samples), [10, 50, 90, 99]).tolist())
+
+
+def variation(samples: Sequence[float]) -> float:
+    """Coefficient of variation: sample standard deviation over mean; 0 for a single sample."""
+    values = _checked(samples)
+    return float(values.std(ddof=1) / values.mean()) if len(values) > 1 else 0.0
+
+
+def effect_size(before: Sequence[float], after: Sequence[float]) -> float:
+    """Cliff's delta: P(after > before) - P(after < before), from -1 to 1."""
+    pairs = np.sign(_checked(after)[:, None] - _checked(before)[None, :])
+    return float(pairs.mean())
+
+
+def p_value(before: Sequence[float], after: Sequence[float]) -> float:
+    """Two-sided Mann-Whitney test that neither set tends to be larger.
+
+    Exact given the ties for up to `EXACT_UP_TO` samples in all; beyond, the normal approximation
+    with corrections for ties and continuity.
+    """
+    a, b = _checked(before), _checked(after)
+    ranks = _middle_ranks(np.concatenate([a, b]))
+    if len(ranks) <= EXACT_UP_TO:
+        return _exact_p(np.rint(2 * ranks).astype(int), len(a))
+    return _normal_p(ranks, len(a))
+
+
+def compare(
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    threshold: float = THRESHOLD,
+    confidence: float = CONFIDENCE,
+) -> Difference:
+    """Whether `after` is slower or faster than `before`: by more than `threshold`, intervals apart.
+
+    Both must hold; one alone is chance or too small to matter, and the verdict is `same`.
+    """
+    first = median_interval(before, confidence=confidence)
+    second = median_interval(after, confidence=confidence)
+    ratio = second.median / first.median
+    verdict: Verdict = "same"
+    if first.is_apart_from(second):
+        if ratio > 1 + threshold:
+            verdict = "slower"
+        elif 1 / ratio > 1 + threshold:
+            verdict = "faster"
+    return Difference(
+        first, second, ratio, effect_size(before, after), p_value(before, after), verdict
+    )
+
+
+def _middle_ranks(values: Array) -> Array:
+    """Ranks from 1; equal values share the mean of theirs."""
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[where]
+
+
+def _exact_p(doubled_ranks: NDArray[np.int_], n: int) -> float:
+    """How often a choice of `n` ranks has a sum as extreme as the first `n`: all are counted."""
+    ways = np.zeros((n + 1, doubled_ranks.sum() + 1))
+    ways[0, 0] = 1
+    for rank in doubled_ranks:
+        ways[1:, rank:] += ways[:-1, :-rank]
+    found = doubled_ranks[:n].sum()
+    below, above = ways[n, : found + 1].sum(), ways[n, found:].sum()
+    return float(min(1.0, 2 * min(below, above) / ways[n].sum()))
+
+
+def _normal_p(ranks: Array, n: int) -> float:
+    total = len(ranks)
+    _, ties = np.unique(ranks, return_counts=True)
+    tied = (ties**3 - ties).sum() / (total * (total - 1))
+    spread = math.sqrt(n * (total - n) / 12 * (total + 1 - tied))
+    if spread == 0:
+        return 1.0
+    away = max(abs(ranks[:n].sum() - n * (total + 1) / 2) - 0.5, 0)
+    return math.erfc(away / spread / math.sqrt(2))
+
+
+def _checked(samples: Sequence[float]) -> Array:
+    values = np.asarray(samples, dtype=np.float64)
+    if not len(values) or not np.isfinite(values).all():
+        raise ValueError(f"samples={list(samples)[:5]}, expected finite numbers, at least one")
+    return values
