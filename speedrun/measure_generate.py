@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from qat.backend import Backend, select
 from qat.bench.config import MeasureConfig
-from qat.bench.flops import measure_roofline
+from qat.bench.roofline import measure_roofline
 from qat.bench.shapes import shape_called
 from qat.bench.student import quantize_at_random_, random_model
 from qat.evaluate.decode import Run, Sampling

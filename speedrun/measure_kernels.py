@@ -21,7 +21,7 @@ from layer_work import layer_work
 from speed_case import Figure, Row, record, results_in, settled, show
 
 from qat.backend import DTYPES, Backend
-from qat.bench.flops import Roofline
+from qat.bench.roofline import Roofline
 from qat.bench.run import prepare
 from qat.logs import configure
 

@@ -11,7 +11,7 @@ from qat.backend import Backend, select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.find_max import Search, Trials, find_max_batch
-from qat.bench.flops import Roofline, measure_roofline
+from qat.bench.roofline import Roofline, measure_roofline
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
 from qat.bench.plan import Measured, Prediction, predict

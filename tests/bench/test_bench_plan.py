@@ -3,7 +3,7 @@
 import pytest
 
 from qat.bench.find_max import MemoryModel
-from qat.bench.flops import Roofline
+from qat.bench.roofline import Roofline
 from qat.bench.plan import RESERVED_GIB, Measured, predict
 from qat.models.devices import devices_named
 

@@ -1,4 +1,4 @@
-"""How fast this device really is."""
+"""How fast this device really is: the rates that every benchmark measures before its cases."""
 
 import math
 from dataclasses import dataclass
