@@ -5,7 +5,9 @@ A message has three parts: what was found, what was expected, what to do.
 
 
 class QatError(Exception):
-    """A mistake in the input: the command line prints it as one line and exits with 1."""
+    """A mistake in the input: the command line prints it as one line and exits with its code."""
+
+    exit_code = 1
 
 
 class ConfigError(QatError):
@@ -34,3 +36,9 @@ class TrainingError(QatError):
 
 class HubError(QatError):
     """An archive, a mirror or a registry that does not give what it should."""
+
+
+class ComparisonError(QatError):
+    """Measurements that cannot be compared; 1 is left for a comparison that found a regression."""
+
+    exit_code = 2

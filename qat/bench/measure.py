@@ -42,6 +42,8 @@ class Timing:
         """As a row of results holds them."""
         low, high = spread(self.steps_s)
         return {
+            "unit": "s",
+            "samples": list(self.steps_s),
             "step_s": self.step_s,
             "step_p10_s": low,
             "step_p90_s": high,

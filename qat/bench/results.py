@@ -10,13 +10,17 @@ import platform
 import shlex
 import subprocess
 import sys
+import uuid
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
+import torch
+
+import qat
 from qat.backend import Backend
-from qat.config import Settings
+from qat.config import Settings, fingerprint
 from qat.files import check_free, write_atomically
 from qat.logs import JsonLines
 from qat.train.run import git_commit
@@ -24,7 +28,8 @@ from qat.train.run import git_commit
 HOME = Path("runs/bench")
 ROWS, TABLE, WHOLE = "results.jsonl", "results.csv", "results.json"
 PACKAGES = ("torch", "triton", "transformers", "torchao", "qat")
-IN_EVERY_ROW = ("commit", "device", "torch", "triton")
+IN_EVERY_ROW = ("commit", "dirty", "device", "cpu", "threads", "host", "run", "torch", "triton")
+NOT_IN_TABLE = ("samples",)
 
 
 class Results:
@@ -72,25 +77,40 @@ def environment(backend: Backend, config: Settings) -> dict[str, object]:
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["qat", *sys.argv[1:]]),
         "commit": git_commit(),
+        "dirty": has_changes(),
+        "run": uuid.uuid4().hex[:12],
         **{name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "device": backend.name(),
         "device_memory_gib": backend.memory_gib(),
         "driver": _driver(),
         "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "host": fingerprint(platform.node()),
         "config": config.model_dump(mode="json", exclude_none=True),
         "config_fingerprint": config.fingerprint(),
     }
 
 
 def as_csv(rows: list[dict[str, object]]) -> str:
-    """Rows as CSV, with a column for every key that any of them has."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """Rows as CSV, with a column for every key that any of them has but the raw samples."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [key for key in keys if key not in NOT_IN_TABLE]
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def has_changes() -> bool | None:
+    """Whether tracked files differ from the commit; None outside a checkout."""
+    home = str(Path(qat.__file__).parent)
+    command = ["git", "-C", home, "status", "--porcelain", "--untracked-files=no"]
+    try:
+        return bool(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _version(package: str) -> str | None:

@@ -11,11 +11,11 @@ from qat.backend import Backend, select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.find_max import Search, Trials, find_max_batch
-from qat.bench.roofline import Roofline, measure_roofline
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
 from qat.bench.plan import Measured, Prediction, predict
 from qat.bench.results import Results, environment
+from qat.bench.roofline import Roofline, measure_roofline
 from qat.bench.student import open_student
 from qat.bench.subject import Ours, Subject
 from qat.data.batch import Batch
@@ -267,7 +267,8 @@ class _Bench:
             logger.info(
                 "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
             )
-        self.results.add(**self.setting.row(kind, "ours", size), **numbers, **more, status=status)
+        row = self.setting.row(kind, f"step, batch {size}", size)
+        self.results.add(**row, **numbers, **more, status=status)
 
 
 def _downwards(largest: int, sizes: tuple[int, ...]) -> list[int]:

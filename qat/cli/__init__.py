@@ -92,7 +92,7 @@ def main() -> None:
     try:
         app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except QatError as error:
-        _fail(str(error))
+        _fail(str(error), code=error.exit_code)
     except cyclopts.CycloptsError as error:
         cause = error.__cause__
         _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))

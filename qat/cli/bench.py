@@ -7,6 +7,7 @@ from cyclopts import App, Parameter
 
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.quality.config import QualityConfig
+from qat.cli.bench_compare import compare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ SUMMARY_DIGITS = 6
 FILE_WIDTH, QUALITY_WIDTH = 120, 400
 
 bench_app = App(help="Measure the training step of a student.")
+bench_app.command(compare)
 
 
 @bench_app.default

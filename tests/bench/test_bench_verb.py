@@ -11,7 +11,7 @@ from train_case import make_place
 
 from qat import backend
 from qat.bench.config import BenchConfig
-from qat.bench.results import Results, as_csv
+from qat.bench.results import IN_EVERY_ROW, Results, as_csv
 from qat.bench.run import run_bench
 from qat.cli import main
 from qat.errors import ConfigError
@@ -47,6 +47,8 @@ def test_a_table_a_fit_and_predictions(tmp_path: Path, monkeypatch, capsys) -> N
     rows = read_json_lines(out / "results.jsonl")
     assert [row["kind"] for row in rows] == ["step"] * 3 + ["predicted"] * 2
     assert {row["loss_nats"] is None for row in rows[:3]} == {False}
+    assert [row["case"] for row in rows[:3]] == [f"step, batch {size}" for size in (1, 8, 32)]
+    assert [len(row["samples"]) for row in rows[:3]] == [2] * 3
     for row in rows:
         assert row["commit"] and row["device"] == "cpu" and row["student"] == "tiny"
     with (out / "results.csv").open() as file:
@@ -144,7 +146,7 @@ def test_csv_has_a_column_for_every_key() -> None:
 
 
 def test_nothing_is_written_before_the_first_row(tmp_path: Path) -> None:
-    identity = dict.fromkeys(("commit", "device", "torch", "triton"), "x")
+    identity = dict.fromkeys(IN_EVERY_ROW, "x")
     with Results(tmp_path / "out", identity) as results:
         assert not (tmp_path / "out").exists()
         results.add(case="ours")
