@@ -36,11 +36,15 @@ class Entry(Settings):
         for mirror in mirrors:
             scheme = re.match(r"[a-z0-9]{2,}:", mirror)
             if not mirror or (scheme and not mirror.startswith(SCHEMES)):
-                raise ValueError(f"{mirror!r} starts with none of {', '.join(SCHEMES)}")
+                known = ", ".join(SCHEMES)
+                raise ValueError(f"{mirror!r} starts with none of {known}, and is no path")
         return mirrors
 
     @model_validator(mode="after")
     def _plain_http_is_checked(self) -> "Entry":
         if self.sha256 is None and any(each.startswith("http://") for each in self.mirrors):
-            raise ValueError("sha256 is missing, and anybody can change what http:// sends")
+            raise ValueError(
+                "sha256 is missing, and anybody can change what http:// sends; add it, or use "
+                "https://"
+            )
         return self

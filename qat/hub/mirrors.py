@@ -102,15 +102,16 @@ def run_storage(verb: str, *words: str) -> None:
     """Run Google's tool, silently.
 
     Raises:
-        HubError: it is missing or fails; the last line that it wrote.
+        HubError: it is missing or fails; the line that says why.
     """
     command = storage_command(verb, *words)
     result = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HubError(f"{' '.join(command[:3])} {words[0]}: {last}")
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        why = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+        raise HubError(f"{' '.join(command[:3])} {words[0]}: {why}")
 
 
 def _local(path: Path) -> Arrival:
@@ -201,11 +202,13 @@ def _drive_reason(message: str) -> str:
 def _model_hub(address: str, _: Places) -> Arrival:
     import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     name, _, revision = address.partition("@")
     try:
         path = snapshot_download(name, revision=revision or None)
+    except (LocalEntryNotFoundError, httpx.ConnectError):
+        raise HubError(f"hf:{address}: the model hub cannot be reached from here") from None
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         raise HubError(f"hf:{address}: {' '.join(str(error).split())[:160]}") from None
     return Arrival(Path(path), name.rpartition("/")[2], is_ours=False)

@@ -82,7 +82,8 @@ def pull(
             try:
                 return _pull_from(mirror, name, entry, (out, Places(stage, drive, entry.size)))
             except HubError as error:
-                logger.warning("%s", error)
+                if mirror != entry.mirrors[-1]:  # the error below has all of them, once
+                    logger.warning("%s; trying the next mirror", error)
                 problems.append(str(error))
     raise HubError(
         f"{name}: no mirror works: {' | '.join(problems)}; or get the archive by other means, then "
@@ -122,7 +123,9 @@ def _verify(arrival: Arrival, entry: Entry, mirror: str) -> str | None:
     if entry.size is not None and size != entry.size:
         raise HubError(f"{mirror}: {size:,} bytes came, {entry.size:,} were registered")
     if entry.sha256 is not None and sha256 != entry.sha256:
-        raise HubError(f"{mirror}: SHA-256 is {sha256}, registered is {entry.sha256}")
+        raise HubError(
+            f"{mirror}: SHA-256 is {sha256}, registered is {entry.sha256}; ask who registered it"
+        )
     return sha256
 
 
@@ -148,7 +151,10 @@ def _inspect(root: Path, entry: Entry, mirror: str, sha256: str | None) -> Pulle
     found = format_of(root, entry.kind)
     tree = sha256_tree(root) if entry.tree_sha256 or sha256 is None else None
     if entry.tree_sha256 and tree != entry.tree_sha256:
-        raise HubError(f"{mirror}: SHA-256 of the files is {tree}, expected {entry.tree_sha256}")
+        raise HubError(
+            f"{mirror}: SHA-256 of the files is {tree}, registered is {entry.tree_sha256}; ask who "
+            "registered it"
+        )
     is_verified = bool(entry.tree_sha256 or (entry.sha256 and sha256))
     if not is_verified:
         logger.info("%s: SHA-256 %s; nothing to compare it with", mirror, sha256 or tree)

@@ -75,10 +75,6 @@ def is_local(mirror: str) -> bool:
     return not mirror.startswith(SCHEMES)
 
 
-def _plain(entry: Entry) -> dict[str, object]:
-    return entry.model_dump(mode="json", exclude_defaults=True)
-
-
 def _read_own(own: Path) -> Registry:
     return _read(own, own.parent) if own.exists() else {}
 

@@ -119,13 +119,18 @@ def test_a_model_hub(places: Places, monkeypatch, tmp_path: Path) -> None:
     assert asked == [("owner/name", "v1")]
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError, OSError])
-def test_a_model_hub_out_of_reach(error: type[Exception], places: Places, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(LocalEntryNotFoundError, "the model hub cannot be reached"), (OSError, "cannot reach it")],
+)
+def test_a_model_hub_out_of_reach(
+    error: type[Exception], said: str, places: Places, monkeypatch
+) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise error("cannot\nreach it")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    fail("hf:owner/name", places, "hf:owner/name: cannot reach it")
+    fail("hf:owner/name", places, f"hf:owner/name: {said}")
 
 
 @pytest.fixture

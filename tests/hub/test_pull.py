@@ -117,8 +117,8 @@ def test_an_unknown_hash_is_printed(out: Path, archive: Path, caplog) -> None:
 def test_wrong_hashes_and_sizes(out: Path, model: Path, archive: Path, tmp_path: Path) -> None:
     fail(out, f"registered is {WRONG}.*by other means", archive, sha256=WRONG)
     fail(out, "5 were registered", archive, size=5)
-    fail(out, f"SHA-256 of the files is .*, expected {WRONG}", archive, tree_sha256=WRONG)
-    fail(out, f"expected {WRONG}", model, tree_sha256=WRONG)
+    fail(out, f"SHA-256 of the files is .*, registered is {WRONG}", archive, tree_sha256=WRONG)
+    fail(out, f"registered is {WRONG}", model, tree_sha256=WRONG)
     (tmp_path / "drive" / "a.tgz").write_bytes(archive.read_bytes())
     fail(out, f"registered is {WRONG}", "drive:a", drive=tmp_path / "drive", sha256=WRONG)
     pulled = get(out, "drive:a", archive, drive=tmp_path / "drive", sha256=sha256_file(archive))
