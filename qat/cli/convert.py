@@ -66,7 +66,8 @@ def convert(
     return dict(
         out=out,
         plan=report.plan,
-        linears=len(report.modules),
+        linears=len(report.modules) - report.num_tables,
+        tables=report.num_tables,
         kept=report.kept,
         bits_per_weight=round(report.bits_per_weight, 4),
         whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
@@ -120,7 +121,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     if report.budget is not None:
         _show_budget(report.budget, console)
     if report.kept:
-        console.print(f"{report.kept} linears had their format already and were kept")
+        console.print(f"{report.kept} linears and tables had their format already and were kept")
     if verdicts:
         table = Table("held-out", "KD (nats)", "KL with tail (nats)", "top-1", "perplexity")
         for when, found in verdicts.items():

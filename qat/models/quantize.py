@@ -75,6 +75,8 @@ class QuantizeReport:
     """Of all tensors of the checkpoint, in 10**6 bytes."""
     kept: int
     """Linears and tables that had their format already."""
+    num_tables: int
+    """How many of `modules` are tables."""
     modules: list[ModuleReport]
     budget: BudgetReport | None = None
     """How a budget was spent; None without one."""
@@ -125,6 +127,7 @@ def quantize_model(
         whole_bits_per_weight=whole_model_bits(student.model),
         megabytes=tensor_bytes(student.model) / 1e6,
         kept=len(specs) - len(todo),
+        num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
     )
 

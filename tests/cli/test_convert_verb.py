@@ -46,7 +46,8 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert result["out"] == str(out) and result["plan"] == "q2a4"
-    assert result["linears"] == 14 and result["kept"] == 0 and 2.5 < result["bits_per_weight"] < 5
+    assert result["linears"] == 14 and result["tables"] == result["kept"] == 0
+    assert 2.5 < result["bits_per_weight"] < 5
     for when, source in (("before", place / "float"), ("after", out)):
         expected = held_out_divergence(str(source), cache, device="cpu")
         assert result[when] == expected._asdict()
@@ -70,12 +71,16 @@ def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> N
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_tables_get_the_bits_of_the_flag(bits: int, place: Path, tmp_path, monkeypatch) -> None:
+def test_tables_get_the_bits_of_the_flag(
+    bits: int, place: Path, tmp_path, monkeypatch, capsys
+) -> None:
     flags = ["--to", "q4a4", "--embedding-bits", bits, "--device", "cpu"]
     assert call(monkeypatch, "convert", place / "float", *flags, "--out", tmp_path / "out") == 0
     report = json.loads((tmp_path / "out" / "convert_report.json").read_text())
     found = {module["name"]: module["bits"] for module in report["modules"]}
     assert found["model.embed_tokens"] == bits
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["linears"] == 14 and result["tables"] == len(found) - 14 > 0
 
 
 @pytest.mark.parametrize(
