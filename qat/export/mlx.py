@@ -19,6 +19,7 @@ from qat.export.parts import (
     affine,
     exact,
     group_size_near,
+    load_failure,
     lost_by_grid,
     refuse_low_rank,
     require,
@@ -77,7 +78,7 @@ def check(model: PreTrainedModel) -> None:
         ExportError: see above.
     """
     kind = model.config.model_type
-    if find_spec("mlx_lm") is not None and find_spec(f"mlx_lm.models.{kind}") is None:
+    if load_failure("mlx_lm") is None and find_spec(f"mlx_lm.models.{kind}") is None:
         raise ExportError(
             f"model_type={kind} is none that mlx-lm knows, expected one of its models; export "
             "--to dense"

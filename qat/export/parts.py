@@ -5,7 +5,7 @@ Shapes: O out_features, I in_features, G groups per row.
 
 import copy
 import json
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,10 +149,20 @@ def require(library: str, extra: str) -> None:
     """Refuse to go on without a target's own library.
 
     Raises:
-        ExportError: it is not installed.
+        ExportError: it is not installed, or does not load.
     """
-    if find_spec(library) is None:
+    failure = load_failure(library)
+    if failure is not None:
         raise ExportError(
-            f"{library} is not installed, expected it to check what is written; "
+            f"{library} does not load ({failure}), expected it to check what is written; "
             f"pip install 'qat[{extra}]'"
         )
+
+
+def load_failure(library: str) -> str | None:
+    """Why a library cannot be imported; None if it can."""
+    try:
+        import_module(library)
+    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
+        return " ".join(str(error).split())[:160]
+    return None

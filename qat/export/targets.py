@@ -90,16 +90,16 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
     target = load_target(name)
     target.check(model)
     for module_name, module in quantized_modules(model).items():
-        reason = _lost(target, module)
+        reason = _lost(name, target, module)
         if reason is not None:
             raise ExportError(f"{name} cannot hold {module_name} without loss: {reason}")
 
 
-def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> str | None:
+def _lost(name: TargetName, target: Target, module: QuantLinear | FrozenLutTable) -> str | None:
     """What the target would lose of a module, and what to do about it."""
     if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
         return "it is a quantized table, expected one in floating point; convert without it"
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
         return "its adapter is part of its weight; export --to dense or packed"
     reason = target.lost(module.spec, weight_shape(module))
-    return reason and f"{reason}; convert the model with 'qat convert --for' before training"
+    return reason and f"{reason}; convert the model with 'qat convert --for {name}' before training"
