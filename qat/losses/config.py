@@ -62,7 +62,9 @@ def check_targets(
     """
     held = {"topk": top_k > 0, "draws": draws > 0, "labels": True}
     flags = {"topk": "--top-k 64", "draws": "--draws 50"}
-    fitting = ", ".join(name for name, need in NEEDS.items() if held[need])
+    fitting = ", ".join(
+        name for name, need in NEEDS.items() if held[need] and (has_tail or name in WITHOUT_TAIL)
+    )
     for name in terms:
         if name not in NEEDS:
             raise ConfigError(
