@@ -12,7 +12,10 @@ mkdir -p "$2"
 data=$1 record=$2
 figures=$record/figures.jsonl
 work=$(mktemp -d)
-exec > >(sed -u "s#$work/##g" | tee "$record/transcript.txt") 2>&1
+export TMPDIR=$work/tmp # so that no path of this machine is in what is kept
+mkdir "$TMPDIR"
+noise='/torchao.*_C_/d; /_pytree.py/d; s#^.*\r##' # of libraries
+exec > >(sed -u "s#$work/##g; $noise" | tee "$record/transcript.txt") 2>&1
 trap 'rm -rf "$work"' EXIT
 drive=$work/drive registry=$work/hub.toml # a folder in a mounted Drive's place
 mkdir -p "$drive/qat"
