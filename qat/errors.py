@@ -34,6 +34,10 @@ class TrainingError(QatError):
     """A run that cannot go on: its loss is no longer a number."""
 
 
+class BenchError(QatError):
+    """A measurement whose subject fails what it is measured for."""
+
+
 class HubError(QatError):
     """An archive, a mirror or a registry that does not give what it should."""
 

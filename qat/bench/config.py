@@ -2,10 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
+from qat.config import Settings
 from qat.train.config import StepConfig
+
+if TYPE_CHECKING:
+    from qat.backend import Backend
 
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """What `qat bench baselines` compares, by the names that its rows carry."""
@@ -93,6 +98,27 @@ class BaselinesConfig(MeasureConfig):
     def cases(self) -> tuple[str, ...]:
         """The cases to run, in the order of `CASES`."""
         return tuple(name for name in CASES if name in self.only.split(","))
+
+
+class KernelsConfig(Settings):
+    """Every Triton kernel and its reference through the gates: compile, correct, fast."""
+
+    only: str = ""
+    """Parts of kernels' names, joined by commas; all for none."""
+    shape: str = "qwen3-0.6b"
+    """Published shape whose dimensions speed is measured at; tiny for a trial."""
+    device: str = "auto"
+    """Where to measure: auto, cpu, cuda, cuda:1."""
+    repeats: int = Field(30, ge=1)
+    """Rounds in which a kernel and its reference take turns."""
+    limit_s: float = Field(4.0, gt=0)
+    """Seconds for the rounds of one kernel; at least five are taken."""
+    seed: int | None = Field(None, ge=0)
+    """Of the inputs; without it a new one each time, which the rows tell."""
+
+    def dtype_on(self, backend: "Backend") -> str:
+        """What a kernel's inputs are in: bf16, or fp32 where kernels are interpreted."""
+        return "bf16" if backend.records() else "fp32"
 
 
 def parse_gib(text: str) -> float:

@@ -1,0 +1,123 @@
+"""The gates of one kernel, in order: compile, correct, fast. Behind one that fails none is run."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qat.bench.kernels.case import Case, Outputs, Room, Size, copied
+from qat.bench.kernels.three_way import difference
+
+Gate = Literal["compile", "correct", "fast"]
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a kernel that does not compile or launch may raise, through Triton or PyTorch."""
+MESSAGE = 300
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Which gate a kernel failed, and how."""
+
+    gate: Gate
+    difference: str
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Where inputs come from: a device, and a seed for each shape."""
+
+    device: torch.device
+    first: int
+    is_interpreted: bool
+
+    def room(self, offset: int) -> Room:
+        """Inputs of the seed `first + offset`."""
+        return Room.seeded(self.device, self.first + offset, is_interpreted=self.is_interpreted)
+
+    def sizes(self, case: Case) -> tuple[Size, ...]:
+        """Shapes to check: wide ones too where kernels are compiled."""
+        return case.odd if self.is_interpreted else (*case.odd, *case.wide)
+
+
+def compiles(case: Case, seeds: Seeds) -> Refusal | None:
+    """Build and launch the kernel once for every shape."""
+    for offset, size in enumerate(seeds.sizes(case)):
+        inputs = case.inputs(seeds.room(offset), size)
+        try:
+            with torch.no_grad():
+                case.kernel(inputs, size)
+            if seeds.device.type == "cuda":
+                torch.cuda.synchronize(seeds.device)
+        except FAULTS as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            lines = f"{type(error).__name__}: {error}".strip().splitlines()
+            return Refusal("compile", f"at {_shown(size)}: {' / '.join(lines)[:MESSAGE]}")
+    return None
+
+
+def is_correct(case: Case, seeds: Seeds) -> Refusal | None:
+    """Compare with eager PyTorch and with float64, at every shape.
+
+    What the kernel allocates is full of NaN before it writes; it runs twice, the second time on
+    whatever the first left in buffers that it keeps.
+    """
+    for offset, size in enumerate(seeds.sizes(case)):
+        inputs = case.inputs(seeds.room(offset), size)
+        with torch.no_grad():
+            eager, exact = case.reference(copied(inputs), size), case.truth(inputs, size)
+            for _ in range(2):
+                with poisoned():
+                    found = case.kernel(copied(inputs), size)
+                wrong = worst_of(case, found, eager, exact)
+                if wrong:
+                    return Refusal("correct", f"{wrong} at {_shown(size)}, seed {seeds.first}")
+    gc.collect()
+    return None
+
+
+def worst_of(case: Case, found: Outputs, eager: Outputs, exact: Outputs) -> str | None:
+    """The first result in which the kernel is worse than eager PyTorch; None if there is none."""
+    if found.keys() != exact.keys():
+        return f"results {', '.join(found)}, expected {', '.join(exact)}"
+    for name, truth in exact.items():
+        truth = truth.double()
+        finite = truth[truth.isfinite()]
+        size = finite.abs().max().item() if finite.numel() else 0.0
+        wrong = difference(found[name], eager[name], truth, case.slack * max(size, case.floor))
+        if wrong:
+            return f"{name} {wrong} (largest {size:.3g})"
+    return None
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, memory that is not written holds NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that other operators are not deterministic
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=is_warning)
+
+
+def _shown(size: Size) -> str:
+    return " ".join(f"{name}={value}" for name, value in size.items())

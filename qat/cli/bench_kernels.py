@@ -1,0 +1,88 @@
+"""`qat bench kernels`: every kernel and its reference through the gates."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qat.bench.config import KernelsConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from qat.bench.kernels.run import KernelsReport
+
+WIDTH = 150
+US = 1e6
+COLUMNS = (
+    ("Kernel", "case", "{}", 1),
+    ("us a call", "p50_s", "{:,.2f}", US),
+    ("p90", "p90_s", "{:,.2f}", US),
+    ("p99", "p99_s", "{:,.2f}", US),
+    ("95 % from", "low_s", "{:,.2f}", US),
+    ("to", "high_s", "{:,.2f}", US),
+    ("GB/s", "gb_per_s", "{:,.0f}", 1),
+    ("TFLOP/s", "tflops", "{:,.1f}", 1),
+    ("Bound by", "bound", "{}", 1),
+    ("Of roofline", "roofline_frac", "{:.3f}", 1),
+    ("x reference", "over_reference", "{:.1f}", 1),
+    ("Status", "status", "{}", 1),
+)
+"""Title, key of a row, format, factor."""
+
+
+def kernels(
+    *,
+    config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
+
+    Args:
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from rich.console import Console
+
+    from qat.bench.kernels.run import run_kernels
+
+    report = run_kernels(config, out)
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    console.print(_table(report.rows))
+    for line in _remarks(report):
+        console.print(line, markup=False, highlight=False)
+    report.check()
+    least = report.least
+    share = {} if least is None else {"kernel_roofline_min": round(least["roofline_frac"], 3)}
+    return dict(out=report.path, kernels=len(report.rows), **share)
+
+
+def _table(rows: "Sequence[dict]") -> "Table":
+    from rich.table import Table
+
+    table = Table(COLUMNS[0][0])
+    for title, *_ in COLUMNS[1:]:
+        table.add_column(title, justify="right")
+    for row in rows:
+        cells = []
+        for _, key, form, factor in COLUMNS:
+            value = row.get(key)
+            cells.append("-" if value is None else form.format(value * factor))
+        table.add_row(*cells)
+    return table
+
+
+def _remarks(report: "KernelsReport") -> list[str]:
+    rates = report.rates
+    lines = [
+        f"copy {rates.copy_bytes / 1e9:,.0f} GB/s, matmul {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
+    ]
+    for row in report.rows:
+        if row["status"] == "FAILED":
+            lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
+    if report.least is not None:
+        lines.append(f"furthest from the roofline: {report.least['case']}")
+    return [*lines, *([report.note] if report.note else [])]
