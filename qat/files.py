@@ -1,5 +1,6 @@
-"""Directories and small files that appear whole or not at all."""
+"""Directories and small files that appear whole or not at all, and the hash of a file."""
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -48,11 +49,11 @@ def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:
         raise ConfigError(f"out={out} is not empty, expected a new or empty directory; {mend}")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small text file in one step that a crash cannot split."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a small file in one step that a crash cannot split."""
     partial = partial_file(path)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -61,6 +62,12 @@ def write_atomically(path: Path, text: str) -> None:
 def partial_file(path: Path) -> Path:
     """Where the bytes of `path` lie until they are whole."""
     return path.with_name(f".{path.name}.partial")
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

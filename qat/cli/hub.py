@@ -97,7 +97,8 @@ def pack(directory: Path, *, out: Path | None = None) -> dict[str, object]:
         directory: a cache, a checkpoint or a run.
         out: .tar.lz4 or .tgz to write; by default DIRECTORY.tar.lz4.
     """
-    from qat.hub.files import peeled, sha256_file, sha256_tree
+    from qat.files import sha256_file
+    from qat.hub.files import peeled, sha256_tree
     from qat.hub.pack import pack as write
 
     path = directory.resolve()

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
+from qat.files import sha256_file
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -174,7 +175,7 @@ def shard_problem(directory: Path, shard: Shard, *, deep: bool) -> str | None:
     size = path.stat().st_size
     if size != shard.bytes:
         return f"{size} bytes instead of {shard.bytes}"
-    if deep and file_sha256(path) != shard.sha256:
+    if deep and sha256_file(path) != shard.sha256:
         return "content differs from its SHA-256"
     return None
 
@@ -191,12 +192,6 @@ def raise_if_damaged(directory: Path, shard: Shard, *, deep: bool) -> None:
             f"{directory / shard.file}: {problem}; restore it, or delete it and run the same "
             "'qat cache' command again"
         )
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qat.errors import HubError
-from qat.files import check_free, sync, whole_directory
+from qat.files import check_free, sha256_file, sync, whole_directory
 from qat.hub.limits import MIB
 from qat.logs import Ticker, progress
 
@@ -89,12 +89,6 @@ def regular_files(directory: Path) -> list[Path]:
                 "directories: remove it"
             )
     return found
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_tree(directory: Path) -> str:

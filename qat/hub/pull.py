@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from qat.config import Settings, explain
 from qat.errors import HubError
-from qat.files import check_free
+from qat.files import check_free, sha256_file
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
 from qat.hub.files import (
@@ -22,7 +22,6 @@ from qat.hub.files import (
     copy_files,
     peeled,
     regular_files,
-    sha256_file,
     sha256_tree,
 )
 from qat.hub.mirrors import PICKLE, Arrival, Places, fetch

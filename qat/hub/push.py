@@ -6,13 +6,13 @@ from shlex import quote
 from typing import NamedTuple
 
 from qat.errors import HubError
+from qat.files import sha256_file
 from qat.hub.contents import Kind, kind_of
 from qat.hub.files import (
     atomic_file,
     copy_file,
     mebibytes,
     peeled,
-    sha256_file,
     sha256_tree,
 )
 from qat.hub.mirrors import run_storage

@@ -1,7 +1,6 @@
 """The report: one self-contained HTML page, and its pictures as PNG files beside it."""
 
 import base64
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
@@ -10,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from qat.files import write_atomically
 from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
 from qat.report.runs import Conversion, Module, Run, read_directory
 
@@ -63,8 +63,8 @@ def write_report(directories: list[Path], out: Path) -> Written:
     pictures = []
     for chart in [*curves, *(chart for charts in layers.values() for chart in charts)]:
         pictures.append(out.with_name(f"{out.stem}-{chart.name}.png"))
-        _write(pictures[-1], chart.render(LIGHT, "png"))
-    _write(out, html.encode("utf-8"))
+        write_atomically(pictures[-1], chart.render(LIGHT, "png"))
+    write_atomically(out, html.encode("utf-8"))
     return Written(out, pictures)
 
 
@@ -192,15 +192,6 @@ def _data_uri(svg: bytes) -> str:
 def _template() -> Any:
     source = resources.files("qat.report").joinpath("page.html").read_text(encoding="utf-8")
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -11,9 +11,10 @@ import pytest
 from hub_case import checkpoint, contents, legacy_cache, named, serving, write_archive
 
 from qat.errors import ConfigError, HubError
+from qat.files import sha256_file
 from qat.hub import web
 from qat.hub.config import Entry
-from qat.hub.files import sha256_file, sha256_tree
+from qat.hub.files import sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import Pulled, pull
 

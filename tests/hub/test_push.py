@@ -7,9 +7,10 @@ import pytest
 from hub_case import checkpoint, contents, legacy_cache
 
 from qat.errors import HubError
+from qat.files import sha256_file
 from qat.hub import push as pushing
 from qat.hub.config import Entry
-from qat.hub.files import sha256_file, sha256_tree
+from qat.hub.files import sha256_tree
 from qat.hub.pull import pull
 from qat.hub.push import push, put
 
