@@ -10,6 +10,7 @@ from pathlib import Path
 from qat.backend import Backend, select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
+from qat.bench.effective import Watched
 from qat.bench.find_max import Search, Trials, find_max_batch
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
@@ -60,7 +61,7 @@ class Setting:
         """Time a subject, then close it."""
         try:
             return time_steps(
-                subject,
+                Watched(subject, self.config.warmup),
                 self.batches(batch_size),
                 self.backend,
                 warmup=self.config.warmup,

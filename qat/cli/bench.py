@@ -9,8 +9,9 @@ from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.quality.config import QualityConfig
 from qat.cli.bench_compare import compare
 from qat.cli.bench_guard import guard
-from qat.cli.bench_record import record
 from qat.cli.bench_kernels import kernels
+from qat.cli.bench_record import record
+from qat.cli.bench_sweep import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,7 @@ FILE_WIDTH, QUALITY_WIDTH = 120, 400
 
 bench_app = App(help="Measure the training step of a student.")
 bench_app.command(compare)
+bench_app.command(sweep)
 bench_app.command(kernels)
 bench_app.command(guard)
 bench_app.command(record)

@@ -33,6 +33,8 @@ class CompileFacts:
 
     graphs: int
     recompiles: int
+    breaks: int
+    """Places where it gave up and the interpreter went on."""
 
 
 class Regions:
@@ -105,6 +107,9 @@ def _checkpointed(layer: nn.Module, hidden: Tensor, **kwargs: object) -> Tensor:
 class _InSlices:
     """A recomputed layer, a slice of the batch at a time; the plain one where nothing learns."""
 
+    calls = 0
+    """Of all of them, where something learned."""
+
     def __init__(self, recomputing: Callable, plain: Callable) -> None:
         self._recomputing = recomputing
         self._plain = plain
@@ -112,6 +117,7 @@ class _InSlices:
     def __call__(self, hidden: Tensor, **kwargs: object) -> Tensor:
         if not torch.is_grad_enabled():
             return self._plain(hidden, **kwargs)
+        _InSlices.calls += 1
         B, S = hidden.shape[:2]
         rows = max(1, SLICE_TOKENS // S)
         if rows >= B:
@@ -149,8 +155,14 @@ class Rows(NamedTuple):
 def compile_facts() -> CompileFacts:
     """Graphs that the compiler made in this process, and those of code that it had compiled."""
     if "torch._dynamo" not in sys.modules:
-        return CompileFacts(graphs=0, recompiles=0)
+        return CompileFacts(graphs=0, recompiles=0, breaks=0)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     metrics = torch._dynamo.utils.get_compilation_metrics()
     recompiles = sum((metric.cache_size or 0) > 0 for metric in metrics)
-    return CompileFacts(graphs=graphs, recompiles=recompiles)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return CompileFacts(graphs=graphs, recompiles=recompiles, breaks=breaks)
+
+
+def recomputed_layers() -> int:
+    """Calls of layers in this process that left their inside to be recomputed in backward."""
+    return _InSlices.calls

@@ -1,11 +1,11 @@
 """Settings of `qat bench quality`: its flags, and what a recipe file says."""
 
-import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from qat.bench.recipes import read_toml
 from qat.config import Settings
 from qat.errors import ConfigError
 
@@ -140,14 +140,4 @@ def read_recipe(path: Path) -> QualityRecipe:
     Raises:
         ConfigError: it is missing, no TOML, or has an unknown, missing or impossible key.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"recipe={path}: {error.strerror}; expected a TOML file; check the path"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"recipe={path} is not TOML ({error}); expected a quality recipe; mend that line"
-        ) from None
-    return QualityRecipe.parse(values, str(path))
+    return QualityRecipe.parse(read_toml(path, "quality"), str(path))

@@ -9,13 +9,13 @@ import logging
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import torch
 
 from qat import logs
 from qat.backend import select
+from qat.bench.processes import end_with_input
 from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
 from qat.bench.quality.places import Places
@@ -87,15 +87,9 @@ def _forget_training_state(run: Path) -> None:
         shutil.rmtree(state)
 
 
-def _end_with_input() -> None:
-    while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
-        pass
-    os._exit(1)
-
-
 def main() -> None:
     """Run the job whose file is named on the command line; a user's mistake is one line."""
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    end_with_input()
     logs.configure()
     job = Job.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
     cores = os.cpu_count() or 1

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from qat.bench.axes import fit_scale
 from qat.bench.quality.table import TEACHER, Line
 from qat.report.charts import LIGHT, SERIES, Chart
 
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
-WIDE, VERY_WIDE = 5.0, 100.0
-"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
-numbers at it."""
 
 
 def charts(lines: Sequence[Line], text: str) -> dict[str, bytes]:
@@ -45,21 +42,10 @@ def _paint(axes: Axes, *, lines: Sequence[Line], text: str, key: str, label: str
             capsize=2,
             label=line.recipe,
         )
-    _scale(axes.set_xscale, axes.xaxis, [line.stats[key].mean for line in lines])
-    _scale(axes.set_yscale, axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
+    fit_scale(axes.set_xscale, axes.xaxis, [line.stats[key].mean for line in lines])
+    fit_scale(axes.set_yscale, axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
     axes.margins(0.12)
     axes.set_xlabel(label)
     axes.set_ylabel(f"KL on {text}, nats a token")
     handles, labels = axes.get_legend_handles_labels()
     axes.figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-
-
-def _scale(set_scale, axis, values: Sequence[float]) -> None:  # noqa: ANN001 - bound to an axis
-    """A logarithmic axis with plain numbers for values that span much, else a linear one."""
-    if min(values) <= 0 or max(values) < WIDE * min(values):
-        return
-    set_scale("log")
-    is_crowded = max(values) > VERY_WIDE * min(values)
-    axis.set_major_locator(LogLocator(subs=(1.0,) if is_crowded else (1.0, 2.0, 5.0)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from qat.bench.processes import last_words, start_tied
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job
 from qat.files import write_atomically
@@ -64,13 +65,9 @@ def run_jobs(
 
 def _start(job: Job, places: Places) -> subprocess.Popen:
     path, log = places.job(job.label), places.log(job.label)
-    for file in (path, log):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, job.model_dump_json(indent=1) + "\n")
-    command = [sys.executable, "-m", "qat.bench.quality.job", str(path)]
-    with log.open("ab") as file:
-        # a job reads its input to learn that this process has ended
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file)
+    return start_tied([sys.executable, "-m", "qat.bench.quality.job", str(path)], log)
 
 
 def _end(ended: _Running, places: Places) -> list[Failure]:
@@ -81,7 +78,6 @@ def _end(ended: _Running, places: Places) -> list[Failure]:
         logger.info("%s, seed %d: done", job.name, job.seed)
         return []
     log = places.log(job.label)
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    message = lines[-1].removeprefix("qat: ") if lines else f"exit status {process.returncode}"
+    message = last_words(log, process.returncode)
     logger.warning("%s, seed %d failed: %s", job.name, job.seed, message)
     return [Failure(job.name, job.seed, message, log)]

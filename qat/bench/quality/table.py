@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qat.bench.page import markdown_table
+
 PER_TEXT = ("kl_nats", "top1_frac", "ppl")
 COMMON = (
     "kd_nats",
@@ -89,10 +91,7 @@ def cells(lines: Sequence[Line], texts: Sequence[str]) -> tuple[list[str], list[
 
 def markdown(lines: Sequence[Line], texts: Sequence[str]) -> str:
     """The table in Markdown."""
-    headings, body = cells(lines, texts)
-    rule = ["---", *("---:" for _ in headings[1:])]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
+    return markdown_table(*cells(lines, texts))
 
 
 def best(lines: Sequence[Line]) -> Line | None:

@@ -1,0 +1,174 @@
+"""What was asked for, and what really ran: told by what ran, never by what could be imported.
+
+One step is profiled before the clock starts: the operators that it called say in which dtype it
+multiplied and how it attended, inside compiled graphs as well. Counters of the kernels, the
+compiler and the recomputed layers say the rest.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from qat.backend import Backend
+from qat.bench.subject import Subject
+from qat.data.batch import Batch
+from qat.errors import TrainingError
+from qat.kernels.dispatch import ways_taken
+from qat.models.regions import compile_facts, recomputed_layers
+from qat.train.config import StepConfig
+from qat.train.step import StepResult
+
+DTYPES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+SHOWN_AS = {"tf32": "fp32"}
+"""Rounded inside the multiplication: its operands are what the dtype behind is."""
+MATMULS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "mkldnn::_linear_pointwise": (0, 1),
+}
+"""Which of an operator's arguments are multiplied."""
+ATTENTION = ("aten::_scaled_dot_product_", "qat::tile_attention", "qat::joined_tile_attention")
+MATH = "aten::_scaled_dot_product_attention_math"
+LEAST_SHARE = 0.5
+"""Of the matmul FLOPs of a step, what must be in the dtype that was asked for."""
+
+Facts = dict[str, object]
+
+
+class Watched:
+    """A subject whose second step (or the only one before the clock) is looked into."""
+
+    def __init__(self, subject: Subject, warmup: int) -> None:
+        self._subject = subject
+        self._looks_at = min(1, warmup - 1)
+        self._calls = 0
+        self._seen: Facts = {}
+        self._taken, self._compiled, self._recomputed = _counters()
+
+    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Take the step."""
+        self._calls += 1
+        if self._calls - 1 != self._looks_at:
+            return self._subject(batches, step)
+        with profiled() as profile:
+            result = self._subject(batches, step)
+        self._seen = operator_facts(profile.profiler.kineto_results.events())
+        return result
+
+    def compile_facts(self) -> Facts:
+        """The subject's, and all that is known of what ran, as `effective`."""
+        now, compiled, recomputed = _counters()
+        facts = self._subject.compile_facts()
+        effective = {
+            **self._seen,
+            "kernels": {"/".join(way): n for way, n in sorted((now - self._taken).items())},
+            "graph_breaks": compiled.breaks - self._compiled.breaks,
+            "recomputed_layers": recomputed - self._recomputed,
+            **facts,
+        }
+        return {**facts, "effective": effective}
+
+    def close(self) -> None:
+        """Close the subject."""
+        self._subject.close()
+
+
+def profiled() -> torch.profiler.profile:
+    """A profiler of the operators that the host calls, with their shapes."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, record_shapes=True)
+
+
+def operator_facts(events: Sequence) -> Facts:
+    """Shares of matmul FLOPs by dtype, how attention ran, and calls of our own operators."""
+    flops, attention, own = Counter(), set(), Counter()
+    for event in events:
+        name = event.name()
+        if name in MATMULS:
+            dtype, count = _matmul(event, *MATMULS[name])
+            flops[dtype] += count
+        elif name.startswith(ATTENTION) and not name.endswith("backward"):
+            attention.add(name)
+        if name.startswith("qat::"):
+            own[name] += 1
+    total = flops.total()
+    return {
+        "matmul_dtypes": {dtype: count / total for dtype, count in flops.most_common() if total},
+        "attention": sorted(attention),
+        "operators": dict(sorted(own.items())),
+    }
+
+
+def requested(config: StepConfig, attention: str) -> Facts:
+    """The settings that something else could take the place of."""
+    names = ("dtype", "compile", "gradient_checkpointing", "checkpoint_every")
+    return {**{name: getattr(config, name) for name in names}, "attention": attention}
+
+
+def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
+    """What was asked for and did not run, a sentence each; none if all did."""
+    found = [
+        _uncompiled(wished, effective, backend),
+        _other_dtype(wished, effective),
+        _not_recomputed(wished, effective),
+    ]
+    if effective["graph_breaks"]:
+        found.append(f"the compiler gave up at {effective['graph_breaks']} places")
+    if backend.device.type == "cuda" and MATH in effective.get("attention", ()):
+        found.append("attention ran as separate products, no fused kernel took it")
+    for way, count in effective["kernels"].items():
+        if way.endswith("/pytorch/cuda"):
+            kernel = way.partition("/")[0]
+            found.append(f"kernel {kernel} ran as plain PyTorch on the GPU, {count} times")
+    return [sentence for sentence in found if sentence]
+
+
+def check_strictly(found: Sequence[str]) -> None:
+    """Refuse a run in which something else ran than was asked for.
+
+    Raises:
+        TrainingError: naming all of it.
+    """
+    if found:
+        raise TrainingError(
+            f"{'; '.join(found)}; expected what was asked for (strict); mend the cause, ask for "
+            "what can run, or leave out --strict"
+        )
+
+
+def _uncompiled(wished: Facts, effective: Facts, backend: Backend) -> str | None:
+    is_wished = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles())
+    if not is_wished or (effective["compiled"] and effective["graphs"]):
+        return None
+    return f"compile={wished['compile']} ran uncompiled ({effective['fallback'] or 'no graph'})"
+
+
+def _other_dtype(wished: Facts, effective: Facts) -> str | None:
+    shares = effective.get("matmul_dtypes")
+    name = SHOWN_AS.get(wished["dtype"], wished["dtype"])
+    if not shares or shares.get(name, 0.0) >= LEAST_SHARE:
+        return None
+    words = ", ".join(f"{dtype} {share:.0%}" for dtype, share in shares.items())
+    return f"dtype={wished['dtype']} multiplied in {words}"
+
+
+def _not_recomputed(wished: Facts, effective: Facts) -> str | None:
+    if not wished["gradient_checkpointing"] or effective["recomputed_layers"]:
+        return None
+    return "gradient_checkpointing recomputed no layer"
+
+
+def _matmul(event, first: int, second: int) -> tuple[str, int]:  # noqa: ANN001 - a kineto event
+    """The dtype of an operator's factors, and its FLOPs: 2 x rows x inner x columns."""
+    shapes, dtypes = event.shapes(), event.dtypes()
+    left, right = shapes[first], shapes[second]
+    columns = prod(right) // max(prod(right[:-2]) * left[-1], 1)
+    return DTYPES.get(dtypes[first], dtypes[first]), 2 * prod(left) * columns
+
+
+def _counters() -> tuple:
+    return ways_taken(), compile_facts(), recomputed_layers()

@@ -1,0 +1,74 @@
+"""One run of a sweep in a process of its own, which ends when its standard input does.
+
+`python -m qat.bench.sweep.job JOB.json` leaves a row, whole, or none and a log that says why.
+A run that is asked to end writes the stacks of its threads first.
+"""
+
+import faulthandler
+import json
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+from qat import logs
+from qat.bench.processes import end_with_input
+from qat.bench.sweep.plan import Run
+from qat.errors import QatError
+from qat.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(run: Run) -> dict[str, object]:
+    """Do what the run says, and leave its row.
+
+    Raises:
+        QatError: see its message.
+    """
+    began = time.perf_counter()
+    found = _work(run)
+    row = {
+        "kind": "sweep",
+        "case": run.group,
+        "sweep": run.sweep,
+        "verb": run.verb,
+        "student": run.student,
+        "group": run.group,
+        "repeat": run.repeat,
+        "settings": run.settings,
+        "key": run.key,
+        **found,
+        "wall_s": time.perf_counter() - began,
+    }
+    run.row.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(run.row, json.dumps(row, indent=1, default=str) + "\n")
+    return row
+
+
+def _work(run: Run) -> dict[str, object]:
+    if run.verb == "command":  # which starts at once: torch is not needed for it
+        from qat.bench.sweep.command import run_command
+
+        return run_command(run)
+    from qat.bench.sweep.work import time_bench, time_training
+
+    return time_bench(run) if run.verb == "bench" else time_training(run)
+
+
+def main() -> None:
+    """Run the job whose file is named on the command line; a user's mistake is one line."""
+    end_with_input(with_group=True)
+    faulthandler.register(signal.SIGTERM, chain=True)
+    logs.configure()
+    run = Run.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
+    logger.info("%s, repeat %d", run.group, run.repeat)
+    try:
+        run_job(run)
+    except QatError as error:
+        sys.exit(f"qat: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What one run of a sweep does: times training steps, or trains a student."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from qat.backend import Backend, select
+from qat.bench.config import BenchConfig
+from qat.bench.effective import Facts, check_strictly, fallbacks, requested
+from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend
+from qat.bench.results import IN_EVERY_ROW, environment
+from qat.bench.run import prepare
+from qat.bench.subject import Ours, Subject
+from qat.bench.sweep.plan import Run
+from qat.bench.sweep.ranks import rank_facts
+from qat.data.batch import Batch
+from qat.logs import HEARTBEAT, read_json_lines
+from qat.train.config import StepConfig, TrainConfig
+from qat.train.start import train_student
+from qat.train.step import StepResult, check_dtype
+
+
+class MemoryLog:
+    """A subject, and what memory was held after each of its steps."""
+
+    def __init__(self, subject: Subject, backend: Backend) -> None:
+        self._subject = subject
+        self._backend = backend
+        self.held_mib: list[float] = []
+
+    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Take the step."""
+        result = self._subject(batches, step)
+        held = self._backend.held_memory_gib()
+        if held is not None:
+            self.held_mib.append(held * 2**10)
+        return result
+
+    def compile_facts(self) -> Facts:
+        """The subject's."""
+        return self._subject.compile_facts()
+
+    def close(self) -> None:
+        """Close the subject."""
+        self._subject.close()
+
+
+def time_bench(run: Run) -> Facts:
+    """The training step of the settings, its memory, and what ran in it.
+
+    Raises:
+        QatError: see its message.
+    """
+    config = check_dtype(BenchConfig.parse(run.settings, run.group))
+    setting, model = prepare(config, run.student)
+    ours = Ours(model, config)
+    subject = MemoryLog(ours.subject(), setting.backend)
+    timing = setting.time(subject, config.batch_size)
+    wished = requested(config, model.model.config.get_text_config()._attn_implementation)
+    numbers = setting.numbers(timing)
+    row = setting.row("sweep", run.group, config.batch_size)
+    return {
+        **row,
+        **numbers,
+        "cost_s": timing.step_s / max(timing.valid_tokens, 1),
+        "requested": wished,
+        **_fell_back(run, wished, numbers["effective"], setting.backend),
+        **leak_facts(subject.held_mib),
+        **_environment(config, setting.backend),
+    }
+
+
+def time_training(run: Run) -> Facts:
+    """A whole `qat train`, and the speed that its heartbeats tell.
+
+    Raises:
+        QatError: see its message.
+    """
+    config = check_dtype(TrainConfig.parse(run.settings, run.group))
+    report = train_student(config, run.student, run.directory, resume=run.directory.exists())
+    beats = read_json_lines(run.directory / HEARTBEAT)
+    timed = beats[1:] or beats  # the first holds the compiler's work
+    samples = [beat["step_s"] for beat in timed]
+    positions = statistics.median(beat["tokens_per_s"] * beat["step_s"] for beat in timed)
+    step_s = statistics.median(samples)
+    fell_back = [beats[-1]["fallback"]] if beats[-1]["fallback"] else []
+    if run.strict:
+        check_strictly(fell_back)
+    return {
+        "unit": "s",
+        "samples": samples,
+        "dtype": config.dtype,
+        "batch_size": config.batch_size,
+        "step_s": step_s,
+        "tokens_per_s": positions / step_s,
+        "peak_gib": beats[-1]["peak_gib"],
+        "kl_nats": report.best,
+        "cost_s": step_s / positions,
+        "requested": {"dtype": config.dtype, "compile": config.compile},
+        "effective": {name: beats[-1][name] for name in ("compiled", "graphs", "fallback")},
+        "fallbacks": fell_back,
+        **rank_facts(run.directory),
+        **_environment(config, select(config.device)),
+    }
+
+
+def leak_facts(held_mib: Sequence[float]) -> Facts:
+    """Whether memory grew with the steps; None for too few of them to tell."""
+    trend = memory_trend(held_mib)
+    return {
+        "memory_steps": len(held_mib),
+        "memory_trend": trend and asdict(trend),
+        "is_leaking": None if trend is None else trend.is_leak,
+        "leak_found_steps": leak_found_after(held_mib),
+        "leak_needs_steps": FIRST_LOOK,
+    }
+
+
+def _fell_back(run: Run, wished: Facts, effective: Facts, backend: Backend) -> Facts:
+    found = fallbacks(wished, effective, backend)
+    if run.strict:
+        check_strictly(found)
+    return {"fallbacks": found}
+
+
+def _environment(config: StepConfig, backend: Backend) -> Facts:
+    facts = environment(backend, config)
+    return {name: facts[name] for name in (*IN_EVERY_ROW, "time", "driver")}
