@@ -84,7 +84,7 @@ def environment(backend: Backend, config: Settings) -> dict[str, object]:
         "device": backend.name(),
         "device_memory_gib": backend.memory_gib(),
         "driver": _driver(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "host": fingerprint(platform.node()),
         "config": config.model_dump(mode="json", exclude_none=True),
@@ -129,7 +129,8 @@ def _driver() -> str | None:
     return found.split("\n")[0].strip()
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
