@@ -3,13 +3,25 @@
 Shapes: F width of gates and of ups.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+from qat.kernels.tuned import chosen
+
+LARGEST_BLOCK = 1024
 """Columns of one row that a program takes: 16 bytes of gates and of ups for each thread."""
+
+
+class Cut(NamedTuple):
+    """What a program of a row takes."""
+
+    block: int
+    """Columns, a power of two."""
+    warps: int = 4
 
 
 @triton.jit
@@ -44,21 +56,24 @@ def _backward_kernel(grad, joined, d_joined, F: tl.constexpr, BLOCK: tl.constexp
 def silu_mul_forward(joined: Tensor) -> Tensor:
     """See `qat.kernels.glu.silu_mul`; contiguous."""
     out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
-    _launch(_forward_kernel, joined.contiguous(), out, like=out)
+    _launch("gated_unit", _forward_kernel, joined.contiguous(), out, like=out)
     return out
 
 
 def silu_mul_backward(grad: Tensor, joined: Tensor) -> Tensor:
     """The gradient of `joined` for `grad` `(..., F)`, contiguous."""
     d_joined = joined.new_empty(joined.shape)
-    _launch(_backward_kernel, grad.contiguous(), joined.contiguous(), d_joined, like=grad)
+    tensors = (grad.contiguous(), joined.contiguous(), d_joined)
+    _launch("gated_unit_backward", _backward_kernel, *tensors, like=grad)
     return d_joined
 
 
-def _launch(kernel: triton.JITFunction, *tensors: Tensor, like: Tensor) -> None:
+def _launch(name: str, kernel: triton.JITFunction, *tensors: Tensor, like: Tensor) -> None:
     F = like.shape[-1]
     if like.numel() == 0:
         return
-    block = min(BLOCK, triton.next_power_of_2(F))
+    cut = chosen(name, (F,), Cut(min(LARGEST_BLOCK, triton.next_power_of_2(F))), like.device)
     with torch.cuda.device_of(like):
-        kernel[(like.numel() // F, triton.cdiv(F, block))](*tensors, F=F, BLOCK=block, num_warps=4)
+        kernel[(like.numel() // F, triton.cdiv(F, cut.block))](
+            *tensors, F=F, BLOCK=cut.block, num_warps=cut.warps
+        )

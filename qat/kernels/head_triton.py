@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qat.kernels.head import Head, LogitGradients, Others
+from qat.kernels.tuned import chosen
 
 TILE_TOKENS = 8192
 """Tokens whose logits of a tile of words exist together."""
@@ -34,8 +35,13 @@ ADDS_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 """Whether `addmm` adds products of half-precision matrices to a float32 matrix."""
 
 
-GATHER_WORDS, GATHER_FEATURES = 16, 256
-"""The piece of chosen words' weights that a program holds in registers."""
+class Gather(NamedTuple):
+    """The piece of chosen words' weights that a program holds in registers."""
+
+    words: int = 16
+    """A power of two, as the features are."""
+    features: int = 256
+    warps: int = 4
 
 
 def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
@@ -45,6 +51,7 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
     out = torch.empty(T, N, dtype=torch.float32, device=hidden.device)
     if out.numel() == 0:
         return out
+    cut = chosen("gather_dot", (N, D), Gather(), hidden.device)
     with torch.cuda.device_of(hidden):
         _gather_dot_kernel[(T,)](
             hidden,
@@ -58,8 +65,9 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
             D=D,
             HAS_BIAS=head.bias is not None,
             HAS_CAP=head.softcap is not None,
-            BLOCK_N=GATHER_WORDS,
-            BLOCK_D=GATHER_FEATURES,
+            BLOCK_N=cut.words,
+            BLOCK_D=cut.features,
+            num_warps=cut.warps,
         )
     return out
 
@@ -74,8 +82,9 @@ def hidden_gradient(
     (T, N), D = ids.shape, out.shape[1]
     if out.numel() == 0:
         return
+    cut = chosen("gather_sum", (N, D), Gather(), out.device)
     with torch.cuda.device_of(out):
-        _gather_sum_kernel[(T, triton.cdiv(D, GATHER_FEATURES))](
+        _gather_sum_kernel[(T, triton.cdiv(D, cut.features))](
             g_chosen,
             ids,
             weight,
@@ -87,8 +96,9 @@ def hidden_gradient(
             N=N,
             D=D,
             HAS_OTHERS=slope is not None,
-            BLOCK_N=GATHER_WORDS,
-            BLOCK_D=GATHER_FEATURES,
+            BLOCK_N=cut.words,
+            BLOCK_D=cut.features,
+            num_warps=cut.warps,
         )
 
 

@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
-    """One row for each thread, and a row in whole tiles if there are any."""
+    """The default: one row for each thread, and a row in whole tiles if there are any."""
     if bits == 16:
         depth = 5 if in_features % 2560 == 0 else 4
         return Tile(4, min(512, triton.next_power_of_2(in_features)), depth, 4)
@@ -33,7 +33,3 @@ def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
     if units % 32 == 0:
         return Tile(16, 32, 1, 4, registers=registers)
     return Tile(8, 64, 1, 4, registers=registers)
-
-
-CHOSEN: dict[tuple[int, int, int], Tile] = {}
-"""Tiles in the place of `tile_for`'s, by rows of the result, inputs and bits: for measuring."""

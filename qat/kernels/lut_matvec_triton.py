@@ -24,8 +24,9 @@ from qat.kernels.lut_levels_triton import (
     levels_of,
 )
 from qat.kernels.lut_matvec import UNIT, WORDS, Norm, Rows
-from qat.kernels.lut_matvec_tiles import CHOSEN, Tile, tile_for
+from qat.kernels.lut_matvec_tiles import Tile, tile_for
 from qat.kernels.overlap import overlaps
+from qat.kernels.tuned import chosen
 
 
 def matvec(
@@ -62,7 +63,8 @@ def _options(tile: Tile, num_vectors: int, overlap: bool) -> dict[str, int]:
 def _tile(rows: Rows, out_features: int) -> Tile:
     bits = 16 if isinstance(rows, Tensor) else rows.bits
     key = (out_features, rows.shape[1], bits)
-    return CHOSEN.get(key) or tile_for(*key)
+    device = rows.device if isinstance(rows, Tensor) else rows.octets.device
+    return chosen("lut_matvec", key, tile_for(*key), device)
 
 
 def _launch(

@@ -22,11 +22,18 @@ from qat.kernels.lut_weight_parts_triton import (
     low_rank_scale,
     units_of_tile,
 )
+from qat.kernels.tuned import chosen
 from qat.quant.pack import Packed
 from qat.quant.weight import SCALE_NAMES, Scales
 
-FORM_WEIGHTS = 4096
-"""Weights of a tile that forms, 32 a thread."""
+
+class FormTile(NamedTuple):
+    """What a program forms."""
+
+    weights: int = 4096
+    """Of a tile, 32 a thread of four warps."""
+
+
 REDUCE_WEIGHTS = 2048
 """Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
 REDUCE_PROGRAMS = 384
@@ -41,7 +48,9 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 def form(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales) -> None:
     """Write `codebook[indices] * S` into `out`, in its dtype, to the bit as the reference does."""
-    tiling = _Tiling.of(source, scales, FORM_WEIGHTS)
+    bits = source.bits if isinstance(source, Packed) else 0
+    cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
+    tiling = _Tiling.of(source, scales, cut.weights)
     _form_kernel[(tiling.num_tiles,)](
         out,
         *_operands(source, codebook, scales, tiling.E),

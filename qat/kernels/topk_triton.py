@@ -6,14 +6,25 @@ A threshold is found bit by bit: the largest 32-bit key that at least K of a row
 Shapes: T tokens, V vocabulary, K tokens kept, N blocks.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qat.kernels.topk import BLOCK, Blocks, Selection, unpack_keys
+from qat.kernels.tuned import chosen
 
-BLOCKS_PER_PROGRAM = 64
+
+class BlockPass(NamedTuple):
+    """How the pass over logits is cut."""
+
+    blocks: int = 64
+    """Blocks of a program, a power of two."""
+    warps: int = 4
+
+
 MAX_K = 512  # K * BLOCK candidates are held in one program's registers
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -25,10 +36,11 @@ def summarize(logits: Tensor) -> Blocks:
     N = triton.cdiv(V, BLOCK)
     peaks = torch.empty(T, N, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(peaks)
-    grid = (T, triton.cdiv(N, BLOCKS_PER_PROGRAM))
+    cut = chosen("top_k_blocks", (V,), BlockPass(), logits.device)
+    grid = (T, triton.cdiv(N, cut.blocks))
     with torch.cuda.device_of(logits):
         _summarize[grid](
-            logits, peaks, sums, logits.stride(0), V, N, BLOCK, BLOCKS_PER_PROGRAM, num_warps=4
+            logits, peaks, sums, logits.stride(0), V, N, BLOCK, cut.blocks, num_warps=cut.warps
         )
     return Blocks(peaks, sums)
 

@@ -56,7 +56,8 @@ def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
 @pytest.mark.parametrize("bits", [2, 16])
 def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatch) -> None:
     pytest.importorskip("triton")
-    from qat.kernels.lut_matvec_tiles import CHOSEN, Tile
+    from qat.kernels.lut_matvec_tiles import Tile
+    from qat.kernels.tuned import forcing
 
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernel itself")
@@ -64,9 +65,10 @@ def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatc
     if bits == 16:
         rows, tile = W.float(), (tile[0], tile[1] * 16, *tile[2:])
     monkeypatch.setattr(lut_matvec, "use_triton", lambda tensor: True)
-    monkeypatch.setitem(CHOSEN, (O, I, bits), Tile(*tile))
     x = torch.randn(1, I)
-    check(matvec(spread(x, order_of(rows)), rows), x @ W.float().T, x.double() @ W.T)
+    with forcing("lut_matvec", (O, I, bits), Tile(*tile)):
+        found = matvec(spread(x, order_of(rows)), rows)
+    check(found, x @ W.float().T, x.double() @ W.T)
 
 
 @pytest.mark.parametrize("B", [1, 8])
