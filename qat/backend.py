@@ -336,6 +336,13 @@ def _kib(text: str, field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0])
 
 
+def profile_operators() -> torch.profiler.profile:
+    """A context that notes each operator which the host calls, with shapes and dtypes."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print that it begins and ends
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, record_shapes=True)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run a block under `seed` and put the generators back afterwards."""

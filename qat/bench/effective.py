@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-import torch
-
-from qat.backend import Backend
+from qat.backend import Backend, profile_operators
 from qat.bench.subject import Subject
 from qat.data.batch import Batch
 from qat.errors import TrainingError
@@ -54,7 +52,7 @@ class Watched:
         self._calls += 1
         if self._calls - 1 != self._looks_at:
             return self._subject(batches, step)
-        with profiled() as profile:
+        with profile_operators() as profile:
             result = self._subject(batches, step)
         self._seen = operator_facts(profile.profiler.kineto_results.events())
         return result
@@ -75,12 +73,6 @@ class Watched:
     def close(self) -> None:
         """Close the subject."""
         self._subject.close()
-
-
-def profiled() -> torch.profiler.profile:
-    """A profiler of the operators that the host calls, with their shapes."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    return torch.profiler.profile(activities=activities, record_shapes=True)
 
 
 def operator_facts(events: Sequence) -> Facts:

@@ -1,8 +1,8 @@
 """Whether memory grows with every step: a robust slope that must be steady to count as a leak.
 
 Allocators rise and fall like a saw, caches fill and are then full. Both are told from a leak by the
-least memory within each tenth of the steps: a leak lifts them all, and as fast at the end as at
-the beginning. A saw whose teeth are longer than a tenth of the steps cannot be told from one.
+least memory within each tenth of the steps: a leak lifts one after the other, and as fast at the
+end as at the beginning. Teeth longer than a tenth of the steps cannot be told from it.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from itertools import combinations
 
 import numpy as np
 
-FIRST_LOOK, LOOK_EVERY = 150, 25
-"""Steps before the first verdict, and between verdicts."""
-WARM_UP_STEPS, WARM_UP_SHARE = 50, 0.2
+FIRST_LOOK, NEXT_LOOK = 150, 20
+"""Steps before the first verdict; the next follows after that part of the steps so far."""
+WARM_UP_STEPS, WARM_UP_SHARE = 40, 0.2
 """What is left out at the beginning: so many steps, or that share if it is more."""
 BLOCKS = 10
 RANKS = 8
@@ -21,8 +21,13 @@ RANKS = 8
 variance (Sen 1968)."""
 LEAST_DRIFT_MIB = 32.0
 """A lower bound of the growth below this is not worth an alarm."""
-LEAST_STEADINESS = 0.7
+LEAST_STEADINESS = 0.75
 """Slope of the later half over that of the earlier one; what fills up comes to rest."""
+EVEN_RISE, LEAST_RISES = 0.25, 7
+"""A leak rises from a tenth to the next by this share of its slope at least, in so many of the nine
+places; a cache that grows by a block now and then does not."""
+LOOKS = 2
+"""In a row that must find it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Trend:
     """Slope times steps."""
     steadiness: float
     """Slope of the later half over that of the earlier one."""
+    rises: int
+    """From a tenth of the steps to the next, of nine: those that are as large as a leak's."""
     steps: int
     """Steps looked at, warm-up left out."""
 
@@ -45,7 +52,8 @@ class Trend:
     def is_leak(self) -> bool:
         """Whether all of the interval means growth that matters and does not slow down."""
         is_large = self.low_mib * self.steps >= LEAST_DRIFT_MIB
-        return is_large and self.steadiness >= LEAST_STEADINESS
+        is_steady = self.steadiness >= LEAST_STEADINESS and self.rises >= LEAST_RISES
+        return is_large and is_steady
 
 
 def memory_trend(memory_mib: Sequence[float]) -> Trend | None:
@@ -66,15 +74,22 @@ def memory_trend(memory_mib: Sequence[float]) -> Trend | None:
         high_mib=slopes[-RANKS],
         drift_mib=slope * len(values),
         steadiness=late / early if early > 0 else 0.0,
+        rises=int((np.diff(lows) >= EVEN_RISE * slope * width).sum()),
         steps=len(values),
     )
 
 
 def leak_found_after(memory_mib: Sequence[float]) -> int | None:
-    """After how many steps somebody who looks every `LOOK_EVERY` steps finds a leak, or None."""
-    for steps in range(FIRST_LOOK, len(memory_mib) + 1, LOOK_EVERY):
-        if memory_trend(memory_mib[:steps]).is_leak:
+    """After how many steps somebody who looks now and then finds a leak, or None.
+
+    Found is what two looks in a row see.
+    """
+    steps, in_a_row = FIRST_LOOK, 0
+    while steps <= len(memory_mib):
+        in_a_row = in_a_row + 1 if memory_trend(memory_mib[:steps]).is_leak else 0
+        if in_a_row == LOOKS:
             return steps
+        steps += steps // NEXT_LOOK
     return None
 
 

@@ -181,9 +181,9 @@ def _intro(report: SweepReport) -> str:
     return (
         f"`{recipe.verb}` of {what}; {recipe.repeats} repeats of each group in turns, each a "
         f"process of its own. Rate: {rate_unit(recipe)}, the median over repeats, and its 95 % "
-        "bootstrap interval. Between repeats, within a run: coefficients of variation. x baseline, effect "
-        f"(Cliff's delta, + is faster), p (Mann-Whitney) and verdict: against {report.baseline!r}; "
-        "a verdict needs 3 % and intervals apart."
+        "bootstrap interval. Between repeats, within a run: coefficients of variation. x baseline, "
+        "effect (Cliff's delta, + is faster), p (Mann-Whitney) and verdict: against "
+        f"{report.baseline!r}; a verdict needs 3 % and intervals apart."
     )
 
 
