@@ -1,8 +1,15 @@
 """A run in trackio's local database (`trackio show --project qat`)."""
 
+import logging
 from collections.abc import Mapping
+from importlib import import_module
 
 from qat.track.tracker import Sample, Start
+
+logger = logging.getLogger(__name__)
+
+TALKATIVE = ("trackio", "trackio.run", "trackio.utils")
+"""Its modules that print; there is no switch for that."""
 
 
 class Trackio:
@@ -11,6 +18,8 @@ class Trackio:
     def __init__(self, start: Start) -> None:
         import trackio
 
+        for module in TALKATIVE:  # stdout is the verb's own, and other threads write to it
+            vars(import_module(module))["print"] = _log
         self._table = trackio.Table
         self._run = trackio.init(
             project=start.project,
@@ -36,3 +45,7 @@ class Trackio:
     def close(self, *, failed: bool) -> None:  # noqa: ARG002
         """Write out what is left."""
         self._run.finish()
+
+
+def _log(*words: object, **_: object) -> None:
+    logger.debug("trackio: %s", " ".join(map(str, words)))

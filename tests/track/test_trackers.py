@@ -5,6 +5,8 @@ import logging
 import sqlite3
 import struct
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,13 +23,14 @@ BLOCK = 2**15
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
-    """A run followed by all three, stopped at step 3 and resumed from 2; and what was logged."""
+    """A run followed by all three, stopped at step 3 and resumed from 2; and what was said."""
     place = tmp_path_factory.mktemp("trackers")
     run, said = place / "my_run", []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("qat.track").addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
+    printed = StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(follow, "POLL_S", 0.02)
         # nobody is logged in here, whatever this machine's user did
         for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "TRACKIO_DIR"):
@@ -44,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
             cut(run, 2)
             begin(run, commit="4567def")
             write_steps(run, 3, 4)
-        yield place, said
+    yield place, said + printed.getvalue().splitlines()
     logging.getLogger("qat.track").removeHandler(handler)
 
 
