@@ -56,12 +56,14 @@ def list_entries(*, own: Own = None) -> dict[str, object]:
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     registry = _registry(own)
-    table = Table("name", "kind", "mirrors", "hash", "note")
+    table = Table("name", "kind", "hash", "what, and where", show_lines=True)
     for name, entry in registry.items():
         is_known = "known" if entry.sha256 or entry.tree_sha256 else "unknown"
-        table.add_row(name, entry.kind, "\n".join(entry.mirrors), is_known, entry.note)
+        lines = [*filter(None, [entry.note]), *entry.mirrors]
+        table.add_row(name, entry.kind, is_known, Text("\n".join(lines), overflow="fold"))
     Console().print(table)
     return {"names": list(registry)}
 

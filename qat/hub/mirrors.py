@@ -121,7 +121,10 @@ def _local(path: Path) -> Arrival:
 
 def _drive(relative: str, places: Places) -> Arrival:
     if places.drive is None:
-        raise HubError(f"drive:{relative} needs the place of a mounted Drive; add --drive DIR")
+        raise HubError(
+            f"drive:{relative} needs the place of a mounted Drive; add --drive DIR (for setup.sh: "
+            "GDRIVE_PATH=DIR)"
+        )
     if not places.drive.is_dir():
         raise HubError(f"Drive is not mounted at {places.drive}; mount it, or mend --drive")
     found = lookup(places.drive / relative)

@@ -70,7 +70,7 @@ def test_from_pack_to_pull(tmp_path: Path, monkeypatch, capsys) -> None:
     ("tokens", "message"),
     [
         (("pull", "q2-best"), "qat: no entry is called 'q2-best'; did you mean 'q2_best'"),
-        (("pull", "L64"), "add --drive DIR; or get the archive by other means"),
+        (("pull", "L64"), "GDRIVE_PATH=DIR); or get the archive by other means"),
         (("pull", "L64", "--drive", "nowhere"), "Drive is not mounted at nowhere"),
         (("add", "tiny", "--kind", "cache", "--mirror", "x"), "in the registry already"),
         (("add", "x", "--kind", "cache", "--mirror", "ftp://x"), "starts with none of"),
