@@ -1,0 +1,96 @@
+"""What really ran is told by what ran: dtypes, attention, recomputed layers, kernels, graphs."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qat.backend import profile_operators, select
+from qat.bench.config import BenchConfig
+from qat.bench.effective import check_strictly, fallbacks, operator_facts, requested
+from qat.bench.run import run_bench
+from qat.errors import TrainingError
+from qat.kernels.dispatch import use_triton, ways_taken
+
+CPU = select("cpu")
+
+
+def facts(**values: object) -> dict[str, object]:
+    plain = {
+        "matmul_dtypes": {"fp32": 1.0},
+        "attention": [],
+        "operators": {},
+        "kernels": {"head/pytorch/cpu": 2},
+        "graph_breaks": 0,
+        "recomputed_layers": 0,
+        "compiled": False,
+        "graphs": 0,
+        "fallback": None,
+    }
+    return {**plain, **values}
+
+
+def wished(**values: object) -> dict[str, object]:
+    return requested(BenchConfig(**{"dtype": "fp32", "device": "cpu", **values}), "sdpa")
+
+
+def test_flops_by_dtype_and_the_attention_that_ran() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 16)
+    query = torch.randn(1, 2, 16, 32)
+    with profile_operators() as profile:
+        a @ b
+        a.bfloat16() @ b.bfloat16()
+        torch.bmm(a.expand(2, 4, 8).double(), b.expand(2, 8, 16).double())
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    found = operator_facts(profile.profiler.kineto_results.events())
+    assert found["matmul_dtypes"] == {"fp64": 0.5, "fp32": 0.25, "bf16": 0.25}
+    assert found["attention"] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert found["operators"] == {}
+
+
+def test_every_bench_row_says_what_ran(tmp_path) -> None:
+    quick = {"device": "cpu", "steps": 1, "warmup": 2, "batch_size": 2, "seq_len": 8}
+    config = BenchConfig(**quick, gradient_checkpointing=True)
+    (row,) = run_bench(config, "tiny", tmp_path / "out").rows
+    effective = row["effective"]
+    assert effective["matmul_dtypes"] == {"fp32": 1.0}
+    assert effective["recomputed_layers"] == 2 * 3  # layers x steps
+    assert effective["kernels"]["head/pytorch/cpu"] > 0 and not effective["compiled"]
+    assert len(effective["attention"]) == 1 and effective["graph_breaks"] == 0
+    assert fallbacks(wished(gradient_checkpointing=True), effective, CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "words"),
+    [
+        ({"compile": "on"}, {"fallback": "Unsupported: x"}, "ran uncompiled (Unsupported: x)"),
+        ({"compile": "on"}, {"compiled": True}, "ran uncompiled (no graph)"),
+        ({"dtype": "bf16"}, {}, "dtype=bf16 multiplied in fp32 100%"),
+        ({"gradient_checkpointing": True}, {}, "recomputed no layer"),
+        ({}, {"graph_breaks": 3}, "gave up at 3 places"),
+    ],
+)
+def test_what_ran_instead_is_named(asked: dict, ran: dict, words: str) -> None:
+    (found,) = fallbacks(wished(**asked), facts(**ran), CPU)
+    assert words in found
+    with pytest.raises(TrainingError, match="expected what was asked for"):
+        check_strictly([found])
+
+
+def test_nothing_is_named_where_all_ran() -> None:
+    assert fallbacks(wished(), facts(), CPU) == []
+    compiled = facts(compiled=True, graphs=2)
+    assert fallbacks(wished(compile="on", dtype="tf32"), compiled, CPU) == []
+    check_strictly([])
+
+
+def test_a_kernel_that_fell_back_on_a_gpu_is_named() -> None:
+    gpu = type("Gpu", (), {"device": torch.device("cuda"), "compiles": lambda self: False})()
+    math = ["aten::_scaled_dot_product_attention_math"]
+    found = fallbacks(wished(), facts(kernels={"glu/pytorch/cuda": 7}, attention=math), gpu)
+    assert "kernel glu ran as plain PyTorch on the GPU, 7 times" in found and len(found) == 2
+
+
+def test_kernels_count_the_way_they_take() -> None:
+    before = ways_taken()
+    use_triton(torch.ones(1))
+    assert ways_taken() - before == {("test_effective", "pytorch", "cpu"): 1}
