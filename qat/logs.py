@@ -18,8 +18,10 @@ RECIPE, FACTS = "recipe.toml", "run.json"
 METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
 """A run's files: what was asked, what it ran on, its numbers, and its speed."""
 
-QUIET = ("torchao", "torch.utils._pytree")
-"""Loggers that warn whenever transformers finds torchao installed, used or not."""
+QUIET = ("torchao", "torch.utils._pytree", "coremltools")
+"""Loggers that warn of what nobody can mend: the first two whenever transformers finds torchao
+installed, used or not; the third of what it lacks off a Mac, of versions that it was not tested
+with, and of each number that it infers in float64."""
 
 
 def configure(verbose: bool = False) -> None:
