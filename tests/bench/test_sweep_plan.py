@@ -1,0 +1,154 @@
+"""What a sweep's recipe means, and every mistake in one by its message."""
+
+from pathlib import Path
+
+import pytest
+
+from qat.bench.sweep.config import read_recipe
+from qat.bench.sweep.plan import fill_command, make_groups, make_runs
+from qat.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[2] / "speedrun" / "recipes").glob("sweep_*.toml"))
+
+BASE = """
+name = "s"
+student = "tiny"
+"""
+
+
+def read(tmp_path: Path, text: str, *, tiny: bool = False, base: str = BASE):
+    path = tmp_path / "r.toml"
+    path.write_text(base + text)
+    return read_recipe(path, tiny=tiny)
+
+
+def names(recipe) -> list[str]:
+    return [group.name for group in make_groups(recipe)]
+
+
+def test_groups_meet_every_point_of_the_product_in_turns(tmp_path: Path) -> None:
+    text = """
+repeats = 2
+[settings]
+steps = 3
+[product]
+batch_size = [4, 8]
+[[groups]]
+name = "plain"
+[[groups]]
+name = "ckpt"
+settings = { gradient_checkpointing = true, steps = 5 }
+"""
+    recipe = read(tmp_path, text)
+    groups = make_groups(recipe)
+    assert names(recipe) == [
+        "plain batch_size=4",
+        "plain batch_size=8",
+        "ckpt batch_size=4",
+        "ckpt batch_size=8",
+    ]
+    assert groups[3].settings == {"steps": 5, "gradient_checkpointing": True, "batch_size": 8}
+    runs = make_runs(recipe, groups, tmp_path)
+    assert [(run.repeat, run.group) for run in runs[3:6]] == [
+        (0, "ckpt batch_size=8"),
+        (1, "plain batch_size=4"),
+        (1, "plain batch_size=8"),
+    ]
+    assert len({run.label for run in runs}) == len(runs) == 8
+
+
+def test_the_tiny_variant_stands_over_the_rest(tmp_path: Path) -> None:
+    text = """
+student = "qwen3-0.6b"
+[settings]
+steps = 200
+loss = "tail"
+[product]
+batch_size = [64, 128]
+[tiny]
+student = "tiny"
+repeats = 1
+settings = { steps = 1 }
+product = { batch_size = [2] }
+"""
+    recipe = read(tmp_path, text, tiny=True, base='name = "s"\n')
+    assert (recipe.student, recipe.repeats) == ("tiny", 1)
+    assert recipe.settings == {"steps": 1, "loss": "tail"} and names(recipe) == ["batch_size=2"]
+    assert read(tmp_path, text, base='name = "s"\n').student == "qwen3-0.6b"
+
+
+def test_a_run_is_known_by_what_it_does(tmp_path: Path) -> None:
+    recipe = read(tmp_path, "[product]\nbatch_size = [4, 8]\n")
+    first, second, *_ = make_runs(recipe, make_groups(recipe), tmp_path)
+    (elsewhere, *_) = make_runs(recipe, make_groups(recipe), tmp_path / "other")
+    assert first.key == elsewhere.key != second.key
+    strict = make_runs(recipe, make_groups(recipe), tmp_path, strict=True)
+    assert strict[0].key != first.key
+
+
+def test_places_of_a_command_are_filled() -> None:
+    assert fill_command(["{python}", "-n", "{n}"], {"python": "py", "n": 2}) == ["py", "-n", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("repeat = 2\n", "has 'repeat', expected a key that it knows; did you mean 'repeats'?"),
+        ("[settings]\nbatch_sze = 2\n", r"\[settings\] has 'batch_sze'.*'batch_size'"),
+        ("[product]\nlearning = [1]\n", r"\[product\] has 'learning'.*'learn'"),
+        ("[tiny]\nrepeat = 2\n", r"\[tiny\] has 'repeat'.*'repeats'"),
+        ('[[groups]]\nname = "a"\nsettings = { compil = "on" }\n', "group 'a' has 'compil'"),
+        ("[product]\nbatch_size = []\n", "product.batch_size is empty, expected values to compare"),
+        ("[settings]\nplan = true\n", "has 'plan', expected a key that it knows"),
+        (
+            '[[groups]]\nname = "a"\n[[groups]]\nname = "a"\n',
+            "2 are called 'a'; expected a name of its own for each; rename all but one",
+        ),
+        (
+            '[product]\nsteps = [1]\n[[groups]]\nname = "a"\nsettings = { steps = 2 }\n',
+            r"group 'a' and \[product\] both set 'steps'",
+        ),
+        ('verb = "command"\n', "verb='command' needs a command"),
+        ('command = ["x"]\n', "verb='bench' needs a student and no command"),
+        ("name = 1 2\n", "is not TOML"),
+        ("repeats = 0\n", "repeats=0: "),
+    ],
+)
+def test_mistakes_in_a_recipe(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'baseline = "batch_size=9"\n[product]\nbatch_size = [4, 8]\n',
+            "baseline='batch_size=9' is no group of this sweep, expected one of 'batch_size=4', "
+            "'batch_size=8'; name one",
+        ),
+        ("[product]\nbatch_size = [4, 4]\n", "2 are called 'batch_size=4'"),
+        ("[product]\nbatch_size = [0]\n", "group 'batch_size=0': batch_size=0: "),
+        (
+            'verb = "command"\ncommand = ["{x}"]\nstudent = ""\n',
+            "command='{x}' has a place for 'x', expected one of",
+        ),
+    ],
+)
+def test_mistakes_in_what_it_comes_down_to(text: str, message: str, tmp_path: Path) -> None:
+    base = 'name = "s"\n' + ("" if "command" in text else 'student = "tiny"\n')
+    recipe = read(tmp_path, text, base=base)
+    with pytest.raises(ConfigError, match=message):
+        make_groups(recipe)
+
+
+def test_a_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a TOML file; check the path"):
+        read_recipe(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_committed_recipes_come_down_to_runs(recipe: Path, tiny: bool) -> None:
+    found = read_recipe(recipe, tiny=tiny)
+    assert len(make_groups(found)) > 1

@@ -1,0 +1,126 @@
+"""A sweep's table: who is ranked, what it is compared with, what is doubtful; telemetry."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from qat.bench.sweep import telemetry
+from qat.bench.sweep.plot import chart
+from qat.bench.sweep.ranks import rank_facts
+from qat.bench.sweep.table import cells, markdown, spreads, summarise
+from qat.bench.sweep.telemetry import (
+    COLUMNS,
+    Watch,
+    has_gpu_tool,
+    machine_warnings,
+    parse_gpus,
+    read_samples,
+)
+from qat.logs import JsonLines
+
+
+def row(group: str, cost_s: float, **values: object) -> dict[str, object]:
+    steps = {"samples": [1.0, 1.01, 0.99], "step_s": 1.0, "peak_gib": None}
+    return {"group": group, "cost_s": cost_s, **steps, **values}
+
+
+def rows() -> list[dict[str, object]]:
+    return [
+        *(row("base", cost) for cost in (1.00, 1.01, 0.99)),
+        *(row("fast", cost) for cost in (0.50, 0.51, 0.49)),
+        *(row("like", cost) for cost in (1.02, 1.00, 1.01)),
+        *(row("slow", cost) for cost in (2.0, 2.1)),
+        row("once", 0.1),
+    ]
+
+
+GROUPS = ["base", "fast", "like", "slow", "once", "never"]
+
+
+def test_only_repeats_are_ranked() -> None:
+    lines = summarise(GROUPS, rows(), ["slow", "never"], "base")
+    assert [line.group for line in lines] == ["fast", "base", "like", "slow", "once", "never"]
+    assert [line.is_ranked for line in lines] == [True] * 3 + [False] * 3
+    fast, base, like, slow, once, never = lines
+    assert fast.against.verdict == "faster" and fast.against.effect == -1.0
+    assert like.against.verdict == "same" and base.against is None
+    assert slow.against is None and once.against is None and once.between is None
+    assert fast.rate == pytest.approx(2.0) and never.rate is None and never.cost is None
+
+
+def test_the_table_says_what_was_not_measured_with_a_dash() -> None:
+    headings, body = cells(summarise(GROUPS, rows(), ["slow", "never"], "base"))
+    shown = {words[0]: dict(zip(headings, words, strict=True)) for words in body}
+    assert shown["fast"]["rank"] == "1" and shown["fast"]["x baseline"] == "2.000"
+    assert shown["slow"]["rank"] == "-" and shown["slow"]["repeats"] == "2 of 3"
+    assert shown["never"]["repeats"] == "0 of 1" and shown["never"]["rate"] == "-"
+    assert shown["fast"]["effect"] == "+1.00" and shown["base"]["verdict"] == "-"
+    assert shown["fast"]["GiB"] == "-"
+    assert markdown(summarise(["base"], rows(), [], "base")).count("\n") == 3
+
+
+def test_the_spread_of_the_machine_beside_that_of_the_settings() -> None:
+    machine, settings = spreads(summarise(GROUPS, rows(), [], "base"))
+    assert machine < 0.03 < settings
+    assert spreads([]) == (None, None)
+
+
+def test_what_is_doubtful_is_said() -> None:
+    trend = {"slope_mib": 1.5}
+    doubtful = row("a", 1.0, samples=[1.0, 2.0], is_leaking=True, memory_trend=trend)
+    doubtful |= {"fallbacks": ["ran uncompiled"], "machine_warnings": ["GPU at 90 C"]}
+    (line,) = summarise(["a"], [doubtful, doubtful], [], "a")
+    assert line.warnings == (
+        "GPU at 90 C",
+        "ran uncompiled",
+        "steps of a run vary by more than 12%",
+        "memory grows by 1.5 MiB a step",
+    )
+
+
+def test_a_picture_of_whatever_finished() -> None:
+    drawn = chart(summarise(GROUPS, rows(), [], "base"), "tokens a second")
+    assert drawn.startswith(b"<?xml") and b"<svg" in drawn
+    assert chart(summarise(["never"], [], ["never"], "never"), "x") is None
+
+
+def test_what_a_gpu_does_not_tell_is_empty() -> None:
+    (first, second) = parse_gpus("0, 97, 1024, 83, 412.5, 1980\n1, [N/A], 0, 40, [N/A], 345\n")
+    assert first["gpu_temp_c"] == 83 and second["gpu_util_pct"] is None
+    samples = [{**first, "gpu_clock_mhz": clock} for clock in (1980, 1980, 1600, 1600)]
+    found = telemetry.summarise(samples)
+    assert machine_warnings(found) == ["GPU at 83 C", "GPU clock moved by 21%"]
+    assert found["rss_mib"] is None and telemetry.summarise([second])["gpu_clock_mhz"] is None
+
+
+def test_without_the_tool_it_is_said_once_and_columns_stay_empty(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert not has_gpu_tool()
+    assert [record.message for record in caplog.records] == [
+        "nvidia-smi is not here: the GPU columns of telemetry stay empty"
+    ]
+    with Watch(os.getpid(), tmp_path / "t" / "a.csv", 5.0, with_gpu=True):
+        pass
+    (sample,) = read_samples(tmp_path / "t" / "a.csv")
+    assert tuple(sample) == COLUMNS and sample["rss_mib"] > 0
+    assert sample["gpu_util_pct"] is None and sample["host_cpu_pct"] is None
+    summary = telemetry.summarise([sample])
+    assert summary["gpu_mem_mib"] is None and machine_warnings(summary) == []
+    assert read_samples(tmp_path / "none.csv") == []
+
+
+def test_ranks_are_told_apart(tmp_path: Path) -> None:
+    for rank, seconds in ((0, 1.0), (1, 1.2), (10, 1.1)):
+        lines = JsonLines(tmp_path / f"heartbeat-rank{rank}.jsonl")
+        for step in range(3):
+            lines.write(step=step, step_s=seconds)
+        lines.close()
+    found = rank_facts(tmp_path)
+    assert found["rank_step_s"] == [1.0, 1.2, 1.1] and found["slowest_rank"] == 1
+    assert found["rank_spread"] == pytest.approx(0.2)
+    assert rank_facts(tmp_path / "none")["slowest_rank"] is None
