@@ -44,7 +44,7 @@ class Scale:
     """What one sample takes at least."""
 
 
-ON_CPU, ON_GPU = Scale(64, 512, 3, 0.004), Scale(8192, 4096, 1, 0.002)
+ON_CPU, ON_GPU = Scale(64, 512, 3, 0.001), Scale(8192, 4096, 1, 0.002)
 
 Kernel = Callable[[], object]
 Clock = Callable[[Kernel, int], float]
@@ -57,7 +57,7 @@ def measure(
     figures: Path | None = None,
     device: str = "auto",
     comparisons: int = 20,
-    samples: int = 60,
+    samples: int = 200,
     threshold: float = 0.03,
 ) -> None:
     """Count what is flagged among slowed and among equal kernels."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-LOG = Path("speedrun/LOG.md")
+LOG, RECORDS = Path("speedrun/LOG.md"), Path("speedrun/records")
 
 
 def report(
@@ -15,6 +15,8 @@ def report(
     out: Path | None = None,
     log: Annotated[bool, Parameter(negative=())] = False,
     log_file: Path = LOG,
+    leaderboard: Annotated[bool, Parameter(negative=())] = False,
+    records: Path = RECORDS,
 ) -> dict[str, object]:
     """Write one self-contained HTML page, and its pictures as PNG, about RUNS.
 
@@ -28,7 +30,13 @@ def report(
         Put an entry about each of RUNS, newest first, into the log too.
     log_file
         The log: Markdown with a line `## Entries`.
+    leaderboard
+        Instead of RUNS, one page of all records over time, per device.
+    records
+        Where records are kept, for the leaderboard.
     """
+    if leaderboard:
+        return _leaderboard(runs, out, records)
     from qat.errors import ConfigError
     from qat.report.log import append_entry
     from qat.report.page import write_report
@@ -41,6 +49,18 @@ def report(
         return found
     entries = [append_entry(log_file, run, train_command(run)) for run in runs]
     return {**found, "log": log_file, "entries": entries}
+
+
+def _leaderboard(runs: tuple[Path, ...], out: Path | None, records: Path) -> dict[str, object]:
+    from qat.errors import ConfigError
+    from qat.report.leaderboard import write_leaderboard
+
+    if runs or out is None:
+        wrong = f"RUNS={runs[0]}" if runs else "no --out"
+        raise ConfigError(
+            f"{wrong} with --leaderboard, expected --records and --out alone; write --out page.html"
+        )
+    return {"page": write_leaderboard(records, out)}
 
 
 def train_command(run: Path) -> str:

@@ -3,11 +3,10 @@
 import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, Template
 
 from qat.files import write_atomically
 from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
@@ -50,12 +49,12 @@ def write_report(directories: list[Path], out: Path) -> Written:
     conversions = [source for source in sources if isinstance(source, Conversion)]
     curves = run_charts(runs)
     layers = {each.label: conversion_charts(each) for each in conversions}
-    html = _template().render(
+    html = template("page.html").render(
         title="qat report" if len(sources) > 1 else f"qat report: {sources[0].label}",
         subtitle=_subtitle(runs, conversions),
         columns=COLUMNS,
         table=run_table(runs),
-        curves=[_image(chart) for chart in curves],
+        curves=[picture(chart) for chart in curves],
         runs=[_run_view(run) for run in runs],
         conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
     )
@@ -155,7 +154,7 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
             (f"worst, {worst.kind} of layer {worst.layer}", number(worst.relative_error)),
             ("seconds", number(conversion.seconds)),
         ],
-        "images": [_image(chart) for chart in charts],
+        "images": [picture(chart) for chart in charts],
         "rows": [_module_row(module) for module in modules],
     }
 
@@ -176,7 +175,8 @@ def _subtitle(runs: list[Run], conversions: list[Conversion]) -> str:
     return ", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in parts if n)
 
 
-def _image(chart: Chart) -> dict[str, str]:
+def picture(chart: Chart) -> dict[str, str]:
+    """A chart as a template shows it: its words, and both dresses as data."""
     return {
         "title": chart.title,
         "caption": chart.caption,
@@ -189,9 +189,12 @@ def _data_uri(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
-def _template() -> Any:
-    source = resources.files("qat.report").joinpath("page.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+def template(name: str) -> Template:
+    """A template of this package; it escapes what it is given."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    ).get_template(name)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

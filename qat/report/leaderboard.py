@@ -1,0 +1,193 @@
+"""All records over time, per device, as one self-contained page.
+
+Reads every record's `figures.jsonl`; a figure that several records hold becomes a curve.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qat.config import explain
+from qat.errors import ConfigError
+from qat.files import write_atomically
+from qat.report.charts import SERIES, Chart
+from qat.report.page import number, picture, template
+
+FIGURES = "figures.jsonl"
+DATED = re.compile(r"(\d{4}-\d{2}-\d{2})_(.+)")
+GOAL = re.compile(r"\s*(<=|>=|<|>)\s*([0-9.eE+-]+)")
+
+
+class Figure(BaseModel):
+    """One line of a record's figures.jsonl; keys that a page does not show are passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    figure: str
+    value: float
+    unit: str = ""
+    goal: str = ""
+    device: str
+    commit: str = ""
+    command: str = ""
+    runs: int = 1
+    spread: float | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the value keeps the bound that its goal begins with; None for no bound."""
+        found = GOAL.match(self.goal)
+        if found is None:
+            return None
+        sign, bound = found[1], float(found[2])
+        reached = self.value <= bound if sign[0] == "<" else self.value >= bound
+        return reached and not (sign in {"<", ">"} and self.value == bound)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A figure in its record."""
+
+    day: str
+    record: str
+    figure: Figure
+
+
+def write_leaderboard(records: Path, out: Path) -> Path:
+    """Write the page about every record below `records`.
+
+    Raises:
+        ConfigError: there are none, or one's figures cannot be read.
+    """
+    entries = read_records(records)
+    if not entries:
+        raise ConfigError(
+            f"{records} has no DATE_SLUG/{FIGURES}, expected records; make one with 'qat bench "
+            "record' or name another --records"
+        )
+    devices = by_device(entries)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    count = len({(entry.day, entry.record) for entry in entries})
+    subtitle = f"{len(entries)} figures of {count} records on {len(devices)} devices"
+    views = [_device_view(name, found) for name, found in devices.items()]
+    page = template("leaderboard.html").render(title="Records", subtitle=subtitle, devices=views)
+    write_atomically(out, page)
+    return out
+
+
+def read_records(records: Path) -> list[Entry]:
+    """Every figure of every record, oldest first.
+
+    Raises:
+        ConfigError: a line is not a figure.
+    """
+    entries = []
+    for path in sorted(records.glob(f"*/{FIGURES}")):
+        named = DATED.fullmatch(path.parent.name)
+        if named is None:
+            raise ConfigError(f"{path.parent} is no record's name; call it YYYY-MM-DD_SLUG")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entries.append(Entry(named[1], named[2], _figure(line, path)))
+    return entries
+
+
+def by_device(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Entries by device, the one with most of them first."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.figure.device, []).append(entry)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def by_figure(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Entries by figure in the order of their first record; a record's last word counts."""
+    found: dict[str, dict[tuple[str, str], Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.figure.figure, {})[entry.day, entry.record] = entry
+    return {name: list(of_record.values()) for name, of_record in found.items()}
+
+
+def curves(name: str, entries: Iterable[Entry]) -> list[Chart]:
+    """One picture for each figure that at least two records of a device hold."""
+    return [
+        _chart(f"{name}-{figure}", found)
+        for figure, found in by_figure(entries).items()
+        if len(found) > 1
+    ]
+
+
+def _figure(line: str, path: Path) -> Figure:
+    try:
+        return Figure.model_validate(json.loads(line))
+    except json.JSONDecodeError:
+        raise ConfigError(
+            f"{path}: {line[:40]!r} is no JSON object; write it by a script"
+        ) from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}; see speedrun/records/README.md") from None
+
+
+def _device_view(name: str, entries: list[Entry]) -> dict[str, object]:
+    rows = [
+        _row(entry, best_of(found), is_first=i == 0)
+        for found in by_figure(entries).values()
+        for i, entry in enumerate(reversed(found))
+    ]
+    met = [entry.figure.is_met for entry in entries if entry.figure.is_met is not None]
+    return {
+        "name": name,
+        "met": f"{sum(met)} of {len(met)} goals met",
+        "rows": rows,
+        "images": [picture(chart) for chart in curves(name, entries)],
+    }
+
+
+def best_of(entries: list[Entry]) -> Entry | None:
+    """The best of several by the direction of the goal; None without one."""
+    found = GOAL.match(entries[-1].figure.goal)
+    if found is None or len(entries) < 2:
+        return None
+    choose = min if found[1][0] == "<" else max
+    return choose(entries, key=lambda entry: entry.figure.value)
+
+
+def _row(entry: Entry, best: Entry | None, *, is_first: bool) -> dict[str, object]:
+    figure = entry.figure
+    spread = "" if figure.spread is None else f" +- {number(figure.spread)}"
+    return {
+        "figure": figure.figure if is_first else "",
+        "value": f"{number(figure.value)}{spread}",
+        "unit": figure.unit,
+        "goal": figure.goal,
+        "met": {True: "met", False: "missed", None: "-"}[figure.is_met],
+        "is_best": entry is best,
+        "runs": figure.runs,
+        "record": f"{entry.day} {entry.record}",
+        "commit": figure.commit,
+        "command": figure.command,
+    }
+
+
+def _chart(name: str, entries: list[Entry]) -> Chart:
+    last = entries[-1].figure
+    caption = f"{last.unit}; goal {last.goal}." if last.goal else f"{last.unit}."
+    return Chart(name, last.figure, caption, lambda axes: _paint(axes, entries))
+
+
+def _paint(axes: Axes, entries: list[Entry]) -> None:
+    places = [f"{entry.day}\n{entry.record}" for entry in entries]
+    axes.errorbar(
+        places,
+        [entry.figure.value for entry in entries],
+        [entry.figure.spread or 0.0 for entry in entries],
+        color=SERIES[0],
+        marker="o",
+    )
+    goal = GOAL.match(entries[-1].figure.goal)
+    if goal is not None:
+        axes.axhline(float(goal[2]), color=SERIES[1], linestyle="--")
