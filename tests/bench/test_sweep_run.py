@@ -1,0 +1,184 @@
+"""Sweeps that run: what fails costs only itself, and what is finished is never done again."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qat.bench.sweep import drive
+from qat.bench.sweep import run as sweep_run
+from qat.bench.sweep.config import SweepConfig
+from qat.bench.sweep.job import run_job
+from qat.bench.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
+from qat.bench.sweep.work import leak_facts
+from qat.cli import main
+from qat.errors import ConfigError, TrainingError
+from qat.logs import read_json_lines
+
+COMMAND = """
+name = "{name}"
+verb = "command"
+command = ["{{python}}", "-S", "-c", "import time, sys; print('said'); {{code}}"]
+repeats = {repeats}
+timeout_s = {timeout_s}
+stop_on_error = {stop}
+"""
+GROUP = '[[groups]]\nname = "{name}"\nsettings = {{ code = "{code}" }}\n'
+
+
+def write(place: Path, codes: dict[str, str], **values: object) -> Path:
+    settings = {"name": "s", "repeats": 1, "timeout_s": 60, "stop": "false", **values}
+    path = place / "r.toml"
+    groups = [GROUP.format(name=name, code=code) for name, code in codes.items()]
+    path.write_text(COMMAND.format(**settings) + "".join(groups))
+    return path
+
+
+def statuses(out: Path) -> list[str]:
+    return [run["status"] for run in json.loads((out / MANIFEST).read_text())["runs"]]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch) -> None:
+    """Runs without the second that a process takes to start."""
+
+    def run_all(runs, lock, after_each, *, stop_on_error: bool, **_) -> None:
+        for run in runs:
+            if run.row.exists():
+                continue
+            run.failure.unlink(missing_ok=True)
+            try:
+                run_job(run)
+                has_failed = False
+            except TrainingError as error:
+                run.log.parent.mkdir(parents=True, exist_ok=True)
+                run.log.write_text(f"qat: {error}\n")
+                has_failed = drive._end(run, 1, None)
+            after_each()
+            if has_failed and stop_on_error:
+                return
+
+    monkeypatch.setattr(sweep_run, "run_all", run_all)
+
+
+def call(monkeypatch, *tokens: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["qat", "bench", "sweep", *tokens])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_crash_costs_only_itself_and_runs_again(tmp_path: Path, in_this_process) -> None:
+    recipe, out = write(tmp_path, {"bad": "sys.exit(3)", "good": "pass"}), tmp_path / "out"
+    report = run_sweep(SweepConfig(), recipe, out)
+    assert statuses(out) == ["failed", "done"] and report.waiting == 0
+    with pytest.raises(TrainingError, match="1 of 2 runs failed.*'bad'.*status 3.*expected 0"):
+        report.check()
+    page = (out / PAGE).read_text()
+    assert "Not ranked, for fewer than 3 finished repeats: bad, good." in page
+    assert "Failed: bad: " in page and (out / PICTURE).read_text().startswith("<?xml")
+    (row,) = read_json_lines(out / "results.jsonl")
+    assert row["case"] == "good" and row["samples"][0] > 0 and row["telemetry"]["rss_mib"] is None
+    before = next((out / "rows").iterdir()).stat().st_mtime_ns
+    write(tmp_path, {"bad": "pass", "good": "pass"})
+    assert run_sweep(SweepConfig(), recipe, out).failures == []
+    assert before in {path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
+
+
+def test_stop_on_error_leaves_the_rest_waiting(tmp_path: Path, in_this_process) -> None:
+    recipe = write(tmp_path, {"bad": "sys.exit(3)", "good": "pass"}, stop="true")
+    report = run_sweep(SweepConfig(), recipe, tmp_path / "out")
+    assert statuses(tmp_path / "out") == ["failed", "waiting"] and report.waiting == 1
+    assert "1 runs have not run yet." in (tmp_path / "out" / PAGE).read_text()
+
+
+def test_three_repeats_are_ranked_against_the_baseline(
+    tmp_path: Path, in_this_process, monkeypatch, capsys
+) -> None:
+    recipe = write(tmp_path, {"slow": "time.sleep(0.2)", "quick": "pass"}, repeats=3)
+    assert call(monkeypatch, str(recipe), "--out", str(tmp_path / "out")) == 0
+    printed = capsys.readouterr().out
+    last = json.loads(printed.splitlines()[-1])
+    assert last["fastest"] == "quick" and last["done"] == 6 and last["rate"] > 5
+    assert "slow" in printed and "faster" in (tmp_path / "out" / PAGE).read_text()
+
+
+def test_a_dry_run_names_the_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+    recipe = write(tmp_path, {"a": "pass", "b": "pass"}, repeats=2)
+    assert call(monkeypatch, str(recipe), "--dry-run", "--out", str(tmp_path / "out")) == 0
+    assert capsys.readouterr().out.splitlines()[:4] == ["0  a", "0  b", "1  a", "1  b"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_belongs_to_one_sweep_at_a_time(
+    tmp_path: Path, in_this_process, monkeypatch
+) -> None:
+    out = tmp_path / "out"
+    run_sweep(SweepConfig(), write(tmp_path, {"a": "pass"}), out)
+    with pytest.raises(ConfigError, match="holds sweep 's', expected 'other' or an empty"):
+        run_sweep(SweepConfig(), write(tmp_path, {"a": "pass"}, name="other"), out)
+    monkeypatch.setattr(drive, "PATIENCE_S", 0.05)
+    with (out / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="in use by another sweep, expected one at a time"):
+            run_sweep(SweepConfig(), write(tmp_path, {"a": "pass"}), out)
+
+
+def test_too_few_steps_say_nothing_of_leaks() -> None:
+    assert leak_facts([1.0] * 10)["is_leaking"] is None
+    assert leak_facts([float(step) for step in range(200)])["leak_found_steps"] <= 200
+
+
+@pytest.mark.slow
+def test_a_hang_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    codes = {"hang": "time.sleep(600)", "good": "pass", "bad": "sys.exit(3)"}
+    recipe, out = write(tmp_path, codes, timeout_s=6), tmp_path / "out"
+    report = run_sweep(SweepConfig(), recipe, out)
+    assert statuses(out) == ["timeout", "done", "failed"]
+    assert "no end after 6 s" in report.failures[0]["message"]
+    log = Path(report.failures[0]["log"]).read_text()
+    assert "said" in log and "run_command" in log  # its words, and where it stood
+    (row,) = report.rows
+    assert row["telemetry"]["rss_mib"] > 0
+    assert "status 3, expected 0" in report.failures[1]["message"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
+    recipe = write(tmp_path, {"a": "time.sleep(1)", "b": "pass"})
+    _, runs = plan_sweep(SweepConfig(), recipe, tmp_path / "out")
+    command = [sys.executable, "-m", "qat", "bench", "sweep", str(recipe), "--out"]
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
+    while not runs[0].log.exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert run_sweep(SweepConfig(), recipe, tmp_path / "out").failures == []
+    assert statuses(tmp_path / "out") == ["done", "done"]
+
+
+@pytest.mark.slow
+def test_training_steps_as_the_command_line_sweeps_them(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    recipe, out = tmp_path / "r.toml", tmp_path / "out"
+    recipe.write_text(
+        'name = "b"\nstudent = "tiny"\nrepeats = 1\n'
+        '[settings]\ndevice = "cpu"\nsteps = 2\nwarmup = 2\nbatch_size = 2\nseq_len = 8\n'
+        "[product]\ngradient_checkpointing = [false, true]\n"
+    )
+    assert call(monkeypatch, str(recipe), "--out", str(out), "--strict") == 0
+    capsys.readouterr()
+    plain, recomputing = read_json_lines(out / "results.jsonl")
+    assert plain["effective"]["recomputed_layers"] == 0 and plain["fallbacks"] == []
+    assert recomputing["effective"]["recomputed_layers"] == 2 * 4
+    assert recomputing["requested"]["gradient_checkpointing"] and plain["cost_s"] > 0
+    assert plain["memory_steps"] == 4 and plain["is_leaking"] is None and plain["commit"]
