@@ -115,6 +115,12 @@ class KernelsConfig(Settings):
     """Seconds for the rounds of one kernel; at least five are taken."""
     seed: int | None = Field(None, ge=0)
     """Of the inputs; without it a new one each time, which the rows tell."""
+    tune: bool = False
+    """Tune the kernels that passed; what beats its default goes into the device's table."""
+    keep: int = Field(4, ge=1)
+    """Configurations that are measured again beside the default."""
+    figures: Path | None = None
+    """Append the figures that this run is asked for to that file."""
 
     def dtype_on(self, backend: "Backend") -> str:
         """What a kernel's inputs are in: bf16, or fp32 where kernels are interpreted."""

@@ -23,6 +23,7 @@ COLUMNS = (
     ("p99", "p99_s", "{:,.2f}", US),
     ("95 % from", "low_s", "{:,.2f}", US),
     ("to", "high_s", "{:,.2f}", US),
+    ("reference", "reference_s", "{:,.2f}", US),
     ("GB/s", "gb_per_s", "{:,.0f}", 1),
     ("TFLOP/s", "tflops", "{:,.1f}", 1),
     ("Bound by", "bound", "{}", 1),
@@ -55,9 +56,8 @@ def kernels(
     for line in _remarks(report):
         console.print(line, markup=False, highlight=False)
     report.check()
-    least = report.least
-    share = {} if least is None else {"kernel_roofline_min": round(least["roofline_frac"], 3)}
-    return dict(out=report.path, kernels=len(report.rows), **share)
+    figures = {name: value for name, value, *_ in report.figures()}
+    return dict(out=report.path, kernels=len(report.rows), **figures)
 
 
 def _table(rows: "Sequence[dict]") -> "Table":
@@ -85,4 +85,8 @@ def _remarks(report: "KernelsReport") -> list[str]:
             lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
     if report.least is not None:
         lines.append(f"furthest from the roofline: {report.least['case']}")
+    for each in report.tuned:
+        kernel, best = each.space.kernel, each.adopted
+        words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
+        lines.append(f"tuned {each.case} ({kernel}): {words}")
     return [*lines, *([report.note] if report.note else [])]

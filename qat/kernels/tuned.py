@@ -41,9 +41,13 @@ _USED: dict[tuple[str, Key], Used] = {}
 def chosen(kernel: str, key: Key, default: C, device: torch.device) -> C:
     """The configuration of `kernel` at `key`: a forced one, else the table's, else `default`.
 
+    Always `default` inside a graph that PyTorch compiles, which would guard on the table.
+
     Raises:
         ConfigError: the device's table does not fit the kernel.
     """
+    if torch.compiler.is_compiling():
+        return default
     found, source = _FORCED.get((kernel, key)), "forced"
     if found is None:
         found, source = _from_table(kernel, key, default, device), "table"
@@ -95,14 +99,13 @@ def named(key: Key) -> str:
 
 def forget_tables() -> None:
     """Read tables anew from here on."""
-    _table.cache_clear()
     _from_table.cache_clear()
 
 
 @cache
 def _from_table(kernel: str, key: Key, default: C, device: torch.device) -> C | None:
     path = table_path(Backend(device).name())
-    fields = _table(path).get(kernel, {}).get(named(key))
+    fields = read_table(path).get(kernel, {}).get(named(key))
     if fields is None:
         return None
     if set(fields) != set(default._fields) or any(type(v) is not int for v in fields.values()):
@@ -113,8 +116,12 @@ def _from_table(kernel: str, key: Key, default: C, device: torch.device) -> C | 
     return type(default)(**fields)
 
 
-@cache
-def _table(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """A table's kernels; nothing where there is no file.
+
+    Raises:
+        ConfigError: it is no TOML.
+    """
     if not path.is_file():
         return {}
     try:

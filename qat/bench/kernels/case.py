@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import computing_by
+from qat.kernels.tuned import Key
 
 Size = Mapping[str, int]
 """Dimensions by letter, as the kernel's own module names them."""
@@ -58,6 +59,15 @@ class Room:
         return (places - first).contiguous()
 
 
+class Space(NamedTuple):
+    """The configurations that a kernel may run with at one size (`qat.kernels.tuned`)."""
+
+    kernel: str
+    key: Key
+    default: tuple
+    others: tuple[tuple, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """A kernel beside the plain-PyTorch reference of the same signature."""
@@ -74,6 +84,8 @@ class Case:
     """Where results are checked on a GPU besides: as wide as real models, no multiple of a tile."""
     exact: Way | None = None
     """In float64 from the inputs as they are; without it the reference on float64 inputs."""
+    compared: Callable[[Outputs], Outputs] = lambda outputs: outputs
+    """What of the results of both ways is compared with the exact ones."""
     moved: Callable[[Inputs, Outputs, Size], int] | None = None
     """Bytes; without it those of all inputs and outputs, once each."""
     flops: Callable[[Size], float] = lambda size: 0.0
@@ -81,6 +93,8 @@ class Case:
     """Beyond eager PyTorch's error, as a share of the largest exact value."""
     floor: float = 0.0
     """What the largest exact value counts for at least: 1 for results that are logarithms."""
+    space: Callable[[Size], Space] | None = None
+    """What there is to tune, where there is anything."""
     counts: bool = True
     """Whether the smallest share of the roofline is looked for here too."""
 
@@ -88,7 +102,7 @@ class Case:
         """The exact results."""
         if self.exact is not None:
             return self.exact(copied(inputs), size)
-        return self.reference(doubled(inputs), size)
+        return self.compared(self.reference(doubled(inputs), size))
 
     def num_bytes(self, inputs: Inputs, outputs: Outputs, size: Size) -> int:
         """What a call reads and writes."""

@@ -11,9 +11,21 @@ import torch
 
 from qat.bench.kernels.case import Case, Outputs, Room, Size, copied
 from qat.bench.kernels.three_way import difference
+from qat.kernels.dispatch import HAS_TRITON
 
 Gate = Literal["compile", "correct", "fast"]
+
+
+def _faults_of_triton() -> tuple[type[Exception], ...]:
+    if not HAS_TRITON:
+        return ()
+    from triton.runtime.errors import TritonError
+
+    return (TritonError,)
+
+
 FAULTS = (
+    *_faults_of_triton(),
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -93,6 +105,7 @@ def is_correct(case: Case, seeds: Seeds) -> Refusal | None:
 
 def worst_of(case: Case, found: Outputs, eager: Outputs, exact: Outputs) -> str | None:
     """The first result in which the kernel is worse than eager PyTorch; None if there is none."""
+    found, eager = case.compared(found), case.compared(eager)
     if found.keys() != exact.keys():
         return f"results {', '.join(found)}, expected {', '.join(exact)}"
     for name, truth in exact.items():

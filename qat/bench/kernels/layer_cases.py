@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qat.bench.kernels.case import Case, Inputs, Outputs, Room, Size, Way, num_bytes, ways
+from qat.bench.kernels.spaces import gated_space
 from qat.kernels.attention import packed_attention, tile_attention
 from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul
@@ -107,6 +108,7 @@ def gated_cases() -> Iterator[Case]:
         "gated unit, forward",
         inputs=lambda room, s: {"joined": room.normal(s["T"], 2 * s["F"])},
         kernel=lambda i, s: {"out": fused_silu_mul(i["joined"])},
+        space=lambda s: gated_space(s, "gated_unit"),
         **_reference(lambda i, s: {"out": silu_mul(i["joined"])}),
         **common,
     )
@@ -117,6 +119,7 @@ def gated_cases() -> Iterator[Case]:
             "grad": room.normal(s["T"], s["F"]),
         },
         kernel=lambda i, s: {"d_joined": torch.ops.qat.silu_mul_backward(i["grad"], i["joined"])},
+        space=lambda s: gated_space(s, "gated_unit_backward"),
         **_reference(lambda i, s: _named(gradients(silu_mul, i["grad"], i["joined"]), ["joined"])),
         **common,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qat.bench.kernels.case import Case, Inputs, Outputs, Room, Size, num_bytes, ways
+from qat.bench.kernels.spaces import form_space, matvec_space
 from qat.kernels.lut_matvec import (
     UNIT,
     LutRows,
@@ -27,10 +28,12 @@ from qat.quant.pack import Packed, packed_width
 from qat.quant.weight import Scales
 
 GROUP, EPS, PARTS = 16, 1e-6, 640
+SHORT_SLACK = 2e-3
+"""Four levels of 16 bits (`short_levels`) err by some 3e-4 of the largest."""
 FORM_ODD = ({"O": 37, "I": 80}, {"O": 5, "I": 112})
 FORM_WIDE = ({"O": 1031, "I": 1040}, {"O": 129, "I": 3056})
 VECTOR_ODD = ({"O": 37, "I": 192}, {"O": 9, "I": 80})
-VECTOR_WIDE = ({"O": 1030, "I": 3072}, {"O": 333, "I": 1040})
+VECTOR_WIDE = ({"O": 333, "I": 1040},)
 
 
 def linear_cases() -> Iterator[Case]:
@@ -42,6 +45,7 @@ def linear_cases() -> Iterator[Case]:
     yield matvec_case("gates and ups", 2, _mlp_in, is_gated=True)
     yield matvec_add_case("attention out", 4, _attention_out)
     yield matvec_add_case("down", 2, _mlp_out)
+    yield matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True)
     yield matvec_case("head", 4, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
     yield matvec_case("dense gates and ups", 16, _mlp_in, is_gated=True)
     yield matvec_add_case("dense down", 16, _mlp_out)
@@ -64,6 +68,7 @@ def form_case(source: str, bits: int) -> Case:
         odd=FORM_ODD,
         wide=FORM_WIDE,
         slack=0.0,
+        space=lambda s: form_space(s, bits, is_packed=source == "packed"),
     )
 
 
@@ -106,7 +111,11 @@ def matvec_case(
     def inputs(room: Room, size: Size) -> Inputs:
         shape = {**size, "O": size["O"] * (2 if is_gated else 1)}
         x = room.normal(1, size["I"], dtype=torch.float32)
-        return {"x": x, "rows": _rows(room, shape, bits), "squares": room.uniform(1, PARTS)}
+        return {
+            "x": x,
+            "rows": _rows(room, shape, bits, is_short=bits == 2),
+            "squares": room.uniform(1, PARTS),
+        }
 
     return Case(
         f"matvec, {name}",
@@ -117,16 +126,24 @@ def matvec_case(
         odd=VECTOR_ODD,
         wide=VECTOR_WIDE,
         moved=_moved_rows,
+        slack=SHORT_SLACK if bits == 2 else 2e-6,
+        space=lambda s: matvec_space(s, bits),
     )
 
 
-def matvec_add_case(name: str, bits: int, size: Callable[[Mapping[str, Any]], Size]) -> Case:
+def matvec_add_case(
+    name: str,
+    bits: int,
+    size: Callable[[Mapping[str, Any]], Size],
+    *,
+    has_exact_levels: bool = False,
+) -> Case:
     """A product onto the residual stream."""
+    is_short = bits == 2 and not has_exact_levels
 
     def run(inputs: Inputs, size: Size) -> Outputs:
         stream = matvec_add(*(inputs[n] for n in ("x", "rows", "residual", "gamma")), order=UNIT)
-        found = stream._asdict()
-        return {**found, "squares": stream.squares.sum(1)}
+        return stream._asdict()
 
     def exact(inputs: Inputs, size: Size) -> Outputs:
         residual = inputs["residual"].double() + _product(inputs["x"], inputs["rows"])
@@ -138,7 +155,7 @@ def matvec_add_case(name: str, bits: int, size: Callable[[Mapping[str, Any]], Si
     def inputs(room: Room, size: Size) -> Inputs:
         return {
             "x": room.normal(1, size["I"], dtype=torch.float32),
-            "rows": _rows(room, size, bits),
+            "rows": _rows(room, size, bits, is_short=is_short),
             "residual": room.normal(1, size["O"], dtype=torch.float32),
             "gamma": room.uniform(size["O"], low=0.5, high=1.5),
         }
@@ -149,9 +166,13 @@ def matvec_add_case(name: str, bits: int, size: Callable[[Mapping[str, Any]], Si
         **ways(run),
         exact=exact,
         size=size,
+        compared=lambda o: {**o, "squares": o["squares"].sum(1)},  # in as many parts as tiles
         odd=({"O": 48, "I": 192}, {"O": 16, "I": 80}),
-        wide=({"O": 1040, "I": 3072}, {"O": 336, "I": 1040}),
+        wide=({"O": 336, "I": 1040},),
         moved=_moved_rows,
+        slack=SHORT_SLACK if is_short else 2e-6,
+        space=None if bits == 2 and not is_short else lambda s: matvec_space(s, bits),
+        counts=is_short or bits != 2,
     )
 
 
@@ -170,10 +191,10 @@ def _packed(room: Room, O: int, I: int, bits: int) -> Packed:
     return Packed(octets, bits, I)
 
 
-def _rows(room: Room, size: Size, bits: int) -> Rows:
+def _rows(room: Room, size: Size, bits: int, *, is_short: bool) -> Rows:
     if bits == 16:
         return room.normal(size["O"], size["I"])
-    return LutRows.of(*_weight(room, size, "packed", bits))
+    return LutRows.of(*_weight(room, size, "packed", bits), is_short=is_short)
 
 
 def _product(x: Tensor, rows: Rows) -> Tensor:

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +10,21 @@ from qat.backend import Backend, select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels.case import Case
 from qat.bench.kernels.cases import cases_named, work_of
+from qat.bench.kernels.figures import Figure, record_figures
 from qat.bench.kernels.gates import Refusal, Seeds, compiles, is_correct
 from qat.bench.kernels.speed import Clock, Row, Speed, is_fast, measure, numbers, times
+from qat.bench.kernels.tune import Tuned, tune, write_table
 from qat.bench.results import Results, environment
 from qat.bench.roofline import Roofline, measure_roofline
-from qat.errors import BenchError
+from qat.errors import BenchError, ConfigError
+from qat.files import write_atomically
+from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON
 
 logger = logging.getLogger(__name__)
+
+TABLE_FACTS = ("device", "commit", "torch", "triton")
+"""Of the environment, what a table of tuned configurations names."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,24 @@ class KernelsReport:
     rates: Roofline
     note: str
     """What could not be asked of this device."""
+    tuned: list[Tuned]
+    """Empty without `tune`."""
+
+    def figures(self) -> list[Figure]:
+        """The figures that this run can give."""
+        found = []
+        if self.least is not None:
+            share = round(self.least["roofline_frac"], 3)
+            found.append(Figure("kernel_roofline_min", share, "of the roofline", ">= 0.8"))
+        if self.worst_ratio is not None:
+            ratio = round(self.worst_ratio, 3)
+            found.append(Figure("autotune_worst_ratio", ratio, "x the default", ">= 1.0"))
+        return found
+
+    @property
+    def worst_ratio(self) -> float | None:
+        """The least of the tuned kernels' speeds over their defaults'."""
+        return min((each.ratio for each in self.tuned), default=None)
 
     @property
     def least(self) -> Row | None:
@@ -90,6 +116,15 @@ class Gates:
         verdict = refused(refusal) if refusal else {"status": status}
         return {**row, **numbers(speed, self.rates), **verdict}, speed
 
+    def tuned(self, cases: list[Case]) -> Iterator[Tuned]:
+        """The best configurations of all that can be tuned."""
+        for case in cases:
+            if case.space is None:
+                continue
+            self.clock.backend.free_memory()
+            size, keep = case.size(work_of(self.config.shape)), self.config.keep
+            yield tune(case, size, seeds=self.seeds, clock=self.clock, keep=keep)
+
 
 def refused(refusal: Refusal) -> Row:
     """A failed gate as a row holds it."""
@@ -111,29 +146,50 @@ def run_kernels(
     """Put `cases`, by default those that `config` names, through their gates.
 
     Raises:
-        ConfigError: no such kernel, shape or device.
+        ConfigError: no such kernel, shape or device, or tuning without a GPU.
     """
     cases = cases_named(config.only) if cases is None else cases
     work_of(config.shape)
     backend = select(config.device)
+    if config.tune and not backend.records():
+        raise ConfigError(
+            f"tune=True on {backend.name()}, expected a GPU: interpreted kernels have no speed; "
+            "leave --tune out"
+        )
     seed = secrets.randbits(31) if config.seed is None else config.seed
     with Results(out, environment(backend, config)) as results:
         rates = measure_roofline(backend, config.dtype_on(backend))
-        is_interpreted = not backend.records()
-        seeds = Seeds(backend.device, seed, is_interpreted=is_interpreted)
-        clock = Clock(backend, config.repeats, config.limit_s)
-        gates, rows = Gates(config, seeds, clock, rates), []
-        for case in cases:
-            row, speed = gates.judge(case)
-            rows.append(row)
-            results.add(**row)
-            if speed and speed.kernel_s:
-                results.add(**reference_row(row, speed))
-            logger.info("%s: %s", case.name, row["status"])
-        results.finish(
-            copy_gb_per_s=rates.copy_bytes / 1e9, matmul_tflops=rates.matmul_flops / 1e12
-        )
-    return KernelsReport(results.path, rows, rates, note_on(backend))
+        seeds = Seeds(backend.device, seed, is_interpreted=not backend.records())
+        gates = Gates(config, seeds, Clock(backend, config.repeats, config.limit_s), rates)
+        rows = [*judged(gates, cases, results)]
+        passed = [c for c, row in zip(cases, rows, strict=True) if row["status"] == "OK"]
+        found = [*gates.tuned(passed)] if config.tune else []
+        for each in found:
+            results.add(**each.row())
+        copy_gb_per_s, matmul_tflops = rates.copy_bytes / 1e9, rates.matmul_flops / 1e12
+        results.finish(copy_gb_per_s=copy_gb_per_s, matmul_tflops=matmul_tflops)
+    report = KernelsReport(results.path, rows, rates, note_on(backend), found)
+    if config.figures is not None:
+        record_figures(config.figures, report.figures(), results.environment)
+    if found:
+        facts = {name: results.environment[name] for name in TABLE_FACTS}
+        path = tuned.table_path(backend.name())
+        write_table(path, found, facts)
+        write_atomically(results.path / path.name, path.read_text(encoding="utf-8"))
+    return report
+
+
+def judged(gates: Gates, cases: list[Case], results: Results) -> Iterator[Row]:
+    """A row for each case, written as it is found, the reference's own behind it."""
+    for case in cases:
+        tuned.forget_used()
+        row, speed = gates.judge(case)
+        row["configurations"] = tuned.used()
+        results.add(**row)
+        if speed:
+            results.add(**reference_row(row, speed))
+        logger.info("%s: %s", case.name, row["status"])
+        yield row
 
 
 def reference_row(row: Row, speed: Speed) -> Row:

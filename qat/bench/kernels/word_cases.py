@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qat.bench.kernels.case import Case, Inputs, Outputs, Room, Size, num_bytes, ways
+from qat.bench.kernels.spaces import block_pass_space, gather_space
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.column_sweep import refit_scale, settle_columns
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
@@ -36,12 +37,14 @@ def head_cases() -> Iterator[Case]:
         "gather-dot",
         **ways(lambda i, s: {"logits": chosen_logits(i["hidden"], Head(i["weight"]), i["ids"])}),
         moved=lambda i, o, s: _gathered(i, s) + num_bytes(i["hidden"], i["ids"], o),
+        space=lambda s: gather_space(s, "gather_dot"),
         **common,
     )
     yield Case(
         "gather-sum",
         **ways(_gather_sum),
         moved=lambda i, o, s: _gathered(i, s) + num_bytes(i["g_chosen"], i["ids"], o),
+        space=lambda s: gather_space(s, "gather_sum"),
         slack=2.0**-9,
         **common,
     )
@@ -70,6 +73,7 @@ def top_k_cases() -> Iterator[Case]:
         "top-k, block pass",
         inputs=lambda room, s: {"logits": room.normal(s["T"], s["V"])},
         **ways(lambda i, s: summarize(i["logits"])._asdict()),
+        space=block_pass_space,
         **common,
     )
     yield Case(

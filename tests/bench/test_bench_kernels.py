@@ -1,0 +1,277 @@
+"""`qat bench kernels`: gates short-circuit, a slow or wrong configuration never wins."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from qat.backend import select
+from qat.bench.config import KernelsConfig
+from qat.bench.kernels import run as module
+from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied, num_bytes
+from qat.bench.kernels.cases import all_cases, cases_named, work_of
+from qat.bench.kernels.figures import record_figures
+from qat.bench.kernels.gates import Seeds, compiles, is_correct
+from qat.bench.kernels.run import run_kernels
+from qat.bench.kernels.speed import Clock, Speed, is_fast, measure, numbers
+from qat.bench.kernels.three_way import difference
+from qat.bench.kernels.tune import tune, write_table
+from qat.bench.roofline import Roofline
+from qat.errors import BenchError, ConfigError
+from qat.kernels import tuned
+
+CPU = torch.device("cpu")
+SEEDS = Seeds(CPU, 7, is_interpreted=True)
+RATES = Roofline(None, 1e11, 1e10)
+CLOCK = Clock(select("cpu"), repeats=8, limit_s=5.0)
+SIZE = {"N": 40}
+
+
+class Stops(NamedTuple):
+    """A planted configuration."""
+
+    rounds: int
+    is_wrong: int = 0
+
+
+def work(inputs: Inputs, size: Size) -> Outputs:
+    return {"y": inputs["x"] * 2 + 1}
+
+
+def planted(kernel: object = work, **changed: object) -> Case:
+    """A case of plain PyTorch, whose kernel may be another."""
+    case = Case(
+        "planted",
+        inputs=lambda room, size: {"x": room.normal(size["N"], dtype=torch.float32)},
+        kernel=kernel,
+        reference=work,
+        size=lambda config: SIZE,
+        odd=({"N": 7}, {"N": 33}),
+    )
+    return replace(case, **changed)
+
+
+def broken(inputs: Inputs, size: Size) -> Outputs:
+    raise RuntimeError("ptxas fatal: no such register")
+
+
+def partial(inputs: Inputs, size: Size) -> Outputs:
+    y = torch.empty_like(inputs["x"])
+    y[:-1] = work(inputs, size)["y"][:-1]  # the last element is never written
+    return {"y": y}
+
+
+@pytest.fixture(autouse=True)
+def _known_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "measure_roofline", lambda *_: RATES)
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tables")
+    tuned.forget_tables()
+    yield
+    tuned.forget_tables()
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gate", "says"),
+    [
+        (broken, "compile", "at N=7: RuntimeError: ptxas fatal"),
+        (lambda i, s: {"y": i["x"] * 2.001 + 1}, "correct", "y errs by"),
+        (lambda i, s: {"y": work(i, s)["y"].sum()}, "correct", "y shape (), not (7,)"),
+        (lambda i, s: {"z": i["x"]}, "correct", "results z, expected y"),
+        (partial, "correct", "y the kernel gave NaN or infinity"),
+    ],
+)
+def test_a_planted_fault_stops_at_its_gate(kernel, gate, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "interprets", lambda: True)
+    later = [name for name in ("is_correct", "measure") if name != f"is_{gate}"]
+    for name in later:
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a later gate was run"))
+    report = run_kernels(
+        KernelsConfig(shape="tiny", device="cpu"), tmp_path / "o", [planted(kernel)]
+    )
+    (row,) = rows(tmp_path / "o")
+    assert (row["status"], row["gate"]) == ("FAILED", gate) and says in row["difference"]
+    with pytest.raises(BenchError, match=f"'planted', did not pass the gate '{gate}': "):
+        report.check()
+
+
+def test_what_passes_is_timed_and_a_slow_kernel_is_not_fast(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "interprets", lambda: True)
+    config = KernelsConfig(shape="tiny", device="cpu", repeats=3, seed=5)
+    report = run_kernels(config, tmp_path / "o", [planted()])
+    report.check()
+    row, reference = rows(tmp_path / "o")
+    assert row["status"] == "OK" and row["seed"] == 5 and "samples" not in row
+    assert reference["case"] == "planted, reference" and len(reference["samples"]) >= 3
+    assert reference["kind"] == "reference" and reference["unit"] == "s"
+    assert "interpreted" in report.note and report.least is None and report.figures() == []
+    slow = Speed(SIZE, [2.0, 2.1, 2.0], [1.0, 1.01, 1.0], 1, 320, 0.0)
+    assert is_fast(slow).gate == "fast" and "separated" in is_fast(slow).difference
+    assert is_fast(replace(slow, kernel_s=[0.5, 0.5, 0.5])) is None
+    found = numbers(replace(slow, kernel_s=[1e-7] * 3), RATES)
+    assert found["roofline_frac"] == pytest.approx(320 / 1e10 / 1e-7)
+    assert found["bound"] == "memory" and found["p99_s"] == 1e-7 and found["low_s"] == 1e-7
+
+
+def test_without_an_interpreter_kernels_do_not_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "interprets", lambda: False)
+    config = KernelsConfig(shape="tiny", device="cpu", repeats=1)
+    report = run_kernels(config, tmp_path / "o", [planted(broken)])
+    assert report.rows[0]["status"] == "REFERENCE" and "did not run" in report.note
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"only='atention' is in no kernel's name; choose"):
+        cases_named("atention")
+    with pytest.raises(ConfigError, match="expected a GPU: interpreted kernels have no speed"):
+        run_kernels(KernelsConfig(shape="tiny", device="cpu", tune=True), tmp_path / "o", [])
+    with pytest.raises(ConfigError, match="student=huge is neither"):
+        run_kernels(KernelsConfig(shape="huge", device="cpu"), tmp_path / "o", [])
+    assert not (tmp_path / "o").exists()
+
+
+def test_every_case_makes_its_inputs_and_its_reference_agrees_with_the_truth() -> None:
+    every = all_cases()
+    assert len(every) >= 30
+    for case in every.values():
+        size = case.odd[-1]
+        inputs = case.inputs(SEEDS.room(0), size)
+        found, exact = case.reference(copied(inputs), size), case.truth(inputs, size)
+        assert found.keys() == exact.keys(), case.name
+        assert case.num_bytes(inputs, found, size) > 0
+        for name, truth in exact.items():
+            gap = (found[name].double() - truth.double()).abs().max()
+            assert gap <= 0.02 * truth.double().abs().max().clamp_min(0.01), (case.name, name)
+        speed = case.size(work_of("qwen3-0.6b"))
+        assert case.flops(speed) >= 0
+        if case.space is not None:
+            pytest.importorskip("triton")
+            space = case.space(speed)
+            assert space.default not in space.others and space.others
+            assert all(type(one) is type(space.default) for one in space.others)
+
+
+@pytest.mark.slow
+def test_every_kernel_passes_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernels themselves")
+    for case in all_cases().values():
+        for gate in (compiles, is_correct):
+            assert gate(case, SEEDS) is None, case.name
+
+
+def test_a_kernel_that_triton_refuses_fails_at_compile() -> None:
+    pytest.importorskip("triton")
+    from broken_kernel import launch
+
+    refusal = compiles(planted(launch), SEEDS)
+    assert refusal.gate == "compile" and "at N=7" in refusal.difference
+
+
+@pytest.mark.parametrize("name", ["gather-dot", "top-k, block pass", "gated unit, backward"])
+def test_kernels_pass_in_the_interpreter(name: str) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernels themselves")
+    case = all_cases()[name]
+    assert compiles(case, SEEDS) is None and is_correct(case, SEEDS) is None
+    twice = replace(case, kernel=lambda i, s: {n: 2 * t for n, t in case.kernel(i, s).items()})
+    assert is_correct(twice, SEEDS).gate == "correct"
+
+
+def test_the_rule_knows_infinities() -> None:
+    exact = torch.tensor([1.0, -torch.inf]).double()
+    assert difference(exact.float(), exact.float(), exact) is None
+    assert "misses an infinity" in difference(torch.tensor([1.0, 5.0]), exact.float(), exact)
+
+
+def test_times_are_per_call_and_bytes_count_every_tensor_once() -> None:
+    speed = measure(planted(), SIZE, SEEDS, replace(CLOCK, repeats=2))
+    assert speed.kernel_s == [] and len(speed.reference_s) >= 2
+    assert speed.num_bytes == 2 * 4 * 40 and speed.calls == 1
+    one, two = torch.empty(3, 5), torch.empty(7, dtype=torch.bfloat16)
+    assert num_bytes(one, [two, {"a": (two, 3)}]) == 60 + 28
+
+
+def spins(inputs: Inputs, size: Size) -> Outputs:
+    """As many passes as the configuration says."""
+    chosen = tuned.chosen("planted", (40,), Stops(20), CPU)
+    for _ in range(chosen.rounds):
+        y = work({"x": inputs["x"].repeat(200)}, size)["y"][: size["N"]]
+    return {"y": y + 1 if chosen.is_wrong else y}
+
+
+def tunable(*others: Stops) -> Case:
+    space = Space("planted", (40,), Stops(20), others)
+    return planted(spins, space=lambda size: space)
+
+
+def tuned_by(*others: Stops) -> object:
+    return tune(tunable(*others), SIZE, seeds=SEEDS, clock=CLOCK, keep=2)
+
+
+def test_a_slow_configuration_never_wins_and_a_wrong_one_is_refused() -> None:
+    found = tuned_by(Stops(80), Stops(2, is_wrong=1))
+    assert found.adopted is None and found.ratio == 1.0
+    assert "errs by" in found.refused[Stops(2, is_wrong=1)]
+    assert found.best[-1].configuration == Stops(80)
+    assert found.row()["effective"] == {"rounds": 20, "is_wrong": 0}
+
+
+def test_a_fast_configuration_is_adopted_and_read_back(tmp_path: Path) -> None:
+    found = tuned_by(Stops(80), Stops(2))
+    assert found.adopted.configuration == Stops(2) and found.ratio > 1
+    path = tuned.table_path("cpu")
+    write_table(path, [found], {"device": "cpu", "triton": None})
+    assert tuned.chosen("planted", (40,), Stops(20), CPU) == Stops(2)
+    assert tuned.chosen("planted", (41,), Stops(20), CPU) == Stops(20)
+    entry = tuned.used()["planted 40"]
+    assert entry["source"] == "table" and entry["effective"]["rounds"] == 2
+    assert entry["requested"]["rounds"] == 20
+    kept = tuned.read_table(path)
+    assert kept == {"measured": {"device": "cpu"}, "planted": {"40": {"rounds": 2, "is_wrong": 0}}}
+    write_table(path, [tuned_by(Stops(80))], {"device": "cpu"})
+    assert "planted" not in tuned.read_table(path)
+    assert tuned.chosen("planted", (40,), Stops(20), CPU) == Stops(20)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[planted.40]\nrounds = 3\n", "expected whole numbers called rounds, is_wrong"),
+        ('[planted.40]\nrounds = "a"\nis_wrong = 0\n', "expected whole numbers called"),
+        ("planted", "is no TOML"),
+    ],
+)
+def test_a_damaged_table_is_refused(text: str, says: str) -> None:
+    path = tuned.table_path("cpu")
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        tuned.chosen("planted", (40,), Stops(20), CPU)
+
+
+def test_devices_have_tables_of_their_own() -> None:
+    assert tuned.table_path("NVIDIA H200").name == "nvidia_h200.toml"
+    with tuned.forcing("planted", (1,), Stops(3)), tuned.forcing("planted", (1,), Stops(4)):
+        assert tuned.chosen("planted", (1,), Stops(20), CPU) == Stops(4)
+    assert tuned.chosen("planted", (1,), Stops(20), CPU) == Stops(20)
+
+
+def test_tuning_on_a_gpu_writes_the_table_and_the_figures(tmp_path, monkeypatch) -> None:
+    """As far as a CPU can tell: the report is a tuned one's."""
+    tables: Mapping = {"command": "qat bench kernels", "commit": "0", "device": "cpu"}
+    report = module.KernelsReport(tmp_path, [], RATES, "", [tuned_by(Stops(2))])
+    assert report.worst_ratio > 1
+    record_figures(tmp_path / "new" / "figures.jsonl", report.figures(), tables)
+    (line,) = [json.loads(x) for x in (tmp_path / "new" / "figures.jsonl").read_text().splitlines()]
+    assert line["figure"] == "autotune_worst_ratio" and line["goal"] == ">= 1.0"
+    assert line["command"] == "qat bench kernels" and line["value"] == round(report.worst_ratio, 3)
