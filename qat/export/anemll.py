@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
+from qat.export.origin import float_base
 from qat.export.parts import unquantized_state, write_config
 from qat.export.probe import logits_of
-from qat.models.anemll import REPORT_NAME, build_model
+from qat.models.anemll import build_model
 from qat.models.anemll_state import read_state
 from qat.models.swap import linear_names
 from qat.nn.quant_linear import QuantLinear
@@ -204,7 +205,7 @@ def _config(model: PreTrainedModel, common: dict[str, _Common]) -> dict[str, obj
     lora_rank = max(mlp.lora_rank, attn.lora_rank)
     return {
         "version": "v2",
-        "model_id": _base_name(model),
+        "model_id": float_base(model.name_or_path),
         "config_preset": None,
         "lut_bits": mlp.bits,
         "mlp_lut_bits": mlp.bits,
@@ -219,11 +220,3 @@ def _config(model: PreTrainedModel, common: dict[str, _Common]) -> dict[str, obj
         "lora_alpha": lora_rank,
         "lora_mlp_only": lora_rank > 0 and attn.lora_rank == 0,
     }
-
-
-def _base_name(model: PreTrainedModel) -> str:
-    """The float model, where an import has remembered it; else where `model` was loaded from."""
-    report = Path(model.name_or_path) / REPORT_NAME
-    if report.is_file():
-        return json.loads(report.read_text(encoding="utf-8"))["base"]
-    return model.name_or_path

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 import qat
 from qat.errors import CheckpointError
 from qat.export.config import TargetName
+from qat.export.origin import float_base
 from qat.export.targets import load_target
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
 from qat.models.count import model_bits_per_weight, parameter_count, whole_model_bits
@@ -18,7 +19,6 @@ from qat.models.hf_quantizer import quantized_modules
 from qat.quant.spec import LutSpec
 
 CARD = "README.md"
-CONVERSION = "convert_report.json"
 MEASURES = {
     "kd_nats": "distillation loss (nats a token)",
     "kl_tail_nats": "KL to the teacher, tail included (nats a token)",
@@ -147,10 +147,6 @@ def _of_run(run: Path, checkpoint: Path) -> dict[str, object]:
 
 
 def _base(checkpoint: Path) -> str:
-    """The model that a conversion began with, as far back as reports lead; else the checkpoint."""
-    seen: set[Path] = set()
-    while (checkpoint / CONVERSION).is_file() and checkpoint not in seen:
-        seen.add(checkpoint)
-        report = json.loads((checkpoint / CONVERSION).read_text(encoding="utf-8"))
-        checkpoint = Path(report["source"])
-    return checkpoint.name if checkpoint.is_absolute() else str(checkpoint)
+    """The float model that a checkpoint began with; of a directory elsewhere its name alone."""
+    base = Path(float_base(checkpoint))
+    return base.name if base.is_absolute() else str(base)

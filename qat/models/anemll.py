@@ -137,7 +137,7 @@ def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
     config = type(config).from_dict(config.to_dict())
     if hasattr(config, "quantization_config"):
         raise CheckpointError(
-            "the model named by --base is quantized itself, expected the float model that the "
+            "the model named as its base is quantized itself, expected the float model that the "
             "checkpoint was made from; add --base MODEL with that one"
         )
     config.dtype = torch.float32

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qat.backend import DTYPES
 from qat.cli import run_verb
-from qat.errors import ConfigError, ExportError
+from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
 from qat.export.config import ExportConfig, TargetName
 from qat.export.model import export_model
+from qat.export.origin import CONVERSION, IMPORT, float_base
 from qat.export.targets import TARGETS, check_model, load_target
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.hf_quantizer import quantized_modules
@@ -425,7 +426,7 @@ def test_other_weights_are_noticed(students: dict[TargetName, Path], tmp_path: P
 def test_the_card_tells_the_runs_own_measures(tmp_path: Path) -> None:
     run, source = tmp_path / "run", tmp_path / "converted"
     source.mkdir()
-    (source / card.CONVERSION).write_text(json.dumps({"source": "owner/base"}))
+    (source / CONVERSION).write_text(json.dumps({"source": "owner/base"}))
     checkpoint = run / "checkpoints/step-000020"
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, checkpoint)
     (run / "best").write_text("checkpoints/step-000020")
@@ -441,6 +442,21 @@ def test_the_card_tells_the_runs_own_measures(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("{\n")
     with pytest.raises(Exception, match="is damaged"):
         export_model(str(run), ExportConfig(to="packed"), tmp_path / "again")
+
+
+def test_the_float_model_is_found_through_runs_conversions_and_imports(tmp_path: Path) -> None:
+    imported, run = tmp_path / "imported", tmp_path / "run"
+    student = run / "checkpoints" / "step-000020"
+    imported.mkdir()
+    student.mkdir(parents=True)
+    (imported / IMPORT).write_text(json.dumps({"base": "owner/base"}))
+    (run / "run.json").write_text("{}")
+    (run / "recipe.toml").write_text(f'[train]\nstudent = "{imported}"\n')
+    assert float_base(student) == float_base(run) == float_base(imported) == "owner/base"
+    assert float_base(tmp_path) == str(tmp_path) and float_base("owner/base") == "owner/base"
+    (imported / IMPORT).write_text("{}")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        float_base(student)
 
 
 def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) -> None:
