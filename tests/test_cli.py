@@ -145,8 +145,10 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
 
 @pytest.mark.parametrize(
     "recipe",
-    # those of `qat bench quality` are another kind of file
-    sorted(path for path in RECIPES.glob("*.toml") if not path.stem.startswith("quality_")),
+    # those of `qat bench quality` and `qat bench sweep` are other kinds of file
+    sorted(
+        path for path in RECIPES.glob("*.toml") if not path.stem.startswith(("quality_", "sweep_"))
+    ),
     ids=lambda path: path.stem,
 )
 def test_committed_recipes_name_real_flags(recipe: Path) -> None:

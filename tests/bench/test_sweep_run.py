@@ -21,6 +21,7 @@ from qat.cli import main
 from qat.errors import ConfigError, TrainingError
 from qat.logs import read_json_lines
 
+RECIPES = sorted((Path(__file__).parents[2] / "speedrun" / "recipes").glob("sweep_*.toml"))
 COMMAND = """
 name = "{name}"
 verb = "command"
@@ -182,3 +183,11 @@ def test_training_steps_as_the_command_line_sweeps_them(
     assert recomputing["effective"]["recomputed_layers"] == 2 * 4
     assert recomputing["requested"]["gradient_checkpointing"] and plain["cost_s"] > 0
     assert plain["memory_steps"] == 4 and plain["is_leaking"] is None and plain["commit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_committed_recipes_run_tiny(recipe: Path, tmp_path: Path, in_this_process) -> None:
+    report = run_sweep(SweepConfig(tiny=True, strict=True), recipe, tmp_path / "out")
+    assert len(report.rows) == len(report.runs) > 1 and report.failures == []
+    assert all(line.rate > 0 and not line.is_ranked for line in report.lines)

@@ -34,6 +34,14 @@ class SweepConfig(Settings):
     """Seconds between samples of GPU and host."""
 
 
+class StepsConfig(BenchConfig):
+    """What one run with `verb = "bench"` times."""
+
+    layout: Literal["rows", "packed", "slices", "buckets"] = "rows"
+    """Random data as full rows, or documents of varied lengths: packed, cut and padded to fixed
+    slices, or padded to buckets of lengths."""
+
+
 class Group(Settings):
     """Settings that go together under a name; each meets every point of the product."""
 
@@ -96,7 +104,7 @@ class SweepRecipe(Settings):
         """Settings that the verb takes; None where any name is one."""
         if self.verb == "command":
             return None
-        config = BenchConfig if self.verb == "bench" else TrainConfig
+        config = StepsConfig if self.verb == "bench" else TrainConfig
         return set(config.model_fields) - NOT_SWEPT[self.verb]
 
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from qat.bench.config import BenchConfig
-from qat.bench.sweep.config import Group, SweepRecipe, Table, Verb
+from qat.bench.sweep.config import Group, StepsConfig, SweepRecipe, Table, Verb
 from qat.config import Settings, fingerprint
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
@@ -130,7 +129,7 @@ def _check(recipe: SweepRecipe, group: Group) -> None:
     """Have the verb read the settings, so that no run finds out later."""
     where = f"group {group.name!r}"
     if recipe.verb == "bench":
-        BenchConfig.parse(group.settings, where)
+        StepsConfig.parse(group.settings, where)
     elif recipe.verb == "train":
         TrainConfig.parse(group.settings, where)
     else:

@@ -4,33 +4,44 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from torch import Tensor
+
 from qat.backend import Backend, select
-from qat.bench.config import BenchConfig
 from qat.bench.effective import Facts, check_strictly, fallbacks, requested
+from qat.bench.layouts import make_batches
 from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend
+from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
-from qat.bench.run import prepare
+from qat.bench.run import Setting, prepare
 from qat.bench.subject import Ours, Subject
+from qat.bench.sweep.config import StepsConfig
 from qat.bench.sweep.plan import Run
 from qat.bench.sweep.ranks import rank_facts
 from qat.data.batch import Batch
+from qat.errors import ConfigError
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.start import train_student
 from qat.train.step import StepResult, check_dtype
 
 
-class MemoryLog:
-    """A subject, and what memory was held after each of its steps."""
+class Diary:
+    """A subject, and what it held and saw at each of its steps."""
 
-    def __init__(self, subject: Subject, backend: Backend) -> None:
+    def __init__(self, subject: Subject, backend: Backend, by_step: Sequence[Batch] = ()) -> None:
         self._subject = subject
         self._backend = backend
+        self._by_step = by_step
+        """What the steps train on, in turns; nothing for what they are given."""
         self.held_mib: list[float] = []
+        self.valid_tokens: list[Tensor] = []
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take the step."""
+        if self._by_step:
+            batches = [self._by_step[step % len(self._by_step)]]
         result = self._subject(batches, step)
+        self.valid_tokens.append(result.valid_tokens)
         held = self._backend.held_memory_gib()
         if held is not None:
             self.held_mib.append(held * 2**10)
@@ -51,18 +62,22 @@ def time_bench(run: Run) -> Facts:
     Raises:
         QatError: see its message.
     """
-    config = check_dtype(BenchConfig.parse(run.settings, run.group))
+    config = check_dtype(StepsConfig.parse(run.settings, run.group))
     setting, model = prepare(config, run.student)
     ours = Ours(model, config)
-    subject = MemoryLog(ours.subject(), setting.backend)
+    subject = Diary(ours.subject(), setting.backend, _laid_out(config, setting))
     timing = setting.time(subject, config.batch_size)
+    valid = [int(count) for count in subject.valid_tokens[-config.steps :]]
     wished = requested(config, model.model.config.get_text_config()._attn_implementation)
     numbers = setting.numbers(timing)
     row = setting.row("sweep", run.group, config.batch_size)
     return {
         **row,
         **numbers,
-        "cost_s": timing.step_s / max(timing.valid_tokens, 1),
+        "layout": config.layout,
+        "valid_tokens_per_s": sum(valid) / sum(timing.steps_s),
+        # steps of one shape: the median, which a hiccup does not move; of several: all of them
+        "cost_s": timing.step_s / valid[0] if len(set(valid)) == 1 else _mean_cost(timing, valid),
         "requested": wished,
         **_fell_back(run, wished, numbers["effective"], setting.backend),
         **leak_facts(subject.held_mib),
@@ -114,6 +129,27 @@ def leak_facts(held_mib: Sequence[float]) -> Facts:
         "leak_found_steps": leak_found_after(held_mib),
         "leak_needs_steps": FIRST_LOOK,
     }
+
+
+def _laid_out(config: StepsConfig, setting: Setting) -> list[Batch]:
+    """The batches of a layout by step; none of full rows.
+
+    Raises:
+        ConfigError: a cache, whose rows are packed already, or several micro-batches.
+    """
+    if config.layout == "rows":
+        return []
+    if config.cache_dir is not None or config.grad_accum_steps > 1:
+        raise ConfigError(
+            f"layout={config.layout} beside cache_dir or grad_accum_steps, expected random data in "
+            "single micro-batches; drop them or the layout"
+        )
+    made = make_batches(setting.data, config.layout, config.batch_size, setting.backend)
+    return [Batch(*map(setting.backend.pinned, batch)) for batch in made]
+
+
+def _mean_cost(timing: Timing, valid: Sequence[int]) -> float:
+    return sum(timing.steps_s) / max(sum(valid), 1)
 
 
 def _fell_back(run: Run, wished: Facts, effective: Facts, backend: Backend) -> Facts:
