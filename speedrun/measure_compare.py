@@ -3,8 +3,9 @@
 The kernel forms a weight of several equal pieces. A slowed one forms one or three pieces more: a
 real share of more work, 5 % on a GPU and 15 % on a CPU, and nothing else is different. Twenty times
 the plain and the slowed kernel take turns and are compared; twenty times the plain one takes turns
-with its like, where any other verdict than `same` is a false alarm. On a CPU seconds are the
-processor's, on a GPU those of its own clock.
+with its like, where any other verdict than `same` is a false alarm. The same files, each against
+the one measured next, tell what comparing without turns would say: in single runs, and in threes.
+On a CPU seconds are the processor's, on a GPU those of its own clock.
 
 python speedrun/measure_compare.py --figures FILE.jsonl
 """
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -21,9 +23,11 @@ from cyclopts import App
 from figures import record
 
 from qat.backend import Backend, select
-from qat.bench.compare import REGRESSION, compare_files
+from qat.bench.compare import REGRESSION, Comparison, compare_cases, compare_files
 from qat.bench.config import MeasureConfig
 from qat.bench.results import ROWS, Results, environment
+from qat.bench.samples import Case, read_cases
+from qat.bench.stats import MIN_SAMPLES
 from qat.kernels.lut_weight import form
 from qat.quant.pack import Packed, packed_width
 from qat.quant.weight import Scales
@@ -72,17 +76,22 @@ def measure(
         trial = Trial(Path(place), common, clock, calls, samples, threshold)
         found = [trial.compared(f"slowed-{i}", plain, slowed) for i in range(comparisons)]
         equal = [trial.compared(f"equal-{i}", plain, same) for i in range(comparisons)]
-    flagged = sum(code == REGRESSION for code, _, _ in found)
-    alarms = sum(verdict != "same" for _, verdict, _ in equal)
-    for name, those in (("slowed", found), ("equal", equal)):
-        ratios = [ratio for _, _, ratio in those]
+        apart = {runs: trial.apart(comparisons, runs) for runs in (1, MIN_SAMPLES)}
+    flagged = sum(each.exit_code == REGRESSION for each in found)
+    alarms = different(equal)
+    for name, those in {"slowed": found, "equal": equal}.items():
+        ratios = [each.pairs[0].difference.ratio for each in those]
         middle = statistics.median(ratios)
         print(f"{name}: ratio {middle:.4f}, from {min(ratios):.4f} to {max(ratios):.4f}")
+    for runs, those in apart.items():
+        print(f"not in turns, {runs} a side: {different(those)} of {len(those)} equal ones flagged")
     print(f"planted {scale.extra / PIECES:.0%}: {flagged} of {comparisons} flagged, {alarms} false")
     if figures:
         unit = f"of {comparisons} comparisons"
         record(figures, "planted_slowdown_flagged", flagged, unit, f">= {comparisons}")
         record(figures, "false_alarms", alarms, unit, "<= 0")
+        unit = f"of {len(apart[1])} comparisons"
+        record(figures, "false_alarms_not_in_turns", different(apart[1]), unit, "stated")
     raise SystemExit(flagged < comparisons or alarms > 0)
 
 
@@ -97,22 +106,34 @@ class Trial:
     samples: int
     threshold: float
 
-    def compared(self, name: str, first: Kernel, second: Kernel) -> tuple[int, str, float]:
-        """Exit code, verdict and ratio."""
+    def compared(self, name: str, first: Kernel, second: Kernel) -> Comparison:
+        """Both kernels, in turns."""
         kernels, found = (first, second), ([], [])
         for turn in range(self.samples):
             for which in (0, 1) if turn % 2 == 0 else (1, 0):
                 found[which].append(self.clock(kernels[which], self.calls))
         files = [self.written(f"{name}-{side}", found[side]) for side in (0, 1)]
-        comparison = compare_files(*files, threshold=self.threshold)
-        pair = comparison.pairs[0]
-        return comparison.exit_code, pair.verdict, pair.difference.ratio
+        return compare_files(*files, threshold=self.threshold)
+
+    def apart(self, comparisons: int, runs: int) -> list[Comparison]:
+        """So many runs of one kernel against as many measured after them, over and over."""
+        cases = [read_cases(self.place / f"equal-{i}-0") for i in range(comparisons)]
+        sides = [
+            {"form": Case("form", tuple(chain.from_iterable(c["form"].rows for c in some)))}
+            for some in (cases[i : i + runs] for i in range(0, comparisons - runs + 1, runs))
+        ]
+        return [compare_cases(a, b, self.threshold) for a, b in pairwise(sides)]
 
     def written(self, name: str, seconds: list[float]) -> Path:
         """The file of one side's row."""
         with Results(self.place / name, self.common) as results:
             results.add(kind="kernel", case="form", dtype="fp32", unit="s", samples=seconds)
         return results.path / ROWS
+
+
+def different(found: list[Comparison]) -> int:
+    """How many say anything else than `same`."""
+    return sum(each.pairs[0].verdict != "same" for each in found)
 
 
 def kernel(scale: Scale, backend: Backend, extra: int) -> Kernel:

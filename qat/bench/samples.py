@@ -17,7 +17,7 @@ from qat.logs import read_json_lines
 FIGURES = "figures.jsonl"
 SHAPE = (
     *("student", "parameters", "data", "seq_len", "top_k", "batch_size", "grad_accum_steps"),
-    *("scope", "to", "shape", "unit"),
+    *("scope", "to", "shape", "size", "unit"),
 )
 """Facts that say how much work a case is: of two sets they must agree."""
 PLACE = ("device", "dtype")
