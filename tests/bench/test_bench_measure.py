@@ -6,8 +6,8 @@ import torch
 from qat import backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
-from qat.bench.roofline import measure_roofline
 from qat.bench.measure import fit_cost, spread, time_steps
+from qat.bench.roofline import measure_roofline
 from qat.bench.student import open_student
 from qat.models.flops import token_flops
 from qat.train.optim import linears_in_scope

@@ -78,6 +78,7 @@ def test_the_exit_code_is_the_verdict(
         ({"device": "NVIDIA A100"}, "device: NVIDIA H200 and NVIDIA A100"),
         ({"dtype": "fp32"}, "dtype: bf16 and fp32"),
         ({"unit": "us"}, "unit: s and us"),
+        ({"size": {"T": 9}}, "size: None and {'T': 9}"),
         ({"samples": [1.0, 1.1]}, "2 samples, at least 3 are needed"),
     ],
 )
@@ -121,6 +122,13 @@ def test_three_runs_are_judged_by_their_medians(tmp_path: Path) -> None:
         write(tmp_path / "c.jsonl", row()), write(tmp_path / "d.jsonl", row(1.04))
     )
     assert single.exit_code == 1 and single.between_runs is None and single.is_single_run
+
+
+def test_a_directory_of_results_holds_several_runs(tmp_path: Path) -> None:
+    for i in range(3):
+        write(tmp_path / f"run-{i}" / "results.jsonl", row(seed=i))
+    (case,) = read_cases(tmp_path).values()
+    assert len(case.rows) == 3 and case.samples == case.medians
 
 
 def test_turns_count_once_beside_their_sum(tmp_path: Path) -> None:
