@@ -85,7 +85,7 @@ def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
 def _said(reason: Exception) -> str:
     """What PyTorch says in a line, without its advice to allow what the file wants to run."""
     said = str(reason)
-    inner = re.search("WeightsUnpickler error: (.*)", said)
+    inner = re.search(r"WeightsUnpickler error:\s*(.+)", said)
     said = (inner[1] if inner else said.strip()).partition("\n")[0].partition(" was not an ")[0]
     return said[:120] if re.search("[a-z]", said) else type(reason).__name__
 

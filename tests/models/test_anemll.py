@@ -274,6 +274,9 @@ def test_files_that_are_none(tmp_path: Path, capsys) -> None:
     (tmp_path / "x.pt").write_bytes(pickle.dumps({"a": Evil()}, protocol=2))
     with pytest.raises(CheckpointError, match="without running code"):
         read_state(tmp_path / "x.pt")
+    (tmp_path / "x.pt").write_bytes(pickle.dumps({"a": 1}, protocol=4))
+    with pytest.raises(CheckpointError, match="without running code \\(Unsupported operand"):
+        read_state(tmp_path / "x.pt")
     assert "code ran" not in capsys.readouterr().out
     torch.save({"a": torch.arange(4000)}, tmp_path / "x.pt")
     whole = (tmp_path / "x.pt").read_bytes()
