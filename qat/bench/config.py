@@ -58,6 +58,8 @@ class BenchConfig(MeasureConfig):
     """Search the largest batch that fits into memory."""
     plan: bool | str = False
     """Predict other devices from this run: all, or those named, joined by commas."""
+    strict: bool = False
+    """Fail if something else ran than was asked for: another dtype, uncompiled layers, ..."""
 
     @field_validator("batch_sizes")
     @classmethod

@@ -14,6 +14,7 @@ from qat.bench.subject import Subject
 from qat.data.batch import Batch
 from qat.errors import TrainingError
 from qat.kernels.dispatch import ways_taken
+from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts, recomputed_layers
 from qat.train.config import StepConfig
 from qat.train.step import StepResult
@@ -93,6 +94,14 @@ def operator_facts(events: Sequence) -> Facts:
         "attention": sorted(attention),
         "operators": dict(sorted(own.items())),
     }
+
+
+def what_ran(
+    config: StepConfig, student: LanguageModel, effective: Facts, backend: Backend
+) -> Facts:
+    """For a row of results: what was asked for, and sentences about what ran instead."""
+    wished = requested(config, student.config._attn_implementation)
+    return {"requested": wished, "fallbacks": fallbacks(wished, effective, backend)}
 
 
 def requested(config: StepConfig, attention: str) -> Facts:

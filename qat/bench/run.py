@@ -10,7 +10,7 @@ from pathlib import Path
 from qat.backend import Backend, select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
-from qat.bench.effective import Watched
+from qat.bench.effective import Watched, check_strictly, what_ran
 from qat.bench.find_max import Search, Trials, find_max_batch
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
@@ -261,15 +261,19 @@ class _Bench:
     def _add(
         self, kind: str, size: int, timing: Timing | None, status: str, **more: object
     ) -> None:
-        numbers = {}
+        numbers, setting = {}, self.setting
         if timing is not None:
             self.timings.append(timing)
-            numbers = self.setting.numbers(timing)
+            effective = timing.compiler["effective"]
+            ran = what_ran(setting.config, self.ours.student, effective, setting.backend)
+            numbers = {**setting.numbers(timing), **ran}
             logger.info(
                 "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
             )
-        row = self.setting.row(kind, f"step, batch {size}", size)
+        row = setting.row(kind, f"step, batch {size}", size)
         self.results.add(**row, **numbers, **more, status=status)
+        if setting.config.strict and timing is not None:
+            check_strictly(ran["fallbacks"])
 
 
 def _downwards(largest: int, sizes: tuple[int, ...]) -> list[int]:

@@ -173,8 +173,7 @@ def _findings(report: "BenchReport") -> list[str]:
         f"took {sum(row['warmup_s'] for row in timed):.1f} s more, both outside the clock"
     ]
     for row in timed:
-        if row.get("fallback"):
-            lines.append(f"batch {row['batch_size']} ran uncompiled: {row['fallback']}")
+        lines += [f"batch {row['batch_size']}: {word}" for word in row["fallbacks"]]
     if report.fit:
         lines.append(
             f"cost of a step: {report.fit.fixed_s:.4g} s fixed, then "

@@ -5,11 +5,13 @@ import torch
 from torch.nn import functional as F
 
 from qat.backend import profile_operators, select
+from qat.bench import effective
 from qat.bench.config import BenchConfig
 from qat.bench.effective import check_strictly, fallbacks, operator_facts, requested
 from qat.bench.run import run_bench
 from qat.errors import TrainingError
 from qat.kernels.dispatch import use_triton, ways_taken
+from qat.logs import read_json_lines
 
 CPU = select("cpu")
 
@@ -51,12 +53,22 @@ def test_every_bench_row_says_what_ran(tmp_path) -> None:
     quick = {"device": "cpu", "steps": 1, "warmup": 2, "batch_size": 2, "seq_len": 8}
     config = BenchConfig(**quick, gradient_checkpointing=True)
     (row,) = run_bench(config, "tiny", tmp_path / "out").rows
-    effective = row["effective"]
-    assert effective["matmul_dtypes"] == {"fp32": 1.0}
-    assert effective["recomputed_layers"] == 2 * 3  # layers x steps
-    assert effective["kernels"]["head/pytorch/cpu"] > 0 and not effective["compiled"]
-    assert len(effective["attention"]) == 1 and effective["graph_breaks"] == 0
-    assert fallbacks(wished(gradient_checkpointing=True), effective, CPU) == []
+    found = row["effective"]
+    assert found["matmul_dtypes"] == {"fp32": 1.0}
+    assert found["recomputed_layers"] == 2 * 3  # layers x steps
+    assert found["kernels"]["head/pytorch/cpu"] > 0 and not found["compiled"]
+    assert len(found["attention"]) == 1 and found["graph_breaks"] == 0
+    assert row["requested"]["gradient_checkpointing"] and row["fallbacks"] == []
+
+
+def test_strict_fails_a_bench_in_which_something_else_ran(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(effective, "recomputed_layers", lambda: 0)
+    quick = {"device": "cpu", "steps": 1, "warmup": 1, "batch_size": 2, "seq_len": 8}
+    config = BenchConfig(**quick, gradient_checkpointing=True, strict=True)
+    with pytest.raises(TrainingError, match="gradient_checkpointing recomputed no layer"):
+        run_bench(config, "tiny", tmp_path / "out")
+    (row,) = read_json_lines(tmp_path / "out" / "results.jsonl")
+    assert len(row["fallbacks"]) == 1
 
 
 @pytest.mark.parametrize(

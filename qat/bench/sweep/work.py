@@ -7,7 +7,7 @@ from dataclasses import asdict
 from torch import Tensor
 
 from qat.backend import Backend, select
-from qat.bench.effective import Facts, check_strictly, fallbacks, requested
+from qat.bench.effective import Facts, check_strictly, what_ran
 from qat.bench.layouts import make_batches
 from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend
 from qat.bench.measure import Timing
@@ -68,8 +68,10 @@ def time_bench(run: Run) -> Facts:
     subject = Diary(ours.subject(), setting.backend, _laid_out(config, setting))
     timing = setting.time(subject, config.batch_size)
     valid = [int(count) for count in subject.valid_tokens[-config.steps :]]
-    wished = requested(config, model.model.config.get_text_config()._attn_implementation)
     numbers = setting.numbers(timing)
+    ran = what_ran(config, model, numbers["effective"], setting.backend)
+    if run.strict:
+        check_strictly(ran["fallbacks"])
     row = setting.row("sweep", run.group, config.batch_size)
     return {
         **row,
@@ -78,8 +80,7 @@ def time_bench(run: Run) -> Facts:
         "valid_tokens_per_s": sum(valid) / sum(timing.steps_s),
         # steps of one shape: the median, which a hiccup does not move; of several: all of them
         "cost_s": timing.step_s / valid[0] if len(set(valid)) == 1 else _mean_cost(timing, valid),
-        "requested": wished,
-        **_fell_back(run, wished, numbers["effective"], setting.backend),
+        **ran,
         **leak_facts(subject.held_mib),
         **_environment(config, setting.backend),
     }
@@ -150,13 +151,6 @@ def _laid_out(config: StepsConfig, setting: Setting) -> list[Batch]:
 
 def _mean_cost(timing: Timing, valid: Sequence[int]) -> float:
     return sum(timing.steps_s) / max(sum(valid), 1)
-
-
-def _fell_back(run: Run, wished: Facts, effective: Facts, backend: Backend) -> Facts:
-    found = fallbacks(wished, effective, backend)
-    if run.strict:
-        check_strictly(found)
-    return {"fallbacks": found}
 
 
 def _environment(config: StepConfig, backend: Backend) -> Facts:
