@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from train_case import make_place
 
 from qat.bench.sweep import drive
 from qat.bench.sweep import run as sweep_run
@@ -191,3 +192,18 @@ def test_committed_recipes_run_tiny(recipe: Path, tmp_path: Path, in_this_proces
     report = run_sweep(SweepConfig(tiny=True, strict=True), recipe, tmp_path / "out")
     assert len(report.rows) == len(report.runs) > 1 and report.failures == []
     assert all(line.rate > 0 and not line.is_ranked for line in report.lines)
+
+
+def test_a_training_is_timed_by_its_heartbeats(tmp_path: Path, in_this_process) -> None:
+    place, recipe = make_place(tmp_path / "place"), tmp_path / "r.toml"
+    recipe.write_text(
+        f'name = "t"\nverb = "train"\nstudent = "{place / "student"}"\nrepeats = 1\n'
+        f'[settings]\ncache_dir = "{place / "cache"}"\ndevice = "cpu"\nmax_steps = 4\n'
+        "log_every = 1\nbatch_size = 4\neval_sequences = 4\n[product]\nlr = [0.01, 0.02]\n"
+    )
+    report = run_sweep(SweepConfig(strict=True), recipe, tmp_path / "out")
+    assert report.failures == [] and len(report.rows) == 2
+    for row in report.rows:
+        assert len(row["samples"]) == 3 and row["rank_step_s"] and row["slowest_rank"] == 0
+        assert row["kl_nats"] > 0 and row["effective"]["compiled"] is False
+    assert "tokens a second" in (tmp_path / "out" / PAGE).read_text()
