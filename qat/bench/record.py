@@ -28,6 +28,8 @@ from qat.files import whole_directory, write_atomically
 
 ENVIRONMENT, RECIPE, PLOT, PAGE = "environment.json", "recipe.toml", "medians.svg", "README.md"
 SLUG = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
+WIDE = 20
+"""Samples that span so many times the least are drawn on a logarithmic axis."""
 HEADINGS = ("case", "median", "95 % interval", "tokens/s", "MFU", "peak GiB", "runs", "CV")
 FIELDS_OF_PLACE = ("device", "cpu", "dtype", "torch", "triton", "transformers", "commit", "host")
 
@@ -126,7 +128,11 @@ def draw_medians(cases: dict[str, Case], path: Path) -> None:
         axes.plot(interval.median, place, "o", color="#3b6fd4")
     axes.set_yticks(range(len(cases)), list(cases))
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
+    every = [sample for case in cases.values() for run in case.runs for sample in run]
+    if max(every) > WIDE * min(every):
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
     axes.set_xlabel(str(next(iter(cases.values())).rows[0].get("unit", "s")))
     figure.savefig(path, metadata={"Date": None})
 
