@@ -3,7 +3,7 @@
 All loops are the same: a static cache, a whole step (sampling too) as one graph, replayed. In bf16
 the step is computed twice: by the packed student's own kernels on dense weights, and by
 `torch.compile` of plain PyTorch layers; the faster one is compared with. Weights are random codes
-of a published shape. First every candidate tile of the kernels is timed (`matvec_tiles.py`).
+of a published shape. First the kernels' tiles are tuned, as `qat bench kernels --tune` does it.
 
 python speedrun/measure_generate.py --figures FILE.jsonl
 """
@@ -13,25 +13,30 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import matvec_tiles
 import torch
 from figures import record
 from plain_decode import PlainStep
 from speed_case import Row, show
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from qat.backend import Backend, select
 from qat.bench.config import MeasureConfig
+from qat.bench.kernels.cases import work_of
+from qat.bench.kernels.gates import Seeds
+from qat.bench.kernels.linear_cases import decode_cases
+from qat.bench.kernels.speed import Clock
+from qat.bench.kernels.tune import Timed, Tuned, tune
 from qat.bench.roofline import measure_roofline
-from qat.bench.shapes import shape_called
 from qat.bench.student import quantize_at_random_, random_model
 from qat.evaluate.decode import Run, Sampling
-from qat.kernels.lut_matvec_tiles import CHOSEN
 from qat.kernels.overlap import one_after_the_other
+from qat.kernels.tuned import forcing
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
@@ -96,9 +101,9 @@ def main() -> None:
     backend = select(asked.device)
     copy_rate = measure_roofline(backend, "bf16").copy_bytes
     tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
-    if not asked.skip_tiles:
-        show_tiles(asked, backend, copy_rate)
-    with torch.no_grad():
+    with ExitStack() as tiles, torch.no_grad():
+        if backend.records() and not asked.skip_tiles:
+            show_tiles(asked, backend, copy_rate, tiles)
         loops = [*loops_of(asked, backend)]
         tell("recorded; timing")
         seconds = timed(loops, backend, asked)
@@ -135,37 +140,44 @@ def tell(line: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
 
 
-def show_tiles(asked: argparse.Namespace, backend: Backend, copy_rate: float) -> None:
-    """Choose each kernel's tile, and print what all candidates took."""
-    config = random_config(asked)
+def show_tiles(
+    asked: argparse.Namespace, backend: Backend, copy_rate: float, tiles: ExitStack
+) -> None:
+    """Tune each kernel's tile, and print what the best took; what beats its default is used on."""
+    work = work_of(asked.shape)
     wanted = [
-        *matvec_tiles.matrices(config, 2, 4),
-        *matvec_tiles.matrices(config, 4, 4)[:2],
-        *matvec_tiles.matrices(config, 16, 16),
+        *decode_cases(mlp=2, attention=2, head=4),
+        *islice(decode_cases(mlp=4, attention=4, head=4), 2),
+        *decode_cases(mlp=16, attention=16, head=16),
     ]
-    size, repeats = (0, 2) if asked.tiny else (2**28, 10)
-    rows = []
-    for timed_tile in matvec_tiles.choose(wanted, backend, repeats=repeats, spread_bytes=size):
-        matrix = timed_tile.matrix
-        rows.append(
-            {
-                "name": matrix.name,
-                "bits": matrix.bits,
-                "rows": matrix.out_features * (2 if matrix.is_gated else 1),
-                "inputs": matrix.in_features,
-                "tile": " ".join(map(str, timed_tile.tile)),
-                "call_us": timed_tile.call_us,
-                "gb_per_s": timed_tile.gb_per_s,
-                "copy_frac": timed_tile.gb_per_s * 1e9 / copy_rate,
-            }
-        )
+    repeats = 2 if asked.tiny else 20
+    seeds = Seeds(backend.device, 0, is_interpreted=not backend.records())
+    clock, rows = Clock(backend, repeats, limit_s=2.0), []
+    for case in wanted:
+        found = tune(case, case.size(work), seeds=seeds, clock=clock, keep=4)
+        rows += [tile_row(found, timed, copy_rate) for timed in found.best]
+        if found.adopted is not None:
+            chosen = found.adopted.configuration
+            tiles.enter_context(forcing(found.space.kernel, found.space.key, chosen))
+            tell(f"{case.name}: {chosen}")
     show(rows, columns=KERNEL_COLUMNS)
-    tell(f"tiles chosen: { {k: tuple(tile) for k, tile in CHOSEN.items()} }")
 
 
-def random_config(asked: argparse.Namespace) -> object:
-    """The configuration of the shape, without its weights."""
-    return AutoConfig.for_model(**shape_called(asked.shape))
+def tile_row(found: Tuned, timed: Timed, copy_rate: float) -> Row:
+    """What a candidate tile took."""
+    call_s = statistics.median(timed.seconds)
+    rate = found.num_bytes / call_s
+    rows, inputs, bits = found.space.key
+    return {
+        "name": found.case,
+        "bits": bits,
+        "rows": rows,
+        "inputs": inputs,
+        "tile": " ".join(map(str, timed.configuration)),
+        "call_us": 1e6 * call_s,
+        "gb_per_s": rate / 1e9,
+        "copy_frac": rate / copy_rate,
+    }
 
 
 def loops_of(asked: argparse.Namespace, backend: Backend) -> Iterator[Loop]:

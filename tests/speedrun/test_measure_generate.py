@@ -2,6 +2,8 @@
 
 import json
 import sys
+from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,6 @@ def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -
     monkeypatch.setattr(measure_generate, "measure_roofline", lambda *_: rates)
     arguments = ["--tiny", "--device", "cpu", "--figures", str(out)]
     monkeypatch.setattr(sys, "argv", ["measure_generate.py", *arguments])
-    monkeypatch.setattr(measure_generate.matvec_tiles, "PACKED_TILES", ())
     measure_generate.main()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     names = ["generate_over_bf16", "generate_tok_s", "generate_mbu_frac"]
@@ -39,6 +40,30 @@ def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -
     assert lines[0]["value"] > 0 and lines[0]["goal"] == ">= 2.0" and lines[0]["runs"] == 2
     printed = capsys.readouterr().out
     assert "off float32" in printed and "q2a4, tables of 4 bits" in printed
+
+
+@pytest.mark.slow
+def test_tiles_are_tuned_matrix_by_matrix(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where no GPU is")
+    import measure_generate
+
+    from qat.backend import select
+    from qat.bench.kernels import spaces
+
+    monkeypatch.setattr(spaces, "DENSE", ((2, 64, 1, 1),))
+    cases = measure_generate.decode_cases
+    monkeypatch.setattr(
+        measure_generate,
+        "decode_cases",
+        lambda **bits: iter([*cases(**bits)][3:4] * (bits["mlp"] == 16)),
+    )
+    asked = Namespace(shape="tiny", tiny=True)
+    with ExitStack() as tiles:
+        measure_generate.show_tiles(asked, select("cpu"), 1e9, tiles)
+    printed = capsys.readouterr().out
+    assert "matvec, down, 16-bit" in printed and "2 64 1 1" in printed
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

@@ -119,24 +119,3 @@ def test_larger_batches_than_one_that_does_not_fit_are_left_out(tmp_path, monkey
     )
     status = {row["batch_size"]: row["status"] for row in lines(out / "results.jsonl")}
     assert status == {1: "OK", 4: "OK", 16: "OOM"}
-
-
-@pytest.mark.slow
-def test_every_kernel_has_a_share_of_the_roofline(tmp_path: Path, capsys) -> None:
-    import measure_kernels
-
-    out = tmp_path / "out"
-    measure_kernels.measure(out=out, batch_size=2, seq_len=8, repeats=1, **SMALL)
-    rows = {row["kernel"]: row for row in lines(out / "results.jsonl")}
-    assert {"form, packed 2-bit", "pull back, latent 4-bit", "gated unit, backward"} <= set(rows)
-    assert all(row["roofline_frac"] > 0 and row["plain_frac"] > 0 for row in rows.values())
-    least = min(row["roofline_frac"] for row in rows.values() if row["counts"])
-    assert figures(out)["kernel_roofline_min"]["value"] == round(least, 3)
-    assert "furthest from the roofline" in capsys.readouterr().out
-
-
-def test_bytes_are_those_of_every_tensor_once() -> None:
-    import kernel_work
-
-    one, two = torch.empty(3, 5), torch.empty(7, dtype=torch.bfloat16)
-    assert kernel_work.num_bytes(one, [two, two]) == 60 + 28

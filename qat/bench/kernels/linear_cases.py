@@ -41,14 +41,18 @@ def linear_cases() -> Iterator[Case]:
     for source, bits in (("packed", 2), ("packed", 4), ("latent", 2), ("latent", 4)):
         yield form_case(source, bits)
         yield pull_back_case(source, bits)
-    yield matvec_case("queries, keys, values", 4, _joined_heads)
-    yield matvec_case("gates and ups", 2, _mlp_in, is_gated=True)
-    yield matvec_add_case("attention out", 4, _attention_out)
-    yield matvec_add_case("down", 2, _mlp_out)
+    yield from decode_cases(mlp=2, attention=4, head=4)
     yield matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True)
-    yield matvec_case("head", 4, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
-    yield matvec_case("dense gates and ups", 16, _mlp_in, is_gated=True)
-    yield matvec_add_case("dense down", 16, _mlp_out)
+    yield from decode_cases(mlp=16, attention=16, head=16)
+
+
+def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[Case]:
+    """The five matrices of a decoding step, by bits of their indices; 16: dense ones."""
+    yield matvec_case("queries, keys, values", attention, _joined_heads)
+    yield matvec_add_case("attention out", attention, _attention_out)
+    yield matvec_case("gates and ups", mlp, _mlp_in, is_gated=True)
+    yield matvec_add_case("down", mlp, _mlp_out)
+    yield matvec_case("head", head, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
 
 
 def form_case(source: str, bits: int) -> Case:
@@ -118,7 +122,7 @@ def matvec_case(
         }
 
     return Case(
-        f"matvec, {name}",
+        f"matvec, {name}, {bits}-bit",
         inputs=inputs,
         **ways(run),
         exact=exact,
@@ -161,7 +165,7 @@ def matvec_add_case(
         }
 
     return Case(
-        f"matvec, {name}",
+        f"matvec, {name}, {bits}-bit",
         inputs=inputs,
         **ways(run),
         exact=exact,

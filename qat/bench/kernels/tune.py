@@ -44,6 +44,8 @@ class Tuned:
     case: str
     space: Space
     calls: int
+    num_bytes: int
+    """Of one call."""
     best: tuple[Timed, ...]
     """The few that were measured again, fastest first, the default among them."""
     refused: dict[tuple, str]
@@ -100,12 +102,13 @@ def tune(case: Case, size: Size, *, seeds: Seeds, clock: Clock, keep: int) -> Tu
             else:
                 few.append(configuration)
         again = clock.turns([runs[configuration] for configuration in few])
+        moved = case.num_bytes(inputs[0], trial.once(default), size)
     timed = [
         Timed(configuration, tuple(s / len(inputs) for s in seconds), ratio_of(again[0], seconds))
         for configuration, seconds in zip(few, again, strict=True)
     ]
     timed.sort(key=lambda each: statistics.median(each.seconds))
-    return Tuned(case.name, trial.space, len(inputs), tuple(timed), refused)
+    return Tuned(case.name, trial.space, len(inputs), moved, tuple(timed), refused)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Trial:
         if self.clock.backend.records():
             with compiling_only():
                 for configuration in every:
-                    self._forced(configuration, self._once)()
+                    self.once(configuration)
         for configuration in every:
             try:
                 runs[configuration] = self._run(configuration)
@@ -138,13 +141,16 @@ class Trial:
 
     def differs(self, configuration: tuple) -> str | None:
         """What is wrong with a configuration's results, compared with the default's."""
-        found, wanted = (self._forced(c, self._once)() for c in (configuration, self.space.default))
+        found, wanted = self.once(configuration), self.once(self.space.default)
         # both may err by the case's slack, and a sum in another order by a little more
         lenient = replace(self.case, slack=2 * self.case.slack + 2e-6)
         return worst_of(lenient, found, wanted, self.case.compared(wanted))
 
-    def _once(self) -> Outputs:
-        return self.case.kernel(copied(self.inputs[0]), self.size)
+    def once(self, configuration: tuple) -> Outputs:
+        """The results of one call with a configuration."""
+        return self._forced(
+            configuration, lambda: self.case.kernel(copied(self.inputs[0]), self.size)
+        )()
 
     def _run(self, configuration: tuple) -> Callable[[], object]:
         backend = self.clock.backend
