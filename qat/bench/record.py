@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from matplotlib.figure import Figure
@@ -43,6 +44,8 @@ class Record:
     source: Path
     cases: dict[str, Case]
     environment: dict[str, object]
+    settings: dict[str, object]
+    """A sweep's recipe, or what a verb was asked for."""
 
     @property
     def is_dirty(self) -> bool | None:
@@ -52,8 +55,14 @@ class Record:
 
     @property
     def commit(self) -> str:
-        """Of the code that was measured, with `-dirty` behind it where that was not all."""
-        return f"{str(self.environment.get('commit'))[:12]}{'-dirty' if self.is_dirty else ''}"
+        """Of the code that was measured, with `-dirty` behind it where that was not all.
+
+        All of them, if it changed between rows.
+        """
+        told = [row.get("commit") for case in self.cases.values() for row in case.rows]
+        told = told if any(told) else [self.environment.get("commit")]
+        names = " ".join(dict.fromkeys(str(each)[:12] for each in told))
+        return f"{names}{'-dirty' if self.is_dirty else ''}"
 
 
 def write_record(slug: str, source: Path, records: Path, day: str | None = None) -> Path:
@@ -102,7 +111,7 @@ def page(record: Record) -> str:
     return "\n".join(
         [
             f"# {record.day}: {record.slug.replace('_', ' ').replace('-', ' ')}\n",
-            f"    {record.environment.get('command', '')}\n",
+            f"    {record.environment.get('command', f'of {record.source.name}')}\n",
             f"{_state(record)}\n",
             markdown_table(HEADINGS, [_line(case) for case in cases]),
             f"![Medians with 95 % intervals]({PLOT})\n",
@@ -154,14 +163,14 @@ def _gathered(slug: str, source: Path, day: str) -> Record:
                 f"case={case.name} has {len(case.samples)} samples, expected at least "
                 f"{MIN_SAMPLES} repeats; measure again with more --steps or runs"
             )
-    return Record(slug, day, source, cases, _environment(source, cases))
-
-
-def _environment(source: Path, cases: dict[str, Case]) -> dict[str, object]:
-    """As the results say it, else as far as their rows do."""
     path = source / WHOLE
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8")).get("environment", {})
+    whole = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    environment = whole.get("environment") or _told_by_rows(cases)
+    settings = whole.get("recipe") or {"bench": environment.get("config", {})}
+    return Record(slug, day, source, cases, environment, settings)
+
+
+def _told_by_rows(cases: dict[str, Case]) -> dict[str, object]:
     row = next(iter(cases.values())).rows[0]
     return {name: row[name] for name in IN_EVERY_ROW if name in row}
 
@@ -171,8 +180,14 @@ def _write_recipe(record: Record, partial: Path) -> None:
     for recipe in recipes:
         shutil.copyfile(recipe, partial / recipe.name)
     if not recipes:
-        settings = record.environment.get("config", {})
-        write_atomically(partial / RECIPE, tomli_w.dumps({"bench": settings}))
+        write_atomically(partial / RECIPE, tomli_w.dumps(_without_none(record.settings)))
+
+
+def _without_none(values: object) -> Any:
+    """TOML has no word for nothing."""
+    if isinstance(values, dict):
+        return {k: _without_none(each) for k, each in values.items() if each is not None}
+    return [_without_none(each) for each in values] if isinstance(values, list) else values
 
 
 def _earlier_figures(source: Path) -> list[dict[str, object]]:

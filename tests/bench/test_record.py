@@ -83,6 +83,18 @@ def test_figures_and_recipes_of_the_result_come_along(source: Path, tmp_path: Pa
     assert not (out / "recipe.toml").exists()
 
 
+def test_a_sweep_brings_its_recipe_and_all_its_commits(source: Path, tmp_path: Path) -> None:
+    fill(source, row("x", 1.0, commit="a" * 40), row("x", 1.0, commit="b" * 40))
+    recipe = {"name": "matrix", "student": None, "groups": [{"name": "x", "steps": 2}]}
+    (source / "results.json").write_text(json.dumps({"recipe": recipe, "rows": []}))
+    out = write_record("x", source, tmp_path / "r")
+    found = tomllib.loads((out / "recipe.toml").read_text())
+    assert found == {"name": "matrix", "groups": [{"name": "x", "steps": 2}]}
+    assert json.loads((out / "environment.json").read_text())["device"] == "cpu"
+    commits = read_json_lines(out / "figures.jsonl")[0]["commit"]
+    assert commits == f"{'a' * 12} {'b' * 12}"
+
+
 @pytest.mark.parametrize(
     ("dirty", "words", "commit"),
     [
