@@ -275,3 +275,17 @@ def test_tuning_on_a_gpu_writes_the_table_and_the_figures(tmp_path, monkeypatch)
     (line,) = [json.loads(x) for x in (tmp_path / "new" / "figures.jsonl").read_text().splitlines()]
     assert line["figure"] == "autotune_worst_ratio" and line["goal"] == ">= 1.0"
     assert line["command"] == "qat bench kernels" and line["value"] == round(report.worst_ratio, 3)
+
+
+def test_the_verb_prints_a_table_and_fails_with_the_gate(tmp_path, monkeypatch, capsys) -> None:
+    from qat.cli.bench_kernels import kernels
+
+    monkeypatch.setattr(module, "interprets", lambda: True)
+    config = KernelsConfig(shape="tiny", device="cpu", repeats=1)
+    monkeypatch.setattr(module, "cases_named", lambda only: [planted()])
+    assert kernels(config=config, out=tmp_path / "o")["kernels"] == 1
+    assert "kernels were interpreted" in capsys.readouterr().out
+    monkeypatch.setattr(module, "cases_named", lambda only: [planted(broken)])
+    with pytest.raises(BenchError, match="gate 'compile'"):
+        kernels(config=config, out=tmp_path / "p")
+    assert "planted failed the gate compile: at N=7" in capsys.readouterr().out

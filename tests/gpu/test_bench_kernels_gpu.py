@@ -1,0 +1,29 @@
+"""`qat bench kernels` on a GPU: the gates, a tuned table, and what kernels then say they ran."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qat.bench.config import KernelsConfig
+from qat.bench.kernels.run import run_kernels
+from qat.kernels import tuned
+
+pytestmark = pytest.mark.gpu
+
+
+def test_kernels_pass_and_the_tuned_table_is_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tables")
+    tuned.forget_tables()
+    config = KernelsConfig(shape="tiny", only="gated unit,gather-dot", repeats=5, limit_s=1.0)
+    report = run_kernels(config, tmp_path / "plain")
+    assert {row["status"] for row in report.rows} == {"OK"}
+    assert all(0 < row["roofline_frac"] for row in report.rows)
+    settings = {**config.model_dump(), "tune": True, "figures": tmp_path / "figures.jsonl"}
+    report = run_kernels(KernelsConfig(**settings), tmp_path / "tuned")
+    assert report.worst_ratio >= 1.0 and len(report.tuned) == 3
+    (table,) = (tmp_path / "tables").iterdir()
+    assert tuned.read_table(table)["measured"]["device"]
+    lines = (tmp_path / "figures.jsonl").read_text().splitlines()
+    assert "autotune_worst_ratio" in [json.loads(line)["figure"] for line in lines]
+    tuned.forget_tables()
