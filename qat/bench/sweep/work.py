@@ -121,13 +121,13 @@ def time_training(run: Run) -> Facts:
 
 
 def leak_facts(held_mib: Sequence[float]) -> Facts:
-    """Whether memory grew with the steps; None for too few of them to tell."""
-    trend = memory_trend(held_mib)
+    """Whether memory grew with the steps, to the last; None for too few of them to tell."""
+    trend, found = memory_trend(held_mib), leak_found_after(held_mib)
     return {
         "memory_steps": len(held_mib),
         "memory_trend": trend and asdict(trend),
-        "is_leaking": None if trend is None else trend.is_leak,
-        "leak_found_steps": leak_found_after(held_mib),
+        "is_leaking": None if trend is None else trend.is_leak and found is not None,
+        "leak_found_steps": found,
         "leak_needs_steps": FIRST_LOOK,
     }
 
