@@ -31,7 +31,7 @@ nap = 0.2
 [product]
 a = [1, 2, 3, 4, 5, 6, 7, 8]
 """
-NUM_RUNS, RUNS_PER_KILL = 24, 3.5
+NUM_RUNS, RUNS_PER_KILL = 24, 2.0
 LEAKY, CLEAN, LEAKY_STEPS, CLEAN_STEPS = 20, 20, 200, 10_000
 
 
