@@ -20,7 +20,7 @@ from qat.report.page import number, picture, template
 
 FIGURES = "figures.jsonl"
 DATED = re.compile(r"(\d{4}-\d{2}-\d{2})_(.+)")
-GOAL = re.compile(r"\s*(<=|>=|<|>)\s*([0-9.eE+-]+)")
+GOAL = re.compile(r"\s*(<=|>=|==|<|>)\s*([0-9.eE+-]+)")
 
 
 class Figure(BaseModel):
@@ -45,6 +45,8 @@ class Figure(BaseModel):
         if found is None:
             return None
         sign, bound = found[1], float(found[2])
+        if sign == "==":
+            return self.value == bound
         reached = self.value <= bound if sign[0] == "<" else self.value >= bound
         return reached and not (sign in {"<", ">"} and self.value == bound)
 
@@ -152,7 +154,7 @@ def best_of(entries: list[Entry]) -> Entry | None:
     found = GOAL.match(entries[-1].figure.goal)
     if found is None or len(entries) < 2:
         return None
-    choose = min if found[1][0] == "<" else max
+    choose = max if found[1][0] == ">" else min
     return choose(entries, key=lambda entry: entry.figure.value)
 
 

@@ -74,6 +74,8 @@ def test_the_page_shows_every_figure_and_is_self_contained(
 @pytest.mark.parametrize(
     ("goal", "value", "is_met"),
     [
+        ("== 0", 0.0, True),
+        ("== 0", 0.1, False),
         ("<= 240", 240, True),
         ("< 1", 1, False),
         (">= 20, all byte-equal", 19, False),
