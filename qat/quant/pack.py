@@ -33,11 +33,12 @@ def pack(indices: Tensor, bits: int) -> Tensor:
     """`(O, I)` indices below `2**bits` as `(O, ceil(I * bits / 8))` uint8.
 
     Index i of a row lies in its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
-    with zeros. Eight indices fill `bits` whole bytes, so a row is packed eight at a time.
+    with zeros. Eight indices fill `bits` whole bytes, so a row is packed eight at a time; where
+    `bits` divides 8, as many as fill one.
     """
     O, I = indices.shape
-    if bits == 8:
-        return indices.clone()
+    if 8 % bits == 0:
+        return _pack_bytes(indices.to(torch.uint8), bits)
     padded = torch.nn.functional.pad(indices, (0, -I % 8)).view(O, -1, 8).to(_word(bits))
     word = (padded << _shifts(bits, indices.device)).sum(-1, dtype=_word(bits))
     byte_shifts = torch.arange(0, 8 * bits, 8, device=indices.device)
@@ -48,13 +49,24 @@ def pack(indices: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """The `(O, in_features)` uint8 indices that `pack` packed."""
     O, width = packed.shape
-    if bits == 8:
-        return packed.clone()
+    if 8 % bits == 0:
+        parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+        return torch.stack(parts, -1).flatten(1)[:, :in_features].contiguous()
     octets = torch.nn.functional.pad(packed, (0, -width % bits)).view(O, -1, bits).to(_word(bits))
     byte_shifts = torch.arange(0, 8 * bits, 8, device=packed.device)
     word = (octets << byte_shifts).sum(-1, dtype=_word(bits))
     indices = (word[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
     return indices.view(O, -1)[:, :in_features].to(torch.uint8).contiguous()
+
+
+def _pack_bytes(indices: Tensor, bits: int) -> Tensor:
+    """The same without leaving uint8, where a byte holds a whole number of indices."""
+    num = 8 // bits
+    padded = torch.nn.functional.pad(indices, (0, -indices.shape[1] % num))
+    octets = padded[:, ::num].clone()
+    for place in range(1, num):
+        octets |= padded[:, place::num] << place * bits
+    return octets
 
 
 def _word(bits: int) -> torch.dtype:
