@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend import Backend
+from qat.errors import ConfigError
 from qat.kernels.decode_attention import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS
 from qat.models.decode_step import DecodeStep
@@ -27,19 +28,24 @@ Seen = Callable[[list[list[int]]], None]
 
 
 def open_speaker(
-    source: str, *, device: str, dtype: str
+    source: str, *, device: str, dtype: str, packed: bool = False
 ) -> tuple["LanguageModel | Decoder", PreTrainedTokenizerBase]:
-    """What is to generate, and its tokenizer: on CUDA a decoder, if the family is known to it.
+    """What is to generate, and its tokenizer: with `packed` a decoder.
 
     Else the model itself, its quantized weights formed once.
 
     Raises:
         CheckpointError: no such model or tokenizer.
-        ConfigError: the device is not there or cannot compute in `dtype`.
+        ConfigError: the device is not there or cannot compute in `dtype`, or no decoder fits.
     """
     model = load_model(source, device=device, dtype=dtype)
     tokenizer = load_tokenizer(source)
-    if Decoder.fits(model):
+    if packed:
+        if not Decoder.fits(model):
+            raise ConfigError(
+                f"packed weights of {source} cannot be read on {model.device}, expected a Llama, "
+                "Qwen2 or Qwen3 without sliding windows on CUDA; leave out --packed"
+            )
         return Decoder(model), tokenizer
     form_weights(model.model, model.dtype)
     return model, tokenizer

@@ -169,3 +169,9 @@ def test_fields_are_flags(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     flags = f"--text {place}/text.txt --context 24 --stride 8 --dtype fp32 --device cpu"
     app(f"eval {place}/student {flags}", exit_on_error=False)
     assert "windows of 24, stride 8" in capsys.readouterr().out
+
+
+def test_packed_weights_are_read_where_a_decoder_fits_only(place: Path) -> None:
+    config = GenerateConfig(prompt="the cat", packed=True, device="cpu")
+    with pytest.raises(ConfigError, match=r"cannot be read on cpu, expected .* leave out --packed"):
+        generate(str(place / "student"), config=config)
