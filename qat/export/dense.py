@@ -9,7 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.errors import ExportError
 from qat.export.probe import float_skeleton, reloaded_logits
 from qat.models.checkpoint import quiet_transformers
-from qat.models.directory import atomic_directory
 from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
@@ -55,25 +54,6 @@ def write(
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Those of the model that transformers reads back."""
     return reloaded_logits(model, directory, ids)
-
-
-def export_dense(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    out: Path,
-    dtype: torch.dtype,
-) -> None:
-    """Write `model` with ordinary linears, all in `dtype`; `out` appears whole or not at all.
-
-    Reloaded, it gives the logits of the packed model exactly, if both compute in `dtype`.
-
-    Raises:
-        ConfigError: `out` is not empty.
-        ExportError: a value does not fit into `dtype`.
-        CheckpointError: `out` cannot be written.
-    """
-    with atomic_directory(out) as partial:
-        write_dense(model, tokenizer, partial, dtype)
 
 
 def write_dense(

@@ -15,7 +15,7 @@ from qat.backend import DTYPES
 from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export.config import ExportConfig
-from qat.export.dense import dense_state_dict, export_dense
+from qat.export.dense import dense_state_dict, write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.swap import linear_names, replace_module
@@ -43,7 +43,7 @@ def test_dense_logits_equal_packed_logits(
 ) -> None:
     save_checkpoint(tiny_quantized("qwen3", spec), None, tmp_path / "packed")
     packed = load_checkpoint(tmp_path / "packed", dtype)
-    export_dense(packed, None, tmp_path / "dense", dtype)
+    write_dense(packed, None, tmp_path / "dense", dtype)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto")
     assert dense.dtype == dtype
     assert not quant_linears(dense)
@@ -56,7 +56,7 @@ def test_every_architecture_exports_dense(architecture: str, tied: bool, tmp_pat
     bias = {} if architecture == "gemma3" else {"attention_bias": True}
     model = tiny_quantized(architecture, SPECS["lut3"], tie_word_embeddings=tied, **bias)
     model.generation_config.max_new_tokens = 5
-    export_dense(model, tiny_tokenizer(), tmp_path / "dense", torch.float32)
+    write_dense(model, tiny_tokenizer(), tmp_path / "dense", torch.float32)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     assert torch.equal(logits(dense), logits(model))
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
@@ -71,7 +71,7 @@ def test_a_latent_model_exports_what_it_computes(tmp_path: Path) -> None:
         old = model.get_submodule(name)
         latent = latent_linear(old.out_features, old.in_features, SPECS["lut2"])
         replace_module(model, name, latent.eval())
-    export_dense(model, None, tmp_path / "dense", torch.float32)
+    write_dense(model, None, tmp_path / "dense", torch.float32)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     assert torch.equal(logits(dense), logits(model))
 
@@ -87,7 +87,7 @@ def test_overflow_in_fp16_is_refused(is_quantized: bool, tmp_path: Path) -> None
             layer.input_layernorm.weight[3] = 70000.0
     culprit = "mlp.up_proj" if is_quantized else "input_layernorm"
     with pytest.raises(ExportError, match=rf"layers.0.{culprit}.weight holds .* ends at 6.55e\+04"):
-        export_dense(model, None, tmp_path / "dense", torch.float16)
+        write_dense(model, None, tmp_path / "dense", torch.float16)
     assert list(tmp_path.iterdir()) == []
     dense_state_dict(model, torch.bfloat16)
 
@@ -142,7 +142,7 @@ def test_an_occupied_directory_is_refused(packed: Path) -> None:
 
 def test_other_logits_are_noticed(packed: Path, tmp_path: Path) -> None:
     model = load_checkpoint(packed)
-    export_dense(model, None, tmp_path / "dense", torch.float32)
+    write_dense(model, None, tmp_path / "dense", torch.float32)
     check_equal("dense", model, tmp_path / "dense")
     with torch.no_grad():
         model.model.norm.weight[0] += 0.01
