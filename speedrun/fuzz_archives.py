@@ -7,27 +7,22 @@ damage, with the original files.
 python speedrun/fuzz_archives.py --cases 10000 --figures FILE.jsonl
 """
 
-import argparse
 import collections
-import resource
 import shutil
-import signal
 import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from archive_mutants import Mutant, Source, make, tar_of
-from figures import record
+from fuzzing import Outcomes, TookTooLong, asked_for, bounded_memory, in_time, settle
 
 from qat.errors import QatError
 from qat.hub.files import sha256_tree
 from qat.hub.limits import MIB, Limits
 from qat.hub.unpack import unpack
 
-GOAL = 10_000
 LIMITS = Limits(members=2000, floor_bytes=4 * MIB)
 """Smaller than the usual ones, so that bombs are cheap to make."""
 TIME_S = 5.0
@@ -41,36 +36,20 @@ FILES = {
 DAMAGE = " is damaged: "
 
 
-class TookTooLong(BaseException):
-    """A case did not end in time; no handler of exceptions may take it."""
-
-
 def main() -> None:
     """Run the cases, print what came of them, and record the number of clean ones."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=GOAL)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
-    parser.add_argument("--figures", type=Path)
-    arguments = parser.parse_args()
-    seeds = range(arguments.first, arguments.first + arguments.cases)
+    seeds, figures = asked_for(__doc__)
     with workplace() as place, bounded_memory(MEMORY_BYTES):
         outcomes = fuzz(place, seeds)
-    for (kind, outcome), count in sorted(outcomes.items()):
-        print(f"{kind:10s} {count:6d}  {outcome}")
-    wrong = sum(count for (_, outcome), count in outcomes.items() if outcome.startswith("WRONG"))
-    print(f"{len(seeds)} cases, {wrong} not clean")
-    if arguments.figures:
-        value = 0 if wrong else len(seeds)
-        record(arguments.figures, "archive_fuzz_cases", value, "cases", f">= {GOAL}, all clean")
-    raise SystemExit(wrong > 0)
+    settle("archive_fuzz_cases", outcomes, figures)
 
 
-def fuzz(place: Path, seeds: range) -> collections.Counter[tuple[str, str]]:
+def fuzz(place: Path, seeds: range) -> Outcomes:
     """How often each kind of mutant came to which end."""
     source = Source(tar_of(FILES), str(place / "sentinel" / "new"))
     original = unpacked_hash(place, source)
     before = snapshot(place)
-    outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
+    outcomes: Outcomes = collections.Counter()
     for seed in seeds:
         mutant = make(source, seed)
         outcome = run(place, mutant, original)
@@ -164,34 +143,6 @@ def workplace() -> Iterator[Path]:
         (place / "sentinel" / "secret").write_text("as it was")
         (place / "target").mkdir()
         yield place
-
-
-@contextmanager
-def in_time(seconds: float) -> Iterator[None]:
-    """Stop the block after so long."""
-
-    def stop(_: int, frame: FrameType | None) -> None:
-        raise TookTooLong
-
-    old = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-
-
-@contextmanager
-def bounded_memory(more_bytes: int) -> Iterator[None]:
-    """Let this process take so much more than it has now; beyond that is a MemoryError."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    old, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (old, hard))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ line and nothing left, or with a whole checkpoint or cache; every hundredth of t
 python speedrun/fuzz_legacy.py --cases 10000 --figures FILE.jsonl
 """
 
-import argparse
 import collections
 import logging
 import re
@@ -17,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from fuzz_archives import TookTooLong, bounded_memory, in_time
+from fuzzing import Outcomes, TookTooLong, asked_for, bounded_memory, in_time, settle
 from legacy_mutants import SHAPE, Mutant, base_model, honest_cache, honest_checkpoints, mutate
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -30,7 +29,6 @@ from qat.models.anemll import import_checkpoint
 from qat.models.anemll_cache import import_cache
 from qat.models.load import load_model
 
-GOAL = 10_000
 TIME_S = 10.0
 MEMORY_BYTES = 2**30
 OPENED = 100
@@ -39,39 +37,24 @@ OPENED = 100
 
 def main() -> None:
     """Run the cases, print what came of them, and record the number of clean ones."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=GOAL)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
-    parser.add_argument("--figures", type=Path)
-    arguments = parser.parse_args()
+    seeds, figures = asked_for(__doc__)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    seeds = range(arguments.first, arguments.first + arguments.cases)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         with bounded_memory(MEMORY_BYTES):
             outcomes = fuzz(Path(name), seeds)
-    for (kind, outcome), count in sorted(outcomes.items()):
-        print(f"{kind:15s} {count:6d}  {outcome}")
-    wrong = sum(count for (_, outcome), count in outcomes.items() if outcome.startswith("WRONG"))
-    imported = sum(count for (_, outcome), count in outcomes.items() if outcome == "imported")
-    print(f"{len(seeds)} cases, {imported} imported, {wrong} not clean")
-    if arguments.figures:
-        from figures import record
-
-        value = 0 if wrong else len(seeds)
-        record(arguments.figures, "legacy_fuzz_cases", value, "cases", f">= {GOAL}, all clean")
-    raise SystemExit(wrong > 0)
+    settle("legacy_fuzz_cases", outcomes, figures)
 
 
-def fuzz(place: Path, seeds: range) -> collections.Counter[tuple[str, str]]:
+def fuzz(place: Path, seeds: range) -> Outcomes:
     """How often each kind of mutant came to which end."""
     model = base_model()
     base = place / "base"
     model.save_pretrained(base)
     word_tokenizer().save_pretrained(base)
     honest = [*honest_checkpoints(model), honest_cache()]
-    outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
+    outcomes: Outcomes = collections.Counter()
     for seed in seeds:
         mutant = mutate(honest, seed)
         outcome = run(place, mutant, base, opens=seed % OPENED == 0)
