@@ -18,29 +18,43 @@ def charts(lines: Sequence[Line], text: str) -> dict[str, bytes]:
     trained = [line for line in students if line.stats["steps"].mean > 0]
     if not students:
         return {}
+    marks = {line.recipe: mark(number) for number, line in enumerate(students)}
     pictures = {"kl_bits.svg": ("bits_per_weight", "bits a weight", students)}
     if trained:
         pictures["kl_seconds.svg"] = ("seconds", "training seconds", trained)
     return {
         name: Chart(
-            name, "", "", partial(_paint, lines=drawn, text=text, key=key, label=label)
+            name, "", "", partial(_paint, lines=drawn, marks=marks, text=text, key=key, label=label)
         ).render(LIGHT, "svg")
         for name, (key, label, drawn) in pictures.items()
     }
 
 
-def _paint(axes: Axes, *, lines: Sequence[Line], text: str, key: str, label: str) -> None:
-    for number, line in enumerate(lines):
+def mark(number: int) -> dict[str, str]:
+    """Shape and colour of the recipe of that number, in both pictures."""
+    shape = SHAPES[number // len(SERIES) % len(SHAPES)]
+    return {"fmt": shape, "color": SERIES[number % len(SERIES)]}
+
+
+def _paint(
+    axes: Axes,
+    *,
+    lines: Sequence[Line],
+    marks: dict[str, dict[str, str]],
+    text: str,
+    key: str,
+    label: str,
+) -> None:
+    for line in lines:
         across, up = line.stats[key], line.stats[f"kl_nats.{text}"]
         axes.errorbar(
             across.mean,
             up.mean,
             yerr=up.std or 0.0,
-            fmt=SHAPES[number // len(SERIES) % len(SHAPES)],
-            color=SERIES[number % len(SERIES)],
             markersize=6,
             capsize=2,
             label=line.recipe,
+            **marks[line.recipe],
         )
     fit_scale(axes.set_xscale, axes.xaxis, [line.stats[key].mean for line in lines])
     fit_scale(axes.set_yscale, axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
