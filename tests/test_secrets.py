@@ -1,0 +1,73 @@
+"""No token, key or password survives scrubbing; nothing else is touched."""
+
+import io
+import logging
+
+import pytest
+
+from qat.secrets import HIDDEN, Scrub, scrubbed
+
+SECRETS = {
+    "HF_TOKEN": "plain-value-of-a-hub",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "AWS_SECRET_ACCESS_KEY": "wJalr/K7MDENG+bPxRfiCYEXAMPLEKEY",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("login hf_" + "aB3" * 11, "aB3aB3"),
+        ("key sk-proj-" + "x9" * 12, "x9x9"),
+        ("id AKIA" + "Q7" * 8, "Q7Q7"),
+        ("ghp_" + "Zz1" * 12, "Zz1"),
+        ("Authorization: Bearer ab.cd-ef", "ab.cd"),
+        ("https://me:pass@host/x", "me:pass"),
+        ("s3://bucket/x?token=deadbeef01&y=1", "deadbeef"),
+        ("https://b/x?X-Amz-Signature=0a1b2c3d4e&z=2", "0a1b2c"),
+        ('{"api_key": "0123456789abcdef"}', "01234567"),
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden(text: str, secret: str) -> None:
+    found = scrubbed(text)
+    assert secret not in found and HIDDEN in found
+    assert scrubbed(found) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://example.org/a@b",
+        "caches/c4_k64: 5 tokens, tokenizer 0123456789abcdef0123456789abcdef",
+        "sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        "tokens_per_s=1200.5 token 151643 of 151936",
+        "rebuild with --top-k 64; 'qat cache' (skip-connections-are-fine)",
+    ],
+)
+def test_what_is_none_stays(text: str) -> None:
+    assert scrubbed(text) == text
+
+
+def test_values_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SHORT_TOKEN", "abc")
+    text = scrubbed(" abc ".join(SECRETS.values()))
+    assert text == f"{HIDDEN} abc {HIDDEN} abc {HIDDEN}"
+
+
+def test_log_lines_and_tracebacks_are_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(Scrub())
+    logger = logging.getLogger("scrubbed-here")
+    logger.addHandler(handler)
+    try:
+        raise OSError(f"with {SECRETS['HF_TOKEN']}")
+    except OSError:
+        logger.exception("%s of %d", SECRETS["HF_TOKEN"], 3)
+    finally:
+        logger.removeHandler(handler)
+    assert SECRETS["HF_TOKEN"] not in stream.getvalue()
+    assert f"{HIDDEN} of 3" in stream.getvalue() and "Traceback" in stream.getvalue()
