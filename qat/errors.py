@@ -34,6 +34,14 @@ class TrainingError(QatError):
     """A run that cannot go on: its loss is no longer a number."""
 
 
+class Stopped(QatError):
+    """A run that saved and ended because somebody asked it to; its code says who asked."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class BenchError(QatError):
     """A measurement whose subject fails what it is measured for."""
 

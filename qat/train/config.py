@@ -137,9 +137,23 @@ class TrainConfig(StepConfig):
     """Held-out sequences per evaluation."""
     sample_prompt: str = "The"
     """Text that the generated sample of each evaluation continues."""
-    save_every: int = Field(100, gt=0)
-    """Steps between checkpoints."""
+    save_every: int = Field(100, ge=0)
+    """Steps between checkpoints; 0 saves at evaluations' best and at the end only."""
+    milestone_every: int = Field(0, ge=0)
+    """Checkpoints at multiples of so many steps are kept for ever; 0 for none."""
     keep: int = Field(2, gt=0)
     """Periodic checkpoints kept, besides the best one."""
     log_every: int = Field(10, gt=0)
     """Steps between lines of metrics."""
+    global_batch_size: int = Field(0, ge=0)
+    """Sequences in one optimizer step over all ranks; 0 is batch_size x grad_accum_steps x ranks,
+    else grad_accum_steps follows from it."""
+    shard: Literal["auto", "on", "off"] = "auto"
+    """Latent weights and their moments divided over the ranks; auto does so where they would take a
+    quarter of a device's memory."""
+    price_per_hour: float = Field(0.0, ge=0)
+    """What one device costs an hour, for the prediction."""
+    stall_s: float = Field(600.0, gt=0)
+    """Seconds without the end of a step after which the stacks are written down."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model named by --teacher (recorded in run.json)."""

@@ -5,9 +5,9 @@ It asks for batches ahead of time, takes steps, and every so often logs, judges 
 
 import logging
 import math
-import time
 from contextlib import closing
 
+import torch
 from torch import Tensor
 
 from qat import backend as backends
@@ -15,18 +15,22 @@ from qat.data.batch import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
-from qat.errors import TrainingError
-from qat.logs import HEARTBEAT, METRICS, JsonLines, Ticker, progress
+from qat.errors import Stopped, TrainingError
+from qat.logs import METRICS, JsonLines, Ticker, progress
 from qat.losses.config import targets_read
 from qat.models.devices import device_called
 from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
+from qat.ranks import ALONE, Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer, linears_in_scope
-from qat.train.run import Run, save_training_state
+from qat.train.pulse import Pulse
+from qat.train.run import Run
+from qat.train.saver import Saver
 from qat.train.step import StepResult, TrainingStep
+from qat.train.stop import EXIT_CODES, HALT, Stops
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class Trainer:
         run: Run,
         config: TrainConfig,
         teacher: LanguageModel | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.student = student
         self.cache = cache
@@ -51,12 +56,17 @@ class Trainer:
         self.judge = judge
         self.config = config
         self.run = run
+        self.ranks = ranks
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
         self._targets = targets_read(config.losses, with_teacher=config.teacher is not None)
         self.teacher = teacher
         self.take_step = TrainingStep(student, optimizer, config, teacher)
         self.codes = CodeWatch(student.model)
+        self.saver = Saver(
+            run, student, judge.tokenizer, optimizer, codes=self.codes, config=config, ranks=ranks
+        )
+        self.stops = Stops(run.path / HALT)
         self.step = 0
         self.best = math.inf
         self._trouble: Tensor | float = 0.0
@@ -67,22 +77,36 @@ class Trainer:
 
         Raises:
             TrainingError: the loss is not finite; the last good checkpoint is kept.
+            Stopped: somebody asked for it; the checkpoint of this very step is there.
         """
-        metrics = JsonLines(self.run.path / METRICS)
-        heartbeat = JsonLines(self.run.path / HEARTBEAT)
-        speed = _Speed(heartbeat, self.backend, self._flops_share())
+        metrics = JsonLines(self.run.path / METRICS) if self.ranks.is_first else None
+        pulse = Pulse(
+            self.run.path,
+            self.backend,
+            self.ranks,
+            config=self.config,
+            flops_share=self._flops_share(),
+        )
         steps = range(self.step, self.config.max_steps)
         stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead())
         try:
-            with progress("training", self.config.max_steps, "steps") as ticker, closing(stream):
+            with (
+                progress("training", self.config.max_steps, "steps") as ticker,
+                closing(stream),
+                self.stops,
+                pulse,
+            ):
                 ticker.advance(self.step)
                 if self.step == 0:
-                    self._evaluate(metrics)
-                for batches in stream:
-                    self._advance(batches, metrics, speed, ticker)
+                    with pulse.pause():
+                        self._evaluate(metrics)
+                for batches in pulse.timed(stream):
+                    self._advance(batches, metrics, pulse, ticker)
+            self.saver.finish()
         finally:
-            metrics.close()
-            speed.close()
+            if metrics is not None:
+                metrics.close()
+            self.saver.close()
             self.take_step.close()
 
     def _flops_share(self) -> float | None:
@@ -98,89 +122,112 @@ class Trainer:
         return None if peak is None else flops / peak
 
     def _advance(
-        self, batches: list[Batch], metrics: JsonLines, speed: "_Speed", ticker: Ticker
+        self, batches: list[Batch], metrics: JsonLines | None, pulse: Pulse, ticker: Ticker
     ) -> None:
         """One step, and what is due after it."""
-        result = self.take_step(batches, self.step)
+        result = self.take_step(batches, self.step, stop=self.stops.wanted())
         self._trouble = self._trouble + 0.0 * result.grad_norm
         self.step += 1
-        speed.count(result.positions)
-        if self._is_due(self.config.log_every):
-            ticker.note(self._log(metrics, speed, result))
+        pulse.stepped(self.step, result.positions)
+        is_logged = self._is_due(self.config.log_every)
+        is_pause = self._is_due(self.config.eval_every, self.config.save_every)
+        if is_logged or is_pause:
+            result = result.over_ranks(self.ranks)
+            self._check_finite(result, pulse)
+        if is_logged:
+            ticker.note(self._log(metrics, pulse, result))
         ticker.advance()
-        if self._is_due(self.config.eval_every, self.config.save_every):
-            self._pause(metrics, result)
-            speed.restart()
+        if is_pause:
+            with pulse.pause():
+                self._pause(metrics)
+        if self.take_step.agreed_stop() and self.step < self.config.max_steps:
+            with pulse.pause():
+                self._stop(result, pulse)
 
     def _is_due(self, *periods: int) -> bool:
+        """Whether this step is the last one, or a multiple of a period that is not 0."""
         is_last = self.step == self.config.max_steps
-        return is_last or any(self.step % period == 0 for period in periods)
+        return is_last or any(period and self.step % period == 0 for period in periods)
 
     def _micro_batches(self, step: int) -> list[Batch]:
         """The sequences of a step, on the host: seed and step alone decide which."""
         config, pinned = self.config, self.backend.pinned
-        indices = sequence_indices(
-            config.seed, step, config.sequences_per_step, self.cache.num_sequences("train")
-        )
-        parts = indices.reshape(config.grad_accum_steps, config.batch_size)
+        count = config.sequences_per_step * self.ranks.size
+        indices = sequence_indices(config.seed, step, count, self.cache.num_sequences("train"))
+        shape = config.grad_accum_steps, self.ranks.size, config.batch_size
+        parts = indices.reshape(shape)[:, self.ranks.rank]
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
-    def _log(self, metrics: JsonLines, speed: "_Speed", result: StepResult) -> str:
+    def _log(self, metrics: JsonLines | None, pulse: Pulse, result: StepResult) -> str:
         """Write the step's lines; returns what the progress line shows."""
         valid_tokens = int(result.valid_tokens)
         count = max(valid_tokens, 1)
         means = {f"{name}_nats": part.item() / count for name, part in result.sums.items()}
-        self._check_finite(result)
-        metrics.write(
-            kind="train",
-            step=self.step,
-            **means,
-            grad_norm=result.grad_norm.item(),
-            lr_share=self.optimizer.lr_share(self.step - 1),
-            valid_tokens=valid_tokens,
+        grad_norm = result.grad_norm.item()
+        if metrics is not None:
+            metrics.write(
+                kind="train",
+                step=self.step,
+                **means,
+                grad_norm=grad_norm,
+                lr_share=self.optimizer.lr_share(self.step - 1),
+                valid_tokens=valid_tokens,
+            )
+        tokens_per_s = pulse.beat(
+            self.step,
+            loss_nats=means["loss_nats"],
+            grad_norm=grad_norm,
+            facts=self.take_step.compile_facts(),
         )
-        tokens_per_s = speed.write(self.step, self.take_step.compile_facts())
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
 
-    def _pause(self, metrics: JsonLines, result: StepResult) -> None:
+    def _pause(self, metrics: JsonLines | None) -> None:
         """Evaluate and save where they are due; a best student is always saved."""
-        self._check_finite(result)
         is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
         if is_best or self._is_due(self.config.save_every):
-            self._save(is_best=is_best)
+            self.saver.save(self.step, self.best, is_best=is_best)
 
-    def _evaluate(self, metrics: JsonLines) -> bool:
+    def _evaluate(self, metrics: JsonLines | None) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts."""
         verdict = self.judge.verdict(self.dtype)
         flipped = self.codes.flipped_frac()
-        if flipped is not None:
-            verdict["codes_flipped_frac"] = flipped
-        metrics.write(kind="eval", step=self.step, **verdict)
-        numbers = (f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float))
-        logger.info("step %d: %s", self.step, "  ".join(numbers))
-        is_best = self.step > 0 and score(verdict) < self.best
+        now = math.inf
+        if metrics is not None:
+            if flipped is not None:
+                verdict["codes_flipped_frac"] = flipped
+            metrics.write(kind="eval", step=self.step, **verdict)
+            numbers = (f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float))
+            logger.info("step %d: %s", self.step, "  ".join(numbers))
+            now = score(verdict)
+        now = self.ranks.copy_from_first(torch.tensor(now, dtype=torch.float64)).item()
+        is_best = self.step > 0 and now < self.best
         if is_best:
-            self.best = score(verdict)
+            self.best = now
         return is_best
 
-    def _save(self, *, is_best: bool) -> None:
-        """Write this step's checkpoint and let the pointers name it."""
-        path = self.run.checkpoint_path(self.step)
-        state = {**self.optimizer.state(), **_rng_tensors(self.backend), **self.codes.state()}
-        facts = {"step": self.step, "best": self.best}
-        save_training_state(
-            self.student.model, self.judge.tokenizer, path, tensors=state, facts=facts
+    def _stop(self, result: StepResult, pulse: Pulse) -> None:
+        """Save, and end the run with who wanted it."""
+        self._check_finite(result.over_ranks(self.ranks), pulse)
+        if self.saver.saved != self.step:
+            self.saver.save(self.step, self.best, is_best=False)
+        self.saver.finish()
+        wish = self.stops.wanted() or "another rank"
+        pulse.event("halted" if wish == HALT else "signal", step=self.step, wish=wish)
+        if self.ranks.is_first:
+            self.stops.obeyed()
+        raise Stopped(
+            f"stopped by {wish} after step {self.step}; {self.run.checkpoint_path(self.step)} is "
+            "saved: go on with --resume",
+            EXIT_CODES.get(wish, 1),
         )
-        if is_best:
-            self.run.point("best", path)
-        self.run.point("latest", path)
-        self.run.remove_old(self.config.keep)
 
-    def _check_finite(self, result: StepResult) -> None:
+    def _check_finite(self, result: StepResult, pulse: Pulse) -> None:
         loss = result.sums["loss"].item() / max(int(result.valid_tokens), 1)
         if math.isfinite(loss + self._trouble):
             return
+        pulse.event("not_finite", step=self.step, loss_nats=loss)
+        self.saver.finish()
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(
@@ -188,52 +235,3 @@ class Trainer:
             f"{loss:.4g}, gradient norm {result.grad_norm.item():.4g}), expected numbers; {kept}: "
             "lower --lr and its kin, or --clip-grad-norm, and start anew"
         )
-
-
-class _Speed:
-    """Steps and tokens against the clock, outside evaluation and saving."""
-
-    def __init__(
-        self, heartbeat: JsonLines, backend: backends.Backend, flops_share: float | None
-    ) -> None:
-        self._heartbeat = heartbeat
-        self._flops_share = flops_share
-        self._backend = backend
-        self._began = time.perf_counter()
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a new stretch: what lies between the stretches is not training."""
-        self._backend.synchronize()
-        self._since = time.perf_counter()
-        self._steps = self._positions = 0
-
-    def count(self, positions: int) -> None:
-        """One more step, over `positions` tokens."""
-        self._steps += 1
-        self._positions += positions
-
-    def write(self, step: int, facts: dict[str, object]) -> float:
-        """One heartbeat line for the stretch so far, with `facts`; returns tokens per second."""
-        self._backend.synchronize()
-        seconds = time.perf_counter() - self._since
-        tokens_per_s = self._positions / seconds
-        self._heartbeat.write(
-            step=step,
-            tokens_per_s=tokens_per_s,
-            mfu_frac=None if self._flops_share is None else tokens_per_s * self._flops_share,
-            step_s=seconds / self._steps,
-            peak_gib=self._backend.peak_memory_gib(),
-            elapsed_s=time.perf_counter() - self._began,
-            **facts,
-        )
-        self.restart()
-        return tokens_per_s
-
-    def close(self) -> None:
-        """Close the heartbeat file."""
-        self._heartbeat.close()
-
-
-def _rng_tensors(backend: backends.Backend) -> dict[str, Tensor]:
-    return {f"rng.{name}": state for name, state in backend.rng_state().items()}

@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
+from qat.ranks import ALONE, Ranks
 from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
@@ -45,13 +47,22 @@ class TrainReport:
     """Its held-out tail KL (or sampled cross-entropy), nats per token."""
 
 
-def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool) -> TrainReport:
+def train_student(
+    config: TrainConfig,
+    student: str,
+    out: Path,
+    *,
+    resume: bool,
+    forced: Sequence[str] = (),
+    ranks: Ranks = ALONE,
+) -> TrainReport:
     """Train `student` (a packed checkpoint) against a cache; everything lands in `out`.
 
     With `resume` a run that was stopped goes on from its latest checkpoint, bit for bit on a CPU.
+    `forced` are codes of findings that the user chose to go on in spite of, for `run.json`.
 
     Raises:
-        ConfigError, CacheError, CheckpointError, TrainingError: see their messages.
+        ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
     """
     cache = TeacherCache.open(config.cache_dir)
     check_losses(config, cache)
@@ -83,10 +94,21 @@ def train_student(config: TrainConfig, student: str, out: Path, *, resume: bool)
     if checkpoint is None:
         run.begin(config, student)
     run.forget_after(begin.step)
-    run.write_facts(cache_content=content, **_facts(config, student, cache, begin.optimizer))
+    run.write_facts(
+        cache_content=content,
+        forced=list(forced),
+        **_facts(config, student, cache, begin.optimizer),
+    )
     judge = Judge(model, tokenizer, cache, resolved)
     trainer = Trainer(
-        model, cache, begin.optimizer, judge, run=run, config=resolved, teacher=teacher
+        model,
+        cache,
+        begin.optimizer,
+        judge,
+        run=run,
+        config=resolved,
+        teacher=teacher,
+        ranks=ranks,
     )
     trainer.step, trainer.best = begin.step, begin.best
     trainer.codes.load(begin.codes)

@@ -22,6 +22,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.precision import compute_in
 from qat.models.regions import Regions, compile_facts
 from qat.nn.step import form_moved_weights, release_weights
+from qat.ranks import Ranks
 from qat.train.config import StepConfig
 from qat.train.optim import Optimizer
 
@@ -44,6 +45,12 @@ class StepResult(NamedTuple):
     """Tokens that count."""
     positions: int
     """Tokens including those that do not count."""
+
+    def over_ranks(self, ranks: Ranks) -> "StepResult":
+        """The same with the losses summed over all ranks, which call this together."""
+        total = torch.stack([part.detach() for part in self.sums.values()])
+        ranks.sum_([total])
+        return self._replace(sums=dict(zip(self.sums, total.unbind(), strict=True)))
 
 
 class TrainingStep:
@@ -79,16 +86,19 @@ class TrainingStep:
             self._regions.append(beside)
         self._before = compile_facts()
         self._taken = 0
+        self._stop: str | None = None
         self._graph: _Graph | None = None
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
             regions.install()
 
-    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+    def __call__(self, batches: Sequence[Batch], step: int, stop: str | None = None) -> StepResult:
         """Take optimizer step number `step` over equally shaped micro-batches.
 
-        The batches may lie in pinned host memory or on the device.
+        The batches may lie in pinned host memory or on the device. `stop` is why this rank would
+        like to stop, if it does.
         """
+        self._stop = stop
         is_packed = any(map(_is_packed, batches))
         batches = [batch.to(self.student.device) for batch in batches]
         valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
@@ -162,6 +172,10 @@ class TrainingStep:
             hidden.flatten(0, 1),
             self.teacher.head_in(self.dtype),
         )
+
+    def agreed_stop(self) -> bool:
+        """Whether all ranks stop after this step."""
+        return self._stop is not None
 
     def compile_facts(self) -> dict[str, object]:
         """Whether the layers are compiled, into how many graphs, how often anew, and why not."""
