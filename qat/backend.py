@@ -41,6 +41,26 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a launcher such as torchrun said about this process."""
+
+    rank: int = 0
+    """Its number among all processes."""
+    local_rank: int = 0
+    """Its number on this host, which is its GPU's."""
+    world: int = 1
+    """How many processes there are."""
+
+
+def launched() -> Launch:
+    """What the launcher said; one process alone where none did."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
+        return Launch()
+    return Launch(*(int(os.environ[name]) for name in names))
+
+
+@dataclass(frozen=True)
 class Backend:
     """One device and the things that differ between devices."""
 
@@ -115,6 +135,10 @@ class Backend:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = run()
         return graph.replay, result
+
+    def decision_lag(self) -> int:
+        """Steps that the host lets pass before it reads what a step decided, so as not to wait."""
+        return 2 if self.device.type == "cuda" else 0
 
     def batches_ahead(self) -> int:
         """Batches worth preparing while the device computes; a CPU would do both at once.
@@ -289,12 +313,17 @@ class Backend:
 def select(device: str = "auto") -> Backend:
     """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`).
 
+    Under a launcher `cuda` is the GPU of this process's number on its host.
+
     Raises:
         ConfigError: the device is not there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
+    if device == "cuda" and launched().world > 1:
+        index = str(launched().local_rank)
+        device = f"cuda:{index}"
     present = {
         "cpu": 1,
         "cuda": torch.cuda.device_count(),

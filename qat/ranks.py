@@ -1,0 +1,205 @@
+"""The processes that work on one thing together, a device each, and what they tell each other.
+
+Sums of tensors go through NCCL between GPUs and through gloo between CPUs; what concerns the hosts
+goes through gloo always. Nothing that travels is ever unpickled.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qat import backend as backends
+from qat import errors
+from qat.errors import ConfigError, QatError
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others: an evaluation on the first one takes its time."""
+BUCKET_BYTES = 2**28
+"""Most bytes in one exchange, and of memory that it needs beside the tensors."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Ranks:
+    """All processes of a run as one of them sees them; a run of one process exchanges nothing."""
+
+    rank: int
+    """The number of this one, from 0."""
+    size: int
+    """How many there are."""
+    device: torch.device
+    """Where this one computes."""
+    bytes_moved: int = 0
+    """Bytes that this one gave to sums."""
+    _devices: dist.ProcessGroup | None = None
+    _hosts: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes what there is once: recipe, metrics, checkpoints."""
+        return self.rank == 0
+
+    def apart(self) -> "Ranks":
+        """The same ranks in a conversation of their own, on the hosts, for another thread.
+
+        All ranks call it at the same place.
+        """
+        if self.size == 1:
+            return self
+        hosts = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return replace(
+            self, device=torch.device("cpu"), bytes_moved=0, _devices=hosts, _hosts=hosts
+        )
+
+    @torch.no_grad()
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks; the sums are taken in float32.
+
+        The tensors travel joined, `BUCKET_BYTES` at a time, in the order that they come in, which
+        must be the same on all ranks. Does not wait for a GPU.
+        """
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.flatten().float() for tensor in bucket])
+            dist.all_reduce(flat, group=self._group_for(flat))
+            self.bytes_moved += flat.nbytes
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(
+                list(bucket), [p.view_as(t) for p, t in zip(parts, bucket, strict=True)]
+            )
+
+    def copy_from_first(self, values: Tensor) -> Tensor:
+        """The first rank's `values`; all ranks give a tensor of its shape and dtype."""
+        if self.size == 1:
+            return values
+        copied = values.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(copied, 0, group=self._group_for(copied))
+        return copied
+
+    def texts(self, text: str) -> list[str]:
+        """What each rank says, in their order; every rank learns all."""
+        if self.size == 1:
+            return [text]
+        octets = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(octets)]), group=self._hosts)
+        longest = max(int(length) for length in lengths)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(octets)] = octets
+        said = [torch.zeros_like(mine) for _ in range(self.size)]
+        if longest:
+            dist.all_gather(said, mine, group=self._hosts)
+        pairs = zip(said, lengths, strict=True)
+        return [bytes(all_[: int(length)].tolist()).decode() for all_, length in pairs]
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What `act` gives, once it has succeeded on every rank.
+
+        Raises:
+            QatError: it failed on some; each rank raises what the first of these met, and says
+                which that is. An `OSError` counts as a failure too.
+        """
+        if self.size == 1:
+            return act()
+        result, trouble = None, ""
+        try:
+            result = act()
+        except (QatError, OSError) as error:
+            kind = type(error) if type(error) in vars(errors).values() else ConfigError
+            trouble = f"{kind.__name__}\n{error}"
+        for rank, said in enumerate(self.texts(trouble)):
+            if said:
+                kind_name, _, message = said.partition("\n")
+                raise getattr(errors, kind_name)(f"rank {rank}: {message}")
+        return result
+
+    def check_same(self, **facts: str) -> None:
+        """Make sure that all ranks were given the same.
+
+        Raises:
+            ConfigError: one has another value than the first rank.
+        """
+        for name, value in facts.items():
+            said = self.texts(value)
+            for rank, other in enumerate(said):
+                if other != said[0]:
+                    raise ConfigError(
+                        f"rank {rank} has {name}={other}, rank 0 has {said[0]}; give all ranks "
+                        f"the same {name}"
+                    )
+
+    def wait(self) -> None:
+        """Go on when all ranks are here; a host waits, not its device."""
+        if self.size > 1:
+            dist.barrier(group=self._hosts)
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return self._hosts if tensor.device.type == "cpu" else self._devices
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+"""A process that has nobody to talk to."""
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """This process among those that the launcher started; `ALONE` without one.
+
+    Raises:
+        ConfigError: the device is not there, or all ranks would take the same one.
+    """
+    launch = backends.launched()
+    if launch.world == 1:
+        yield ALONE
+        return
+    if ":" in device:
+        raise ConfigError(
+            f"device={device} would be the device of all {launch.world} ranks, expected one each; "
+            "use --device auto, cuda or cpu"
+        )
+    with meeting(launch, backends.select(device).device, "env://") as ranks:
+        yield ranks
+
+
+@contextmanager
+def meeting(launch: backends.Launch, device: torch.device, place: str) -> Iterator[Ranks]:
+    """The ranks that meet at `place`, an address as `torch.distributed` takes it."""
+    is_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_gpu else "gloo",
+        init_method=place,
+        rank=launch.rank,
+        world_size=launch.world,
+        timeout=TIMEOUT,
+        device_id=device if is_gpu else None,
+    )
+    try:
+        devices = dist.group.WORLD
+        hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if is_gpu else devices
+        yield Ranks(launch.rank, launch.world, device, _devices=devices, _hosts=hosts)
+    finally:
+        dist.destroy_process_group()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, as many together as fit into one exchange on one device."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        num_bytes = 4 * tensor.numel()
+        is_other = bool(bucket) and bucket[0].device != tensor.device
+        if bucket and (held + num_bytes > BUCKET_BYTES or is_other):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += num_bytes
+    if bucket:
+        yield bucket
