@@ -60,15 +60,16 @@ class Ranks:
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks; the sums are taken in float32.
+        """Replace each tensor by its sum over all ranks.
 
-        The tensors travel joined, `BUCKET_BYTES` at a time, in the order that they come in, which
-        must be the same on all ranks. Does not wait for a GPU.
+        The sums of floats are taken in float32, those of integers as they are. The tensors travel
+        joined, `BUCKET_BYTES` at a time, in the order that they come in, which must be the same on
+        all ranks. Does not wait for a GPU.
         """
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.flatten().float() for tensor in bucket])
+            flat = torch.cat([_wide(tensor.flatten()) for tensor in bucket])
             dist.all_reduce(flat, group=self._group_for(flat))
             self.bytes_moved += flat.nbytes
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -160,10 +161,10 @@ def joined(device: str) -> Iterator[Ranks]:
     if launch.world == 1:
         yield ALONE
         return
-    if ":" in device:
+    if device not in {"auto", "cuda", "cpu"}:
         raise ConfigError(
-            f"device={device} would be the device of all {launch.world} ranks, expected one each; "
-            "use --device auto, cuda or cpu"
+            f"device={device}, but {launch.world} ranks need a device each; use --device auto, "
+            "cuda or cpu"
         )
     with meeting(launch, backends.select(device).device, "env://") as ranks:
         yield ranks
@@ -190,12 +191,12 @@ def meeting(launch: backends.Launch, device: torch.device, place: str) -> Iterat
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, as many together as fit into one exchange on one device."""
+    """The tensors in order, as many together as fit into one exchange and are of one kind."""
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        num_bytes = 4 * tensor.numel()
-        is_other = bool(bucket) and bucket[0].device != tensor.device
+        num_bytes = (4 if tensor.is_floating_point() else tensor.itemsize) * tensor.numel()
+        is_other = bool(bucket) and _kind(bucket[0]) != _kind(tensor)
         if bucket and (held + num_bytes > BUCKET_BYTES or is_other):
             yield bucket
             bucket, held = [], 0
@@ -203,3 +204,11 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         held += num_bytes
     if bucket:
         yield bucket
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, torch.float32 if tensor.is_floating_point() else tensor.dtype

@@ -14,7 +14,6 @@ from qat import backend as backends
 from qat.data.batch import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
-from qat.data.sampler import sequence_indices
 from qat.errors import Stopped, TrainingError
 from qat.logs import METRICS, JsonLines, Ticker, progress
 from qat.losses.config import targets_read
@@ -24,6 +23,7 @@ from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE, Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
+from qat.train.division import rank_indices
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.pulse import Pulse
@@ -151,11 +151,8 @@ class Trainer:
 
     def _micro_batches(self, step: int) -> list[Batch]:
         """The sequences of a step, on the host: seed and step alone decide which."""
-        config, pinned = self.config, self.backend.pinned
-        count = config.sequences_per_step * self.ranks.size
-        indices = sequence_indices(config.seed, step, count, self.cache.num_sequences("train"))
-        shape = config.grad_accum_steps, self.ranks.size, config.batch_size
-        parts = indices.reshape(shape)[:, self.ranks.rank]
+        pinned, count = self.backend.pinned, self.cache.num_sequences("train")
+        parts = rank_indices(self.config, step, count, self.ranks)
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
@@ -189,8 +186,11 @@ class Trainer:
             self.saver.save(self.step, self.best, is_best=is_best)
 
     def _evaluate(self, metrics: JsonLines | None) -> bool:
-        """Judge the student; whether it is the best so far. An untrained one never counts."""
-        verdict = self.judge.verdict(self.dtype)
+        """Judge the student; whether it is the best so far. An untrained one never counts.
+
+        The first rank judges; the others wait for its number.
+        """
+        verdict = self.judge.verdict(self.dtype) if metrics is not None else {}
         flipped = self.codes.flipped_frac()
         now = math.inf
         if metrics is not None:

@@ -8,6 +8,7 @@ from qat.errors import ConfigError
 from qat.nn.step import quant_linears
 from qat.quant.lora import LORA_NAMES
 from qat.quant.weight import SCALE_NAMES
+from qat.ranks import ALONE, Ranks
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import TrainConfig
 from qat.train.loss_scale import LossScale
@@ -70,6 +71,9 @@ class Optimizer:
     Each tensor's learning rate is its kind's, times the schedule, times the natural size that the
     tensor had when the run began. With `latent_dtype=bf16` the latent weights become bfloat16 here.
     When the step computes in float16, `scale_loss` must be applied to every loss.
+
+    Each of `ranks` holds all of it and gives the gradients of its own batches: their sums, alike
+    everywhere, move every rank's parameters alike.
     """
 
     def __init__(
@@ -78,8 +82,11 @@ class Optimizer:
         by_kind: dict[str, list[str]],
         config: TrainConfig,
         state: dict[str, Tensor] | None = None,
+        *,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._config = config
+        self.ranks = ranks
         wanted = {name for names in by_kind.values() for name in names}
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
@@ -139,6 +146,7 @@ class Optimizer:
         lower. It is not finite if they overflow at the lowest scale, or without scaling at all.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.ranks.sum_(gradients)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.loss_scale is not None:

@@ -24,6 +24,7 @@ from qat.models.regions import Regions, compile_facts
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig
+from qat.train.division import Agreement
 from qat.train.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,14 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     """Before clipping."""
     valid_tokens: Tensor
-    """Tokens that count."""
+    """Tokens that count, over all ranks."""
     positions: int
-    """Tokens including those that do not count."""
+    """Tokens including those that do not count, over all ranks."""
 
     def over_ranks(self, ranks: Ranks) -> "StepResult":
         """The same with the losses summed over all ranks, which call this together."""
+        if ranks.size == 1:
+            return self
         total = torch.stack([part.detach() for part in self.sums.values()])
         ranks.sum_([total])
         return self._replace(sums=dict(zip(self.sums, total.unbind(), strict=True)))
@@ -55,6 +58,9 @@ class StepResult(NamedTuple):
 
 class TrainingStep:
     """The step of one student; calling it takes one.
+
+    The optimizer's ranks take it together, each over batches of its own: gradients are divided by
+    the valid tokens of all and summed, as if one process had seen every batch.
 
     With a `teacher`, in the compute dtype, that one runs beside the student and is learned from;
     without, what the batches hold of it.
@@ -86,7 +92,8 @@ class TrainingStep:
             self._regions.append(beside)
         self._before = compile_facts()
         self._taken = 0
-        self._stop: str | None = None
+        self._agreement = Agreement(self.backend, optimizer.ranks)
+        self._is_stop_agreed = False
         self._graph: _Graph | None = None
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
@@ -98,10 +105,17 @@ class TrainingStep:
         The batches may lie in pinned host memory or on the device. `stop` is why this rank would
         like to stop, if it does.
         """
-        self._stop = stop
+        ranks = self.optimizer.ranks
         is_packed = any(map(_is_packed, batches))
         batches = [batch.to(self.student.device) for batch in batches]
         valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
+        if ranks.size > 1:
+            shared = torch.stack([valid, torch.full_like(valid, stop is not None)])
+            ranks.sum_([shared])
+            valid = shared[0]
+            self._is_stop_agreed = self._agreement.settle(shared[1])
+        else:
+            self._is_stop_agreed = stop is not None
         with self.backend.matmul_precision(self.config.dtype):
             form_moved_weights(self.student.model, self.dtype)
             sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
@@ -109,7 +123,8 @@ class TrainingStep:
         self._taken += 1
         names = (*self.config.losses, "loss")
         by_name = dict(zip(names, sums.unbind(), strict=True))
-        return StepResult(by_name, norm, valid, sum(batch.mask.numel() for batch in batches))
+        positions = ranks.size * sum(batch.mask.numel() for batch in batches)
+        return StepResult(by_name, norm, valid, positions)
 
     def _micro_steps(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         if self._taken == 0:
@@ -174,8 +189,8 @@ class TrainingStep:
         )
 
     def agreed_stop(self) -> bool:
-        """Whether all ranks stop after this step."""
-        return self._stop is not None
+        """Whether all ranks stop after this step; where there are several, they say so alike."""
+        return self._is_stop_agreed
 
     def compile_facts(self) -> dict[str, object]:
         """Whether the layers are compiled, into how many graphs, how often anew, and why not."""
