@@ -1,7 +1,8 @@
 """The Triton side of `decode_attention`: the cache in splits, then their softmaxes as one.
 
-Each program rotates the few heads of its group anew, which is less than a launch. The new key and
-value never come from the cache: the first split has them.
+Each program norms and rotates the few heads of its group anew, which is less than a launch; the
+heads are the rows of small products, so that a reduction serves them all. The new key and value
+never come from the cache: the first split has them.
 """
 
 import torch
@@ -13,10 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qat.kernels.decode_attention import Angles, Cache, Heads
 from qat.kernels.overlap import overlaps
 
-PROGRAMS = 128
-"""Programs that share the cache, about one for each multiprocessor of a large GPU."""
+PROGRAMS = 256
+"""Programs that share the cache, about two for each multiprocessor of a large GPU."""
 TILE = 32
 """Positions that a program reads at a time."""
+LEAST = 16
+"""Rows and columns of the smallest product."""
 
 
 def decode_attention(
@@ -49,6 +52,8 @@ def decode_attention(
         H=H,
         J=J,
         D=D,
+        HALF=max(D // 2, LEAST),
+        ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
         TILE=TILE,
         SPLITS=splits,
         **launch,
@@ -76,80 +81,102 @@ def _split_kernel(
     H: tl.constexpr,
     J: tl.constexpr,
     D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """One split of the positions, for all query heads of a key head: rows of one small matrix."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
+    GROUP: tl.constexpr = H // J
     b, j = tl.program_id(0) // J, tl.program_id(0) % J
     split = tl.program_id(1)
     is_first = split == 0
     at = tl.load(position).to(tl.int32)
     new = qkv + b * (H + 2 * J) * D
-    first, whole = tl.arange(0, D // 2), tl.arange(0, D)
-    cos, sin = cos + at * D, sin + at * D
+    row, half, whole = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    is_half, is_whole = half < D // 2, whole < D
     of_head = tl.program_id(0).to(tl.int64) * N * D
     keys, values = keys + of_head, values + of_head
     kind = keys.dtype.element_ty
-    key1, key2 = _rotated(new + (H + j) * D, cos, sin, k_norm, eps, D)
-    value = tl.load(new + (H + J + j) * D + whole).to(kind)
+    # the queries, then the key
+    head = tl.where(row < GROUP, j * GROUP + row, H + j)
+    place = head[:, None] * D + half[None, :]
+    is_there = (row <= GROUP)[:, None] & is_half[None, :]
+    x1 = tl.load(new + place, mask=is_there, other=0.0)
+    x2 = tl.load(new + place + D // 2, mask=is_there, other=0.0)
+    if q_norm is not None:
+        norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / D + eps)[:, None]
+        is_query = (row < GROUP)[:, None]
+        x1 *= norm * tl.where(is_query, _part(q_norm, half, D), _part(k_norm, half, D))
+        x2 *= norm * tl.where(
+            is_query, _part(q_norm + D // 2, half, D), _part(k_norm + D // 2, half, D)
+        )
+    cos, sin = cos + at * D, sin + at * D
+    turned1 = x1 * _part(cos, half, D) - x2 * _part(sin, half, D)
+    turned2 = x2 * _part(cos + D // 2, half, D) + x1 * _part(sin + D // 2, half, D)
+    is_key = (row == GROUP)[:, None]
+    key1 = tl.sum(tl.where(is_key, turned1, 0.0), axis=0).to(kind)
+    key2 = tl.sum(tl.where(is_key, turned2, 0.0), axis=0).to(kind)
+    value = tl.load(new + (H + J + j) * D + whole, mask=is_whole, other=0.0).to(kind)
     if is_first:
-        tl.store(keys + at * D + first, key1.to(kind))
-        tl.store(keys + at * D + D // 2 + first, key2.to(kind))
-        tl.store(values + at * D + whole, value)
-    key1, key2 = key1.to(kind).to(tl.float32), key2.to(kind).to(tl.float32)
-    queries, peak, total, out = (), (), (), ()
-    for g in tl.static_range(H // J):
-        query1, query2 = _rotated(new + (j * (H // J) + g) * D, cos, sin, q_norm, eps, D)
-        query1, query2 = query1 * scaling, query2 * scaling
-        own = tl.sum(query1 * key1 + query2 * key2, axis=0)
-        queries = queries + ((query1, query2),)
-        peak = peak + (tl.where(is_first, own, float("-inf")),)
-        total = total + (tl.where(is_first, 1.0, 0.0),)
-        out = out + (tl.where(is_first, value.to(tl.float32), 0.0),)
+        tl.store(keys + at * D + half, key1, mask=is_half)
+        tl.store(keys + at * D + D // 2 + half, key2, mask=is_half)
+        tl.store(values + at * D + whole, value, mask=is_whole)
+    query1, query2 = turned1 * scaling, turned2 * scaling
+    own = query1 * key1.to(tl.float32)[None, :] + query2 * key2.to(tl.float32)[None, :]
+    peak = tl.where(is_first, tl.sum(own, axis=1), float("-inf"))
+    total = tl.where(is_first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    out = tl.where(is_first, value.to(tl.float32), 0.0)[None, :] + tl.zeros([ROWS, 1], tl.float32)
     share = tl.cdiv(tl.cdiv(at, SPLITS), TILE) * TILE
     start, end = split * share, tl.minimum(at, (split + 1) * share)
     while start < end:
-        place = start + tl.arange(0, TILE)
-        is_seen = place < end
-        rows = place[:, None] * D
-        K1 = tl.load(keys + rows + first[None, :], mask=is_seen[:, None], other=0).to(tl.float32)
-        K2 = tl.load(keys + rows + D // 2 + first[None, :], mask=is_seen[:, None], other=0)
-        K2 = K2.to(tl.float32)
-        V = tl.load(values + rows + whole[None, :], mask=is_seen[:, None], other=0).to(tl.float32)
-        peak2, total2, out2 = (), (), ()
-        for g in tl.static_range(H // J):
-            dots = K1 * queries[g][0][None, :] + K2 * queries[g][1][None, :]
-            score = tl.sum(dots, axis=1)
-            score = tl.where(is_seen, score, float("-inf"))
-            most = tl.maximum(peak[g], tl.max(score, axis=0))
-            old, mass = tl.exp(peak[g] - most), tl.exp(score - most)
-            peak2 = peak2 + (most,)
-            total2 = total2 + (total[g] * old + tl.sum(mass, axis=0),)
-            out2 = out2 + (out[g] * old + tl.sum(mass[:, None] * V, axis=0),)
-        peak, total, out = peak2, total2, out2
+        seen = start + tl.arange(0, TILE)
+        is_seen = seen < end
+        rows = seen[:, None] * D
+        K1 = _read(keys + rows + half[None, :], is_seen, is_half)
+        K2 = _read(keys + rows + D // 2 + half[None, :], is_seen, is_half)
+        V = _read(values + rows + whole[None, :], is_seen, is_whole)
+        score = tl.zeros([ROWS, TILE], tl.float32)
+        score = _add_product(_add_product(score, query1, tl.trans(K1)), query2, tl.trans(K2))
+        score = tl.where(is_seen[None, :], score, float("-inf"))
+        most = tl.maximum(peak, tl.max(score, axis=1))
+        old, mass = tl.exp(peak - most), tl.exp(score - most[:, None])
+        total = total * old + tl.sum(mass, axis=1)
+        out = _add_product(out * old[:, None], mass, V)
+        peak = most
         start += TILE
-    for g in tl.static_range(H // J):
-        head = (b * H + j * (H // J) + g) * SPLITS + split
-        tl.store(peaks + head, peak[g])
-        tl.store(sums + head, total[g])
-        tl.store(parts + head * D + whole, out[g])
+    is_query = row < GROUP
+    place = (b * H + j * GROUP + row) * SPLITS + split
+    tl.store(peaks + place, peak, mask=is_query)
+    tl.store(sums + place, total, mask=is_query)
+    places = place[:, None] * D + whole[None, :]
+    tl.store(parts + places, out, mask=is_query[:, None] & is_whole[None, :])
 
 
 @triton.jit
-def _rotated(x, cos, sin, gain, eps, D: tl.constexpr):
-    """Both halves of a head, normed if there is a gain, and rotated."""
-    half = tl.arange(0, D // 2)
-    x1, x2 = tl.load(x + half), tl.load(x + D // 2 + half)
-    if gain is not None:
-        norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=0) / D + eps)
-        x1 = x1 * norm * tl.load(gain + half).to(tl.float32)
-        x2 = x2 * norm * tl.load(gain + D // 2 + half).to(tl.float32)
-    cos1, cos2 = tl.load(cos + half), tl.load(cos + D // 2 + half)
-    sin1, sin2 = tl.load(sin + half), tl.load(sin + D // 2 + half)
-    return x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+def _part(vector, half, D: tl.constexpr):
+    """Half a head's numbers, for all rows."""
+    return tl.load(vector + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _read(places, is_row, is_column):
+    return tl.load(places, mask=is_row[:, None] & is_column[None, :], other=0.0)
+
+
+@triton.jit
+def _add_product(total, A, B):
+    """`total + A @ B` of A in float32: in 16 bits, as what B has room for and what that leaves."""
+    if B.dtype == tl.float32:
+        return tl.dot(A, B, total, input_precision="tf32x3")
+    else:
+        upper = A.to(B.dtype)
+        rest = (A - upper.to(tl.float32)).to(B.dtype)
+        return tl.dot(rest, B, tl.dot(upper, B, total))
 
 
 @triton.jit
