@@ -2,17 +2,23 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from qat.cli.result import print_result
 from qat.errors import QatError
+from qat.logs import RECIPE
 from qat.track.config import TrackConfig
 from qat.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from qat.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 UNTRACKED = TrackConfig()
+Flag = Annotated[bool, Parameter(negative=())]
 
 
 def train(
@@ -22,6 +28,8 @@ def train(
     out: Path,
     tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
     resume: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Flag = False,
+    force: Flag = False,
 ) -> dict[str, object]:
     """Train STUDENT, a packed checkpoint, against a teacher cache.
 
@@ -31,15 +39,59 @@ def train(
         out: run directory to make.
         tracking: who follows the run.
         resume: go on with the run in OUT from its latest checkpoint, if it has one.
+        dry_run: take a few steps, say how long the run will take, what it will hold and what
+            speaks against it, and leave nothing behind.
+        force: train in spite of the preflight's errors (recorded in run.json).
     """
+    from qat.ranks import joined
     from qat.track.follow import follow
     from qat.train.start import train_student
 
-    with follow(out, tracking):
-        report = train_student(config, student, out, resume=resume)
-        if tracking.gdrive_dir is not None:
-            _write_page(out)
+    with joined(config.device) as ranks:
+        if dry_run:
+            return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
+        is_new = not (resume and (out / RECIPE).exists())
+        forced = ranks.together(
+            lambda: _preflight(config, student, out, ranks=ranks, force=force, is_new=is_new)
+        )
+        with follow(out, tracking if ranks.is_first else UNTRACKED):
+            report = train_student(config, student, out, resume=resume, forced=forced, ranks=ranks)
+            if tracking.gdrive_dir is not None and ranks.is_first:
+                _write_page(out)
+        if not ranks.is_first:
+            return {}
     return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
+
+
+def _preflight(  # noqa: PLR0913
+    config: TrainConfig, student: str, out: Path, *, ranks: "Ranks", force: bool, is_new: bool
+) -> list[str]:
+    """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
+    from qat.cli.findings import show_findings
+    from qat.train.check import codes_forced, examine
+
+    if not ranks.is_first:
+        return []
+    measures = None if is_new else False
+    checked = examine(config, student, out, world=ranks.size, measures=measures)
+    if is_new and (checked.is_long or checked.errors()):
+        show_findings(checked)
+    return codes_forced(checked.findings, force=force)
+
+
+def _dry_run(config: TrainConfig, student: str, out: Path, *, ranks: "Ranks") -> dict[str, object]:
+    from qat.cli.findings import predicted, show_findings
+    from qat.train.check import examine, refuse
+
+    if not ranks.is_first:
+        return {}
+    checked = examine(config, student, out, world=ranks.size, measures=True)
+    show_findings(checked)
+    found = predicted(checked, config, out)
+    if checked.errors():
+        print_result(found)
+        refuse(checked.findings)
+    return found
 
 
 def _write_page(run: Path) -> None:

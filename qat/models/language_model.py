@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from qat.backend import Backend
 from qat.errors import CheckpointError
-from qat.kernels.attention import document_mask, tile_bytes
+from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import causal_mask, use_packed_attention
 from qat.models.tables import embedding_dtype, module_device
@@ -72,13 +72,22 @@ class LanguageModel:
             "tile_fits": self._tile_fits(position_ids),
         }
 
+    def attention(self, length: int, dtype: torch.dtype) -> str:
+        """How packed sequences of `length` attend in `dtype`: `tile`, our kernel, or `sdpa`."""
+        positions = torch.arange(length, device=self.device)[None]
+        heads = torch.empty(1, 1, length, self._head_width(), dtype=dtype, device=self.device)
+        is_tile = self._is_plain and self._tile_fits(positions) and fits_tile(heads, heads)
+        return "tile" if is_tile else "sdpa"
+
     def _tile_fits(self, position_ids: Tensor) -> bool:
         """Whether the device has room for the tile of such sequences."""
+        room = Backend(position_ids.device).shared_memory_bytes()
+        return tile_bytes(position_ids.shape[1], self._head_width()) <= room
+
+    def _head_width(self) -> int:
         config = self.config
         width = getattr(config, "head_dim", None)
-        width = width or config.hidden_size // config.num_attention_heads
-        room = Backend(position_ids.device).shared_memory_bytes()
-        return tile_bytes(position_ids.shape[1], width) <= room
+        return width or config.hidden_size // config.num_attention_heads
 
     @torch.no_grad()
     def check_split(self) -> None:

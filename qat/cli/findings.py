@@ -1,0 +1,42 @@
+"""What the preflight found, as a table and as the numbers of the last line."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from qat.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from qat.train.check import Checked
+
+COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def show_findings(checked: "Checked") -> None:
+    """Print the findings on stdout, the worst first."""
+    table = Table("", "Finding", "Found", "Why it matters", "What to do")
+    for finding in checked.findings:
+        code, severity, *words = finding
+        table.add_row(severity, code, *words, style=COLOURS[severity])
+    Console().print(table)
+
+
+def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:
+    """What a dry run found: how many findings, and what the run would take."""
+    counts = {f"{each}s": 0 for each in COLOURS}
+    for finding in checked.findings:
+        counts[f"{finding.severity}s"] += 1
+    found: dict[str, object] = {"run": out, **counts}
+    if (prediction := checked.prediction) is not None:
+        found |= {
+            "hours": prediction.hours(config),
+            "step_s": prediction.step_s,
+            "eval_s": prediction.eval_s,
+            "tokens_per_s": prediction.tokens_per_s,
+            "peak_gib": prediction.peak_gib,
+            "disk_bytes": prediction.disk_bytes(config),
+            "checkpoint_bytes": prediction.checkpoint_bytes,
+        }
+    return found

@@ -1,0 +1,163 @@
+"""How long a run will take, what it will hold, and what it will write: from two measured steps.
+
+All of it happens in objects that are thrown away: a run that follows is the same, bit for bit.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from qat import backend as backends
+from qat.data.batch import Batch
+from qat.data.reader import TeacherCache
+from qat.data.sampler import sequence_indices
+from qat.models.hf_quantizer import packed_state_dict
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_tokenizer, resolve
+from qat.models.swap import to_latent
+from qat.nn.adapters import add_adapters
+from qat.train.codes import CodeWatch
+from qat.train.config import TrainConfig
+from qat.train.judge import Judge
+from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.step import EAGER_STEPS, TrainingStep
+from qat.train.teacher import open_teacher
+
+WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
+"""The step that records comes after those that run as written."""
+
+
+class Prediction(NamedTuple):
+    """What two steps and two evaluations tell of a run, on one device."""
+
+    step_s: float
+    """One optimizer step, evaluations and saving left out."""
+    tokens_per_s: float
+    """Positions, padding included."""
+    eval_s: float
+    """One evaluation with all its sequences."""
+    peak_gib: float | None
+    """Most memory held in a step; None where nobody counts."""
+    checkpoint_bytes: int
+    """One checkpoint with the trainer's state."""
+    final_bytes: int
+    """The packed model alone."""
+    attention: str
+    """`tile`, our kernel for packed documents, or `sdpa`."""
+    fallback: str | None
+    """Why layers run uncompiled although they should be compiled."""
+
+    def hours(self, config: TrainConfig) -> float:
+        """The whole run, evaluations included; checkpoints are written behind the steps."""
+        return config.max_steps * self.step_s / 3600 + self.evaluation_h(config)
+
+    def evaluation_h(self, config: TrainConfig) -> float:
+        """Hours of evaluations: the untrained student's, the periodic ones, and the last."""
+        return (1 + -(-config.max_steps // config.eval_every)) * self.eval_s / 3600
+
+    def disk_bytes(self, config: TrainConfig) -> int:
+        """The most that a run's checkpoints take at any time.
+
+        Those kept, milestones, the best one, the one being written, and the final model.
+        """
+        saves = -(-config.max_steps // config.save_every) if config.save_every else 1
+        milestones = config.max_steps // config.milestone_every if config.milestone_every else 0
+        held = min(saves, config.keep) + milestones + 2
+        return held * self.checkpoint_bytes + self.final_bytes
+
+
+def predict(config: TrainConfig, student: str, cache: TeacherCache) -> Prediction:
+    """Take a few steps as the run will, on one device, and put everything back.
+
+    Args:
+        config: with its dtype resolved, and as one rank of several would have it.
+
+    Raises:
+        RuntimeError: device memory ran out (see `Backend.is_out_of_memory`).
+        ConfigError, CacheError, CheckpointError: see `train_student`.
+    """
+    backend = backends.select(config.device)
+    try:
+        with backends.seeded(config.seed):
+            return _measure(config, student, cache, backend)
+    finally:
+        backend.free_memory()
+        backend.reset_peak_memory()
+
+
+def _measure(
+    config: TrainConfig, student: str, cache: TeacherCache, backend: backends.Backend
+) -> Prediction:
+    model = load_model(student, device=config.device, dtype="fp32")
+    optimizer = _optimizer(model, config)
+    take_step = TrainingStep(model, optimizer, config, open_teacher(config, cache))
+    try:
+        backend.reset_peak_memory()
+        for step in range(WARM_STEPS):
+            take_step(_batches(config, cache, step), step)
+        begun = backend.mark()
+        for step in range(WARM_STEPS, WARM_STEPS + MEASURED_STEPS):
+            result = take_step(_batches(config, cache, step), step)
+        step_s = backend.seconds_between(begun, backend.mark()) / MEASURED_STEPS
+        peak_gib = backend.peak_memory_gib()
+        eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
+    finally:
+        take_step.close()
+    packed, around = packed_state_dict(model.model), _bytes_beside(student)
+    state = {**optimizer.state(), **CodeWatch(model.model).state()}
+    dtype = backend.dtype(config.dtype)
+    return Prediction(
+        step_s=step_s,
+        tokens_per_s=result.positions / step_s,
+        eval_s=eval_s,
+        peak_gib=peak_gib,
+        checkpoint_bytes=_bytes(packed) + _bytes(state) + around,
+        final_bytes=_bytes(packed) + around,
+        attention=model.attention(cache.sequence_length, dtype),
+        fallback=take_step.fallback,
+    )
+
+
+def _optimizer(model: LanguageModel, config: TrainConfig) -> Optimizer:
+    names = linears_in_scope(model.model, config.scope)
+    if "weights" in config.kinds:
+        to_latent(model.model, names)
+    if "lora" in config.kinds:
+        add_adapters(model.model, names, config.lora_rank, config.seed)
+    return Optimizer(model.model, learnable(model.model, names, config.kinds), config)
+
+
+def _batches(config: TrainConfig, cache: TeacherCache, step: int) -> list[Batch]:
+    total, size = cache.num_sequences("train"), config.sequences_per_step
+    parts = sequence_indices(config.seed, step, size, total)
+    return [cache.batch(part) for part in parts.reshape(-1, config.batch_size)]
+
+
+def _evaluation_s(config: TrainConfig, judge: Judge) -> float:
+    """Seconds of a whole verdict, from those of its first one and two batches."""
+    backend = judge.backend
+    held_out = judge.cache.num_sequences("held_out")
+    total = min(config.eval_sequences, held_out)
+    size = min(config.batch_size, total)
+    seconds = []
+    for batches in (1, 1, 2):  # the first one compiles
+        judge.config = config.model_copy(update={"eval_sequences": min(total, batches * size)})
+        begun = backend.mark()
+        judge.verdict(backend.dtype(config.dtype))
+        seconds.append(backend.seconds_between(begun, backend.mark()))
+    _, one, two = seconds
+    return one + max(0.0, two - one) * (-(-total // size) - 1)
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _bytes_beside(student: str) -> int:
+    """Tokenizer and configuration beside a local student's weights."""
+    directory = Path(resolve(student))
+    if not directory.is_dir():
+        return 0
+    files = (path for path in directory.iterdir() if path.is_file())
+    return sum(path.stat().st_size for path in files if path.suffix != ".safetensors")

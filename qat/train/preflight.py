@@ -1,0 +1,261 @@
+"""What speaks against a run before it begins: findings, the worst first.
+
+Everything here is arithmetic over settings and facts that `qat.train.check` gathered.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from qat.train.config import TrainConfig
+from qat.train.predict import Prediction
+
+Severity = Literal["error", "warning", "note"]
+ORDER: tuple[Severity, ...] = ("error", "warning", "note")
+
+LONG_STEPS, LONG_H = 5000, 1.0
+"""A run is long from here on, in steps or in hours."""
+LOST_ERROR_H, LOST_WARNING_H = 1.0, 1 / 3
+"""Work that a kill between two checkpoints may cost."""
+LEAST_HELD_OUT = 64
+"""Sequences below which the best checkpoint is chosen by noise."""
+LEAST_LENGTH, LEAST_TOKENS = 32, 1024
+"""Sequences and steps smaller than these are those of a test."""
+MOST_EVALUATION, MOST_WARM_UP, MOST_PASSES = 0.1, 0.2, 20
+DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
+FAR_RATE, MOST_RATE = 10.0, 1.0
+"""Learning rates are relative: a step at 1 moves a tensor by as much as it is large."""
+LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"
+DIVIDED = "measured with undivided latent weights, of which each rank will hold a part"
+GIB = 2**30
+
+
+class Finding(NamedTuple):
+    """One thing that a user should know, and what to do about it."""
+
+    code: str
+    severity: Severity
+    found: str
+    reason: str
+    mend: str
+
+    def line(self) -> str:
+        """The finding as one line."""
+        return f"{self.code}: {self.found}, {self.reason}; {self.mend}"
+
+
+class Plan(NamedTuple):
+    """What is known of a run before it begins."""
+
+    device: str
+    """Its name; `cpu` for any CPU."""
+    has_bf16: bool
+    memory_gib: float | None
+    """What the device can give; None where nobody counts."""
+    free_bytes: int
+    """Free on the disk of the run's directory."""
+    train_sequences: int
+    held_out_sequences: int
+    sequence_length: int
+    world: int = 1
+    """Devices that train."""
+    prediction: Prediction | None = None
+    has_run_out: bool = False
+    """Whether memory ran out in the attempt to predict."""
+    problems: tuple[str, ...] = ()
+    """Messages of errors that would stop the run before its first step."""
+
+
+def is_long(config: TrainConfig, hours: float | None) -> bool:
+    """Whether a run deserves all of the preflight; `hours` may be unknown."""
+    return config.max_steps >= LONG_STEPS or (hours or 0.0) >= LONG_H
+
+
+def preflight(config: TrainConfig, plan: Plan) -> list[Finding]:
+    """All that can be said of `plan`, errors first; `config.dtype` and its kin are resolved."""
+    checks = (_cache, _precision, _saving, _data, _rates, _shape, _measured)
+    found = [finding for check in checks for finding in check(config, plan)]
+    return sorted(found, key=lambda finding: ORDER.index(finding.severity))
+
+
+def _cache(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    for problem in plan.problems:
+        found, _, mend = problem.rpartition("; ")
+        yield Finding("cache", "error", found, "the run would stop before its first step", mend)
+
+
+def _precision(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    found = f"dtype={config.dtype}"
+    if config.dtype in {"fp32", "fp16"} and plan.has_bf16:
+        reason = {
+            "fp32": f"and {plan.device} computes many times faster in bf16",
+            "fp16": f"and {plan.device} has bf16, whose gradients do not overflow",
+        }[config.dtype]
+        yield Finding("dtype", "warning", found, reason, "use --dtype bf16")
+    if config.dtype == "tf32":
+        reason = "exact to 10 bits; bf16 is faster and what students are trained in"
+        yield Finding("dtype", "note", found, reason, "nothing, or --dtype bf16")
+
+
+def _saving(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    prediction = plan.prediction
+    if config.save_every == 0:
+        if is_long(config, prediction and prediction.hours(config)):
+            yield Finding(
+                "save_every_off",
+                "error",
+                f"save_every=0 in a run of {config.max_steps:,} steps",
+                "a stop would cost all work since the last best evaluation",
+                f"use --save-every {suggested_save_every(config, plan)}",
+            )
+        return
+    if prediction is None:
+        return
+    lost_h = min(config.save_every, config.max_steps) * prediction.step_s / 3600
+    if lost_h > LOST_WARNING_H:
+        yield Finding(
+            "save_sparse",
+            "error" if lost_h > LOST_ERROR_H else "warning",
+            f"save_every={config.save_every}, one checkpoint in {lost_h * 60:.0f} minutes",
+            "a stop costs as much work",
+            f"use --save-every {suggested_save_every(config, plan)}",
+        )
+
+
+def suggested_save_every(config: TrainConfig, plan: Plan) -> int:
+    """Steps of about ten minutes where steps were timed; else a hundredth of the run."""
+    if plan.prediction is None:
+        return max(1, config.max_steps // 100)
+    return max(1, min(config.max_steps, round(600 / plan.prediction.step_s)))
+
+
+def _data(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    judged = min(plan.held_out_sequences, config.eval_sequences)
+    if judged < LEAST_HELD_OUT:
+        is_here = plan.held_out_sequences >= LEAST_HELD_OUT
+        yield Finding(
+            "eval_split",
+            "warning" if judged else "error",
+            f"{judged} held-out sequences judge the student",
+            f"fewer than {LEAST_HELD_OUT} choose the best checkpoint by noise",
+            "raise --eval-sequences" if is_here else "rebuild the cache with a higher --held-out",
+        )
+    if not plan.train_sequences:
+        return
+    passes = config.max_steps * config.sequences_per_step * plan.world / plan.train_sequences
+    is_many = passes > MOST_PASSES
+    yield Finding(
+        "epochs",
+        "warning" if is_many else "note",
+        f"{passes:.3g} passes over {plan.train_sequences:,} sequences",
+        "a student begins to learn them by heart" if is_many else "how often each one is seen",
+        "build a larger cache, or lower --max-steps" if is_many else "nothing",
+    )
+
+
+def _rates(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    for kind in config.kinds:
+        name = "lr" if kind == "weights" else f"lr_{kind}"
+        rate, usual = getattr(config, name), type(config).model_fields[name].default
+        if usual / FAR_RATE <= rate <= usual * FAR_RATE:
+            continue
+        is_wild = rate > MOST_RATE
+        yield Finding(
+            "lr",
+            "error" if is_wild else "warning",
+            f"{name}={rate:g}",
+            "a step would move a tensor by more than its own size"
+            if is_wild
+            else f"far from the {usual:g} that serves models of any size",
+            f"use --{name.replace('_', '-')} {usual:g}, or compare both in a short run",
+        )
+    if config.warmup_steps > MOST_WARM_UP * config.max_steps:
+        yield Finding(
+            "warmup",
+            "warning",
+            f"warmup_steps={config.warmup_steps} of {config.max_steps}",
+            f"more than {MOST_WARM_UP:.0%} of the run below its learning rates",
+            f"use --warmup-steps {int(MOST_WARM_UP * config.max_steps) // 2}",
+        )
+
+
+def _shape(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    hours = plan.prediction and plan.prediction.hours(config)
+    tokens = plan.sequence_length * config.sequences_per_step * plan.world
+    if not is_long(config, hours):
+        return
+    if plan.sequence_length < LEAST_LENGTH or tokens < LEAST_TOKENS:
+        yield Finding(
+            "toy",
+            "warning",
+            f"sequences of {plan.sequence_length} tokens, {tokens} tokens a step",
+            "a long run with the settings of a test",
+            f"expect sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS} tokens at least",
+        )
+
+
+def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    """What two steps tell."""
+    prediction = plan.prediction
+    if plan.has_run_out:
+        found = f"device memory ran out in the first steps on {plan.device}"
+        is_divided = _is_divided(config, plan)
+        reason = DIVIDED if is_divided else "the run would end there"
+        yield Finding("memory", "warning" if is_divided else "error", found, reason, LESS_MEMORY)
+    if prediction is None:
+        return
+    yield from _memory(config, plan, prediction)
+    yield from _disk(config, plan, prediction)
+    hours = prediction.hours(config)
+    share = prediction.evaluation_h(config) / max(hours, 1e-9)
+    if share > MOST_EVALUATION:
+        mend = "raise --eval-every or lower --eval-sequences"
+        found = f"evaluations take {share:.0%} of the time"
+        yield Finding("eval_cost", "warning", found, f"over {MOST_EVALUATION:.0%}", mend)
+    if prediction.attention == "sdpa" and plan.device != "cpu":
+        found, mend = "attention=sdpa", "nothing, or a cache of sequences up to 128 tokens"
+        reason = "the kernel for packed documents does not take this model, length or dtype"
+        yield Finding("attention", "warning", found, reason, mend)
+    if prediction.fallback is not None:
+        found = f"layers run uncompiled ({prediction.fallback})"
+        mend = "mend what the compiler names, or say --compile off"
+        yield Finding("compile", "warning", found, "steps are slower than they could be", mend)
+    speed = prediction.tokens_per_s * plan.world
+    found = f"{hours:.3g} hours at {prediction.step_s:.3g} s a step, {speed:,.0f} tokens/s"
+    cost = hours * config.price_per_hour * plan.world
+    reason = f"{cost:,.2f} at {config.price_per_hour:g} an hour and device" if cost else "no price"
+    yield Finding("time", "note", found, reason, "nothing" if cost else "say --price-per-hour")
+
+
+def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:
+    if prediction.peak_gib is None or plan.memory_gib is None:
+        return
+    share = prediction.peak_gib / plan.memory_gib
+    found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
+    if share <= MEMORY_WARNING:
+        yield Finding("memory", "note", found, f"{share:.0%} of what {plan.device} has", "nothing")
+        return
+    is_divided = _is_divided(config, plan)
+    severity = "error" if share > 1 and not is_divided else "warning"
+    reason = DIVIDED if is_divided else "fragments and evaluations may need the rest"
+    yield Finding("memory", severity, found, reason, LESS_MEMORY)
+
+
+def _is_divided(config: TrainConfig, plan: Plan) -> bool:
+    """Whether a rank may hold a part of the latent weights only."""
+    return plan.world > 1 and "weights" in config.kinds and config.shard != "off"
+
+
+def _disk(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:
+    need = prediction.disk_bytes(config)
+    found = f"{need / GIB:.3g} GiB of checkpoints, {plan.free_bytes / GIB:.3g} GiB free"
+    if need <= DISK_WARNING * plan.free_bytes:
+        yield Finding("disk", "note", found, "enough room", "nothing")
+        return
+    is_short = need > plan.free_bytes
+    yield Finding(
+        "disk",
+        "error" if is_short else "warning",
+        found,
+        "the disk would be full before the run ends" if is_short else "little is left for others",
+        "lower --keep, raise --milestone-every, or choose an --out with more room",
+    )
