@@ -4,9 +4,10 @@ Sums of tensors go through NCCL between GPUs and through gloo between CPUs; what
 goes through gloo always. Nothing that travels is ever unpickled.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,6 +23,8 @@ TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others: an evaluation on the first one takes its time."""
 BUCKET_BYTES = 2**28
 """Most bytes in one exchange, and of memory that it needs beside the tensors."""
+MOST_SUMS = 2**16
+"""Sums whose times are kept until somebody asks."""
 
 T = TypeVar("T")
 
@@ -38,6 +41,8 @@ class Ranks:
     """Where this one computes."""
     bytes_moved: int = 0
     """Bytes that this one gave to sums."""
+    _sums: deque[tuple] = field(default_factory=lambda: deque(maxlen=MOST_SUMS))
+    """Marks of the device's time before and after each sum that was not yet asked for."""
     _devices: dist.ProcessGroup | None = None
     _hosts: dist.ProcessGroup | None = None
 
@@ -54,9 +59,7 @@ class Ranks:
         if self.size == 1:
             return self
         hosts = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return replace(
-            self, device=torch.device("cpu"), bytes_moved=0, _devices=hosts, _hosts=hosts
-        )
+        return Ranks(self.rank, self.size, torch.device("cpu"), _devices=hosts, _hosts=hosts)
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -70,12 +73,24 @@ class Ranks:
             return
         for bucket in _buckets(tensors):
             flat = torch.cat([_wide(tensor.flatten()) for tensor in bucket])
+            before = self._mark(flat)
             dist.all_reduce(flat, group=self._group_for(flat))
+            self._sums.append((before, self._mark(flat)))
             self.bytes_moved += flat.nbytes
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(
                 list(bucket), [p.view_as(t) for p, t in zip(parts, bucket, strict=True)]
             )
+
+    def exchange_s(self) -> float | None:
+        """Seconds that sums took since it was last asked, waiting for slower ranks included.
+
+        None for a run of one process. Waits for the device.
+        """
+        if self.size == 1:
+            return None
+        sums = [self._sums.popleft() for _ in range(len(self._sums))]
+        return sum(backends.Backend(self.device).seconds_between(*marks) for marks in sums)
 
     def copy_from_first(self, values: Tensor) -> Tensor:
         """The first rank's `values`; all ranks give a tensor of its shape and dtype."""
@@ -141,6 +156,9 @@ class Ranks:
         """Go on when all ranks are here; a host waits, not its device."""
         if self.size > 1:
             dist.barrier(group=self._hosts)
+
+    def _mark(self, tensor: Tensor) -> object:
+        return backends.Backend(tensor.device).mark()
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._hosts if tensor.device.type == "cpu" else self._devices
