@@ -1,12 +1,14 @@
 """Which part of a step is a rank's, and what all ranks decide together."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from qat.backend import Backend
+from qat.config import fingerprint
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError
 from qat.ranks import Ranks
@@ -62,3 +64,13 @@ class Agreement:
         decided, wait = self._under_way.popleft()
         wait()
         return bool(decided)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """12 hex digits of the bits of float tensors, of their order and shapes; waits for the device.
+
+    Bits are summed as integers, so that what sums them in another order finds the same.
+    """
+    words = {4: torch.int32, 2: torch.int16}
+    sums = [(tuple(t.shape), t.detach().view(words[t.itemsize]).sum().item()) for t in tensors]
+    return fingerprint(sums)

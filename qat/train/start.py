@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from qat import backend as backends
 from qat.config import fingerprint
@@ -26,10 +27,11 @@ from qat.nn.step import quant_linears
 from qat.ranks import ALONE, Ranks
 from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
+from qat.train.division import digest, divide
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
-from qat.train.run import Run, load_training_state
+from qat.train.run import Run, git_commit, load_training_state
 from qat.train.step import check_dtype
 from qat.train.teacher import check_losses, open_teacher
 
@@ -64,6 +66,53 @@ def train_student(
     Raises:
         ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
     """
+    run = Run(out)
+    opened = ranks.together(lambda: _open(config, student, run, resume=resume, ranks=ranks))
+    ranks.check_same(
+        cache_content=opened.content,
+        settings=config.fingerprint(),
+        code=git_commit(),
+        step=str(opened.begin.step),
+        student=digest(opened.begin.optimizer.parameters.values()),
+    )
+    facts = {
+        "cache_content": opened.content,
+        "forced": list(forced),
+        **_facts(config, student, opened.cache, opened.begin.optimizer),
+    }
+    if ranks.is_first:
+        if opened.checkpoint is None:
+            run.begin(config, student)
+        run.forget_after(opened.begin.step)
+        run.write_facts(**facts)
+    ranks.wait()
+    trainer = _trainer(opened, run, ranks)
+    trainer.train()
+    final = out / _final_name(opened.model.model, config, trainer)
+    if ranks.is_first:
+        _copy_packed(run.pointed("best"), final)
+    return TrainReport(final, trainer.step, trainer.best)
+
+
+class _Opened(NamedTuple):
+    """What a rank has read before anything is written."""
+
+    cache: TeacherCache
+    content: str
+    """A hash over the cache's shards."""
+    checkpoint: Path | None
+    """The one that the run goes on from."""
+    tokenizer: PreTrainedTokenizerBase
+    model: LanguageModel
+    config: TrainConfig
+    """The settings as they are on this rank and device."""
+    teacher: LanguageModel | None
+    begin: "_Begin"
+
+
+def _open(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks: Ranks) -> _Opened:
+    """Read everything, and refuse what does not fit."""
+    divided = divide(config, ranks.size)
     cache = TeacherCache.open(config.cache_dir)
     check_losses(config, cache)
     if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
@@ -72,7 +121,6 @@ def train_student(
             f"{cache.num_sequences('held_out')} held-out sequences, expected some of both; "
             "rebuild it from more documents or with a higher --held-out"
         )
-    run = Run(out)
     checkpoint = run.checkpoint(config, student, resume=resume)
     content = fingerprint([shard.sha256 for shard in cache.manifest.shards])
     run.check_cache(content)
@@ -88,34 +136,29 @@ def train_student(
     cache.check_student(
         tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
     )
-    resolved = check_dtype(config)
+    resolved = check_dtype(divided)
     teacher = open_teacher(resolved, cache)
-    begin = _prepare(model, resolved, checkpoint)
-    if checkpoint is None:
-        run.begin(config, student)
-    run.forget_after(begin.step)
-    run.write_facts(
-        cache_content=content,
-        forced=list(forced),
-        **_facts(config, student, cache, begin.optimizer),
-    )
-    judge = Judge(model, tokenizer, cache, resolved)
+    begin = _prepare(model, resolved, checkpoint, ranks)
+    return _Opened(cache, content, checkpoint, tokenizer, model, resolved, teacher, begin)
+
+
+def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:
+    """The loop over what was opened, from where the run stands."""
+    begin = opened.begin
+    judge = Judge(opened.model, opened.tokenizer, opened.cache, opened.config)
     trainer = Trainer(
-        model,
-        cache,
+        opened.model,
+        opened.cache,
         begin.optimizer,
         judge,
         run=run,
-        config=resolved,
-        teacher=teacher,
+        config=opened.config,
+        teacher=opened.teacher,
         ranks=ranks,
     )
     trainer.step, trainer.best = begin.step, begin.best
     trainer.codes.load(begin.codes)
-    trainer.train()
-    final = out / _final_name(model.model, config, trainer)
-    _copy_packed(run.pointed("best"), final)
-    return TrainReport(final, trainer.step, trainer.best)
+    return trainer
 
 
 class _Begin(NamedTuple):
@@ -129,7 +172,9 @@ class _Begin(NamedTuple):
     """What a `CodeWatch` remembered."""
 
 
-def _prepare(model: LanguageModel, config: TrainConfig, checkpoint: Path | None) -> _Begin:
+def _prepare(
+    model: LanguageModel, config: TrainConfig, checkpoint: Path | None, ranks: Ranks
+) -> _Begin:
     """Make the wished parameters learn, and find out where the run stands."""
     backend = backends.select(config.device)
     names = linears_in_scope(model.model, config.scope)
@@ -144,7 +189,8 @@ def _prepare(model: LanguageModel, config: TrainConfig, checkpoint: Path | None)
     )
     if checkpoint is None:
         torch.manual_seed(config.seed)
-        return _Begin(Optimizer(model.model, by_kind, config), 0, math.inf, {})
+        optimizer = Optimizer(model.model, by_kind, config, ranks=ranks)
+        return _Begin(optimizer, 0, math.inf, {})
     tensors, facts = load_training_state(checkpoint)
     for name, linear in quant_linears(model.model).items():
         codebook = tensors.get(f"parameter.{name}.codebook")
@@ -153,7 +199,7 @@ def _prepare(model: LanguageModel, config: TrainConfig, checkpoint: Path | None)
     generators = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
     backend.set_rng_state(generators)
     logger.info("going on from %s", checkpoint)
-    optimizer = Optimizer(model.model, by_kind, config, tensors)
+    optimizer = Optimizer(model.model, by_kind, config, tensors, ranks=ranks)
     codes = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     return _Begin(optimizer, facts["step"], facts["best"], codes)
 
