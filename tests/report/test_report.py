@@ -175,7 +175,7 @@ def test_foreign_directory_is_named(tmp_path: Path) -> None:
 
 def test_damaged_metrics_are_named(run: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("{broken\n")
-    with pytest.raises(CheckpointError, match="first holds a damaged JSON file"):
+    with pytest.raises(CheckpointError, match=r"first/metrics.jsonl: line 1 of 1 is damaged"):
         write_report([run], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
