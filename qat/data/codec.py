@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.data.bits import pack_bits, unpack_bits, unpack_flags
+from qat.data.bits import pack_bits, packed_bytes, unpack_bits, unpack_flags
 from qat.data.signals import TopK
+from qat.errors import CacheError
 
 CODE_BITS = 9
 M = 2**CODE_BITS - 2
@@ -141,6 +142,13 @@ def decode_draws(
 
 def _decode_ids(id_rows: list[np.ndarray], counts: list[int], bits: int) -> np.ndarray:
     """The distinct ids of all sequences one after the other, `counts` of them."""
+    for octets, count in zip(id_rows, counts, strict=True):
+        expected = packed_bytes(count, bits)
+        if len(octets) != expected:
+            raise CacheError(
+                f"a sequence's {count} drawn ids take {len(octets)} bytes, expected {expected}; "
+                "rebuild the cache, or ask whoever made it"
+            )
     padded = np.zeros((len(id_rows), max(map(len, id_rows))), np.uint8)
     for row, octets in zip(padded, id_rows, strict=True):
         row[: len(octets)] = octets

@@ -1,16 +1,17 @@
-"""Reads a teacher cache: memory-mapped shards, decoded a batch at a time.
+"""Reads a teacher cache: the rows of a batch are read from the shards and decoded.
+
+Of a cache only its manifest stays in memory, and the headers of the shards used last.
 
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
 """
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from qat.data.batch import Batch
@@ -18,20 +19,33 @@ from qat.data.bits import unpack_bits, unpack_flags
 from qat.data.cache import Manifest, Shard, Split, raise_if_damaged, read_manifest
 from qat.data.codec import TOP_K_ROWS, decode_draws, decode_top_k, id_bits
 from qat.data.packing import labels, position_ids
+from qat.data.resident import Resident
+from qat.data.shard_file import OPEN_SHARDS, Rows, ShardFile, Shelf, promised_rows
 from qat.errors import CacheError
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
+"""What a shard may be called: it lies beside the manifest."""
 
 
 class TeacherCache:
     """A finished cache: sequences with the teacher's targets, found by split and index."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        fetch: Callable[[Shard], None] = lambda shard: None,
+    ) -> None:
+        """`fetch` brings a shard's file to `directory` where it is not there from the beginning."""
         self.directory = directory
         self.manifest = manifest
-        self._files: dict[str, list[_ShardFile]] = {}
+        self._kinds = promised_rows(manifest)
+        shelf = Shelf(directory, self._kinds, Resident(OPEN_SHARDS), fetch)
+        self._files: dict[str, list[ShardFile]] = {}
         self._ends: dict[str, np.ndarray] = {}
         for split in ("train", "held_out"):
             shards = manifest.of_split(split)
-            self._files[split] = [_ShardFile(directory, shard) for shard in shards]
+            self._files[split] = [ShardFile(shelf, shard) for shard in shards]
             self._ends[split] = np.cumsum([shard.sequences for shard in shards], dtype=np.int64)
 
     @classmethod
@@ -47,6 +61,7 @@ class TeacherCache:
                 f"{directory} is an unfinished cache of {manifest.total('sequences')} sequences; "
                 "run the same 'qat cache' command again to finish it"
             )
+        check_promises(manifest, directory)
         for shard in manifest.shards:
             raise_if_damaged(directory, shard, deep=False)
         return cls(directory, manifest)
@@ -99,11 +114,12 @@ class TeacherCache:
 
         Raises:
             IndexError: an index outside the split.
+            CacheError: a shard is missing or damaged, or holds what no teacher can have said.
         """
         place = self._place(indices, split)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
-        rows = place.rows(["tokens", "starts", "mask"])
-        input_ids = unpack_bits(rows["tokens"], id_bits(V), S).long()
+        rows = self._rows(place, "tokens", "starts", "mask")
+        input_ids = self._words(unpack_bits(rows["tokens"], id_bits(V), S).long())
         starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
         topk_ids, topk_logprobs, tail_logprob = self._top_k(place, "topk" in targets)
         sample_ids, sample_counts = self._draws(place, "draws" in targets)
@@ -121,7 +137,7 @@ class TeacherCache:
 
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
-        return self._place(indices, split).rows(["log_sum_exp"])["log_sum_exp"]
+        return self._rows(self._place(indices, split), "log_sum_exp")["log_sum_exp"]
 
     def negatives(
         self, indices: Sequence[int] | np.ndarray, split: Split = "train"
@@ -134,32 +150,52 @@ class TeacherCache:
         if R == 0:
             nothing = torch.zeros(len(indices), S - 1, 0)
             return nothing.long(), nothing.half()
-        rows = self._place(indices, split).rows(["negative_ids", "negative_logits"])
+        rows = self._rows(self._place(indices, split), "negative_ids", "negative_logits")
         bits = id_bits(self.manifest.teacher.vocab_size)
-        ids = unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long()
+        ids = self._words(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
         return ids.view(-1, S - 1, R), rows["negative_logits"]
 
     def _top_k(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-        settings, N, S = self.manifest.settings, len(place.owners), self.sequence_length
+        settings, N, S = self.manifest.settings, len(place), self.sequence_length
         if settings.top_k == 0 or not is_wanted:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing, torch.zeros(N, S)
-        rows, V = place.rows(TOP_K_ROWS), self.manifest.teacher.vocab_size
+        rows, V = self._rows(place, *TOP_K_ROWS), self.manifest.teacher.vocab_size
         ids, logprobs = decode_top_k(rows, length=S, k=settings.top_k, vocab_size=V)
         tail = rows["tail_logprob"]
+        if not (tail <= 0).all():
+            raise self._impossible("a tail that is no probability")
+        self._words(ids)
         return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
 
     def _draws(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor]:
-        settings, N, S = self.manifest.settings, len(place.owners), self.sequence_length
+        settings, N, S = self.manifest.settings, len(place), self.sequence_length
         if settings.draws == 0 or not is_wanted:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing
-        return decode_draws(
-            place.rows(["sample_marks"])["sample_marks"],
+        ids, counts = decode_draws(
+            self._rows(place, "sample_marks")["sample_marks"],
             place.sample_ids(),
             length=S,
             num_draws=settings.draws,
             vocab_size=self.manifest.teacher.vocab_size,
+        )
+        return self._words(ids), counts
+
+    def _rows(self, place: "_Place", *names: str) -> dict[str, Tensor]:
+        return place.rows({name: self._kinds[name] for name in names})
+
+    def _words(self, ids: Tensor) -> Tensor:
+        """The same ids, all of them inside the vocabulary."""
+        if ids.numel() and int(ids.max()) >= self.manifest.teacher.vocab_size:
+            raise self._impossible(f"token {int(ids.max())}")
+        return ids
+
+    def _impossible(self, what: str) -> CacheError:
+        return CacheError(
+            f"{self.directory} holds {what}, expected what a teacher over "
+            f"{self.manifest.teacher.vocab_size} words can say; rebuild the cache, or ask whoever "
+            "made it"
         )
 
     def _place(self, indices: Sequence[int] | np.ndarray, split: Split) -> "_Place":
@@ -175,53 +211,50 @@ class TeacherCache:
         return _Place(self._files[split], owners_B, indices_B - firsts[owners_B])
 
 
-class _ShardFile:
-    """One shard, proven by its hash and mapped into memory when first read."""
+def check_promises(manifest: Manifest, where: Path | str) -> None:
+    """Make sure that no number or name of a manifest can lead a reader astray.
 
-    def __init__(self, directory: Path, shard: Shard) -> None:
-        self._directory = directory
-        self._shard = shard
-
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that the shard holds."""
-        raise_if_damaged(self._directory, self._shard, deep=True)
-        with safe_open(self._directory / self._shard.file, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
-
-    @cached_property
-    def _sample_ends(self) -> np.ndarray:
-        return self.tensors["sample_lengths"].numpy().cumsum(dtype=np.int64)
-
-    @cached_property
-    def _sample_ids(self) -> np.ndarray:
-        return self.tensors["sample_ids"].numpy()
-
-    def sample_ids(self, row: int) -> np.ndarray:
-        """The bytes of a sequence's drawn ids."""
-        first = self._sample_ends[row - 1] if row else 0
-        return self._sample_ids[first : self._sample_ends[row]]
+    Raises:
+        CacheError: a shard is not a plain file beside the manifest, or holds more sequences than
+            bytes, or less than one.
+    """
+    for shard in manifest.shards:
+        if not FILE_NAME.fullmatch(shard.file):
+            what = f"a shard called {shard.file[:60]!r}, expected a plain name of a file"
+        elif not 0 < shard.sequences <= shard.bytes:
+            what = f"{shard.sequences} sequences in {shard.bytes} bytes ({shard.file})"
+        else:
+            continue
+        raise CacheError(f"{where} names {what}; rebuild the cache, or ask whoever made it")
 
 
-class _Place(NamedTuple):
+class _Place:
     """Where sequences are: in which of the files, and in which row of it."""
 
-    files: list[_ShardFile]
-    owners: np.ndarray
-    row_numbers: np.ndarray
+    def __init__(self, files: list[ShardFile], owners_B: np.ndarray, rows_B: np.ndarray) -> None:
+        self._owners, self._rows = owners_B.tolist(), rows_B.tolist()
+        self._shards = {owner: files[owner].open() for owner in sorted(set(self._owners))}
+        is_next = (np.diff(owners_B) == 0) & (np.diff(rows_B) == 1)
+        cuts = [0, *(np.flatnonzero(~is_next) + 1).tolist(), len(rows_B)]
+        self._runs = list(zip(cuts, cuts[1:], strict=False))
+        """First and end of what lies side by side in one file, and is read at once."""
 
-    def rows(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Encoded rows, each file read once."""
-        parts = []
-        for owner in np.unique(self.owners):
-            tensors = self.files[owner].tensors
-            at = torch.from_numpy(self.row_numbers[self.owners == owner])
-            parts.append([tensors[name].index_select(0, at) for name in names])
-        back = torch.from_numpy(np.argsort(np.argsort(self.owners, kind="stable")))
-        joined = (torch.cat(of_name).index_select(0, back) for of_name in zip(*parts, strict=True))
-        return dict(zip(names, joined, strict=True))
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, kinds: dict[str, Rows]) -> dict[str, Tensor]:
+        """Encoded rows of the tensors called so, in the order asked for."""
+        found = {
+            name: np.empty((len(self), *rows.shape), rows.dtype) for name, rows in kinds.items()
+        }
+        octets = {name: memoryview(array.reshape(-1)).cast("B") for name, array in found.items()}
+        for first, end in self._runs:
+            shard, row = self._shards[self._owners[first]], self._rows[first]
+            for name, rows in kinds.items():
+                shard.read(name, row, octets[name][first * rows.stride : end * rows.stride])
+        return {name: torch.from_numpy(array) for name, array in found.items()}
 
     def sample_ids(self) -> list[np.ndarray]:
         """The bytes of each sequence's drawn ids."""
-        numbers = zip(self.owners.tolist(), self.row_numbers.tolist(), strict=True)
-        return [self.files[owner].sample_ids(row) for owner, row in numbers]
+        places = zip(self._owners, self._rows, strict=True)
+        return [self._shards[owner].sample_ids(row) for owner, row in places]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from qat.data import sampler
 from qat.data.sampler import sequence_indices
 
 
@@ -25,3 +26,24 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
 def test_an_empty_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="num_sequences=0"):
         sequence_indices(0, 0, 4, 0)
+
+
+@pytest.mark.parametrize("total", [17, 24, 25, 100])
+def test_windows_of_a_large_cache_give_every_sequence_once(
+    monkeypatch: pytest.MonkeyPatch, total: int
+) -> None:
+    monkeypatch.setattr(sampler, "WINDOW", 8)
+    sampler._windows.cache_clear()
+    order = np.concatenate([sequence_indices(5, step, 3, total) for step in range(total)])
+    epochs = order.reshape(-1, total)
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(total))
+        assert sum(np.diff(epoch // 8) != 0) == (total - 1) // 8  # one window after the other
+    assert not np.array_equal(epochs[0], epochs[1])
+    np.testing.assert_array_equal(order[6:9], sequence_indices(5, 2, 3, total))
+
+
+def test_a_trillion_sequences_take_the_memory_of_a_window() -> None:
+    found = sequence_indices(0, 10**9, 64, 10**12)
+    assert len(set(found.tolist())) == 64 and 0 <= found.min() and found.max() < 10**12
+    assert found.max() - found.min() < sampler.WINDOW
