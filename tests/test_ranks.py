@@ -1,0 +1,94 @@
+"""Processes that work together: sums, copies, texts, and failing alike."""
+
+import pytest
+import torch
+from ranks_case import run_ranks
+
+from qat import ranks as module
+from qat.errors import CacheError, ConfigError
+from qat.ranks import ALONE, Ranks, joined
+
+
+def test_sums_over_ranks_buckets_dtypes_and_layouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 40)
+
+    def act(ranks: Ranks) -> dict:
+        me = float(ranks.rank + 1)
+        tensors = [
+            torch.full((3, 2), me),
+            torch.full((2, 3), me, dtype=torch.bfloat16).t(),
+            torch.full((), me),
+            torch.full((4,), 2**40 + ranks.rank),
+        ]
+        ranks.sum_(tensors)
+        return {"sums": [t.tolist() for t in tensors], "moved": ranks.bytes_moved}
+
+    for found in run_ranks(3, act, tmp_path):
+        first, second, third, counts = found["sums"]
+        assert first == [[6.0, 6.0]] * 3 and second == [[6.0, 6.0]] * 3 and third == 6.0
+        assert counts == [3 * 2**40 + 3] * 4
+        assert found["moved"] == 4 * (6 + 6 + 1) + 8 * 4
+
+
+def test_ranks_tell_each_other_texts_and_copies(tmp_path):
+    def act(ranks: Ranks) -> list:
+        beside = ranks.apart()
+        copied = beside.copy_from_first(torch.tensor([ranks.rank + 5]))
+        ranks.wait()
+        said = ranks.texts("\N{LATIN SMALL LETTER E WITH ACUTE}" * ranks.rank)
+        return [said, copied.item(), ranks.is_first, ranks.texts("")]
+
+    e = "\N{LATIN SMALL LETTER E WITH ACUTE}"
+    found = run_ranks(3, act, tmp_path)
+    assert found == [[["", e, e + e], 5, rank == 0, ["", "", ""]] for rank in range(3)]
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path):
+    def act(ranks: Ranks) -> None:
+        def lose() -> None:
+            if ranks.rank == 1:
+                raise CacheError("no cache here")
+
+        ranks.together(lose)
+
+    assert (
+        run_ranks(2, act, tmp_path)
+        == [{"error": "rank 1: no cache here", "kind": "CacheError"}] * 2
+    )
+
+
+def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path):
+    def act(ranks: Ranks) -> None:
+        ranks.together(lambda: open("/nowhere/at/all") if ranks.rank else None)
+
+    for found in run_ranks(2, act, tmp_path):
+        assert found["kind"] == "ConfigError" and found["error"].startswith("rank 1: [Errno 2]")
+
+
+def test_ranks_that_were_given_something_else_are_named(tmp_path):
+    def act(ranks: Ranks) -> None:
+        ranks.check_same(settings="same", cache_content="abc" if ranks.rank < 2 else "def")
+
+    expected = "rank 2 has cache_content=def, rank 0 has abc; give all ranks the same cache_content"
+    assert {found["error"] for found in run_ranks(3, act, tmp_path)} == {expected}
+
+
+def test_one_process_exchanges_nothing():
+    tensor = torch.ones(2)
+    ALONE.sum_([tensor])
+    ALONE.wait()
+    ALONE.check_same(x="y")
+    assert tensor.tolist() == [1.0, 1.0]
+    assert ALONE.apart() is ALONE and ALONE.texts("a") == ["a"] and ALONE.together(lambda: 3) == 3
+    assert ALONE.copy_from_first(tensor) is tensor
+    with joined("cpu") as ranks:
+        assert ranks is ALONE
+
+
+def test_under_a_launcher_every_rank_needs_a_device_of_its_own(monkeypatch):
+    said = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in {**said, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="device=cuda:0, but 2 ranks need a device each"):
+        with joined("cuda:0"):
+            pass
