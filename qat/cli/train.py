@@ -63,7 +63,7 @@ def train(
     return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
 
 
-def _preflight(  # noqa: PLR0913
+def _preflight(
     config: TrainConfig, student: str, out: Path, *, ranks: "Ranks", force: bool, is_new: bool
 ) -> list[str]:
     """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""

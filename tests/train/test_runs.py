@@ -1,6 +1,6 @@
 """Whole runs: their directory, how they go on after a stop, and what they refuse.
 
-A stop here is an exception in the middle of a step; `test_train_kill.py` kills processes.
+A stop here is an exception in the middle of a step; `measure_kills.py` kills processes.
 """
 
 import json

@@ -1,0 +1,235 @@
+"""Kills trainings, checkpoint writing, cache builds and pulls with SIGKILL; no end may show it.
+
+python speedrun/measure_kills.py --kills 200 --figures FILE.jsonl
+
+Each quarter of the kills hits one of the four. What was killed is started again, and killed again,
+until it ends; then every file must equal that of an undisturbed run, but those that tell of time.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from figures import record
+from kill_case import after, build, contents, fork, killed, make_student
+
+from qat.files import sha256_file
+from qat.hub.config import Entry
+from qat.hub.pack import pack
+from qat.hub.pull import pull
+from qat.train.config import TrainConfig
+from qat.train.start import train_student
+
+STEPS = 24
+OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*")
+"""Files of a run that tell when and where it ran."""
+KILLS_IN_A_ROW = 6
+"""Of one run, before it may end."""
+LATENT, FROZEN = "weights,scales,codebook,norms", "scales,codebook"
+CHUNK = 2**16
+
+Wait = Callable[[Callable[[], bool]], None]
+
+
+class Case(NamedTuple):
+    """One thing to kill, again and again."""
+
+    act: Callable[[Path], object]
+    """Begins or goes on with it in a directory."""
+    kill: Callable[[Path, float], Wait]
+    """When to kill what works there, given how long it takes undisturbed."""
+    ignored: tuple[str, ...]
+    """Files that may differ, see `contents`."""
+
+
+def main() -> None:
+    """Kill as often as asked, compare, and record how many kills left no trace."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="training, checkpoints, cache or hub")
+    parser.add_argument("--figures", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # children are forked: no thread pool may exist before
+    rng, equal = random.Random(arguments.seed), 0
+    kinds = {"training": trainings, "checkpoints": savings, "cache": builds, "hub": pulls}
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        build(place / "cache")
+        make_student(place / "student")
+        for number, (kind, cases) in enumerate(kinds.items()):
+            share = arguments.kills * (number + 1) // 4 - arguments.kills * number // 4
+            if arguments.only in (None, kind):
+                began = time.monotonic()
+                with closing(cases(place, rng)) as found:
+                    survived = kill_and_compare(found, place / f"killed-{kind}", share)
+                equal += survived
+                seconds = time.monotonic() - began
+                print(f"{kind}: {survived} of {share} kills in {seconds:.0f} s", flush=True)
+    print(f"{equal} of {arguments.kills} kills left no trace")
+    if arguments.figures:
+        record(arguments.figures, "kills_survived", equal, "kills", ">= 200, all byte-equal")
+    raise SystemExit(arguments.only is None and equal != arguments.kills)
+
+
+def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
+    """How many of `kills` kills lie in work that ends in the bytes of an undisturbed one."""
+    done = equal = 0
+    whole: dict[Callable[[Path], object], tuple[dict[str, bytes], float]] = {}
+    scratch.mkdir()
+    for number, case in enumerate(cases):
+        if done == kills:
+            break
+        out, log = scratch / f"killed-{number}", scratch / "log"
+        if case.act not in whole:
+            undisturbed, began = scratch / f"whole-{number}", time.monotonic()
+            killed(partial(case.act, undisturbed), log, None)
+            whole[case.act] = contents(undisturbed, case.ignored), time.monotonic() - began
+        expected, seconds = whole[case.act]
+        here, limit = 0, min(kills - done, KILLS_IN_A_ROW)
+        while killed(partial(case.act, out), log, here < limit and case.kill(out, seconds) or None):
+            here += 1
+        is_equal = report(contents(out, case.ignored), expected, f"{scratch.name} {number}", here)
+        done, equal = done + here, equal + here * is_equal
+    return equal
+
+
+def report(found: dict[str, bytes], expected: dict[str, bytes], name: str, kills: int) -> bool:
+    """Whether all is equal; what is not is printed."""
+    different = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+    print(f"{name}: {kills} kills, {len(different)} files differ", *different[:5], flush=True)
+    return not different
+
+
+def trainings(place: Path, rng: random.Random) -> Iterator[Case]:
+    """Runs of latent weights and of frozen codes, saved every 1 to 7 steps."""
+    for number in count():
+        learn = (LATENT, FROZEN)[number % 2]
+        act = Training(place, learn, 1 + number // 2 % 7)
+        yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), OF_TIME)
+
+
+def savings(place: Path, rng: random.Random) -> Iterator[Case]:
+    """The same, killed while a checkpoint is written."""
+    for number in count():
+        act = Training(place, (LATENT, FROZEN)[number % 2], 3)
+        yield Case(act, lambda out, _: while_saving(out, rng), OF_TIME)
+
+
+class Training(NamedTuple):
+    """A run of a few steps, which goes on where it was stopped."""
+
+    place: Path
+    learn: str
+    save_every: int
+
+    def __call__(self, out: Path) -> None:
+        """Begin or go on with the run in `out`."""
+        config = TrainConfig(
+            cache_dir=self.place / "cache",
+            learn=self.learn,
+            max_steps=STEPS,
+            batch_size=4,
+            save_every=self.save_every,
+            eval_every=8,
+            eval_sequences=4,
+            log_every=1,
+            warmup_steps=5,
+            device="cpu",
+        )
+        train_student(config, str(self.place / "student"), out, resume=True)
+
+
+def while_saving(out: Path, rng: random.Random) -> Wait:
+    """Kill at a random instant while one of the next checkpoints is written."""
+    skipped, delay_s = rng.randrange(4), rng.uniform(0.0, 0.05)
+
+    def wait(has_ended: Callable[[], bool]) -> None:
+        seen = {path.name for path in (out / "checkpoints").glob(".*")}
+        left = skipped
+        while not has_ended():
+            new = {path.name for path in (out / "checkpoints").glob(".step-*")} - seen
+            if new and left == 0:
+                time.sleep(delay_s)
+                return
+            seen |= new
+            left -= len(new)
+            time.sleep(0.0005)
+
+    return wait
+
+
+def builds(place: Path, rng: random.Random) -> Iterator[Case]:
+    """Builds of a cache."""
+    while True:
+        yield Case(build, lambda _, seconds: after(rng.uniform(0.0, seconds)), ())
+
+
+def pulls(place: Path, rng: random.Random) -> Iterator[Case]:
+    """Downloads of an archive from a slow server on this host, and what follows them."""
+    model = place / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (model / "model.safetensors").write_bytes(random.Random(0).randbytes(6 * 2**20))
+    archive = place / "model.tar.lz4"
+    pack(model, archive)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Slowly, archive.read_bytes()))
+    child = fork(server.serve_forever, place / "server.log")  # no thread here: this process forks
+    entry = Entry(
+        kind="checkpoint",
+        mirrors=(f"http://127.0.0.1:{server.server_port}/model.tar.lz4",),
+        sha256=sha256_file(archive),
+    )
+    act = partial(_pull, entry)
+    try:
+        while True:
+            yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), ())
+    finally:
+        server.server_close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _pull(entry: Entry, out: Path) -> None:
+    pull("model", entry, out)
+
+
+class Slowly(BaseHTTPRequestHandler):
+    """Serves one file in small parts, from where it is asked to."""
+
+    def __init__(self, data: bytes, *arguments: object) -> None:
+        self.data = data
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:  # the name is the standard library's
+        """Answer with the file, or with what of it is asked for."""
+        asked = self.headers.get("Range")
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+        self.send_response(206 if asked else 200)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", str(len(self.data) - start))
+        if asked:
+            last = len(self.data) - 1
+            self.send_header("Content-Range", f"bytes {start}-{last}/{len(self.data)}")
+        self.end_headers()
+        for place in range(start, len(self.data), CHUNK):
+            self.wfile.write(self.data[place : place + CHUNK])
+            time.sleep(0.002)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+if __name__ == "__main__":
+    main()
