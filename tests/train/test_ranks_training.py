@@ -1,0 +1,178 @@
+"""Training on several ranks: the course of one process, whoever stops, breaks or goes on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGINT, SIGTERM, raise_signal
+
+import pytest
+import torch
+from ranks_case import run_ranks
+from train_case import config, make_place
+
+from qat.errors import ConfigError
+from qat.logs import read_json_lines
+from qat.ranks import ALONE, Ranks
+from qat.train.config import TrainConfig
+from qat.train.division import digest, divide, rank_indices
+from qat.train.loop import Trainer
+from qat.train.optim import Optimizer
+from qat.train.start import train_student
+
+FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("ranks"))
+
+
+def settings(place: Path, **values: object) -> TrainConfig:
+    long = {"max_steps": 10, "batch_size": 2, "eval_every": 5, "save_every": 5}
+    return config(place, **{**long, "global_batch_size": 8, **values})
+
+
+def train(place: Path, out: Path, *, resume: bool = False, ranks: Ranks = ALONE, **values) -> dict:
+    """A run's report, and what its ranks moved."""
+    chosen = settings(place, **values)
+    report = train_student(chosen, str(place / "student"), out, resume=resume, ranks=ranks)
+    return {"best": report.best, "steps": report.steps, "moved": ranks.bytes_moved}
+
+
+def on_ranks(size: int, place: Path, out: Path, **values: object) -> list[dict]:
+    return run_ranks(size, lambda ranks: train(place, out, ranks=ranks, **values), out.parent)
+
+
+def course(out: Path) -> list[dict]:
+    lines = read_json_lines(out / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not isinstance(v, str)} for line in lines]
+
+
+def assert_same_course(out: Path, other: Path) -> None:
+    ours, theirs = course(out), course(other)
+    assert len(ours) == len(theirs)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(its, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(place, tmp_path_factory):
+    """Runs of one process that others are compared with."""
+    found = {}
+    for learn in (FROZEN, LATENT):
+        found[learn] = tmp_path_factory.mktemp("alone") / "run"
+        train(place, found[learn], learn=learn)
+    return found
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("size", "learn"),
+    [
+        (2, FROZEN),
+        (4, LATENT),
+        pytest.param(2, LATENT, marks=SLOW),
+        pytest.param(4, FROZEN, marks=SLOW),
+    ],
+)
+def test_ranks_train_as_one_process_does(place, alone, tmp_path, size, learn):
+    out = tmp_path / "run"
+    found = on_ranks(size, place, out, learn=learn)
+    assert [report["steps"] for report in found] == [10] * size, found
+    assert len({report["best"] for report in found}) == 1
+    assert_same_course(out, alone[learn])
+    learnable = json.loads((out / "run.json").read_text())["learnable"]
+    counts, losses = 2 * 8, 2 * 4  # valid tokens and wishes; a loss and the total
+    assert found[0]["moved"] == 10 * (4 * learnable + counts + losses)
+
+
+def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, alone, tmp_path):
+    out = tmp_path / "run"
+
+    def signalled(ranks: Ranks) -> dict:
+        if ranks.rank == 1:
+            before(Trainer, "_advance", lambda trainer: trainer.step == 3 and raise_signal(SIGTERM))
+        return train(place, out, ranks=ranks)
+
+    first, second = run_ranks(2, signalled, tmp_path)
+    assert "stopped by another rank after step 4" in first["error"]
+    assert "stopped by SIGTERM after step 4" in second["error"]
+    assert (out / "latest").read_text() == "checkpoints/step-000004\n"
+
+    def interrupted(ranks: Ranks) -> dict:
+        before(Trainer, "_advance", lambda trainer: trainer.step == 6 and raise_signal(SIGINT))
+        return train(place, out, ranks=ranks, resume=True)
+
+    (stopped,) = run_ranks(1, interrupted, tmp_path)
+    assert "stopped by SIGINT after step 7" in stopped["error"]
+    found = on_ranks(4, place, out, resume=True)
+    assert [report["steps"] for report in found] == [10] * 4
+    assert_same_course(out, alone[LATENT])
+
+
+def test_what_is_no_number_on_one_rank_stops_all_with_one_line(place, tmp_path):
+    out = tmp_path / "run"
+
+    def spoilt(ranks: Ranks) -> dict:
+        if ranks.rank == 1:
+            before(Optimizer, "step", spoil)
+        return train(place, out, ranks=ranks)
+
+    def spoil(optimizer: Optimizer, step: int) -> None:
+        if step == 6:
+            next(iter(optimizer.parameters.values())).grad.fill_(torch.nan)
+
+    first, second = run_ranks(2, spoilt, tmp_path)
+    assert first == second and first["kind"] == "TrainingError"
+    assert "up to step 7" in first["error"] and "step-000005" in first["error"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000005"]
+
+
+def test_a_rank_without_the_cache_stops_all_before_anything_is_written(place, tmp_path):
+    out = tmp_path / "run"
+
+    def act(ranks: Ranks) -> dict:
+        chosen = {"cache_dir": tmp_path / "none"} if ranks.rank else {}
+        return train(place, out, ranks=ranks, **chosen)
+
+    first, second = run_ranks(2, act, tmp_path)
+    assert first == second and first["kind"] == "CacheError"
+    assert first["error"].startswith("rank 1: ") and "build it with 'qat cache'" in first["error"]
+    assert not out.exists()
+
+
+def test_a_batch_that_does_not_divide_is_refused(place):
+    expected = r"global_batch_size=64 does not divide by 3 ranks x batch_size=4; .* multiple of 12"
+    with pytest.raises(ConfigError, match=expected):
+        divide(settings(place, global_batch_size=64, batch_size=4), 3)
+    assert divide(settings(place, global_batch_size=64, batch_size=4), 2).grad_accum_steps == 8
+    unset = settings(place, global_batch_size=0)
+    assert divide(unset, 3) == unset
+
+
+def test_the_parts_of_a_step_are_its_whole_however_many_ranks_there_are(place):
+    def parts(size: int) -> list[int]:
+        chosen = divide(settings(place, global_batch_size=16), size)
+        ranks = [Ranks(rank, size, torch.device("cpu")) for rank in range(size)]
+        return sorted(i for one in ranks for i in rank_indices(chosen, 3, 100, one).flatten())
+
+    assert len(parts(1)) == 16 and parts(1) == parts(2) == parts(4) == parts(8)
+
+
+def test_a_digest_is_of_bits_and_shapes():
+    one = torch.tensor([[1.0, 2.0]])
+    assert digest([one]) == digest([one.clone()]) != digest([one.t()])
+    assert digest([one]) != digest([one + 1e-7]) and digest([one.bfloat16()])
+
+
+def before(owner: type, name: str, act: Callable) -> None:
+    """Let `act` see the arguments of each call of a method; for forked processes only."""
+    method = getattr(owner, name)
+
+    def replaced(*args: object, **named: object) -> object:
+        act(*args[: act.__code__.co_argcount])
+        return method(*args, **named)
+
+    setattr(owner, name, replaced)
