@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from qat.errors import ConfigError
+from qat.process import available_gib, data_limit, process_gib, restart_peak
 
 DTYPES = {
     "fp32": torch.float32,
@@ -33,10 +33,6 @@ OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 """What plain runtime errors say when memory ran out outside PyTorch's own device allocator."""
-PROCESS, CLEAR_REFS, MEMINFO = (
-    Path("/proc", *parts) for parts in (("self", "status"), ("self", "clear_refs"), ("meminfo",))
-)
-"""Where Linux tells about memory, and where a 5 starts its count of the peak anew."""
 T = TypeVar("T")
 
 
@@ -160,6 +156,21 @@ class Backend:
         """`tensor` on the host, to be read only after a call of what `finished` then gives."""
         return tensor.to("cpu", non_blocking=self.device.type == "cuda")
 
+    def copied_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the host, to be read as those of `to_host`; tensors of one storage stay so.
+
+        What changes the tensors later, in the order of the device's work, changes no copy.
+        """
+        found: dict[str, Tensor] = {}
+        copies: dict[object, Tensor] = {}
+        for name, tensor in tensors.items():
+            key = (tensor.data_ptr(), tensor.shape, tensor.dtype) if tensor.numel() else name
+            if key not in copies:
+                whole = tensor.detach().contiguous()
+                copies[key] = self.to_host(whole) if whole.is_cuda else whole.clone()
+            found[name] = copies[key]
+        return found
+
     def finished(self) -> Callable[[], None]:
         """A function, for any thread, that waits for all that the device was given until now."""
         if self.device.type != "cuda":
@@ -212,14 +223,14 @@ class Backend:
         """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
-        return _process_gib("VmHWM") if self.device.type == "cpu" else None
+        return process_gib("VmHWM") if self.device.type == "cpu" else None
 
     def reset_peak_memory(self) -> None:
         """Let `peak_memory_gib` count from here."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif self.device.type == "cpu" and CLEAR_REFS.exists():
-            CLEAR_REFS.write_text("5")
+        elif self.device.type == "cpu":
+            restart_peak()
 
     def free_memory(self) -> None:
         """Give back what dead objects and the allocator still hold."""
@@ -233,16 +244,44 @@ class Backend:
         """Memory held now, counted as `peak_memory_gib` does."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) / GIB
-        return _process_gib("VmRSS") if self.device.type == "cpu" else None
+        return process_gib("VmRSS") if self.device.type == "cpu" else None
+
+    def reserved_memory_gib(self) -> float | None:
+        """Memory that PyTorch took from a GPU, in use or not; None elsewhere."""
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.memory_reserved(self.device) / GIB if is_gpu else None
+
+    def health(self) -> dict[str, float | None]:
+        """Load (%), power (W) and temperature (C) of a GPU; nothing where nobody tells.
+
+        Needs nvidia-ml-py, and takes milliseconds.
+        """
+        if self.device.type != "cuda":
+            return {}
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            return {}
+        asked = (
+            ("gpu_util_pct", torch.cuda.utilization, 1),
+            ("gpu_power_w", torch.cuda.power_draw, 1e-3),
+            ("gpu_temp_c", torch.cuda.temperature, 1),
+        )
+        found: dict[str, float | None] = {}
+        for name, ask, unit in asked:
+            try:
+                found[name] = ask(self.device) * unit
+            except (pynvml.NVMLError, RuntimeError):  # not every device and driver tells all
+                found[name] = None
+        return found
 
     def memory_gib(self) -> float | None:
         """Memory that this process could hold if it took all that is free; None if unknown."""
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             return (free + torch.cuda.memory_reserved(self.device)) / GIB
-        if self.device.type != "cpu" or not MEMINFO.exists():
-            return None
-        return _kib(MEMINFO.read_text(), "MemAvailable") / 2**20 + _process_gib("VmRSS")
+        free = available_gib() if self.device.type == "cpu" else None
+        return None if free is None else free + process_gib("VmRSS")
 
     @contextmanager
     def limit_memory(self, gib: float) -> Iterator[float]:
@@ -275,7 +314,7 @@ class Backend:
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0, index)
             return
-        with _data_limit(_process_gib("VmData") + gib - held):
+        with data_limit(process_gib("VmData") + gib - held):
             yield gib
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -339,30 +378,6 @@ def select(device: str = "auto") -> Backend:
     if kind == "cuda" and index:
         torch.cuda.set_device(int(index))  # where kernels are launched
     return Backend(torch.device(device))
-
-
-@contextmanager
-def _data_limit(gib: float) -> Iterator[None]:
-    """At most `gib` of private memory for this process: what Linux counts as VmData."""
-    import resource
-
-    old, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * GIB), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (old, hard))
-
-
-def _process_gib(field: str) -> float | None:
-    """A size of this process as Linux tells it, such as VmRSS; None on other systems."""
-    if not PROCESS.exists():
-        return None
-    return _kib(PROCESS.read_text(), field) / 2**20
-
-
-def _kib(text: str, field: str) -> int:
-    return int(text.split(f"{field}:")[1].split()[0])
 
 
 def profile_operators() -> torch.profiler.profile:

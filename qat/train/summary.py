@@ -1,0 +1,86 @@
+"""What a finished run came to, in one small file: `metrics.json`."""
+
+import json
+import statistics
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from qat.files import write_atomically
+from qat.logs import FACTS, HEARTBEAT, METRICS, SUMMARY, read_json_lines
+
+COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
+"""Facts of `run.json` that stand in the summary too."""
+NOTHING = {"step": 0, "elapsed_s": 0.0}
+"""Before the first beat."""
+
+
+def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
+    """Write `metrics.json` of the run in `path`, all of it read from the run's own files.
+
+    `final` is the checkpoint to use and `best` its held-out score, nats a token.
+    """
+    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    beats = _lines(path / HEARTBEAT)
+    found = {
+        **_course(_lines(path / METRICS)),
+        "best_nats": best,
+        **_times(beats),
+        **_speed(beats),
+        "events": _events(path),
+        **{name: facts.get(name) for name in COPIED},
+        "final": final.name,
+    }
+    write_atomically(path / SUMMARY, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _course(metrics: list[dict]) -> dict[str, Any]:
+    """Steps, and the training loss in the first and the last logged one."""
+    steps = [line for line in metrics if line["kind"] == "train"]
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    return {
+        "steps": last.get("step", 0),
+        "first_loss_nats": first.get("loss_nats"),
+        "last_loss_nats": last.get("loss_nats"),
+    }
+
+
+def _times(beats: list[dict]) -> dict[str, float]:
+    """Seconds of all processes that made the run, and of these the seconds of its steps.
+
+    A beat stands for the steps since the one before it.
+    """
+    wall_s = train_s = 0.0
+    for before, beat in pairwise([NOTHING, *beats]):
+        is_same = before.get("pid") == beat.get("pid") and before["elapsed_s"] <= beat["elapsed_s"]
+        wall_s += beat["elapsed_s"] - (before["elapsed_s"] if is_same else 0.0)
+        train_s += beat["step_s"] * (beat["step"] - before["step"])
+    return {"wall_s": wall_s, "train_s": train_s}
+
+
+def _speed(beats: list[dict]) -> dict[str, float | int | None]:
+    """Tokens over all ranks, the median of their rate without the first beat, the peak memory."""
+    warm = beats[1:] or beats
+    peaks = [beat["peak_gib"] for beat in beats if beat["peak_gib"] is not None]
+    tokens = sum(
+        beat["tokens_per_s"] * beat["step_s"] * (beat["step"] - before["step"])
+        for before, beat in pairwise([NOTHING, *beats])
+    )
+    return {
+        "tokens": round(tokens),
+        "tokens_per_s": statistics.median(b["tokens_per_s"] for b in warm) if warm else None,
+        "peak_gib": max(peaks, default=None),
+    }
+
+
+def _events(path: Path) -> dict[str, int]:
+    """How often each kind of event befell any rank."""
+    files = sorted(path.glob("events*.jsonl"))
+    kinds = Counter(event["kind"] for file in files for event in read_json_lines(file))
+    return dict(sorted(kinds.items()))
+
+
+def _lines(path: Path) -> list[dict]:
+    return read_json_lines(path) if path.exists() else []
