@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qat.kernels.decode_attention import Angles, Cache, Heads
+from qat.kernels.lut_matvec_triton import empty_inputs, put_inputs
 from qat.kernels.overlap import overlaps
 
 PROGRAMS = 256
@@ -33,7 +34,7 @@ def decode_attention(
     new = {"dtype": torch.float32, "device": qkv.device}
     parts = torch.empty(B * H, splits, D, **new)
     peaks, sums = torch.empty(2, B * H, splits, **new)
-    out = torch.empty(B, H * D, **new)
+    out = empty_inputs(B, H * D, order, qkv.device)
     overlap = overlaps(qkv.device)
     launch = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
     _split_kernel[(B * J, splits)](
@@ -202,5 +203,4 @@ def _merge_kernel(
     found = tl.load(parts + (head * SPLITS + split[:, None]) * D + whole[None, :])
     y = tl.sum(found * weight[:, None], axis=0) / total
     column = head % H * D + whole
-    place = column % ORDER * (H * D // ORDER) + column // ORDER
-    tl.store(out + head // H * (H * D) + place, y)
+    put_inputs(out, head // H, column, y, column < H * D, H * D, ORDER)

@@ -1,31 +1,17 @@
 """Triton functions that turn packed indices into levels, 16 at a time, for `lut_matvec`.
 
-A GPU reads 2-bit weights faster than it can name their levels one by one: what counts is integer
-instructions a weight, of which 1.8 are left with byte permutations and 2 with assembled loads.
+The levels are exact. A GPU reads weights of few bits faster than it can name their levels: what
+counts is integer instructions a weight, 2 with assembled loads (`lut_mma_triton` has fewer).
 """
 
 import triton
 import triton.language as tl
 
-GATHER, SELECT, PERMUTE, ASSEMBLED_GATHER = 0, 1, 2, 3
-"""Ways to look levels up: a load from the codebook, comparisons, byte permutations.
+GATHER, SELECT, ASSEMBLED_GATHER = 0, 1, 2
+"""Ways to look levels up: a load from the codebook, comparisons between four.
 
 The assembled load is the same to a GPU, but the compiler does not move its words between threads.
 """
-
-
-def _two_bits() -> str:
-    """Assembly of `_permuted`: $16 the word, $17 and $18 the lower and the upper bytes."""
-    lines = [".reg .b32 word, sel, low, high;"]
-    for odd in (0, 1):
-        lines += [f"shr.u32 word, $16, {2 * odd};", "and.b32 word, word, 0x33333333;"]
-        for half in (0, 1):
-            lines += [f"shr.u32 sel, word, {16 * half};"]
-            lines += ["prmt.b32 low, $17, 0, sel;", "prmt.b32 high, $18, 0, sel;"]
-            for k in range(4):
-                pick = f"0x{k + 4}{k}{k + 4}{k}"
-                lines.append(f"prmt.b32 ${8 * half + 2 * k + odd}, low, high, {pick};")
-    return "\n".join(["{", *lines, "}"])
 
 
 def _four_bits() -> str:
@@ -38,17 +24,14 @@ def _four_bits() -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(_four_bits())
-OUTPUTS_16, OUTPUTS_8 = tl.constexpr("=&r," * 16), tl.constexpr("=&f," * 8)
-FLOATS_16, FLOATS_8 = tl.constexpr((tl.float32,) * 16), tl.constexpr((tl.float32,) * 8)
+FOUR_BITS, OUTPUTS_8 = tl.constexpr(_four_bits()), tl.constexpr("=&f," * 8)
+FLOATS_8 = tl.constexpr((tl.float32,) * 8)
 
 
 @triton.jit
-def levels_of(words, codebook, low, high, BITS: tl.constexpr, LOOKUP: tl.constexpr):
+def levels_of(words, codebook, BITS: tl.constexpr, LOOKUP: tl.constexpr):
     """The 16 levels of each unit, `(R, U)` float32 each."""
-    if LOOKUP == 2:
-        return _permuted(words[0], low, high)
-    elif LOOKUP == 3 and BITS == 4:
+    if LOOKUP == 2 and BITS == 4:
         first = _gathered_by_four(words[0].to(tl.int32), codebook)
         return first + _gathered_by_four((words[0] >> 32).to(tl.int32), codebook)
     else:
@@ -63,7 +46,7 @@ def levels_of(words, codebook, low, high, BITS: tl.constexpr, LOOKUP: tl.constex
                     (code & 2) != 0, tl.where(is_odd, three, two), tl.where(is_odd, one, zero)
                 )
             else:
-                level = _gathered(codebook, code) if LOOKUP == 3 else tl.load(codebook + code)
+                level = _gathered(codebook, code) if LOOKUP == 2 else tl.load(codebook + code)
             found = found + (level,)
         return found
 
@@ -92,16 +75,4 @@ def _gathered_by_four(word, codebook):
     """The levels of eight indices of 4 bits; each table of 16 levels lies at a multiple of 64."""
     return tl.inline_asm_elementwise(
         FOUR_BITS, OUTPUTS_8 + "r,l", [word, codebook], dtype=FLOATS_8, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _permuted(word, low, high):
-    """Levels of 16 bits twice, as float32: `low` and `high` hold the bytes of the four levels.
-
-    A `prmt` picks four bytes by the low two bits of four nibbles, so one picks the lower bytes of
-    four levels, one the upper bytes, and one each puts a level together: lower, upper, twice.
-    """
-    return tl.inline_asm_elementwise(
-        TWO_BITS, OUTPUTS_16 + "r,r,r", [word, low, high], dtype=FLOATS_16, is_pure=True, pack=1
     )

@@ -5,7 +5,8 @@ weight is ever formed. A linear takes what stands around it with it: the norm be
 unit or the residual sum behind it.
 
 A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16 * (I / 16) +
-k // 16`. Who produces them writes them so; `order_of` says for which matrix.
+k // 16`; or split, as two numbers of 16 bits (`split`). Who produces them writes them so;
+`order_of` says for which matrix.
 
 Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.backend import Backend
 from qat.kernels.dispatch import use_triton
 from qat.quant.pack import Packed, unpack
 from qat.quant.spec import LutSpec
@@ -24,13 +26,17 @@ from qat.quant.weight import Scales, from_stored, to_stored
 
 UNIT = 16
 """Weights of a row that are read as one."""
+SPLIT = 0
+"""The order of inputs that tensor cores read."""
+SPLIT_FACTOR = 16.0
+"""What split inputs are divided by, so that no float16 overflows below a million."""
+MMA_BITS, MMA_INPUTS = (2, 4), 64
+"""Bits that tensor cores' levels can have, and inputs that rows must be multiples of."""
 MOST_VECTORS = 8
 """Vectors at once; for more, a formed weight and a matmul are faster."""
 MOST_PARTS = 3
 KERNEL_BITS = (1, 2, 3, 4, 8)
 WORDS = {1: torch.int16, 2: torch.int32, 3: torch.int16, 4: torch.int64, 8: torch.int64}
-CANDIDATES = 2**13
-"""Common factors of four levels that are tried."""
 
 
 class LutRows(NamedTuple):
@@ -43,7 +49,7 @@ class LutRows(NamedTuple):
     codebooks: Tensor
     """`(P, C)` float32: the levels of each part, C = 2**bits."""
     tables: Tensor | None
-    """`(P, 2)` int32: the lower and the upper bytes of four levels of 16 bits (`short_levels`)."""
+    """`(P, C / 2)` int32: lower, then upper bytes of the levels as float16 (`short_levels`)."""
     factors: Tensor | None
     """`(P,)` float32: what these levels are multiplied by."""
     bits: int
@@ -56,15 +62,13 @@ class LutRows(NamedTuple):
     ) -> Self:
         """One packed weight with group scales, which are encoded as a checkpoint stores them.
 
-        With `is_short`, a kernel may take four levels as numbers of 16 bits (`short_levels`).
+        With `is_short`, a kernel may take levels as numbers of 16 bits (`short_levels`).
         """
-        device, C = codebook.device, 2**source.bits
+        C = 2**source.bits
         padded = F.pad(codebook.detach().float(), (0, C - codebook.numel()))
         tables = factors = None
-        if is_short and C == 4:
-            *table, factor = short_levels(padded)
-            tables = torch.tensor([table], dtype=torch.int32, device=device)
-            factors = torch.tensor([factor], device=device)
+        if is_short and _has_mma(source, codebook.device):
+            tables, factors = short_levels(padded)
         encoded = to_stored("scales", scales.scales, scales.bits)
         return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
 
@@ -130,7 +134,9 @@ def stack(members: Sequence[Rows]) -> Rows:
         return torch.cat([*members])
     starts = torch.tensor([0, *(member.shape[0] for member in members)]).cumsum(0)
     fields = zip(*(member[:5] for member in members), strict=True)
-    joined = (None if tensors[0] is None else torch.cat(tensors) for tensors in fields)
+    joined = [None if tensors[0] is None else torch.cat(tensors) for tensors in fields]
+    if (starts[:-1] % UNIT).any():
+        joined[3:] = None, None  # 16 rows at a time have one table
     return LutRows(*joined, members[0].bits, tuple(starts[:-1].tolist()))
 
 
@@ -145,17 +151,35 @@ def stacks(members: Sequence[Rows]) -> bool:
 
 
 def order_of(rows: Rows) -> int:
-    """How a matrix reads its inputs: spread by 16, or by 1, as they are."""
-    return 1 if isinstance(rows, Tensor) else UNIT
+    """How a matrix reads its inputs: spread by 16, or by 1 as they are, or `SPLIT`."""
+    if isinstance(rows, Tensor):
+        return 1
+    return UNIT if rows.tables is None else SPLIT
 
 
 def spread(x: Tensor, order: int) -> Tensor:
-    """`(B, I)` as float32 in that order."""
+    """`(B, I)` as float32 in that order; or split, `(B, 2 I)` float16."""
+    if order == SPLIT:
+        return split(x)
     return x.float().unflatten(1, (-1, order)).transpose(1, 2).flatten(1)
+
+
+def split(x: Tensor) -> Tensor:
+    """`(B, I)` as float16 `(B, 2 I)`: what float16 holds of `x / 16`, then what that leaves.
+
+    In each unit of 16 the even places come first. Errs by at most 2**-22 of an input, or by 2**-21.
+    """
+    ordered = x.float().unflatten(1, (-1, UNIT // 2, 2)).transpose(2, 3).flatten(1) / SPLIT_FACTOR
+    upper = ordered.half()
+    return torch.cat([upper, (ordered - upper.float()).half()], 1)
 
 
 def gathered(x: Tensor, order: int) -> Tensor:
     """Undo `spread`."""
+    if order == SPLIT:
+        upper, lower = x.double().chunk(2, 1)
+        both = (upper + lower).to(torch.float32) * SPLIT_FACTOR
+        return both.unflatten(1, (-1, 2, UNIT // 2)).transpose(2, 3).flatten(1)
     return x.unflatten(1, (order, -1)).transpose(1, 2).flatten(1)
 
 
@@ -223,32 +247,21 @@ def _product(x: Tensor, rows: Rows) -> Tensor:
     return gathered(x, order_of(rows)) @ W.T
 
 
-def short_levels(codebook: Tensor) -> tuple[int, int, float]:
-    """Four levels as `factor` times numbers of 16 bits: their lower bytes, upper bytes, factor.
+def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels `(C,)` as float16: their bytes `(1, C / 2)` int32, and what a sum is multiplied by.
 
-    A number b of 16 bits stands for the float32 of the bits `b << 16 | b`. The common factor is the
-    one of `CANDIDATES` under which the worst of the four errs least: typically by 3e-4 of the
-    largest level, a tenth of what bfloat16 levels err.
+    The lower bytes of all levels come first, four in a word, then the upper ones. A power of two
+    brings the largest to between 1/2 and 1; each then errs by at most 2**-11 of itself, or 2**-25
+    of the largest. The factor `(1,)` float32 undoes that and `SPLIT_FACTOR`.
     """
-    levels = codebook.detach().float().cpu()
-    factors = 2.0 ** (torch.arange(CANDIDATES) / CANDIDATES)
-    bits = (levels / factors[:, None]).view(torch.int32)
-    below = bits >> 16 & 0xFFFF
-    choices = torch.stack([below, (below + 1) & 0xFFFF])
-    values = _doubled(choices) * factors[:, None]
-    errors = (values - levels).abs().nan_to_num(nan=torch.inf)
-    least, which = errors.min(0)
-    best = least.amax(1).argmin()
-    chosen = choices.gather(0, which[None])[0, best].tolist()
-    low = sum((level & 255) << 8 * place for place, level in enumerate(chosen))
-    high = sum((level >> 8) << 8 * place for place, level in enumerate(chosen))
-    return _signed(low), _signed(high), factors[best].item()
+    levels = codebook.detach().float()
+    _, exponent = torch.frexp(levels.abs().amax())
+    octets = torch.ldexp(levels, -exponent).half().view(torch.uint8).view(-1, 2)
+    factor = torch.ldexp(levels.new_tensor(SPLIT_FACTOR), exponent)
+    return octets.T.contiguous().view(torch.int32).view(1, -1), factor.view(1)
 
 
-def _doubled(short: Tensor) -> Tensor:
-    """The float32 whose upper and lower half are both `short`, `0 <= short < 2**16`."""
-    return ((short << 16) | short).to(torch.int32).view(torch.float32)
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+def _has_mma(source: Packed, device: torch.device) -> bool:
+    """Whether tensor cores can read a matrix of that format there."""
+    is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
+    return is_format and (device.type != "cuda" or Backend(device).has_bf16())

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import triton
 
-from qat.kernels.lut_levels_triton import PERMUTE
+from qat.kernels.lut_levels_triton import SELECT
 from qat.kernels.lut_matvec import UNIT
 
 
@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     depth: int
     """Tiles that are computed at a time, while as many are read ahead."""
     warps: int
-    lookup: int = PERMUTE
+    lookup: int = SELECT
     registers: int = 0
     """The most of a thread, or 0: a compiler left alone reads so far ahead that few threads fit."""
 
@@ -33,3 +33,31 @@ def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
     if units % 32 == 0:
         return Tile(16, 32, 1, 4, registers=registers)
     return Tile(8, 64, 1, 4, registers=registers)
+
+
+class MmaTile(NamedTuple):
+    """16 rows, and how the warps of a program go along them (`lut_mma_triton`)."""
+
+    units: int
+    """Consecutive units that a lane reads at a time; four lanes share a row."""
+    warps: int
+    """Warps that share 16 rows."""
+    registers: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of a program."""
+        return 16
+
+    @property
+    def depth(self) -> int:
+        """Spans that are computed at a time."""
+        return 1
+
+
+def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
+    """The default: a lane reads 16 bytes, and few rows are shared by more warps."""
+    units = 4 if bits == 2 else 2
+    spans = in_features // UNIT // (4 * units)
+    most = 8 if out_features < 4096 else 4 if out_features < 65536 else 2
+    return MmaTile(units, max(1, min(most, triton.next_power_of_2(max(spans, 1)))))

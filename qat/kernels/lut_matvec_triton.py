@@ -3,8 +3,8 @@
 A unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile is R rows x U
 units. A thread decodes its units into float32 levels and adds up their products with x, which lies
 spread: the 16 inputs of all units side by side, so that a thread reads four units' inputs as 16
-bytes. One scale multiplies a unit's sum. Two-bit levels take 24 byte permutations and 5 masks and
-shifts for 16 weights, 1.8 integer instructions each, and one multiply-add.
+bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do, the tensor cores multiply
+(`lut_mma_triton`), with the same norm before and the same sums behind.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,11 @@ from triton.runtime.jit import JITFunction
 from qat.kernels.lut_levels_triton import (
     ASSEMBLED_GATHER,
     GATHER,
-    PERMUTE,
-    SELECT,
     levels_of,
 )
-from qat.kernels.lut_matvec import UNIT, WORDS, Norm, Rows
-from qat.kernels.lut_matvec_tiles import Tile, tile_for
+from qat.kernels.lut_matvec import SPLIT, UNIT, WORDS, Norm, Rows, order_of
+from qat.kernels.lut_matvec_tiles import MmaTile, Tile, mma_tile_for, tile_for
+from qat.kernels.lut_mma_triton import decoded, mma_ahead, mma_dots
 from qat.kernels.overlap import overlaps
 from qat.kernels.tuned import chosen
 
@@ -34,7 +33,7 @@ def matvec(
 ) -> Tensor:
     """See `lut_matvec`."""
     O = rows.shape[0] // 2 if is_gated else rows.shape[0]
-    out = torch.empty(x.shape[0], O, dtype=torch.float32, device=x.device)
+    out = empty_inputs(x.shape[0], O, order, x.device)
     _launch(x, rows, out, norm=norm, bias=bias, is_gated=is_gated, order=order)
     return out
 
@@ -43,27 +42,36 @@ def matvec_add(
     x: Tensor, rows: Rows, residual: Tensor, gamma: Tensor, *, bias: Tensor | None, order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `lut_matvec`: the new residual, scaled, and the sums of squares."""
-    tile = _tile(rows, rows.shape[0])
-    count = triton.cdiv(rows.shape[0], tile.rows)
-    squares = torch.empty(x.shape[0], count, dtype=torch.float32, device=x.device)
-    out, scaled = torch.empty_like(residual), torch.empty_like(residual)
+    B, O = x.shape[0], rows.shape[0]
+    count = triton.cdiv(O, _tile(rows, O).rows)
+    squares = torch.empty(B, count, dtype=torch.float32, device=x.device)
+    out, scaled = torch.empty_like(residual), empty_inputs(B, O, order, x.device)
     _launch(
         x, rows, out, bias=bias, order=order, added=(scaled, squares, residual, gamma.contiguous())
     )
     return out, scaled, squares
 
 
-def _options(tile: Tile, num_vectors: int, overlap: bool) -> dict[str, int]:
+def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
+    """Room for inputs in that order (`lut_matvec.spread`)."""
+    is_split = order == SPLIT
+    dtype = torch.float16 if is_split else torch.float32
+    return torch.empty(B, 2 * I if is_split else I, dtype=dtype, device=device)
+
+
+def _options(tile: Tile | MmaTile, num_vectors: int, overlap: bool) -> dict[str, int]:
     """What a compiler hears beside the arguments: several vectors need all registers."""
     is_capped = IS_COMPILED and tile.registers and num_vectors == 1
     capped = {"maxnreg": tile.registers} if is_capped else {}
     return {**capped, "launch_pdl": True} if overlap else capped
 
 
-def _tile(rows: Rows, out_features: int) -> Tile:
+def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
     bits = 16 if isinstance(rows, Tensor) else rows.bits
     key = (out_features, rows.shape[1], bits)
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
+    if order_of(rows) == SPLIT:
+        return chosen("lut_mma", key, mma_tile_for(*key), device)
     return chosen("lut_matvec", key, tile_for(*key), device)
 
 
@@ -78,9 +86,9 @@ def _launch(
     order: int,
     added: tuple[Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    O, I = out.shape[1], rows.shape[1]
-    tile = _tile(rows, O)
     scaled, squares_out, residual, gamma = added
+    O, I = rows.shape[0] // (2 if is_gated else 1), rows.shape[1]
+    tile = _tile(rows, O)
     parts = _parts(rows)
     overlap = overlaps(x.device)
     num_squares = 0 if norm is None else norm.squares.shape[1]
@@ -88,7 +96,7 @@ def _launch(
         out,
         scaled,
         squares_out,
-        x.contiguous(),
+        x.view(torch.int32) if parts.is_mma else x.contiguous(),
         None if norm is None else norm.squares,
         *parts.tensors,
         bias,
@@ -105,24 +113,27 @@ def _launch(
         C=2 ** min(parts.bits, 8),
         LENGTH=parts.length,
         LOOKUP=_lookup(parts, tile),
+        MMA=parts.is_mma,
+        ASSEMBLED=IS_COMPILED,
         GLU=is_gated,
         SQUARES=max(triton.next_power_of_2(num_squares), 2),
         ORDER=order,
         R=tile.rows,
         U=tile.units,
         DEPTH=tile.depth,
+        W=tile.warps,
         OVERLAP=overlap,
         num_warps=tile.warps,
         **_options(tile, x.shape[0], overlap),
     )
 
 
-def _lookup(parts: "_Parts", tile: Tile) -> int:
-    """Comparisons and permutations know four levels; the interpreter, no assembly."""
+def _lookup(parts: "_Parts", tile: Tile | MmaTile) -> int:
+    """Comparisons know four levels; the interpreter, no assembly."""
+    if parts.is_mma:
+        return GATHER
     if parts.bits != 2:
         return ASSEMBLED_GATHER if IS_COMPILED else GATHER
-    if tile.lookup == PERMUTE and (parts.tensors[3] is None or not IS_COMPILED):
-        return SELECT
     return tile.lookup
 
 
@@ -137,17 +148,19 @@ class _Parts(NamedTuple):
     second: int
     third: int
     """First rows of the second and the third part, beyond all rows where there is none."""
+    is_mma: bool
 
 
 def _parts(rows: Rows) -> _Parts:
     none = 2**31 - 1
     if isinstance(rows, Tensor):
-        return _Parts((rows, None, None, None, None), 16, 1, none, none)
-    words = rows.octets.view(WORDS[rows.bits])
+        return _Parts((rows, None, None, None, None), 16, 1, none, none, False)
+    is_mma = order_of(rows) == SPLIT
+    words = rows.octets.view(torch.int32 if is_mma else WORDS[rows.bits])
     _, second, third = (*rows.starts, none, none)[:3]
     length = rows.shape[1] // rows.scales.shape[1] // UNIT
     tensors = (words, rows.scales, rows.codebooks, rows.tables, rows.factors)
-    return _Parts(tensors, rows.bits, length, second, third)
+    return _Parts(tensors, rows.bits, length, second, third, is_mma)
 
 
 @triton.jit
@@ -176,23 +189,33 @@ def _matvec_kernel(
     C: tl.constexpr,
     LENGTH: tl.constexpr,
     LOOKUP: tl.constexpr,
+    MMA: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
     GLU: tl.constexpr,
     SQUARES: tl.constexpr,
     ORDER: tl.constexpr,
     R: tl.constexpr,
     U: tl.constexpr,
     DEPTH: tl.constexpr,
+    W: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()
-    row = tl.program_id(0) * R + tl.arange(0, R)
+    first = tl.program_id(0) * R
+    row = first + tl.arange(0, R)
     is_row = row < num_out
     row = tl.minimum(row, num_out - 1)
     # what no kernel writes
-    drawn = _ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
+    if MMA:
+        drawn = mma_ahead(
+            source, scales, first, num_out, 0, UNITS, BITS, LENGTH, 2 if GLU else 1, U, W
+        )
+    else:
+        drawn = _ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
     if GLU:
-        drawn_up = _ahead(source, scales, row + num_out, 0, UNITS, BITS, LENGTH, U, DEPTH)
+        if not MMA:
+            drawn_up = _ahead(source, scales, row + num_out, 0, UNITS, BITS, LENGTH, U, DEPTH)
         if bias is not None:
             up_bias = tl.load(bias + num_out + row).to(tl.float32)
     if bias is not None:
@@ -211,16 +234,22 @@ def _matvec_kernel(
             norms = norms + (tl.rsqrt(mean + eps),)
         if residual is not None:
             olds = olds + (tl.load(residual + b * num_out + row),)
-    sums = _dots(
-        x, source, scales, codebooks, tables, factors, drawn,
-        row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
-    )  # fmt: skip
-    if GLU:
-        ups = _dots(
-            x, source, scales, codebooks, tables, factors, drawn_up,
-            row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+    if MMA:
+        # gates, then ups
+        sums = mma_dots(
+            x, source, scales, tables, factors, drawn, first, num_out, second, third,
+            UNITS, B, BITS, LENGTH, 2 if GLU else 1, U, W, ASSEMBLED,
         )  # fmt: skip
-    spread_at = row % ORDER * (num_out // ORDER) + row // ORDER
+    else:
+        sums = _dots(
+            x, source, scales, codebooks, drawn,
+            row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+        )  # fmt: skip
+        if GLU:
+            sums = sums + _dots(
+                x, source, scales, codebooks, drawn_up,
+                row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+            )  # fmt: skip
     for b in tl.static_range(B):
         y = sums[b]
         if squares_in is not None:
@@ -228,19 +257,18 @@ def _matvec_kernel(
         if bias is not None:
             y += own_bias
         if GLU:
-            up = ups[b]
+            up = sums[B + b]
             if squares_in is not None:
                 up *= norms[b]
             if bias is not None:
                 up += up_bias
             y = y * tl.sigmoid(y) * up
         if residual is None:
-            place = out + b * num_out + spread_at
-            tl.store(place, y.to(out.dtype.element_ty), mask=is_row)
+            put_inputs(out, b, row, y, is_row, num_out, ORDER)
         else:
             y += olds[b]
             tl.store(out + b * num_out + row, y, mask=is_row)
-            tl.store(scaled + b * num_out + spread_at, y * gain, mask=is_row)
+            put_inputs(scaled, b, row, y * gain, is_row, num_out, ORDER)
             square = tl.sum(tl.where(is_row, y * y, 0.0), axis=0)
             tl.store(squares_out + b * tl.num_programs(0) + tl.program_id(0), square)
 
@@ -250,13 +278,25 @@ IS_COMPILED = isinstance(_matvec_kernel, JITFunction)
 
 
 @triton.jit
+def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
+    """Write inputs of the next matrix, of `size` a vector, as `lut_matvec.spread` lays them."""
+    if ORDER == 0:
+        at = b * 2 * size + place // 16 * 16 + place % 2 * 8 + place % 16 // 2
+        part = y * 0.0625
+        upper = part.to(tl.float16)
+        tl.store(out + at, upper, mask=is_there)
+        tl.store(out + at + size, (part - upper.to(tl.float32)).to(tl.float16), mask=is_there)
+    else:
+        at = b * size + place % ORDER * (size // ORDER) + place // ORDER
+        tl.store(out + at, y, mask=is_there)
+
+
+@triton.jit
 def _dots(
     x,
     source,
     scales,
     codebooks,
-    tables,
-    factors,
     drawn,
     row,
     second,
@@ -278,12 +318,9 @@ def _dots(
     WHOLE: tl.constexpr = IN_TILES or (UNITS > SPAN and BITS < 16)
     # for each row, so that a thread has its own: the compiler copies what is the same for all
     part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
-    codebook, low, high = codebooks, part, part
+    codebook = codebooks
     if BITS < 16:
         codebook += part[:, None] * C
-    if LOOKUP == 2:
-        low = tl.load(tables + 2 * part)[:, None]
-        high = tl.load(tables + 2 * part + 1)[:, None]
     sums = ()
     for _b in tl.static_range(B):
         sums = sums + (tl.zeros([R, U], tl.float32),)
@@ -303,8 +340,8 @@ def _dots(
                     added = added + (sums[b] + words[d].to(tl.float32) * inputs,)
                 sums = added
             else:
-                levels = levels_of(words[d], codebook, low, high, BITS, LOOKUP)
-                share = _decoded(shares[d])
+                levels = levels_of(words[d], codebook, BITS, LOOKUP)
+                share = decoded(shares[d])
                 if WHOLE and not IN_TILES:
                     share = tl.where((unit >= start)[None, :], share, 0.0)
                 added = ()
@@ -318,8 +355,7 @@ def _dots(
                 sums = added
     found = ()
     for b in tl.static_range(B):
-        total = tl.sum(sums[b], axis=1)
-        found = found + (total * tl.load(factors + part) if LOOKUP == 2 else total,)
+        found = found + (tl.sum(sums[b], axis=1),)
     return found
 
 
@@ -384,12 +420,3 @@ def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: 
     group = tl.max_contiguous(unit // LENGTH, 4 if LENGTH == 1 else 1)
     place = row.to(tl.int64)[:, None] * (UNITS // LENGTH) + group[None, :]
     return _read(scales + place, (unit < UNITS)[None, :], WHOLE)
-
-
-@triton.jit
-def _decoded(scale):
-    if scale.dtype == tl.uint8:
-        # the bits of a float16 without its last seven: as a float32, less 112 in the exponent
-        return (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**112
-    else:
-        return scale.to(tl.float32)

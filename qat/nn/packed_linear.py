@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.kernels.lut_matvec import MOST_VECTORS, UNIT, LutRows, matvec, spread
+from qat.kernels.lut_matvec import MOST_VECTORS, LutRows, matvec, order_of, spread
 from qat.kernels.lut_weight import form
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.pack import Packed
@@ -59,6 +59,6 @@ class PackedLinear(nn.Module):
         if x.numel() > MOST_VECTORS * self.in_features:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight_in(x.dtype), bias)
-        flat = spread(x.reshape(-1, self.in_features), UNIT)
+        flat = spread(x.reshape(-1, self.in_features), order_of(self.rows))
         y = matvec(flat, self.rows, bias=self.bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from qat.kernels import lut_matvec
 from qat.kernels.lut_matvec import (
+    SPLIT,
+    SPLIT_FACTOR,
     Norm,
     Rows,
     gathered,
@@ -17,10 +19,12 @@ from qat.kernels.lut_matvec import (
     order_of,
     reads,
     short_levels,
+    split,
     spread,
     stack,
     stacks,
 )
+from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
 
 O, I = 37, 192
@@ -57,7 +61,6 @@ def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
 def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatch) -> None:
     pytest.importorskip("triton")
     from qat.kernels.lut_matvec_tiles import Tile
-    from qat.kernels.tuned import forcing
 
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernel itself")
@@ -140,12 +143,54 @@ def test_what_can_be_read_packed() -> None:
     assert not reads(LutSpec(bits=5, group_size=16))
 
 
-def test_four_levels_of_16_bits() -> None:
+def levels_of_16_bits(tables: Tensor, factors: Tensor) -> Tensor:
+    """The levels of one part that `short_levels` encoded."""
+    octets = tables.view(torch.uint8).view(2, -1).T.contiguous()
+    return octets.view(torch.float16).flatten().float() * factors / SPLIT_FACTOR
+
+
+@pytest.mark.parametrize("C", [4, 16])
+def test_levels_of_16_bits(C: int) -> None:
     for seed in range(20):
-        codebook = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        codebook = torch.randn(C, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (
+            seed - 9
+        )
         codebook[1] *= seed % 3  # zero is a level of some grids
-        low, high, factor = short_levels(codebook)
-        for place, level in enumerate(codebook.tolist()):
-            half = (low >> 8 * place & 255) | (high >> 8 * place & 255) << 8
-            word = torch.tensor(half << 16 | half).to(torch.int32).view(torch.float32)
-            assert abs(word.item() * factor - level) < 6e-4 * codebook.abs().max()
+        found = levels_of_16_bits(*short_levels(codebook))
+        assert torch.allclose(found, codebook, rtol=2**-11, atol=2**-25 * codebook.abs().max())
+
+
+def test_split_inputs_hold_22_bits() -> None:
+    x = torch.randn(3, 64) * torch.tensor([1e-2, 1.0, 1e5])[:, None]
+    found = split(x)
+    assert (found.dtype, found.shape) == (torch.float16, (3, 128))
+    assert torch.allclose(gathered(found, SPLIT), x, rtol=2**-20, atol=1e-6)
+
+
+@pytest.mark.parametrize("units", [1, 2, 4])
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32"])
+def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
+    pytest.importorskip("triton")
+    from qat.kernels.lut_matvec_tiles import MmaTile
+
+    rows, W = rows_of(SPECS[kind], 37, 384, is_short=True)
+    assert order_of(rows) == SPLIT
+    x, bias = torch.randn(2, 384), torch.randn(37)
+    with forcing("lut_mma", (37, 384, rows.bits), MmaTile(units, warps)):
+        found = matvec(split(x), rows, bias=bias)
+    if path == "kernel":
+        wanted = F.linear(x.double(), W, bias.double())
+        assert torch.allclose(found.double(), wanted, atol=5e-4 * wanted.abs().max())
+        rows = rows._replace(codebooks=levels_of_16_bits(rows.tables, rows.factors)[None])
+        W = rows.dense().double()
+    check(found, F.linear(x, W.float(), bias), F.linear(x.double(), W, bias.double()))
+
+
+def test_rows_that_tensor_cores_cannot_read() -> None:
+    two = SPECS["lut2_s8"]
+    assert order_of(rows_of(two, O, 80, is_short=True)[0]) == 16
+    assert order_of(rows_of(SPECS["lut3_s8"], O, I, is_short=True)[0]) == 16
+    halves = [rows_of(two, size, I, is_short=True)[0] for size in (8, 8)]
+    assert order_of(stack(halves)) == 16  # 16 rows of two codebooks
+    assert order_of(stack([rows_of(two, 16, I, is_short=True)[0]] * 2)) == SPLIT

@@ -7,17 +7,13 @@ from itertools import product
 
 from qat.bench.kernels.case import Size, Space
 
-GROUP = 16
-"""Weights of a scale in the presets; a tile of a dense matrix counts single weights."""
 PACKED = (
     (16, 32, 1, 4, 64),
     (16, 32, 1, 4, 96),
     (8, 32, 1, 2, 96),
-    (32, 32, 1, 8, 80),
     (32, 32, 1, 4, 128),
     (4, 128, 1, 4, 64),
     (4, 128, 1, 4, 128),
-    (4, 128, 2, 4, 128),
     (2, 128, 1, 2, 96),
     (8, 128, 1, 8, 96),
 )
@@ -25,21 +21,31 @@ PACKED = (
 DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 1024, 2, 4))
 
 
-def matvec_space(size: Size, bits: int) -> Space:
-    """Tiles of a matrix times a vector; for 2 bits, the other way to look levels up too."""
-    from qat.kernels.lut_levels_triton import SELECT
+def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
+    """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
+    from qat.kernels.lut_matvec import MMA_BITS, MMA_INPUTS, UNIT
     from qat.kernels.lut_matvec_tiles import Tile, tile_for
 
-    key = (size["O"], size["I"], bits)
-    default, is_dense = tile_for(*key), bits == 16
+    I, is_dense = size["I"], bits == 16
+    key = (size["O"], I, bits)
+    if is_short and bits in MMA_BITS and I % MMA_INPUTS == 0:
+        return _mma_space(key)
     listed = DENSE if is_dense else PACKED
     tiles = [Tile(*t[:4], registers=0 if is_dense else t[4]) for t in listed]
     # not those of which more than a third would lie outside the row
-    I, unit = size["I"], 1 if is_dense else GROUP
-    widths = [tile.units * tile.depth * unit for tile in tiles]
+    widths = [tile.units * tile.depth * (1 if is_dense else UNIT) for tile in tiles]
     fitting = [t for t, w in zip(tiles, widths, strict=True) if I % w == 0 or I > 2 * w]
-    slow = [default._replace(lookup=SELECT)] if bits == 2 else []
-    return _space("lut_matvec", key, default, [*fitting, *slow])
+    return _space("lut_matvec", key, tile_for(*key), fitting)
+
+
+def _mma_space(key: tuple[int, int, int]) -> Space:
+    from qat.kernels.lut_matvec import UNIT
+    from qat.kernels.lut_matvec_tiles import MmaTile, mma_tile_for
+
+    units = key[1] // UNIT
+    cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
+    fitting = [cut for cut in cuts if 4 * cut.units * cut.warps <= units]
+    return _space("lut_mma", key, mma_tile_for(*key), fitting)
 
 
 def form_space(size: Size, bits: int, *, is_packed: bool) -> Space:
