@@ -1,0 +1,187 @@
+"""A run of many steps of a tiny student, a day by the clock it is given: does anything grow?
+
+python speedrun/measure_long_run.py --steps 100000 --figures FILE.jsonl
+
+The loop, its checkpoints, evaluations, heartbeat and watchdog are those of every run; each step
+takes as much simulated time as makes all of them `--hours`. Memory and open files are counted every
+so many steps. The slope of memory is Theil-Sen's over the least of each tenth of the steps, the
+first fifth left out (`qat.bench.leak`).
+"""
+
+import argparse
+import csv
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from figures import record
+from kill_case import build, make_student
+
+from qat.bench.leak import FIRST_LOOK, WARM_UP_SHARE, memory_trend
+from qat.logs import read_json_lines
+from qat.train import loop
+from qat.train.config import TrainConfig
+from qat.train.pulse import Pulse
+from qat.train.start import train_student
+
+PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+LOG_EVERY = 50
+LOOKS = 1000
+"""How often memory is looked at."""
+
+
+class Look(NamedTuple):
+    """What a process held after a step."""
+
+    rss_mib: float
+    handles: int
+
+
+class Clock:
+    """Seconds that go on by themselves, and by `step_s` whenever a step is counted."""
+
+    def __init__(self, step_s: float) -> None:
+        self.steps = 0
+        self._step_s = step_s
+
+    def __call__(self) -> float:
+        """The time, monotonic."""
+        return time.monotonic() + self.steps * self._step_s
+
+
+class Watched(Pulse):
+    """A pulse that looks at its process every so many steps."""
+
+    def __init__(
+        self, *arguments: object, looks: list[Look], fast: Clock, every: int, **named: object
+    ) -> None:
+        self._looks, self._fast, self._every = looks, fast, every
+        super().__init__(*arguments, clock=fast, **named)
+
+    def stepped(self, step: int, positions: int) -> None:
+        """Let the clock know, and look."""
+        self._fast.steps += 1
+        super().stepped(step, positions)
+        if step % self._every == 0:
+            self._looks.append(look())
+
+
+def main() -> None:
+    """Train, judge what was seen, and record it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--figures", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    looks: list[Look] = []
+    every = max(1, arguments.steps // LOOKS)
+    fast = Clock(arguments.hours * 3600 / arguments.steps)
+    loop.Pulse = partial(Watched, looks=looks, fast=fast, every=every)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        build(place / "cache")
+        make_student(place / "student", width=16, layers=1)
+        began = time.monotonic()
+        train_student(settings(place, arguments.steps), str(place / "student"), place / "run",
+                      resume=False)  # fmt: skip
+        seconds = time.monotonic() - began
+        problems = unreadable(place / "run", arguments.steps)
+    print(f"{arguments.steps} steps in {seconds:.0f} s")
+    slope, half_width = judged(looks, arguments.hours, problems)
+    print(*problems or ["nothing grew, every file is whole"], sep="\n")
+    if arguments.figures:
+        record(arguments.figures, "long_run_steps", arguments.steps, "steps", ">= 100000")
+        goal = "0 within noise, 99 % interval in spread"
+        record(arguments.figures, "memory_slope_mib_per_hour", slope, "MiB/h", goal,
+               runs=len(looks), spread=half_width)  # fmt: skip
+    raise SystemExit(bool(problems))
+
+
+def settings(place: Path, steps: int) -> TrainConfig:
+    """Those of `recipes/train_50k.toml`, as far as a tiny student has them."""
+    return TrainConfig(
+        cache_dir=place / "cache",
+        mlp_only=True,
+        max_steps=steps,
+        batch_size=1,
+        schedule="wsd",
+        warmup_steps=max(1, steps // 100),
+        eval_every=max(1, steps // 50),
+        eval_sequences=4,
+        save_every=max(1, steps // 200),
+        keep=3,
+        milestone_every=max(1, steps // 5),
+        log_every=LOG_EVERY,
+        device="cpu",
+    )
+
+
+def look() -> Look:
+    """What this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Look(pages * PAGE_MIB, len(os.listdir("/proc/self/fd")))
+
+
+def judged(looks: Sequence[Look], hours: float, problems: list[str]) -> tuple[float, float]:
+    """The slope of memory in MiB an hour, and half of its 99 % interval; names what grew.
+
+    Raises:
+        ValueError: there are too few looks for a slope.
+    """
+    trend = memory_trend([each.rss_mib for each in looks])
+    if trend is None:
+        raise ValueError(f"{len(looks)} looks, expected {FIRST_LOOK} at least; take more steps")
+    an_hour = len(looks) / hours
+    slope, low, high = (each * an_hour for each in (trend.slope_mib, trend.low_mib, trend.high_mib))
+    print(f"memory: {slope:+.4f} MiB an hour, 99 % between {low:+.4f} and {high:+.4f};"
+          f" {looks[0].rss_mib:.1f} MiB first, {looks[-1].rss_mib:.1f} MiB last")  # fmt: skip
+    if low > 0 and trend.drift_mib > 1.0:
+        problems.append(f"memory grew by {trend.drift_mib:.1f} MiB")
+    handles = [each.handles for each in looks[int(WARM_UP_SHARE * len(looks)) :]]
+    tenth = max(1, len(handles) // 10)
+    first, last = max(handles[:tenth]), max(handles[-tenth:])
+    print(f"open files: at most {first} in the first tenth, {last} in the last")
+    if last > first:
+        problems.append(f"open files grew from {first} to {last}")
+    return slope, (high - low) / 2
+
+
+def unreadable(run: Path, steps: int) -> list[str]:
+    """What is wrong with the files of a finished run."""
+    problems = []
+    lines = Counter(line["kind"] for line in read_json_lines(run / "metrics.jsonl"))
+    beats = len(read_json_lines(run / "heartbeat-rank0.jsonl"))
+    expected = -(-steps // LOG_EVERY)
+    evaluations = 1 + -(-steps // max(1, steps // 50))
+    with (run / "training.csv").open(newline="") as file:
+        trained = len([*csv.DictReader(file, strict=True)])
+    with (run / "val.csv").open(newline="") as file:
+        validated = len([*csv.DictReader(file, strict=True)])
+    counts = {
+        "metrics.jsonl, train": (lines["train"], expected),
+        "metrics.jsonl, eval": (lines["eval"], evaluations),
+        "heartbeat": (beats, expected),
+        "training.csv": (trained, expected),
+        "val.csv": (validated, evaluations),
+        "metrics.json": (json.loads((run / "metrics.json").read_text())["steps"], steps),
+    }
+    for name, (found, wanted) in counts.items():
+        print(f"{name}: {found}")
+        if found != wanted:
+            problems.append(f"{name}: {found} instead of {wanted}")
+    events = run / "events.jsonl"
+    kinds = Counter(line["kind"] for line in read_json_lines(events)) if events.exists() else {}
+    print(f"events: {dict(kinds)}")
+    return problems
+
+
+if __name__ == "__main__":
+    main()
