@@ -23,6 +23,8 @@ METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
 TRAINING_CSV, VAL_CSV, SUMMARY = "training.csv", "val.csv", "metrics.json"
 """The same numbers as tables, and in the end what the run came to."""
 
+HEARTBEATS, EVENTS = "heartbeat-rank*.jsonl", "events*.jsonl"
+"""Patterns of the files of all ranks."""
 TAIL_BYTES = 4096
 """To read at a time when the last line feed of a file is looked for."""
 

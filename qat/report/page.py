@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from qat.files import write_atomically
 from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
+from qat.report.health import health
 from qat.report.runs import Conversion, Module, Run, read_directory
 
 COLUMNS = (
@@ -134,6 +135,7 @@ def _run_view(run: Run) -> dict[str, Any]:
     return {
         "label": run.label,
         "tiles": [(label, value) for label, value in tiles if value != "-"],
+        "health": health(run),
         "sample": last.get("sample"),
         "sample_step": last.get("step"),
         "facts": list(_flatten(run.info)),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.config import explain
 from qat.errors import CheckpointError
-from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE, read_json_lines
+from qat.logs import EVENTS, FACTS, HEARTBEAT, METRICS, RECIPE, read_json_lines
 
 CONVERSION = "convert_report.json"
 
@@ -71,6 +71,9 @@ class Run:
     steps: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     heartbeats: list[dict[str, Any]]
+    """Of the first rank."""
+    events: list[dict[str, Any]]
+    """What befell any rank."""
 
     def best(self, key: str) -> float | None:
         """The lowest held-out `key` (`kl_tail_nats`, `ppl`), None if never measured."""
@@ -129,6 +132,7 @@ def _read_run(path: Path) -> Run:
         steps=[row for row in rows if row["kind"] == "train"],
         evals=[row for row in rows if row["kind"] == "eval"],
         heartbeats=read_json_lines(beats) if beats.is_file() else [],
+        events=[line for file in sorted(path.glob(EVENTS)) for line in read_json_lines(file)],
     )
 
 

@@ -59,6 +59,10 @@ class Event(NamedTuple):
     sample: str | None
 
 
+NAMES = ("step", "rank", "pid")
+"""Numbers of a line that name something instead of measuring it."""
+
+
 def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
     """Lines of `metrics.jsonl` and of the heartbeat (which have no `kind`), in their order."""
     return [_event(line) for line in lines]
@@ -66,7 +70,7 @@ def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
 
 def _event(line: Mapping[str, Any]) -> Event:
     kind = line.get("kind", "device")
-    numbers = {f"{kind}/{k}": v for k, v in line.items() if k != "step" and _is_number(v)}
+    numbers = {f"{kind}/{k}": v for k, v in line.items() if k not in NAMES and _is_number(v)}
     return Event(kind, line["step"], numbers, line.get("sample"))
 
 

@@ -14,12 +14,14 @@ from pathlib import Path
 from qat.errors import ConfigError, HubError
 from qat.hub.pack import pack
 from qat.hub.push import put
-from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
+from qat.logs import EVENTS, FACTS, HEARTBEATS, METRICS, RECIPE, SUMMARY, TRAINING_CSV, VAL_CSV
 from qat.track.curves import FOLDER
 
 logger = logging.getLogger(__name__)
 
-LOGS = (RECIPE, FACTS, METRICS, HEARTBEAT, "report.html")
+LOGS = (RECIPE, FACTS, METRICS, TRAINING_CSV, VAL_CSV, SUMMARY, "report.html")
+LOGS_OF_RANKS = (HEARTBEATS, EVENTS)
+"""Names, and patterns of names."""
 BEST = "best.tar.lz4"
 WORKSHOP = "upload-"
 LOGS_EVERY_S = 30.0
@@ -118,8 +120,9 @@ class Upload:
             self._is_open = True
 
     def _new_logs(self) -> list[str]:
-        stamps = {name: _stamp(self.run / name) for name in LOGS}
-        return [name for name in LOGS if stamps[name] not in (None, self._logs.get(name))]
+        found = (path.name for pattern in LOGS_OF_RANKS for path in self.run.glob(pattern))
+        stamps = {name: _stamp(self.run / name) for name in (*LOGS, *sorted(found))}
+        return [name for name, now in stamps.items() if now not in (None, self._logs.get(name))]
 
     def _send_log(self, name: str) -> None:
         """Send the log as it is now; it may grow meanwhile."""

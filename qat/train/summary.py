@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qat.files import write_atomically
-from qat.logs import FACTS, HEARTBEAT, METRICS, SUMMARY, read_json_lines
+from qat.logs import EVENTS, FACTS, HEARTBEAT, METRICS, SUMMARY, read_json_lines
 
 COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
 """Facts of `run.json` that stand in the summary too."""
@@ -77,7 +77,7 @@ def _speed(beats: list[dict]) -> dict[str, float | int | None]:
 
 def _events(path: Path) -> dict[str, int]:
     """How often each kind of event befell any rank."""
-    files = sorted(path.glob("events*.jsonl"))
+    files = sorted(path.glob(EVENTS))
     kinds = Counter(event["kind"] for file in files for event in read_json_lines(file))
     return dict(sorted(kinds.items()))
 

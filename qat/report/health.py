@@ -1,0 +1,152 @@
+"""How a run fared: one line a question, each with a number, its limit and a word."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from qat.report.runs import Run
+
+State = Literal["ok", "look", "bad"]
+LEAST_BEATS = 10
+"""Heartbeats before speed and memory can be judged."""
+SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05
+"""Limits: speed around its median, memory from the first tenth to the last, waiting for data."""
+LEAST_GROWTH_MIB = 64.0
+"""Growth below this is no growth."""
+WARM_C, HOT_C = 80, 90
+"""GPUs slow down somewhere above 80 degrees."""
+
+
+class Check(NamedTuple):
+    """One question about a run, answered."""
+
+    name: str
+    state: State
+    """`ok`, `look` (worth a look), or `bad`."""
+    found: str
+    limit: str
+
+
+EVENTS: tuple[tuple[str, str, State], ...] = (
+    ("not_finite", "not finite", "bad"),
+    ("stall", "stalls", "bad"),
+    ("save_failed", "failed saves", "bad"),
+    ("throughput_drop", "drops of speed", "look"),
+    ("slow_rank", "slow ranks", "look"),
+    ("fallback_checkpoint", "damaged checkpoints", "look"),
+    ("clock_jump", "jumps of the clock", "look"),
+)
+"""Kinds of events that should not occur, what a reader calls them, and what one makes of a run."""
+
+
+def health(run: Run) -> list[Check]:
+    """The answers for `run`; a question that its files do not answer is left out."""
+    beats = run.heartbeats
+    found = [
+        _spread(beats),
+        _growth("device memory", beats, "mem_alloc_mib"),
+        _growth("host memory", beats, "host_rss_mib"),
+        _waiting(beats),
+        *(_events(run, *kind) for kind in EVENTS),
+        _skipped(run),
+        _recompiles(beats),
+        _temperature(beats),
+        _resumes(run),
+        _forced(run),
+    ]
+    return [check for check in found if check is not None]
+
+
+def worst(checks: Sequence[Check]) -> State:
+    """The worst state of all: `bad`, else `look`, else `ok`."""
+    states = {check.state for check in checks}
+    return "bad" if "bad" in states else "look" if "look" in states else "ok"
+
+
+def _spread(beats: list[dict]) -> Check | None:
+    """How far nine of ten stretches stay from the median speed."""
+    speeds = _values(beats[1:], "tokens_per_s")
+    if len(speeds) < LEAST_BEATS:
+        return None
+    usual = statistics.median(speeds)
+    off = sorted(abs(speed / usual - 1) for speed in speeds)
+    spread = off[int(0.9 * (len(off) - 1))]
+    state = "ok" if spread <= SPREAD_FRAC else "look"
+    return Check("speed", state, f"within {_percent(spread)} of its median", _percent(SPREAD_FRAC))
+
+
+def _growth(name: str, beats: list[dict], key: str) -> Check | None:
+    """Memory of the last tenth against the first, after a tenth of warm-up."""
+    sizes = _values(beats[len(beats) // 10 :], key)
+    if len(sizes) < LEAST_BEATS:
+        return None
+    tenth = len(sizes) // 10
+    first, last = statistics.median(sizes[:tenth]), statistics.median(sizes[-tenth:])
+    is_flat = last - first <= max(GROWTH_FRAC * first, LEAST_GROWTH_MIB)
+    text = f"{first:,.0f} to {last:,.0f} MiB"
+    limit = f"+{_percent(GROWTH_FRAC)} or {LEAST_GROWTH_MIB:.0f} MiB"
+    return Check(name, "ok" if is_flat else "look", text, limit)
+
+
+def _waiting(beats: list[dict]) -> Check | None:
+    waits, steps = _values(beats, "data_wait_s_p50"), _values(beats, "step_s")
+    if not waits:
+        return None
+    share = statistics.median(waits) / statistics.median(steps)
+    state = "ok" if share <= WAIT_FRAC else "look"
+    return Check("waiting for data", state, f"{_percent(share)} of a step", _percent(WAIT_FRAC))
+
+
+def _events(run: Run, kind: str, name: str, state: State) -> Check:
+    found = [event for event in run.events if event["kind"] == kind]
+    if not found:
+        return Check(name, "ok", "none", "none")
+    steps = ", ".join(str(event["step"]) for event in found[:5])
+    more = ", ..." if len(found) > 5 else ""
+    return Check(name, state, f"{len(found)} (step {steps}{more})", "none")
+
+
+def _skipped(run: Run) -> Check:
+    """Logged steps whose float16 gradients overflowed."""
+    count = sum(row.get("grad_norm") == 0 for row in run.steps)
+    share = count / max(len(run.steps), 1)
+    return Check("skipped steps", "ok" if share <= 0.01 else "look", _percent(share), "1 %")
+
+
+def _recompiles(beats: list[dict]) -> Check | None:
+    if not beats or "recompiles" not in beats[-1]:
+        return None
+    last = beats[-1]
+    if last.get("fallback"):
+        return Check("compiler", "look", "layers run as written", "compiled")
+    count = last["recompiles"]
+    return Check("compiler", "look" if count else "ok", f"{count} graphs made anew", "none")
+
+
+def _temperature(beats: list[dict]) -> Check | None:
+    found = _values(beats, "gpu_temp_c")
+    if not found:
+        return None
+    top = max(found)
+    state = "ok" if top < WARM_C else "look" if top < HOT_C else "bad"
+    return Check("GPU, hottest", state, f"{top:.0f} C", f"{WARM_C} C")
+
+
+def _resumes(run: Run) -> Check:
+    found = run.info.get("resumed") or []
+    steps = ", ".join(str(each["step"]) for each in found[:5])
+    more = ", ..." if len(found) > 5 else ""
+    return Check("resumed", "ok", f"{len(found)} (step {steps}{more})" if found else "never", "-")
+
+
+def _forced(run: Run) -> Check:
+    found = run.info.get("forced") or []
+    return Check("forced", "look" if found else "ok", ", ".join(found) or "nothing", "nothing")
+
+
+def _values(beats: list[dict[str, Any]], key: str) -> list[float]:
+    return [beat[key] for beat in beats if beat.get(key) is not None]
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2g} %"
