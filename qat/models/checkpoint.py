@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
@@ -45,21 +46,33 @@ def save_checkpoint(
 
 
 def write_checkpoint(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    packed: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the files of a packed checkpoint into `directory`, which exists.
 
     For callers that write more beside them inside one `atomic_directory`.
 
+    Args:
+        packed: what `packed_state_dict` gave, to be written instead of the model as it is now: then
+            nothing here reads a weight, and another thread may go on to train it.
+
     Raises:
         CheckpointError: the model has no quantized linear, or a scale is not finite as stored.
     """
+    packed = packed_state_dict(model) if packed is None else packed
     model.hf_quantizer = QatHfQuantizer(QatConfig.of(model))
-    with quiet_transformers():
-        model.save_pretrained(directory)
+    model.hf_quantizer.packed = packed
+    try:
+        with quiet_transformers():
+            model.save_pretrained(directory)
+    finally:
+        model.hf_quantizer.packed = None
     # transformers names the dtype that the model computes in, which may be wider than the file's
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(stored_dtype(packed_state_dict(model))).removeprefix("torch.")
+    config["dtype"] = str(stored_dtype(packed)).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

@@ -117,6 +117,8 @@ class QatHfQuantizer(HfQuantizer):
 
     requires_calibration = True
     is_trainable = True
+    packed: dict[str, Tensor] | None = None
+    """What `save_pretrained` writes; without it, the model as it is then."""
 
     def is_serializable(self, **_: object) -> bool:
         """`save_pretrained` writes a packed checkpoint."""
@@ -127,7 +129,7 @@ class QatHfQuantizer(HfQuantizer):
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors that a packed checkpoint holds, for `save_pretrained`."""
         model.config.quantization_config = QatConfig.of(model)
-        return packed_state_dict(model), {}
+        return dict(packed_state_dict(model) if self.packed is None else self.packed), {}
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any

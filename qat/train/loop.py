@@ -15,7 +15,7 @@ from qat.data.batch import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.errors import Stopped, TrainingError
-from qat.logs import METRICS, JsonLines, Ticker, progress
+from qat.logs import Ticker, progress
 from qat.losses.config import targets_read
 from qat.models.devices import device_called
 from qat.models.flops import forward_flops, token_flops
@@ -31,6 +31,7 @@ from qat.train.run import Run
 from qat.train.saver import Saver
 from qat.train.step import StepResult, TrainingStep
 from qat.train.stop import EXIT_CODES, HALT, Stops
+from qat.train.tables import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Trainer:
         self.stops = Stops(run.path / HALT)
         self.step = 0
         self.best = math.inf
+        self.skipped: list[str] = []
+        """Damaged checkpoints that were newer than the one the run goes on from."""
         self._trouble: Tensor | float = 0.0
         """NaN once any gradient norm was not finite; stays on the device between checks."""
 
@@ -79,7 +82,7 @@ class Trainer:
             TrainingError: the loss is not finite; the last good checkpoint is kept.
             Stopped: somebody asked for it; the checkpoint of this very step is there.
         """
-        metrics = JsonLines(self.run.path / METRICS) if self.ranks.is_first else None
+        metrics = Metrics(self.run.path) if self.ranks.is_first else None
         pulse = Pulse(
             self.run.path,
             self.backend,
@@ -95,19 +98,27 @@ class Trainer:
                 closing(stream),
                 self.stops,
                 pulse,
+                self.saver,
             ):
                 ticker.advance(self.step)
-                if self.step == 0:
-                    with pulse.pause():
-                        self._evaluate(metrics)
+                self._begin(metrics, pulse)
                 for batches in pulse.timed(stream):
                     self._advance(batches, metrics, pulse, ticker)
-            self.saver.finish()
+                self.saver.finish()
         finally:
             if metrics is not None:
                 metrics.close()
-            self.saver.close()
             self.take_step.close()
+
+    def _begin(self, metrics: Metrics | None, pulse: Pulse) -> None:
+        """Judge the untrained student, or tell that the run goes on."""
+        if self.step == 0:
+            with pulse.pause():
+                self._evaluate(metrics)
+        else:
+            pulse.event("resumed", step=self.step, world_size=self.ranks.size)
+        for name in self.skipped:
+            pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 
     def _flops_share(self) -> float | None:
         """What one position a second is of the device's peak; None for an unknown device."""
@@ -122,7 +133,7 @@ class Trainer:
         return None if peak is None else flops / peak
 
     def _advance(
-        self, batches: list[Batch], metrics: JsonLines | None, pulse: Pulse, ticker: Ticker
+        self, batches: list[Batch], metrics: Metrics | None, pulse: Pulse, ticker: Ticker
     ) -> None:
         """One step, and what is due after it."""
         result = self.take_step(batches, self.step, stop=self.stops.wanted())
@@ -156,7 +167,7 @@ class Trainer:
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
-    def _log(self, metrics: JsonLines | None, pulse: Pulse, result: StepResult) -> str:
+    def _log(self, metrics: Metrics | None, pulse: Pulse, result: StepResult) -> str:
         """Write the step's lines; returns what the progress line shows."""
         valid_tokens = int(result.valid_tokens)
         count = max(valid_tokens, 1)
@@ -179,13 +190,13 @@ class Trainer:
         )
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
 
-    def _pause(self, metrics: JsonLines | None) -> None:
+    def _pause(self, metrics: Metrics | None) -> None:
         """Evaluate and save where they are due; a best student is always saved."""
         is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
         if is_best or self._is_due(self.config.save_every):
             self.saver.save(self.step, self.best, is_best=is_best)
 
-    def _evaluate(self, metrics: JsonLines | None) -> bool:
+    def _evaluate(self, metrics: Metrics | None) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.
 
         The first rank judges; the others wait for its number.

@@ -1,34 +1,49 @@
 """A run directory: recipe, facts, metrics, checkpoints, and what it takes to go on after a kill.
 
-recipe.toml  run.json  metrics.jsonl  heartbeat-rank0.jsonl
-checkpoints/step-NNNNNN/   latest  best   {quant}_{scope}_{loss}_{dtype}/
+recipe.toml  run.json  metrics.jsonl  training.csv  val.csv  heartbeat-rank0.jsonl  events.jsonl
+checkpoints/step-NNNNNN/   latest  best   metrics.json  {quant}_{scope}_{loss}_{dtype}/
 """
 
 import json
 import platform
+import re
 import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 
-import safetensors.torch
 import tomli_w
 import torch
 import transformers
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import qat
-from qat.errors import CheckpointError, ConfigError
+from qat.errors import ConfigError
 from qat.files import check_free, partial_file, write_atomically
-from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
-from qat.models.checkpoint import write_checkpoint
-from qat.models.directory import atomic_directory
+from qat.logs import FACTS, METRICS, RECIPE, cut_after
 from qat.train.config import TrainConfig
 
-STATE, STATE_TENSORS = "trainer/state.json", "trainer/state.safetensors"
-FREE_TO_CHANGE = {"device", "keep"}
-"""Settings that a run may go on with in another value."""
+CHECKPOINTS = "checkpoints"
+STEP_NAME = re.compile(r"step-\d{6,}")
+FREE_TO_CHANGE = {
+    "device",
+    "keep",
+    "save_every",
+    "milestone_every",
+    "stall_s",
+    "price_per_hour",
+    "shard",
+    "batch_size",
+    "grad_accum_steps",
+    "global_batch_size",
+}
+"""Settings that a run may go on with in another value, if a step sees as many sequences."""
+WHAT_CHANGED = {
+    "cache_content": "the cache was rebuilt since",
+    "student_fingerprint": "the student was changed since",
+    "tokenizer": "the tokenizer was changed since",
+    "sequences_per_step": "batch_size x grad_accum_steps x ranks must stay what it was",
+}
+"""What another value of a fact in `run.json` means."""
 
 
 class Run:
@@ -36,9 +51,11 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.identity: dict[str, object] = {}
+        """What each checkpoint says of the run that it belongs to."""
 
-    def checkpoint(self, config: TrainConfig, student: str, *, resume: bool) -> Path | None:
-        """The checkpoint to go on from; None where the run begins.
+    def is_begun(self, config: TrainConfig, student: str, *, resume: bool) -> bool:
+        """Whether there is a run to go on with.
 
         Raises:
             ConfigError: the directory is in use and `resume` is false, or its recipe differs.
@@ -51,24 +68,24 @@ class Run:
                     "--out"
                 )
             self._check_same(config, student)
-            return self.pointed("latest")
+            return True
         partial_file(recipe).unlink(missing_ok=True)  # of a run killed while it began
         check_free(self.path)
-        return None
+        return False
 
-    def check_cache(self, content: str) -> None:
-        """Make sure that a run goes on with the very cache that it began with.
+    def check_identity(self, **now: object) -> None:
+        """Make sure that a run goes on with what it began with, as far as `run.json` says.
 
         Raises:
-            ConfigError: `content`, a hash over the cache's shards, is another one.
+            ConfigError: something has another value.
         """
-        facts = self.path / FACTS
-        old = json.loads(facts.read_text())["cache_content"] if facts.exists() else content
-        if old != content:
-            raise ConfigError(
-                f"the cache holds {content}, but the run in {self.path} was begun on {old}: it was "
-                "rebuilt since; restore it or choose another --out"
-            )
+        old = self.facts()
+        for name, value in now.items():
+            if name in old and value is not None and old[name] != value:
+                raise ConfigError(
+                    f"{name}={value}, but the run in {self.path} was begun with {old[name]}: "
+                    f"{WHAT_CHANGED[name]}; restore it or choose another --out"
+                )
 
     def begin(self, config: TrainConfig, student: str) -> None:
         """Write the recipe, which makes the directory this run's."""
@@ -76,7 +93,16 @@ class Run:
         write_atomically(self.path / RECIPE, tomli_w.dumps({"train": resolved(config, student)}))
 
     def _check_same(self, config: TrainConfig, student: str) -> None:
-        old = tomllib.loads((self.path / RECIPE).read_text())["train"]
+        path = self.path / RECIPE
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))["train"]
+            old_student = table.pop("student")
+            old = resolved(TrainConfig.parse(table, str(path)), old_student)
+        except (ValueError, KeyError, AttributeError, ConfigError) as error:
+            raise ConfigError(
+                f"{path} is not a run's recipe ({error}), expected what the run began with; "
+                "restore it or choose another --out"
+            ) from None
         new = resolved(config, student)
         for key in sorted(old.keys() | new.keys()):
             if key not in FREE_TO_CHANGE and old.get(key) != new.get(key):
@@ -85,12 +111,18 @@ class Run:
                     f"{old.get(key)!r}; resume it with the same settings or choose another --out"
                 )
 
+    def has_pointer(self, name: str) -> bool:
+        """Whether there is a file called `latest` or `best`, whatever it says."""
+        return (self.path / name).exists()
+
     def pointed(self, name: str) -> Path | None:
-        """The checkpoint that the pointer file `latest` or `best` names, if it is there."""
-        pointer = self.path / name
-        if not pointer.exists():
+        """The checkpoint that the pointer file `latest` or `best` names, there or not."""
+        if not self.has_pointer(name):
             return None
-        return self.path / pointer.read_text().strip()
+        text = (self.path / name).read_bytes().decode(errors="replace").strip()
+        folder, _, checkpoint = text.partition("/")
+        is_one = folder == CHECKPOINTS and STEP_NAME.fullmatch(checkpoint)
+        return self.path / text if is_one else None
 
     def point(self, name: str, checkpoint: Path) -> None:
         """Let `latest` or `best` name a checkpoint of this run."""
@@ -98,27 +130,54 @@ class Run:
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint after `step` optimizer steps lies."""
-        return self.path / "checkpoints" / f"step-{step:06d}"
+        return self.path / CHECKPOINTS / f"step-{step:06d}"
 
-    def remove_old(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, the best one and the latest one."""
-        folder = self.path / "checkpoints"
-        for partial in folder.glob(".*.partial-*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        kept = {self.pointed("best"), self.pointed("latest")}
-        for checkpoint in sorted(folder.glob("step-*"))[:-keep]:
-            if checkpoint not in kept:
-                shutil.rmtree(checkpoint)
+    def checkpoints(self) -> list[Path]:
+        """All checkpoints, in the order of their steps."""
+        found = (self.path / CHECKPOINTS).glob("step-*")
+        return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=_step)
+
+    def remove_old(self, keep: int, milestone_every: int = 0) -> None:
+        """Delete what is not kept: up to `latest`, the newest `keep` and the milestones stay.
+
+        Behind `latest`, where a run that went on has not been yet, nothing does; the best one
+        stays anywhere.
+        """
+        best, latest = self.pointed("best"), self.pointed("latest")
+        for pattern in (".*.partial-*", ".*.old-*"):
+            for left in (self.path / CHECKPOINTS).glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+        past = [path for path in self.checkpoints() if _step(path) <= _step(latest)]
+        kept = {best, latest, *past[-keep:]}
+        kept |= {path for path in past if milestone_every and _step(path) % milestone_every == 0}
+        for path in self.checkpoints():
+            if path not in kept:
+                shutil.rmtree(path)
 
     def forget_after(self, step: int) -> None:
-        """Cut metrics and heartbeat back to the lines up to `step`; at step 0, to nothing."""
-        for name in (METRICS, HEARTBEAT):
-            path = self.path / name
-            if path.exists():
-                lines = path.read_text().splitlines(keepends=True)
-                whole = [line for line in lines if line.endswith("\n")]
-                kept = [line for line in whole if 0 < step >= json.loads(line)["step"]]
-                write_atomically(path, "".join(kept))
+        """Cut metrics and heartbeats back to the lines up to `step`; at step 0, to nothing."""
+        for path in (self.path / METRICS, *self.path.glob("heartbeat-rank*.jsonl")):
+            cut_after(path, step)
+
+    def facts(self) -> dict[str, object]:
+        """What `run.json` says; nothing before it is written.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        path = self.path / FACTS
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"{path} is damaged, expected what the run in {self.path} was begun with; restore "
+                "it or choose another --out"
+            )
+        return found
 
     def write_facts(self, **facts: object) -> None:
         """Write `run.json`: what the run is, on what, from what."""
@@ -132,43 +191,14 @@ class Run:
         write_atomically(self.path / FACTS, json.dumps({**common, **facts}, indent=1) + "\n")
 
 
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def resolved(config: TrainConfig, student: str) -> dict:
     """The settings as a recipe's table: every field, less those that are not set."""
     values = config.model_dump(mode="json", exclude_none=True)
     return {"student": student, **values}
-
-
-def save_training_state(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    out: Path,
-    *,
-    tensors: dict[str, Tensor],
-    facts: dict[str, float | int],
-) -> None:
-    """Write a packed checkpoint with the trainer's state beside it, whole or not at all."""
-    with atomic_directory(out, replace=True) as partial:
-        write_checkpoint(model, tokenizer, partial)
-        (partial / "trainer").mkdir()
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        safetensors.torch.save_file(contiguous, partial / STATE_TENSORS)
-        (partial / STATE).write_text(json.dumps(facts) + "\n")
-
-
-def load_training_state(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, float | int]]:
-    """What `save_training_state` wrote of the trainer.
-
-    Raises:
-        CheckpointError: it is not there, or damaged.
-    """
-    try:
-        tensors = safetensors.torch.load_file(checkpoint / STATE_TENSORS)
-        return tensors, json.loads((checkpoint / STATE).read_text())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: the trainer's state cannot be read ({error}); remove this checkpoint "
-            "and let 'latest' name an older one"
-        ) from None
 
 
 def git_commit() -> str:

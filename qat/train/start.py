@@ -1,9 +1,11 @@
 """From a typed config to a finished run: load, check, train, name the result."""
 
+import json
 import logging
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +19,10 @@ from qat.config import fingerprint
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
+from qat.lock import held
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model, load_tokenizer
+from qat.models.load import load_model, load_tokenizer, model_identity, resolve
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -31,8 +34,11 @@ from qat.train.division import digest, divide
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
-from qat.train.run import Run, git_commit, load_training_state
+from qat.train.resume import Choice, best_of, choose, load_training_state
+from qat.train.run import CHECKPOINTS, Run, git_commit
 from qat.train.step import check_dtype
+from qat.train.summary import write_summary
+from qat.train.summary import write_summary
 from qat.train.teacher import check_losses, open_teacher
 
 logger = logging.getLogger(__name__)
@@ -67,41 +73,87 @@ def train_student(
         ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
     """
     run = Run(out)
-    opened = ranks.together(lambda: _open(config, student, run, resume=resume, ranks=ranks))
+    with ExitStack() as stack:
+        lock = held(out) if ranks.is_first else nullcontext()
+        ranks.together(lambda: stack.enter_context(lock))
+        choice = _chosen(config, student, run, resume=resume, ranks=ranks)
+        opened = ranks.together(lambda: _open(config, student, run, choice=choice, ranks=ranks))
+        _check_ranks(opened, config, ranks)
+        ranks.together(
+            lambda: _begin_files(run, opened, ranks, config=config, student=student, forced=forced)
+        )
+        trainer = _trainer(opened, run, ranks)
+        trainer.train()
+        final = out / _final_name(opened.model.model, config, trainer)
+        if ranks.is_first:
+            _copy_packed(best_of(run), final)
+            write_summary(out, final=final, best=trainer.best)
+            write_summary(out, final=final, best=trainer.best)
+    return TrainReport(final, trainer.step, trainer.best)
+
+
+def _chosen(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks: Ranks) -> Choice:
+    """Where the run goes on, as the first rank finds it: the others go on there too."""
+    nowhere = Choice(None, [], is_best_lost=False)
+
+    def choose_alone() -> Choice:
+        is_begun = ranks.is_first and run.is_begun(config, student, resume=resume)
+        return choose(run) if is_begun else nowhere
+
+    choice = ranks.together(choose_alone)
+    name = choice.checkpoint.name if choice.checkpoint else ""
+    name, skipped, is_lost = json.loads(ranks.texts(json.dumps([name, *choice[1:]]))[0])
+    return Choice(run.path / CHECKPOINTS / name if name else None, skipped, is_lost)
+
+
+def _check_ranks(opened: "_Opened", config: TrainConfig, ranks: Ranks) -> None:
+    """Make sure that all ranks were given the same."""
     ranks.check_same(
-        cache_content=opened.content,
+        cache_content=str(opened.identity["cache_content"]),
         settings=config.fingerprint(),
         code=git_commit(),
         step=str(opened.begin.step),
         student=digest(opened.begin.optimizer.parameters.values()),
     )
-    facts = {
-        "cache_content": opened.content,
-        "forced": list(forced),
-        **_facts(config, student, opened.cache, opened.begin.optimizer),
-    }
-    if ranks.is_first:
-        if opened.checkpoint is None:
-            run.begin(config, student)
-        run.forget_after(opened.begin.step)
-        run.write_facts(**facts)
-    ranks.wait()
-    trainer = _trainer(opened, run, ranks)
-    trainer.train()
-    final = out / _final_name(opened.model.model, config, trainer)
-    if ranks.is_first:
-        _copy_packed(run.pointed("best"), final)
-    return TrainReport(final, trainer.step, trainer.best)
+
+
+def _begin_files(
+    run: Run,
+    opened: "_Opened",
+    ranks: Ranks,
+    *,
+    config: TrainConfig,
+    student: str,
+    forced: Sequence[str],
+) -> None:
+    """Write what the run is, and cut what it wrote after the step that it goes on from."""
+    if not ranks.is_first:
+        return
+    choice, step = opened.choice, opened.begin.step
+    old = run.facts()
+    resumed = old.get("resumed", [])
+    if choice.checkpoint is None:
+        run.begin(config, student)
+    else:
+        source = choice.checkpoint.name
+        entry = {"step": step, "from": source, "world_size": ranks.size, "skipped": choice.skipped}
+        resumed = [*resumed, entry]
+    if choice.is_best_lost:
+        run.point("best", choice.checkpoint)
+    run.forget_after(step)
+    facts = _facts(config, student, opened, ranks)
+    forced = list(dict.fromkeys([*old.get("forced", []), *forced]))
+    run.write_facts(**facts, **opened.identity, forced=forced, resumed=resumed)
 
 
 class _Opened(NamedTuple):
     """What a rank has read before anything is written."""
 
     cache: TeacherCache
-    content: str
-    """A hash over the cache's shards."""
-    checkpoint: Path | None
-    """The one that the run goes on from."""
+    choice: Choice
+    """The checkpoint that the run goes on from."""
+    identity: dict[str, object]
+    """What the run is made of: it goes on with nothing else."""
     tokenizer: PreTrainedTokenizerBase
     model: LanguageModel
     config: TrainConfig
@@ -110,7 +162,7 @@ class _Opened(NamedTuple):
     begin: "_Begin"
 
 
-def _open(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks: Ranks) -> _Opened:
+def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks: Ranks) -> _Opened:
     """Read everything, and refuse what does not fit."""
     divided = divide(config, ranks.size)
     cache = TeacherCache.open(config.cache_dir)
@@ -121,11 +173,24 @@ def _open(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks: R
             f"{cache.num_sequences('held_out')} held-out sequences, expected some of both; "
             "rebuild it from more documents or with a higher --held-out"
         )
-    checkpoint = run.checkpoint(config, student, resume=resume)
-    content = fingerprint([shard.sha256 for shard in cache.manifest.shards])
-    run.check_cache(content)
-    source = str(checkpoint or student)
+    source = str(choice.checkpoint or student)
     tokenizer = load_tokenizer(source)
+    is_there = choice.checkpoint is None or Path(resolve(student)).is_dir()
+    identity = {
+        "cache_content": fingerprint([shard.sha256 for shard in cache.manifest.shards]),
+        "student_fingerprint": model_identity(student) if is_there else None,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "sequences_per_step": divided.sequences_per_step * ranks.size,
+    }
+    run.check_identity(**identity)
+    identity["student_fingerprint"] = run.facts().get(
+        "student_fingerprint", identity["student_fingerprint"]
+    )
+    run.identity = {
+        **identity,
+        "world_size": ranks.size,
+        "config_fingerprint": config.fingerprint(),
+    }
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
     model = load_model(source, device=config.device, dtype="fp32")
     if not tokenizer(config.sample_prompt)["input_ids"]:
@@ -134,12 +199,14 @@ def _open(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks: R
             "continue; use --sample-prompt TEXT"
         )
     cache.check_student(
-        tokenizer_hash(tokenizer), model.config.vocab_size, model.config.max_position_embeddings
+        identity["tokenizer"], model.config.vocab_size, model.config.max_position_embeddings
     )
     resolved = check_dtype(divided)
     teacher = open_teacher(resolved, cache)
-    begin = _prepare(model, resolved, checkpoint, ranks)
-    return _Opened(cache, content, checkpoint, tokenizer, model, resolved, teacher, begin)
+    begin = _prepare(model, resolved, choice.checkpoint, ranks)
+    if choice.is_best_lost:
+        begin = begin._replace(best=math.inf)
+    return _Opened(cache, choice, identity, tokenizer, model, resolved, teacher, begin)
 
 
 def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:
@@ -157,6 +224,7 @@ def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:
         ranks=ranks,
     )
     trainer.step, trainer.best = begin.step, begin.best
+    trainer.skipped = opened.choice.skipped
     trainer.codes.load(begin.codes)
     return trainer
 
@@ -204,20 +272,21 @@ def _prepare(
     return _Begin(optimizer, facts["step"], facts["best"], codes)
 
 
-def _facts(
-    config: TrainConfig, student: str, cache: TeacherCache, optimizer: Optimizer
-) -> dict[str, object]:
-    """What `run.json` says beside the versions."""
+def _facts(config: TrainConfig, student: str, opened: _Opened, ranks: Ranks) -> dict[str, object]:
+    """What `run.json` says beside the versions and the identity."""
     backend = backends.select(config.device)
+    manifest = opened.cache.manifest
     return {
         "student": student,
         "cache": str(config.cache_dir),
-        "cache_fingerprint": cache.manifest.fingerprint,
-        "teacher": cache.manifest.teacher.name,
+        "cache_fingerprint": manifest.fingerprint,
+        "teacher": manifest.teacher.name,
+        "trust_remote_code": config.trust_remote_code,
         "config_fingerprint": config.fingerprint(),
+        "world_size": ranks.size,
         "device": backend.name(),
         "dtype": backend.dtype_name(config.dtype),
-        "learnable": sum(p.numel() for p in optimizer.parameters.values()),
+        "learnable": sum(p.numel() for p in opened.begin.optimizer.parameters.values()),
     }
 
 

@@ -1,0 +1,132 @@
+"""Proof that a checkpoint holds what was meant: compared as it is written, hashed ever after."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qat.errors import CheckpointError
+from qat.files import sha256_file, sync
+
+STATE, STATE_TENSORS = "trainer/state.json", "trainer/state.safetensors"
+MANIFEST = "trainer/manifest.json"
+FORMAT = 1
+NEEDED = ("config.json", STATE, STATE_TENSORS)
+"""Files that no checkpoint of a run lacks, beside those of its weights."""
+
+
+def prove(directory: Path, *written: dict[str, Tensor]) -> None:
+    """Compare each tensor file in `directory` with the tensors in memory, then list all hashes.
+
+    The files are read back from the disk, not from what the system remembers of writing them.
+
+    Raises:
+        CheckpointError: a file holds something else.
+    """
+    meant = {name: tensor for tensors in written for name, tensor in tensors.items()}
+    for path in directory.rglob("*.safetensors"):
+        _forget_pages(path)
+        _compare(path, meant)
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    listed = {
+        path.relative_to(directory).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+        }
+        for path in files
+    }
+    manifest = {"format": FORMAT, "files": listed}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def problem(checkpoint: Path) -> str | None:
+    """What is wrong with a run's checkpoint, in a few words; None where nothing is.
+
+    One that was written before there were manifests is looked at by its trainer's state only.
+    """
+    try:
+        if not checkpoint.is_dir():
+            return "it is not there"
+        if (checkpoint / MANIFEST).exists():
+            found = _mismatch(checkpoint)
+            if found is not None:
+                return found
+        step = read_state(checkpoint)["step"]
+        with safe_open(checkpoint / STATE_TENSORS, framework="pt"):
+            pass
+        is_named_so = checkpoint.name == f"step-{step:06d}"
+        return None if is_named_so else f"{STATE}: it is of step {step}"
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        return " ".join(str(error).split())
+
+
+def read_state(checkpoint: Path) -> dict:
+    """The facts beside a checkpoint's tensors: step, best and of what run it is.
+
+    Raises:
+        ValueError: they are not what a run writes.
+        OSError: they cannot be read.
+    """
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or type(state.get("step")) is not int:
+        raise ValueError(f"{STATE}: no step")
+    if not isinstance(state.get("best"), float | int):
+        raise ValueError(f"{STATE}: no best score")
+    if state.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{STATE}: format {state['format']!r}")
+    return state
+
+
+def _mismatch(checkpoint: Path) -> str | None:
+    """The first file that is not as the manifest lists it."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return f"{MANIFEST}: unknown format"
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(v, dict) for v in files.values()):
+        return f"{MANIFEST}: no table of files"
+    there = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file()}
+    unlisted = {n for n in there if n.endswith((".json", ".safetensors"))} - files.keys()
+    for name in (*NEEDED, *sorted(unlisted - {MANIFEST})):
+        if name not in files:
+            return f"{MANIFEST}: does not list {name}"
+    for name, listed in files.items():
+        path = checkpoint / name
+        if name not in there:
+            return f"{name}: missing"
+        if path.stat().st_size != listed.get("bytes"):
+            return f"{name}: {path.stat().st_size} bytes instead of {listed.get('bytes')}"
+        if sha256_file(path) != listed.get("sha256"):
+            return f"{name}: SHA-256 differs"
+    return None
+
+
+def _forget_pages(path: Path) -> None:
+    """Have the next read of a file come from the disk, where the system lets itself be told."""
+    sync(path)
+    if hasattr(os, "posix_fadvise"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _compare(path: Path, meant: dict[str, Tensor]) -> None:
+    with safe_open(path, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a dict
+            if name in meant and not _is_same(tensors.get_tensor(name), meant[name]):
+                raise CheckpointError(
+                    f"{path.name}: {name} reads otherwise than it was written, expected the same "
+                    "bytes; the disk or the memory fails: choose another --out or machine"
+                )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, NaN or not."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
