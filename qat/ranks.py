@@ -104,7 +104,7 @@ class Ranks:
         """What each rank says, in their order; every rank learns all."""
         if self.size == 1:
             return [text]
-        octets = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        octets = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8)[:-1]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(octets)]), group=self._hosts)
         longest = max(int(length) for length in lengths)
@@ -114,7 +114,7 @@ class Ranks:
         if longest:
             dist.all_gather(said, mine, group=self._hosts)
         pairs = zip(said, lengths, strict=True)
-        return [bytes(all_[: int(length)].tolist()).decode() for all_, length in pairs]
+        return [all_[: int(length)].numpy().tobytes().decode() for all_, length in pairs]
 
     def together(self, act: Callable[[], T]) -> T:
         """What `act` gives, once it has succeeded on every rank.

@@ -10,6 +10,7 @@ from qat.data.build import build_cache
 from qat.data.cache import Manifest, TeacherInfo
 from qat.data.config import CacheSettings
 from qat.models.language_model import LanguageModel
+from qat.ranks import ALONE
 
 WORDS = "the cat sat on mat and dog saw".split()
 
@@ -63,6 +64,7 @@ def build(out: Path, **overrides: object) -> Manifest:
         "info": info(),
         "documents": texts(),
         "batch_size": 4,
+        "ranks": ALONE,
     }
     for name in parts:
         parts[name] = overrides.pop(name, parts[name])

@@ -21,15 +21,15 @@ LIMIT_S = 40
 def run_ranks(size: int, act: Callable[[Ranks], object], place: Path) -> list[object]:
     """What `act` gives on each of `size` ranks, as JSON keeps it; {"error": line} where it fails.
 
-    Every rank is a process; those that are not done within `LIMIT_S` are ended and failed.
+    None stands for a rank that was killed. Every rank is a process; those that are not done within
+    `LIMIT_S` are ended and failed.
     """
-    children = start_ranks(size, act, place)
-    end_ranks(children)
-    return [json.loads((place / f"result-{rank}.json").read_text()) for rank in range(size)]
+    _end(_start(size, act, place))
+    results = [place / f"result-{rank}.json" for rank in range(size)]
+    return [json.loads(path.read_text()) if path.exists() else None for path in results]
 
 
-def start_ranks(size: int, act: Callable[[Ranks], object], place: Path) -> list[BaseProcess]:
-    """The processes of `size` ranks under way; their results will be in `place`."""
+def _start(size: int, act: Callable[[Ranks], object], place: Path) -> list[BaseProcess]:
     place.mkdir(parents=True, exist_ok=True)
     for old in [place / "meeting", *place.glob("result-*.json")]:
         old.unlink(missing_ok=True)
@@ -43,8 +43,7 @@ def start_ranks(size: int, act: Callable[[Ranks], object], place: Path) -> list[
     return children
 
 
-def end_ranks(children: list[BaseProcess]) -> None:
-    """Wait for all; end and fail those that hang."""
+def _end(children: list[BaseProcess]) -> None:
     end = time.monotonic() + LIMIT_S
     for child in children:
         child.join(max(0.0, end - time.monotonic()))

@@ -32,13 +32,15 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
-    from qat.data.sources import open_source
+    from qat.data.share import open_shared
     from qat.models.teacher_cache import build_teacher_cache
+    from qat.ranks import joined
 
-    source = open_source(config.data, config.format, config.text_field)
-    out = out or CACHES / suggested_name(config, source)
-    manifest = build_teacher_cache(config, source, out)
-    return dict(out=out, **_numbers(out, manifest))
+    with joined(config.device) as ranks:
+        source = open_shared(config, ranks)
+        out = out or CACHES / suggested_name(config, source)
+        manifest = build_teacher_cache(config, source, out, ranks=ranks)
+    return dict(out=out, **_numbers(out, manifest)) if ranks.is_first else {}
 
 
 @cache_app.command(name="import")

@@ -7,7 +7,7 @@ so a build that was killed at any instant goes on after its last shard and ends 
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -32,15 +32,21 @@ from qat.data.config import CacheSettings
 from qat.data.packing import Packed
 from qat.data.pipeline import Behind, prefetched
 from qat.data.shard import Answer, Plan, examine, make_plan, shard_bytes
+from qat.data.shard_log import in_order, merged, note_shard, remove_logs
+from qat.data.share import Shared
 from qat.data.stream import Block, blocks
 from qat.data.teacher import Teacher
 from qat.data.text import tokenizer_hash
-from qat.errors import CacheError, ConfigError
+from qat.errors import CacheError, ConfigError, QatError
+from qat.lock import held
 from qat.logs import progress
+from qat.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
 BLOCKS_AHEAD = 32  # so that the teacher does not wait while a long document is tokenised
+MERGE_EVERY = 64
+"""Shards of the first of several ranks between manifests."""
 
 
 def build_cache(
@@ -52,6 +58,7 @@ def build_cache(
     documents: Iterable[Document],
     out: Path,
     batch_size: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Manifest:
     """Run the teacher over the documents and keep its word in `out`; goes on where it stopped.
 
@@ -60,6 +67,8 @@ def build_cache(
     Args:
         batch_size: most sequences in one forward; 0 takes as many as keep the teacher's device
             busy. It may change the last bits of what a teacher says, not what is asked.
+        ranks: build together, a shard each in turn, into one `out` that all see; only the first
+            reads `documents`. The bytes are those of one process.
 
     Raises:
         ConfigError: K above the vocabulary, or sequences longer than the teacher can read.
@@ -68,37 +77,95 @@ def build_cache(
     """
     _check_limits(settings, info)
     fresh = new_manifest(settings, info, tokenizer_hash(tokenizer))
-    manifest = _resume(fresh, out)
-    if manifest.state == "complete" and not _has_gaps(manifest, out):
-        logger.info("%s is complete already: nothing to do", out)
-        return manifest
-    plan = make_plan(teacher, settings, info.vocab_size, batch_size)
-    manifest = _build(blocks(documents, tokenizer, settings), plan, manifest, out)
-    manifest = manifest.model_copy(update={"state": "complete"})
-    write_atomic(out / MANIFEST, manifest.to_bytes())
-    _warn_if_empty(manifest)
+    ranks.check_same(cache=fresh.fingerprint)
+    with ExitStack() as stack:
+        lock = held(out) if ranks.is_first else nullcontext()
+        ranks.together(lambda: stack.enter_context(lock))
+        manifest = _agreed(fresh, out, ranks)
+        if manifest.state == "complete":
+            logger.info("%s is complete already: nothing to do", out)
+            return manifest
+        plan = make_plan(teacher, settings, info.vocab_size, batch_size)
+        found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
+        manifest = _build(found, plan, manifest, out=out, ranks=ranks)
+        if ranks.is_first:
+            manifest = manifest.model_copy(update={"state": "complete"})
+            write_atomic(out / MANIFEST, manifest.to_bytes())
+            remove_logs(out)
+            _warn_if_empty(manifest)
+        ranks.wait()
     return manifest
 
 
-def _build(found: Iterator[Block], plan: Plan, manifest: Manifest, out: Path) -> Manifest:
+def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
+    """The manifest to go on from, as the first rank finds it; `complete` if nothing is to do."""
+
+    def find() -> str:
+        if not ranks.is_first:
+            return ""
+        manifest = _resume(fresh, out)
+        if manifest.state == "complete" and _has_gaps(manifest, out):
+            manifest = manifest.model_copy(update={"state": "building"})
+        return manifest.model_dump_json()
+
+    return Manifest.model_validate_json(ranks.texts(ranks.together(find))[0])
+
+
+def _build(
+    found: Iterator[Block], plan: Plan, manifest: Manifest, *, out: Path, ranks: Ranks
+) -> Manifest:
     """The manifest with all blocks in it.
 
     While the teacher is asked about a block, one thread tokenises the next ones and another writes
     the shard before: shards and manifests reach the disk one by one, in the order of the blocks.
     """
     total = plan.settings.num_sequences or None
+    shared = Shared(_begun(found, manifest, out), ranks)
+    known = {shard.file: shard for shard in manifest.shards}
     with (
         progress("teacher", total, "training sequences") as ticker,
-        Behind(partial(_add_shard, out=out), manifest) as written,
-        closing(prefetched(found, BLOCKS_AHEAD)) as ahead,
+        Behind(partial(_keep, out=out, ranks=ranks), manifest) as written,
+        closing(prefetched(shared, BLOCKS_AHEAD)) as ahead,
     ):
-        for number, block in enumerate(ahead):
-            if number == 0 and not manifest.shards:
-                _start(manifest, out)
-            if not _is_there(block, manifest, out):
-                written.push((block, examine(block, plan)))
-            ticker.advance(len(block.packed.tokens) if block.split == "train" else 0)
-        return written.state()
+        trouble = None
+        try:
+            for block in ahead:
+                if not _is_there(block, known, out):
+                    written.push((block, examine(block, plan)))
+                if block.split == "train":
+                    ticker.advance(ranks.size * len(block.packed.tokens))
+        except (QatError, OSError) as error:
+            shared.fail(error, ahead)
+            trouble = error
+        manifest = ranks.together(partial(_ended, written, trouble))
+    return ranks.together(lambda: _whole(manifest, shared.total, out=out, ranks=ranks))
+
+
+def _ended(written: Behind, trouble: QatError | OSError | None) -> Manifest:
+    if trouble is not None:
+        raise trouble
+    return written.state()
+
+
+def _whole(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manifest:
+    """The manifest with what all ranks wrote, on the first one."""
+    if ranks.size == 1 or not ranks.is_first:
+        return manifest
+    manifest = merged(manifest, out)
+    if len(manifest.shards) < total:
+        raise CacheError(
+            f"{out} shows {len(manifest.shards)} of the {total} shards that {ranks.size} ranks "
+            "wrote, expected one directory that all of them see; choose such an --out"
+        )
+    return manifest
+
+
+def _begun(found: Iterator[Block], manifest: Manifest, out: Path) -> Iterator[Block]:
+    """The blocks; the first one makes `out` a cache."""
+    for number, block in enumerate(found):
+        if number == 0 and not manifest.shards:
+            _start(manifest, out)
+        yield block
 
 
 def _check_limits(settings: CacheSettings, info: TeacherInfo) -> None:
@@ -134,7 +201,11 @@ def _resume(fresh: Manifest, out: Path) -> Manifest:
             "choose another --out or delete the directory"
         )
     remove_temporary(out)
-    return old
+    manifest = merged(old, out)
+    if manifest != old:
+        write_atomic(out / MANIFEST, manifest.to_bytes())
+    remove_logs(out)
+    return manifest
 
 
 def _differences(old: Manifest, new: Manifest) -> list[str]:
@@ -155,31 +226,39 @@ def _has_gaps(manifest: Manifest, out: Path) -> bool:
     return any(shard_problem(out, shard, deep=False) for shard in manifest.shards)
 
 
-def _is_there(block: Block, manifest: Manifest, out: Path) -> bool:
+def _is_there(block: Block, known: dict[str, Shard], out: Path) -> bool:
     """Whether the block's shard was built already and is whole.
 
     Raises:
         CacheError: it was built from other text.
     """
-    known = {shard.file: shard for shard in manifest.shards}.get(block.file)
-    if known is None:
+    shard = known.get(block.file)
+    if shard is None:
         return False
-    if known.content != _content_hash(block.packed):
+    if shard.content != _content_hash(block.packed):
         raise CacheError(
             f"{out / block.file} was built from other text than the data now gives; "
             "restore the data or choose another --out"
         )
-    return shard_problem(out, known, deep=False) is None
+    return shard_problem(out, shard, deep=False) is None
 
 
-def _add_shard(manifest: Manifest, answered: tuple[Block, list[Answer]], out: Path) -> Manifest:
-    """The manifest with the block's shard in it, both on disk."""
+def _keep(
+    manifest: Manifest, answered: tuple[Block, list[Answer]], *, out: Path, ranks: Ranks
+) -> Manifest:
+    """Put the block's shard on the disk; the manifest with it, or with what all ranks noted."""
     block, answers = answered
     raw = shard_bytes(block, answers, manifest.teacher.vocab_size)
     write_atomic(out / block.file, raw)
-    others = [entry for entry in manifest.shards if entry.file != block.file]
-    shards = sorted([*others, _describe(block, raw)], key=lambda s: (SPLITS.index(s.split), s.file))
-    manifest = manifest.model_copy(update={"shards": shards})
+    shard = _describe(block, raw)
+    if ranks.size == 1:
+        others = [entry for entry in manifest.shards if entry.file != block.file]
+        manifest = manifest.model_copy(update={"shards": in_order([*others, shard])})
+    else:
+        note_shard(out, ranks.rank, shard)
+        if not ranks.is_first or block.index // ranks.size % MERGE_EVERY:
+            return manifest
+        manifest = merged(manifest, out)
     write_atomic(out / MANIFEST, manifest.to_bytes())
     return manifest
 
