@@ -50,10 +50,11 @@ def train(
     with joined(config.device) as ranks:
         if dry_run:
             return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
-        is_new = not (resume and (out / RECIPE).exists())
-        forced = ranks.together(
-            lambda: _preflight(config, student, out, ranks=ranks, force=force, is_new=is_new)
-        )
+        forced = []
+        if not (resume and (out / RECIPE).exists()):  # what goes on has been looked at
+            forced = ranks.together(
+                lambda: _preflight(config, student, out, ranks=ranks, force=force)
+            )
         with follow(out, tracking if ranks.is_first else UNTRACKED):
             report = train_student(config, student, out, resume=resume, forced=forced, ranks=ranks)
             if tracking.gdrive_dir is not None and ranks.is_first:
@@ -64,7 +65,7 @@ def train(
 
 
 def _preflight(
-    config: TrainConfig, student: str, out: Path, *, ranks: "Ranks", force: bool, is_new: bool
+    config: TrainConfig, student: str, out: Path, *, ranks: "Ranks", force: bool
 ) -> list[str]:
     """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
     from qat.cli.findings import show_findings
@@ -72,9 +73,8 @@ def _preflight(
 
     if not ranks.is_first:
         return []
-    measures = None if is_new else False
-    checked = examine(config, student, out, world=ranks.size, measures=measures)
-    if is_new and (checked.is_long or checked.errors()):
+    checked = examine(config, student, out, world=ranks.size)
+    if checked.is_long or checked.errors():
         show_findings(checked)
     return codes_forced(checked.findings, force=force)
 

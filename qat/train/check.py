@@ -18,6 +18,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_tokenizer
 from qat.models.swap import linear_names
 from qat.train.config import TrainConfig
+from qat.train.division import divide
 from qat.train.predict import Prediction, predict
 from qat.train.preflight import Finding, Plan, is_long, preflight
 from qat.train.step import check_dtype
@@ -42,22 +43,22 @@ class Checked(NamedTuple):
 
 
 def examine(
-    config: TrainConfig, student: str, out: Path, *, world: int = 1, measures: bool | None = None
+    config: TrainConfig, student: str, out: Path, *, world: int = 1, measures: bool = False
 ) -> Checked:
     """Look at a run before it begins; nothing is written.
 
     Args:
-        config: as one of `world` ranks will train.
+        config: the run's.
         student: see `train_student`.
         out: where the run will lie.
         world: how many devices will train.
-        measures: whether steps are taken to predict time and memory; by default only before runs
-            that are long by their steps or by a guess from their FLOPs.
+        measures: take steps to predict time and memory also before a run that is not long, by its
+            steps or by a guess from their FLOPs.
 
     Raises:
         ConfigError, CacheError, CheckpointError: cache, student or device are not there.
     """
-    resolved = check_dtype(config)
+    resolved = check_dtype(divide(config, world))
     cache = TeacherCache.open(config.cache_dir)
     backend = backends.select(config.device)
     plan = Plan(
@@ -72,8 +73,7 @@ def examine(
         problems=tuple(_problems(resolved, student, cache)),
     )
     guess = None if plan.problems else guessed_hours(resolved, student, cache)
-    if measures is None:
-        measures = is_long(resolved, guess)
+    measures = measures or is_long(resolved, guess)
     if measures and not plan.problems and plan.train_sequences and plan.held_out_sequences:
         plan = _measured(plan, resolved, student, cache)
     hours = plan.prediction.hours(resolved) if plan.prediction else guess
@@ -120,11 +120,13 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
 
 
 def _measured(plan: Plan, config: TrainConfig, student: str, cache: TeacherCache) -> Plan:
+    backend = backends.select(config.device)
     try:
         return plan._replace(prediction=predict(config, student, cache))
     except (RuntimeError, MemoryError) as error:
-        if not backends.select(config.device).is_out_of_memory(error):
+        if not backend.is_out_of_memory(error):
             raise
+    backend.free_memory()  # the error held what had been loaded
     return plan._replace(has_run_out=True)
 
 

@@ -38,7 +38,7 @@ class Prediction(NamedTuple):
     eval_s: float
     """One evaluation with all its sequences."""
     peak_gib: float | None
-    """Most memory held in a step; None where nobody counts."""
+    """Most memory held in steps, evaluations and a checkpoint's tensors; None if nobody counts."""
     checkpoint_bytes: int
     """One checkpoint with the trainer's state."""
     final_bytes: int
@@ -100,11 +100,11 @@ def _measure(
         for step in range(WARM_STEPS, WARM_STEPS + MEASURED_STEPS):
             result = take_step(_batches(config, cache, step), step)
         step_s = backend.seconds_between(begun, backend.mark()) / MEASURED_STEPS
-        peak_gib = backend.peak_memory_gib()
         eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
+        packed, around = packed_state_dict(model.model), _bytes_beside(student)
+        peak_gib = backend.peak_memory_gib()
     finally:
         take_step.close()
-    packed, around = packed_state_dict(model.model), _bytes_beside(student)
     state = {**optimizer.state(), **CodeWatch(model.model).state()}
     dtype = backend.dtype(config.dtype)
     return Prediction(

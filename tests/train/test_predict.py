@@ -90,6 +90,8 @@ def test_errors_stop_and_force_is_recorded(
     assert capsys.readouterr().err.count("\n") == 1
     assert call(monkeypatch, *tokens, "--force") == 0
     assert json.loads((out / "run.json").read_text())["forced"] == ["lr"]
+    assert call(monkeypatch, *tokens, "--resume") == 0  # looked at once
+    assert json.loads((out / "run.json").read_text())["forced"] == ["lr"]
 
 
 def test_a_long_run_without_checkpoints_is_refused(
@@ -105,6 +107,8 @@ def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> 
     settings = config(place, loss="tail:1", max_steps=2)
     short = examine(settings, str(place / "student"), tmp_path)
     assert short.prediction is None and not short.is_long and short.errors() == []
+    with pytest.raises(ConfigError, match="global_batch_size=6 does not divide by 2 ranks"):
+        examine(config(place, global_batch_size=6), str(place / "student"), tmp_path, world=2)
     other = make_place(tmp_path)
     values = json.loads((other / "student" / "config.json").read_text())
     values["max_position_embeddings"] = 8
