@@ -89,7 +89,7 @@ def _growth(name: str, beats: list[dict], key: str) -> Check | None:
 
 
 def _waiting(beats: list[dict]) -> Check | None:
-    waits, steps = _values(beats, "data_wait_s_p50"), _values(beats, "step_s")
+    waits, steps = _values(beats, "data_wait_s"), _values(beats, "step_s")
     if not waits:
         return None
     share = statistics.median(waits) / statistics.median(steps)

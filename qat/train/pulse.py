@@ -62,6 +62,7 @@ class Pulse:
         self._began = clock()
         self._process = psutil.Process()
         self._waits: deque[float] = deque(maxlen=RECENT)
+        self._steps_s: deque[float] = deque(maxlen=RECENT)
         self._drop = Drop()
         self._pace = Pace(since=self._began)
         compared = range(ranks.size) if ranks.is_first and ranks.size > 1 else ()
@@ -101,6 +102,7 @@ class Pulse:
             except StopIteration:
                 return
             self._waits.append(time.monotonic() - before)
+            self._waited_s += self._waits[-1]
             yield item
 
     def stepped(self, step: int, positions: int) -> None:
@@ -132,8 +134,9 @@ class Pulse:
             rank_tokens_per_s=tokens_per_s / size,
             mfu_frac=None if share is None else tokens_per_s / size * share,
             step_s=seconds / self._steps,
-            **self._quantiles(),
+            data_wait_s=self._waited_s / self._steps,
             exchange_s=None if exchange_s is None else exchange_s / self._steps,
+            **self._quantiles(),
             **self._memory(),
             **{**UNKNOWN, **self._watchdog.health},
             **facts,
@@ -168,15 +171,17 @@ class Pulse:
         self._ranks.exchange_s()  # of the pause
         self._since = self._clock()
         self._steps = self._positions = 0
+        self._waited_s = 0.0
         self._ends = deque([self._backend.mark()], maxlen=RECENT + 1)
 
     def _quantiles(self) -> dict[str, float | None]:
-        """Median and 95th percentile of the time between the ends of steps, and of data waits.
+        """Of the latest `RECENT` steps: the time from one's end to the next, and waits for data.
 
         Ends are the device's, so a host that runs ahead of it does not hide what a step takes.
         """
-        steps = [self._backend.seconds_between(*ends) for ends in pairwise(self._ends)]
-        return {**_p50_p95("step_s", steps), **_p50_p95("data_wait_s", self._waits)}
+        between = self._backend.seconds_between
+        self._steps_s.extend(between(*ends) for ends in pairwise(self._ends))
+        return {**_p50_p95("step_s", self._steps_s), **_p50_p95("data_wait_s", self._waits)}
 
     def _tell_drop(self, tokens_per_s: float, seconds: float) -> None:
         share = self._drop.look(tokens_per_s, seconds)

@@ -107,7 +107,7 @@ class Drop:
 class Slow(NamedTuple):
     """A rank for which the others wait."""
 
-    rank: int
+    slow_rank: int
     times_median: float
     """Its own time a step over the median of the others'."""
     cause: str
@@ -138,7 +138,7 @@ class SlowRanks:
         return slow
 
     def _judge(self, by_rank: dict[int, dict]) -> list[Slow]:
-        slow = {each.rank: each for each in slow_ranks(by_rank)}
+        slow = {each.slow_rank: each for each in slow_ranks(by_rank)}
         for rank in by_rank:
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if rank in slow else 0
         return [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
@@ -147,7 +147,7 @@ class SlowRanks:
 def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
     """The ranks whose own time a step is over `SLOW_FRAC` of the others' median at one beat."""
     own = {rank: beat["step_s"] - (beat["exchange_s"] or 0.0) for rank, beat in by_rank.items()}
-    waits = {rank: beat["data_wait_s_p50"] or 0.0 for rank, beat in by_rank.items()}
+    waits = {rank: beat["data_wait_s"] for rank, beat in by_rank.items()}
     found = []
     for rank, seconds in own.items():
         usual, usual_wait = _median_of_others(own, rank), _median_of_others(waits, rank)

@@ -1,0 +1,158 @@
+"""The pulse: what a heartbeat says, and that nothing about it stops a run."""
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from train_case import config, make_place
+
+from qat import backend as backends
+from qat.logs import JsonLines, read_json_lines
+from qat.ranks import ALONE, Ranks
+from qat.train.pulse import Pulse
+from qat.train.start import train_student
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_pulse(path: Path, clock: Clock, *, ranks: Ranks = ALONE, **values: object) -> Pulse:
+    settings = config(path, **values)
+    return Pulse(
+        path, backends.select("cpu"), ranks, config=settings, flops_share=1e-3, clock=clock
+    )
+
+
+def take_steps(pulse: Pulse, clock: Clock, steps: range, seconds: float) -> None:
+    for step in steps:
+        clock.now += seconds
+        pulse.stepped(step, 100)
+
+
+def beat(pulse: Pulse, step: int) -> float:
+    return pulse.beat(step, loss_nats=0.5, grad_norm=1.5, facts={"compiled": False})
+
+
+def test_a_heartbeat_holds_speed_waits_and_memory(tmp_path: Path) -> None:
+    clock = Clock()
+    with make_pulse(tmp_path, clock) as pulse:
+        for _ in pulse.timed(iter(range(3))):
+            time.sleep(0.001)
+        take_steps(pulse, clock, range(1, 4), 2.0)
+        assert beat(pulse, 3) == 50.0
+    (line,) = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
+    assert (line["step"], line["rank"], line["pid"]) == (3, 0, os.getpid())
+    assert line["time"].endswith("+00:00") and line["elapsed_s"] == 6.0
+    assert (line["loss_nats"], line["grad_norm"], line["compiled"]) == (0.5, 1.5, False)
+    assert (line["tokens_per_s"], line["rank_tokens_per_s"], line["step_s"]) == (50.0, 50.0, 2.0)
+    assert line["mfu_frac"] == pytest.approx(0.05)
+    assert 0 <= line["data_wait_s_p50"] <= line["data_wait_s_p95"]
+    assert 1e-3 < line["data_wait_s"] < line["data_wait_s_p95"] * 3
+    assert 0 <= line["step_s_p50"] <= line["step_s_p95"]
+    assert line["mem_alloc_mib"] == pytest.approx(1024 * line["mem_alloc_gib"])
+    assert line["host_rss_mib"] > 1
+    unknown = ("exchange_s", "mem_reserved_mib", "gpu_util_pct", "gpu_power_w", "gpu_temp_c")
+    assert all(line[name] is None for name in unknown)
+
+
+def test_a_pause_is_no_training(tmp_path: Path) -> None:
+    clock = Clock()
+    with make_pulse(tmp_path, clock) as pulse:
+        take_steps(pulse, clock, range(1, 3), 1.0)
+        with pulse.pause():
+            clock.now += 1000
+        take_steps(pulse, clock, range(3, 5), 1.0)
+        beat(pulse, 4)
+    (line,) = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
+    assert line["tokens_per_s"] == 100.0 and line["elapsed_s"] == 1004.0
+
+
+def test_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
+    clock, ranks = Clock(), Ranks(1, 2, torch.device("cpu"))
+    with make_pulse(tmp_path, clock, ranks=ranks) as pulse:
+        take_steps(pulse, clock, range(1, 2), 1.0)
+        beat(pulse, 1)
+        pulse.event("not_finite", step=1, loss_nats=float("nan"))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "heartbeat-rank1.jsonl",
+        "events-rank1.jsonl",
+    }
+    (line,) = read_json_lines(tmp_path / "heartbeat-rank1.jsonl")
+    assert (line["rank"], line["rank_tokens_per_s"], line["exchange_s"]) == (1, 50.0, 0.0)
+    (event,) = read_json_lines(tmp_path / "events-rank1.jsonl")
+    assert event.pop("time") and event == {"elapsed_s": 1.0, "rank": 1, "step": 1} | {
+        "kind": "not_finite",
+        "loss_nats": "nan",
+    }
+
+
+def test_a_drop_of_speed_is_an_event_and_one_warning(tmp_path: Path, caplog) -> None:
+    clock = Clock()
+    with make_pulse(tmp_path, clock) as pulse:
+        for step in range(1, 16):
+            take_steps(pulse, clock, range(step, step + 1), 20.0 if step < 11 else 60.0)
+            beat(pulse, step)
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert (event["kind"], event["step"]) == ("throughput_drop", 13)
+    assert event["share"] == pytest.approx(1 / 3)
+    assert caplog.text.count("33 % of what was usual") == 1
+
+
+def test_a_loop_that_stands_still_is_found_out(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("qat.train.watchdog.LOOK_S", 0.01)
+    found = threading.Event()
+    clock = Clock()
+    with make_pulse(tmp_path, clock, stall_s=5.0) as pulse:
+        pulse.stepped(1, 100)
+        clock.now += 6
+        for _ in range(500):
+            if (tmp_path / "stacks-rank0.txt").exists() or found.wait(0.01):
+                break
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert (event["kind"], event["step"], event["still_s"]) == ("stall", 1, 6.0)
+    assert "test_a_loop_that_stands_still" in (tmp_path / "stacks-rank0.txt").read_text()
+
+
+def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path, monkeypatch, caplog) -> None:
+    real = JsonLines.write
+
+    def full(self: JsonLines, **values: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    clock = Clock()
+    with make_pulse(tmp_path, clock) as pulse:
+        for step, write in enumerate((full, full, real), 1):
+            monkeypatch.setattr(JsonLines, "write", write)
+            take_steps(pulse, clock, range(step, step + 1), 1.0)
+            beat(pulse, step)
+    assert [line["step"] for line in read_json_lines(tmp_path / "heartbeat-rank0.jsonl")] == [3]
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "No space left" in warnings[0].getMessage()
+
+
+def test_a_run_leaves_tables_a_heartbeat_and_a_summary(tmp_path: Path) -> None:
+    place = make_place(tmp_path)
+    settings = config(place, max_steps=4, save_every=4, eval_every=4)
+    report = train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
+    out = tmp_path / "run"
+    assert len((out / "training.csv").read_text().splitlines()) == 5
+    assert len((out / "val.csv").read_text().splitlines()) == 3
+    summary = json.loads((out / "metrics.json").read_text())
+    assert (summary["steps"], summary["final"]) == (4, report.final.name)
+    assert summary["events"] == {} and summary["tokens_per_s"] > 0
+    beats = read_json_lines(out / "heartbeat-rank0.jsonl")
+    assert [line["step"] for line in beats] == [1, 2, 3, 4]
+    assert all(line["step_s_p50"] > 0 and line["loss_nats"] > 0 for line in beats)
