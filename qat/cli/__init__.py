@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb runs.
 """
 
 import errno
+import logging
 import os
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ from qat.cli.result import print_result
 from qat.cli.train import train
 from qat.config import explain
 from qat.errors import QatError
+from qat.secrets import Scrub, scrubbed
 
+SCRUB = Scrub()
 app = App(
     name="qat",
     help="Quantization-aware distillation: causal language models at 2-4 bits per weight.",
@@ -68,8 +71,22 @@ def run_verb(tokens: list[str]) -> dict[str, object]:
     Raises:
         QatError, cyclopts.CycloptsError: the user's mistakes.
     """
-    found = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    found = app(
+        _with_resume(tokens), exit_on_error=False, print_error=False, result_action="return_value"
+    )
     return found if isinstance(found, dict) else {}
+
+
+def _with_resume(tokens: list[str]) -> list[str]:
+    """The tokens, where `--resume` alone means `--resume auto`."""
+    if tokens[:1] != ["train"]:
+        return tokens
+    following = [*tokens[1:], ""]
+    pairs = zip(tokens, following, strict=True)
+    return [
+        "--resume=auto" if token == "--resume" and after != "auto" else token
+        for token, after in pairs
+    ]
 
 
 @app.meta.default
@@ -79,6 +96,8 @@ def _launch(
     verbose: Annotated[bool, Parameter(help="Log more.", negative=())] = False,
 ) -> None:
     logs.configure(verbose)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(SCRUB)
     if recipe is not None:
         check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
         app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
@@ -129,5 +148,5 @@ def _fail_if_out_of_memory(error: RuntimeError) -> None:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    sys.stderr.write(f"qat: {' '.join(message.split())}\n")
+    sys.stderr.write(f"qat: {scrubbed(' '.join(message.split()))}\n")
     sys.exit(code)

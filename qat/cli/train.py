@@ -2,10 +2,11 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from qat.cli.health import show_health
 from qat.cli.result import print_result
 from qat.errors import QatError
 from qat.logs import RECIPE
@@ -27,7 +28,7 @@ def train(
     config: Annotated[TrainConfig, Parameter(name="*")],
     out: Path,
     tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
-    resume: Annotated[bool, Parameter(negative=())] = False,
+    resume: Literal["auto"] | None = None,
     dry_run: Flag = False,
     force: Flag = False,
 ) -> dict[str, object]:
@@ -38,7 +39,8 @@ def train(
         config: settings.
         out: run directory to make.
         tracking: who follows the run.
-        resume: go on with the run in OUT from its latest checkpoint, if it has one.
+        resume: go on with the run in OUT, if there is one, from its newest checkpoint that is
+            whole; `auto` may be left out.
         dry_run: take a few steps, say how long the run will take, what it will hold and what
             speaks against it, and leave nothing behind.
         force: train in spite of the preflight's errors (recorded in run.json).
@@ -56,11 +58,14 @@ def train(
                 lambda: _preflight(config, student, out, ranks=ranks, force=force)
             )
         with follow(out, tracking if ranks.is_first else UNTRACKED):
-            report = train_student(config, student, out, resume=resume, forced=forced, ranks=ranks)
+            report = train_student(
+                config, student, out, resume=resume is not None, forced=forced, ranks=ranks
+            )
             if tracking.gdrive_dir is not None and ranks.is_first:
                 _write_page(out)
         if not ranks.is_first:
             return {}
+    show_health(out)
     return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
 
 

@@ -20,6 +20,7 @@ import qat
 from qat.errors import ConfigError
 from qat.files import check_free, partial_file, write_atomically
 from qat.logs import FACTS, METRICS, RECIPE, cut_after
+from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
 
 CHECKPOINTS = "checkpoints"
@@ -188,7 +189,9 @@ class Run:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         }
-        write_atomically(self.path / FACTS, json.dumps({**common, **facts}, indent=1) + "\n")
+        write_atomically(
+            self.path / FACTS, json.dumps({**common, **_scrubbed(facts)}, indent=1) + "\n"
+        )
 
 
 def _step(checkpoint: Path) -> int:
@@ -196,9 +199,13 @@ def _step(checkpoint: Path) -> int:
 
 
 def resolved(config: TrainConfig, student: str) -> dict:
-    """The settings as a recipe's table: every field, less those that are not set."""
+    """The settings as a recipe's table: every field, less those that are not set, no secrets."""
     values = config.model_dump(mode="json", exclude_none=True)
-    return {"student": student, **values}
+    return _scrubbed({"student": student, **values})
+
+
+def _scrubbed(values: dict[str, object]) -> dict[str, object]:
+    return {k: scrubbed(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
 def git_commit() -> str:

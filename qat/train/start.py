@@ -38,7 +38,6 @@ from qat.train.resume import Choice, best_of, choose, load_training_state
 from qat.train.run import CHECKPOINTS, Run, git_commit
 from qat.train.step import check_dtype
 from qat.train.summary import write_summary
-from qat.train.summary import write_summary
 from qat.train.teacher import check_losses, open_teacher
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ def train_student(
         final = out / _final_name(opened.model.model, config, trainer)
         if ranks.is_first:
             _copy_packed(best_of(run), final)
-            write_summary(out, final=final, best=trainer.best)
             write_summary(out, final=final, best=trainer.best)
     return TrainReport(final, trainer.step, trainer.best)
 
