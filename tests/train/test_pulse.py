@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def take_steps(pulse: Pulse, clock: Clock, steps: range, seconds: float) -> None
         pulse.stepped(step, 100)
 
 
+def slowly(count: int) -> Iterator[int]:
+    for number in range(count):
+        time.sleep(0.001)
+        yield number
+
+
 def beat(pulse: Pulse, step: int) -> float:
     return pulse.beat(step, loss_nats=0.5, grad_norm=1.5, facts={"compiled": False})
 
@@ -49,8 +56,7 @@ def beat(pulse: Pulse, step: int) -> float:
 def test_a_heartbeat_holds_speed_waits_and_memory(tmp_path: Path) -> None:
     clock = Clock()
     with make_pulse(tmp_path, clock) as pulse:
-        for _ in pulse.timed(iter(range(3))):
-            time.sleep(0.001)
+        assert list(pulse.timed(slowly(3))) == [0, 1, 2]
         take_steps(pulse, clock, range(1, 4), 2.0)
         assert beat(pulse, 3) == 50.0
     (line,) = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
@@ -59,8 +65,7 @@ def test_a_heartbeat_holds_speed_waits_and_memory(tmp_path: Path) -> None:
     assert (line["loss_nats"], line["grad_norm"], line["compiled"]) == (0.5, 1.5, False)
     assert (line["tokens_per_s"], line["rank_tokens_per_s"], line["step_s"]) == (50.0, 50.0, 2.0)
     assert line["mfu_frac"] == pytest.approx(0.05)
-    assert 0 <= line["data_wait_s_p50"] <= line["data_wait_s_p95"]
-    assert 1e-3 < line["data_wait_s"] < line["data_wait_s_p95"] * 3
+    assert line["data_wait_s"] >= 1e-3 <= line["data_wait_s_p50"] <= line["data_wait_s_p95"]
     assert 0 <= line["step_s_p50"] <= line["step_s_p95"]
     assert line["mem_alloc_mib"] == pytest.approx(1024 * line["mem_alloc_gib"])
     assert line["host_rss_mib"] > 1
