@@ -92,6 +92,7 @@ def fork(act: Callable[[], object], log: Path) -> int:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        torch.set_num_threads(1)  # makes its pool anew, before two threads race to do so
         act()
         status = 0
     except BaseException:  # noqa: BLE001

@@ -29,6 +29,7 @@ from qat.hub.config import Entry
 from qat.hub.pack import pack
 from qat.hub.pull import pull
 from qat.train.config import TrainConfig
+from qat.train.proof import problem
 from qat.train.start import train_student
 
 STEPS = 24
@@ -49,8 +50,10 @@ class Case(NamedTuple):
     """Begins or goes on with it in a directory."""
     kill: Callable[[Path, float], Wait]
     """When to kill what works there, given how long it takes undisturbed."""
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
     """Files that may differ, see `contents`."""
+    has_checkpoints: bool = False
+    """Whether every checkpoint that has its name must be whole after each kill."""
 
 
 def main() -> None:
@@ -97,18 +100,32 @@ def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
             killed(partial(case.act, undisturbed), log, None)
             whole[case.act] = contents(undisturbed, case.ignored), time.monotonic() - began
         expected, seconds = whole[case.act]
-        here, limit = 0, min(kills - done, KILLS_IN_A_ROW)
+        here, torn, left = 0, 0, set()
+        limit = min(kills - done, KILLS_IN_A_ROW)
         while killed(partial(case.act, out), log, here < limit and case.kill(out, seconds) or None):
             here += 1
-        is_equal = report(contents(out, case.ignored), expected, f"{scratch.name} {number}", here)
+            there = {path.name for path in out.glob("checkpoints/.step-*")}
+            torn, left = torn + bool(there - left), there
+            if case.has_checkpoints and (trouble := damage(out)):
+                raise SystemExit(f"{out.name}: {trouble} after a kill")
+        name = f"{scratch.name} {number}: {here} kills" + f", {torn} while saving" * bool(torn)
+        is_equal = report(contents(out, case.ignored), expected, name)
         done, equal = done + here, equal + here * is_equal
     return equal
 
 
-def report(found: dict[str, bytes], expected: dict[str, bytes], name: str, kills: int) -> bool:
+def damage(run: Path) -> str | None:
+    """What is wrong with a checkpoint that has its name, if anything."""
+    for path in sorted(run.glob("checkpoints/step-*")):
+        if (trouble := problem(path)) is not None:
+            return f"{path.name}: {trouble}"
+    return None
+
+
+def report(found: dict[str, bytes], expected: dict[str, bytes], name: str) -> bool:
     """Whether all is equal; what is not is printed."""
     different = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
-    print(f"{name}: {kills} kills, {len(different)} files differ", *different[:5], flush=True)
+    print(f"{name}, {len(different)} files differ", *different[:5], flush=True)
     return not different
 
 
@@ -117,14 +134,14 @@ def trainings(place: Path, rng: random.Random) -> Iterator[Case]:
     for number in count():
         learn = (LATENT, FROZEN)[number % 2]
         act = Training(place, learn, 1 + number // 2 % 7)
-        yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), OF_TIME)
+        yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), OF_TIME, True)
 
 
 def savings(place: Path, rng: random.Random) -> Iterator[Case]:
     """The same, killed while a checkpoint is written."""
     for number in count():
         act = Training(place, (LATENT, FROZEN)[number % 2], 3)
-        yield Case(act, lambda out, _: while_saving(out, rng), OF_TIME)
+        yield Case(act, lambda out, _: while_saving(out, rng), OF_TIME, True)
 
 
 class Training(NamedTuple):
@@ -173,7 +190,7 @@ def while_saving(out: Path, rng: random.Random) -> Wait:
 def builds(place: Path, rng: random.Random) -> Iterator[Case]:
     """Builds of a cache."""
     while True:
-        yield Case(build, lambda _, seconds: after(rng.uniform(0.0, seconds)), ())
+        yield Case(build, lambda _, seconds: after(rng.uniform(0.0, seconds)))
 
 
 def pulls(place: Path, rng: random.Random) -> Iterator[Case]:
@@ -194,7 +211,7 @@ def pulls(place: Path, rng: random.Random) -> Iterator[Case]:
     act = partial(_pull, entry)
     try:
         while True:
-            yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), ())
+            yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)))
     finally:
         server.server_close()
         os.kill(child, signal.SIGKILL)
