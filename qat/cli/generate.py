@@ -24,9 +24,7 @@ def generate(
     from qat.evaluate.decode import open_speaker
     from qat.evaluate.generation import generate_text
 
-    speaker, tokenizer = open_speaker(
-        model, device=config.device, dtype=config.dtype, packed=config.packed
-    )
+    speaker, tokenizer = open_speaker(model, device=config.device, dtype=config.dtype)
     if config.raw or not tokenizer.chat_template:
         _write(config.prompt)
     start = time.perf_counter()

@@ -56,8 +56,6 @@ class GenerateConfig(Settings):
     """Seed of the sampling."""
     raw: bool = False
     """Continue the prompt as it is, without the tokenizer's chat template."""
-    packed: bool = False
-    """Read the weights packed, on CUDA (Llama, Qwen2, Qwen3); not yet proven on a device."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

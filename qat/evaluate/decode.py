@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend import Backend
-from qat.errors import ConfigError
 from qat.kernels.decode_attention import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS
 from qat.models.decode_step import DecodeStep
@@ -28,24 +27,19 @@ Seen = Callable[[list[list[int]]], None]
 
 
 def open_speaker(
-    source: str, *, device: str, dtype: str, packed: bool = False
+    source: str, *, device: str, dtype: str
 ) -> tuple["LanguageModel | Decoder", PreTrainedTokenizerBase]:
-    """What is to generate, and its tokenizer: with `packed` a decoder.
+    """What is to generate, and its tokenizer: a decoder where one fits.
 
     Else the model itself, its quantized weights formed once.
 
     Raises:
         CheckpointError: no such model or tokenizer.
-        ConfigError: the device is not there or cannot compute in `dtype`, or no decoder fits.
+        ConfigError: the device is not there or cannot compute in `dtype`.
     """
     model = load_model(source, device=device, dtype=dtype)
     tokenizer = load_tokenizer(source)
-    if packed:
-        if not Decoder.fits(model):
-            raise ConfigError(
-                f"packed weights of {source} cannot be read on {model.device}, expected a Llama, "
-                "Qwen2 or Qwen3 without sliding windows on CUDA; leave out --packed"
-            )
+    if Decoder.fits(model):
         return Decoder(model), tokenizer
     form_weights(model.model, model.dtype)
     return model, tokenizer

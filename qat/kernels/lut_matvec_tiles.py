@@ -58,6 +58,8 @@ class MmaTile(NamedTuple):
 def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
     """The default: a lane reads 16 bytes, and few rows are shared by more warps."""
     units = 4 if bits == 2 else 2
-    spans = in_features // UNIT // (4 * units)
-    most = 8 if out_features < 4096 else 4 if out_features < 65536 else 2
-    return MmaTile(units, max(1, min(most, triton.next_power_of_2(max(spans, 1)))))
+    spans = triton.next_power_of_2(max(in_features // (4 * UNIT * units), 1))
+    most = 16 if out_features < 4096 else 8 if out_features < 8192 else 2
+    if in_features > 8192:
+        most = min(most, 8)
+    return MmaTile(units, min(most, spans))

@@ -16,10 +16,13 @@ from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
 from qat.evaluate.config import EvalConfig, GenerateConfig
+from qat.evaluate.decode import Decoder, open_speaker
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge import judge
 from qat.evaluate.judge_cache import held_out_divergence, open_student, split_batches
 from qat.models.checkpoint import save_checkpoint
+from qat.models.decode_step import DecodeStep
+from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears, release_weights
 
 TEXT = "the cat sat on the mat and the dog saw the cat. "
@@ -171,7 +174,8 @@ def test_fields_are_flags(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "windows of 24, stride 8" in capsys.readouterr().out
 
 
-def test_packed_weights_are_read_where_a_decoder_fits_only(place: Path) -> None:
-    config = GenerateConfig(prompt="the cat", packed=True, device="cpu")
-    with pytest.raises(ConfigError, match=r"cannot be read on cpu, expected .* leave out --packed"):
-        generate(str(place / "student"), config=config)
+def test_a_decoder_speaks_where_it_fits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = str(place / "student")
+    assert isinstance(open_speaker(source, device="cpu", dtype="fp32")[0], LanguageModel)
+    monkeypatch.setattr(Decoder, "fits", staticmethod(DecodeStep.fits))
+    assert isinstance(open_speaker(source, device="cpu", dtype="fp32")[0], Decoder)
