@@ -42,9 +42,10 @@ EVENTS: tuple[tuple[str, str, State], ...] = (
 def health(run: Run) -> list[Check]:
     """The answers for `run`; a question that its files do not answer is left out."""
     beats = run.heartbeats
+    devices = [beat for beat in beats if beat.get("mem_reserved_mib") is not None]
     found = [
         _spread(beats),
-        _growth("device memory", beats, "mem_alloc_mib"),
+        _growth("device memory", devices, "mem_alloc_mib"),
         _growth("host memory", beats, "host_rss_mib"),
         _waiting(beats),
         *(_events(run, *kind) for kind in EVENTS),

@@ -1,0 +1,108 @@
+"""The table of a run's health: what is asked, and what each answer is called."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report.synthetic import write_lines, write_run
+
+from qat.cli.health import show_health
+from qat.report.health import Check, health, worst
+from qat.report.page import write_report
+from qat.report.runs import Run, read_directory
+
+CALM = {
+    "mem_alloc_mib": 1000.0,
+    "mem_reserved_mib": 1200.0,
+    "host_rss_mib": 2000.0,
+    "data_wait_s": 0.002,
+    "gpu_temp_c": 61.0,
+}
+FACTS = {"recompiles": 0, "fallback": None}
+
+
+@pytest.fixture
+def calm(tmp_path: Path) -> Run:
+    run = read_directory(write_run(tmp_path / "calm"))
+    return with_beats(run, lambda _: {**CALM, **FACTS})
+
+
+def with_beats(run: Run, values) -> Run:
+    """The run with `values(i)` in its heartbeat number i."""
+    beats = [{**beat, **values(i)} for i, beat in enumerate(run.heartbeats)]
+    return Run(**{**vars(run), "heartbeats": beats})
+
+
+def answer(run: Run, name: str) -> Check:
+    (found,) = [check for check in health(run) if check.name == name]
+    return found
+
+
+def test_a_calm_run_is_healthy(calm: Run) -> None:
+    checks = health(calm)
+    assert worst(checks) == "ok" and len(checks) == 16
+    assert answer(calm, "waiting for data").found == "0.5 % of a step"
+    assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
+    assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
+
+
+def test_what_nobody_measured_is_not_asked(tmp_path: Path) -> None:
+    run = read_directory(write_run(tmp_path / "old"))
+    names = {check.name for check in health(run)}
+    assert "speed" in names and "stalls" in names
+    assert not names & {"host memory", "waiting for data", "compiler", "GPU, hottest"}
+    few = Run(**{**vars(run), "heartbeats": run.heartbeats[:5]})
+    assert "speed" not in {check.name for check in health(few)}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "state", "found"),
+    [
+        ("speed", lambda i: {"tokens_per_s": 100.0 + 60 * (i % 3 == 0)}, "look", "within 60 %"),
+        ("host memory", lambda i: {"host_rss_mib": 2000.0 + 20 * i}, "look", "2,040 to 2,380 MiB"),
+        ("device memory", lambda i: {"mem_alloc_mib": 1000.0 + 2 * i}, "ok", "1,004 to 1,038"),
+        ("waiting for data", lambda _: {"data_wait_s": 0.1}, "look", "25 % of a step"),
+        ("compiler", lambda _: {"recompiles": 3, "fallback": None}, "look", "3 graphs"),
+        ("compiler", lambda _: {"recompiles": 0, "fallback": "no"}, "look", "as written"),
+        ("GPU, hottest", lambda i: {"gpu_temp_c": 60 + i}, "ok", "79 C"),
+        ("GPU, hottest", lambda i: {"gpu_temp_c": 65 + i}, "look", "84 C"),
+        ("GPU, hottest", lambda i: {"gpu_temp_c": 75 + i}, "bad", "94 C"),
+    ],
+)
+def test_a_number_beyond_its_limit_is_marked(calm, name, values, state, found) -> None:
+    check = answer(with_beats(calm, values), name)
+    assert check.state == state and found in check.found
+
+
+def test_memory_of_a_process_is_not_asked_for_twice(calm: Run) -> None:
+    run = with_beats(calm, lambda _: {"mem_reserved_mib": None})
+    names = {check.name for check in health(run)}
+    assert "host memory" in names and "device memory" not in names
+
+
+def test_events_are_counted_with_their_steps(calm: Run) -> None:
+    events = [{"kind": "stall", "step": step} for step in range(7)]
+    run = Run(**{**vars(calm), "events": [*events, {"kind": "slow_rank", "step": 9}]})
+    assert answer(run, "stalls") == Check("stalls", "bad", "7 (step 0, 1, 2, 3, 4, ...)", "none")
+    assert answer(run, "slow ranks")[1:3] == ("look", "1 (step 9)")
+    assert worst(health(run)) == "bad"
+
+
+def test_what_was_forced_resumed_and_skipped_is_told(calm: Run) -> None:
+    facts = {"forced": ["disk"], "resumed": [{"step": 40}, {"step": 80}]}
+    steps = [{**row, "grad_norm": float(row["step"] > 20)} for row in calm.steps]
+    run = Run(**{**vars(calm), "info": facts, "steps": steps})
+    assert answer(run, "forced")[1:3] == ("look", "disk")
+    assert answer(run, "resumed")[1:3] == ("ok", "2 (step 40, 80)")
+    assert answer(run, "skipped steps")[1:3] == ("look", "10 %")
+
+
+def test_page_and_terminal_show_the_table(tmp_path: Path, capsys) -> None:
+    path = write_run(tmp_path / "run")
+    write_lines(path / "events-rank1.jsonl", [{"kind": "stall", "step": 120}])
+    (path / "run.json").write_text(json.dumps({"forced": ["memory"]}))
+    html = write_report([path], tmp_path / "report.html").page.read_text("utf-8")
+    assert '<td>stalls</td><td>1 (step 120)</td><td>none</td><td class="bad">bad</td>' in html
+    show_health(path)
+    shown = capsys.readouterr().out
+    assert "1 (step 120)" in shown and "memory" in shown and "bad" in shown
