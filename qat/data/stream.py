@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -12,10 +13,13 @@ from qat.data.cache import SPLITS, Split
 from qat.data.chat import Document, render
 from qat.data.config import CacheSettings, Thinking
 from qat.data.packing import Packed, Packer
+from qat.data.pipeline import computed_ahead
 from qat.data.text import begin_token, encode, end_token
 from qat.errors import DataError, QatError
 
 BATCH_CHARACTERS = 2**19  # about 130,000 tokens of English
+BATCHES_AHEAD = 3
+"""Under way at once: the interpreter has work beside the tokenizer's, on one core."""
 
 
 class Block(NamedTuple):
@@ -70,18 +74,24 @@ def blocks(
 def _tokenised(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, thinking: Thinking
 ) -> Iterator[tuple[Document, list[list[int]]]]:
-    """Each document with the token ids of its renderings."""
-    for batch in _batches(documents):
+    """Each document with the token ids of its renderings; some batches are encoded ahead."""
+
+    def encoded(batch: list[Document] | QatError) -> list[tuple[Document, list[list[int]]]]:
+        if isinstance(batch, QatError):
+            raise batch
         rendered = [render(document, tokenizer, thinking) for document in batch]
-        encoded = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
-        for document, renderings in zip(batch, rendered, strict=True):
-            yield document, list(islice(encoded, len(renderings)))
+        ids = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
+        return [(d, list(islice(ids, len(r)))) for d, r in zip(batch, rendered, strict=True)]
+
+    with closing(computed_ahead(encoded, _batches(documents), BATCHES_AHEAD)) as ahead:
+        for batch in ahead:
+            yield from batch
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document] | QatError]:
     """The documents, so many at once that tokenising them keeps all cores busy.
 
-    A bad row's error comes after the documents before it: who has enough by then never sees it.
+    A bad row's error comes last, as an item: who has enough by then never sees it.
     """
     batch, characters = [], 0
     try:
@@ -91,9 +101,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             if characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
-    except QatError:
+    except QatError as error:
         yield batch
-        raise
+        yield error
+        return
     yield batch
 
 

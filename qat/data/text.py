@@ -66,6 +66,15 @@ def _ids(
 ) -> list[list[int]]:
     if not texts:
         return []
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # what the call below does, without a dictionary for each text; any thread may do it
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
     return tokenizer(
         texts,
         add_special_tokens=add_special_tokens,

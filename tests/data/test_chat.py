@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from qat.data.chat import render
+from qat.data.chat import Rendering, render
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
 
@@ -99,3 +99,12 @@ def test_tokenizer_hash_is_equal_in_another_process() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout == tokenizer_hash(tiny_tokenizer())
+
+
+def test_a_tokenizer_that_truncates_and_pads_encodes_all() -> None:
+    tokenizer = tiny_tokenizer()
+    texts = [Rendering("the cat sat on the mat", False), Rendering("a", False)]
+    plain = encode(texts, tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert encode(texts, tokenizer) == plain
