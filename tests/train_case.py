@@ -17,6 +17,7 @@ from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.run import Run
+from qat.train.start import TrainReport
 
 
 def make_place(place: Path, spec: LutSpec = SPECS["lut2"]) -> Path:
@@ -76,3 +77,18 @@ def golden_course(place: Path, out: Path) -> dict[str, list[float] | float]:
         "loss_nats": [line["loss_nats"] for line in lines if line["kind"] == "train"],
         "kl_tail_nats": lines[-1]["kl_tail_nats"],
     }
+
+
+def assert_same_end(whole: tuple[Path, TrainReport], out: Path, report: TrainReport) -> None:
+    """Make sure that a run left the metrics, pointers, student and state of the `whole` one."""
+    path, expected = whole
+    assert (out / "metrics.jsonl").read_bytes() == (path / "metrics.jsonl").read_bytes()
+    assert report.final.name == expected.final.name and report.best == expected.best
+    name = "model.safetensors"
+    assert (report.final / name).read_bytes() == (expected.final / name).read_bytes()
+    for pointer in ("best", "latest"):
+        assert (out / pointer).read_text() == (path / pointer).read_text()
+    ours, theirs = (
+        r.pointed("latest") / "trainer/state.safetensors" for r in (Run(out), Run(path))
+    )
+    assert ours.read_bytes() == theirs.read_bytes()

@@ -22,7 +22,7 @@ from qat.errors import ConfigError
 from qat.lock import held
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model, load_tokenizer, model_identity, resolve
+from qat.models.load import load_model, load_tokenizer, model_identity
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -173,7 +173,7 @@ def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks:
         )
     source = str(choice.checkpoint or student)
     tokenizer = load_tokenizer(source)
-    is_there = choice.checkpoint is None or Path(resolve(student)).is_dir()
+    is_there = choice.checkpoint is None or Path(student).is_dir()
     identity = {
         "cache_content": fingerprint([shard.sha256 for shard in cache.manifest.shards]),
         "student_fingerprint": model_identity(student) if is_there else None,

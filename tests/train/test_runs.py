@@ -16,7 +16,7 @@ import torch
 from cache_case import build, info
 from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
-from train_case import config, make_place
+from train_case import assert_same_end, config, make_place
 
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError, QatError
@@ -72,20 +72,6 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int
         return real(*arguments, **named)
 
     monkeypatch.setattr(owner, name, counted)
-
-
-def assert_same_end(whole: tuple[Path, TrainReport], out: Path, report: TrainReport) -> None:
-    path, expected = whole
-    assert (out / "metrics.jsonl").read_bytes() == (path / "metrics.jsonl").read_bytes()
-    assert report.final.name == expected.final.name and report.best == expected.best
-    name = "model.safetensors"
-    assert (report.final / name).read_bytes() == (expected.final / name).read_bytes()
-    for pointer in ("best", "latest"):
-        assert (out / pointer).read_text() == (path / pointer).read_text()
-    ours, theirs = (
-        r.pointed("latest") / "trainer/state.safetensors" for r in (Run(out), Run(path))
-    )
-    assert ours.read_bytes() == theirs.read_bytes()
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, random.Random(5).randrange(2, 7), 6])

@@ -1,0 +1,221 @@
+"""Going on: from the newest whole checkpoint, and with nothing but what the run began with."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, tiny_quantized
+from tiny import tiny_tokenizer
+from train_case import assert_same_end, config, make_place
+
+from qat.errors import CheckpointError, ConfigError
+from qat.lock import held
+from qat.logs import read_json_lines
+from qat.models.checkpoint import save_checkpoint
+from qat.train.optim import Optimizer
+from qat.train.proof import MANIFEST, STATE, STATE_TENSORS, problem
+from qat.train.resume import best_of, choose, load_training_state
+from qat.train.run import Run
+from qat.train.start import TrainReport, train_student
+
+
+class Stop(Exception):
+    """A crash."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("resume"))
+
+
+def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
+    settings = config(place, **{"save_every": 1, "eval_every": 2, **values})
+    return train_student(settings, str(place / "student"), out, resume=resume)
+
+
+def crash(place: Path, out: Path, step: int, **values: object) -> None:
+    """A run that dies in optimizer step number `step`."""
+    real = Optimizer.step
+
+    def dying(self: Optimizer, number: int) -> torch.Tensor:
+        if number == step:
+            raise Stop
+        return real(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizer, "step", dying)
+        with pytest.raises(Stop):
+            run(place, out, **values)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainReport]:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, run(place, out)
+
+
+@pytest.fixture(scope="module")
+def stopped(place: Path, whole, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that died after five steps; keeps checkpoints 4 (the best) and 5."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    crash(place, out, 5)
+    assert [path.name for path in Run(out).checkpoints()] == ["step-000004", "step-000005"]
+    return out
+
+
+@pytest.fixture
+def out(stopped: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+def flip(path: Path) -> None:
+    octets = bytearray(path.read_bytes())
+    octets[-5] ^= 4
+    path.write_bytes(octets)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(place: Path, whole, out: Path, caplog) -> None:
+    flip(out / "checkpoints/step-000005/model.safetensors")
+    report = run(place, out, resume=True)
+    said = "checkpoints/step-000005 is damaged (model.safetensors: SHA-256 differs); going on from "
+    assert said + "checkpoints/step-000004" in caplog.text
+    assert_same_end(whole, out, report)
+    (entry,) = json.loads((out / "run.json").read_text())["resumed"]
+    expected = {"step": 4, "from": "step-000004", "world_size": 1, "skipped": ["step-000005"]}
+    assert entry == expected
+    kinds = [event["kind"] for event in read_json_lines(out / "events.jsonl")]
+    assert kinds == ["resumed", "fallback_checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "trouble"),
+    [
+        (
+            STATE_TENSORS,
+            lambda path: path.write_bytes(path.read_bytes()[:100]),
+            "100 bytes instead",
+        ),
+        (STATE, lambda path: path.unlink(), "missing"),
+        ("config.json", flip, "SHA-256 differs"),
+        (MANIFEST, lambda path: path.write_text("[" * 9999), "depth|recursion"),
+        (MANIFEST, lambda path: path.write_text("{}"), "unknown format"),
+        (MANIFEST, lambda path: path.write_text('{"format": 1, "files": 3}'), "no table"),
+        (MANIFEST, lambda path: path.write_text('{"format": 1, "files": {}}'), "does not list"),
+        (".", lambda path: path.rename(path.with_name("gone")), "not there"),
+    ],
+)
+def test_what_is_damaged(out: Path, name: str, harm: Callable, trouble: str) -> None:
+    damaged = out / "checkpoints/step-000005"
+    assert problem(damaged) is None
+    harm(damaged / name)
+    assert re.search(trouble, problem(damaged))
+    choice = choose(Run(out))
+    assert choice.checkpoint.name == "step-000004" and choice.skipped == ["step-000005"]
+    assert not choice.is_best_lost
+
+
+def test_a_checkpoint_of_another_step_or_of_before_manifests(out: Path) -> None:
+    run, old = Run(out), out / "checkpoints/step-000004"
+    (old / MANIFEST).unlink()
+    assert problem(old) is None
+    (old / STATE).write_text(json.dumps({"step": 4, "best": 1.0, "format": 2}))
+    assert "format 2" in problem(old)
+    (old / STATE).write_text(json.dumps({"step": True, "best": 1.0}))
+    assert "no step" in problem(old)
+    with pytest.raises(CheckpointError, match="trainer's state cannot be read .* go on with"):
+        load_training_state(old)
+    shutil.rmtree(old)
+    run.checkpoint_path(5).rename(old)
+    assert problem(old) == f"{STATE}: it is of step 5"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "checkpoints/../../x\n", "\0" * 20, "checkpoints/step-000009"]
+)
+def test_damaged_pointers(out: Path, text: str) -> None:
+    (out / "latest").write_text(text)
+    (out / "best").write_text(text)
+    choice = choose(Run(out))
+    assert choice.checkpoint.name == "step-000005" and choice.is_best_lost
+
+
+def test_without_any_whole_checkpoint(place: Path, out: Path) -> None:
+    for path in Run(out).checkpoints():
+        flip(path / STATE_TENSORS)
+    message = "no checkpoint that is whole .step-000005: .*differs; step-000004: .*another --out"
+    with pytest.raises(CheckpointError, match=message):
+        run(place, out, resume=True)
+    with pytest.raises(CheckpointError, match="no checkpoint that is whole, expected the best"):
+        best_of(Run(out))
+
+
+def test_a_damaged_best_one(place: Path, out: Path, caplog) -> None:
+    flip(out / "checkpoints/step-000004/model.safetensors")
+    assert best_of(Run(out)).name == "step-000005"
+    assert "step-000004 is damaged (model.safetensors: SHA-256 differs); taking" in caplog.text
+    report = run(place, out, resume=True)
+    assert "the best is sought anew" in caplog.text
+    assert Run(out).pointed("best").name == "step-000006" and report.best < 10
+
+
+def test_other_micro_batches_at_an_equal_global_batch(place: Path, whole, out: Path) -> None:
+    report = run(place, out, resume=True, batch_size=2, grad_accum_steps=2)
+    lines = read_json_lines(out / "metrics.jsonl")
+    for ours, theirs in zip(lines, read_json_lines(whole[0] / "metrics.jsonl"), strict=True):
+        assert ours["step"] == theirs["step"]
+        if ours["kind"] == "train":
+            assert ours["loss_nats"] == pytest.approx(theirs["loss_nats"], rel=1e-5)
+    assert report.steps == 6
+
+
+def test_what_a_run_does_not_go_on_with(place: Path, out: Path, tmp_path: Path) -> None:
+    before = (out / "metrics.jsonl").read_bytes()
+    message = r"sequences_per_step=2, but the run in \S+ was begun with 4: .* must stay what it was"
+    with pytest.raises(ConfigError, match=message):
+        run(place, out, resume=True, batch_size=2)
+    other = tmp_path / "place"
+    other.mkdir()
+    (other / "cache").symlink_to(place / "cache")
+    with pytest.raises(ConfigError, match="student='.*place/student', but the run in"):
+        settings = config(place, save_every=1, eval_every=2)
+        train_student(settings, str(other / "student"), out, resume=True)
+    facts = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**facts, "tokenizer": "another"}))
+    with pytest.raises(ConfigError, match="tokenizer=.* begun with another: the tokenizer was"):
+        run(place, out, resume=True)
+    for damaged in ("[]", "{"):
+        (out / "run.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="run.json is damaged, expected what the run"):
+            run(place, out, resume=True)
+    (out / "recipe.toml").write_text("[train]\nstudent = 3")
+    with pytest.raises(ConfigError, match="recipe.toml is not a run's recipe .* restore it or"):
+        run(place, out, resume=True)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_student_that_was_changed(tmp_path: Path) -> None:
+    place = make_place(tmp_path)
+    crash(place, tmp_path / "run", 2)
+    shutil.rmtree(place / "student")
+    changed = tiny_quantized("qwen3", SPECS["lut4"])
+    save_checkpoint(changed, tiny_tokenizer(), place / "student")
+    message = "student_fingerprint=.* begun with .*: the student was changed since; restore it or"
+    with pytest.raises(ConfigError, match=message):
+        run(place, tmp_path / "run", resume=True)
+    shutil.rmtree(place / "student")  # a run needs it no longer
+    assert run(place, tmp_path / "run", resume=True).steps == 6
+
+
+def test_two_runs_in_one_directory(place: Path, out: Path) -> None:
+    with held(out), pytest.raises(ConfigError, match="is in use by process .* choose another"):
+        run(place, out, resume=True)

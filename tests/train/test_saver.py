@@ -1,0 +1,127 @@
+"""Saving behind the step: what is written is the step's own, proven, and never in the way."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from train_case import config, make_place, make_trainer
+
+from qat import backend as backends
+from qat.errors import CheckpointError
+from qat.models.checkpoint import load_checkpoint
+from qat.models.hf_quantizer import packed_state_dict
+from qat.train import saver as saving
+from qat.train.loop import Trainer
+from qat.train.proof import problem, prove, read_state
+from qat.train.resume import load_training_state
+from qat.train.saver import Saver
+from qat.train.start import train_student
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("saver"))
+
+
+@pytest.fixture
+def trainer(place: Path, tmp_path: Path) -> Iterator[Trainer]:
+    """After one step, with a saver of its own."""
+    made = make_trainer(config(place, max_steps=1), place / "student", tmp_path / "run")
+    made.train()
+    made.saver = Saver(
+        made.run,
+        made.student,
+        made.judge.tokenizer,
+        made.optimizer,
+        codes=made.codes,
+        config=made.config,
+        ranks=made.ranks,
+    )
+    with made.saver:
+        yield made
+
+
+def test_what_changes_after_a_save_is_not_in_it(trainer: Trainer, monkeypatch) -> None:
+    expected = packed_state_dict(trainer.student.model)
+    expected = {name: tensor.clone() for name, tensor in expected.items()}
+    moments = {name: tensor.clone() for name, tensor in trainer.optimizer.state().items()}
+    real = saving.write_checkpoint
+
+    def late(*arguments: object) -> None:
+        with torch.no_grad():
+            for parameter in trainer.optimizer.parameters.values():
+                parameter.add_(1.0)
+        real(*arguments)
+
+    monkeypatch.setattr(saving, "write_checkpoint", late)
+    trainer.saver.save(7, 0.5, is_best=True)
+    trainer.saver.finish()
+    path = trainer.run.checkpoint_path(7)
+    assert trainer.run.pointed("latest") == trainer.run.pointed("best") == path
+    found, facts = load_training_state(path)
+    assert facts["step"] == 7 and facts["best"] == 0.5 and trainer.saver.saved == 7
+    assert all(torch.equal(found[name], tensor) for name, tensor in moments.items())
+    stored = safetensors.torch.load_file(path / "model.safetensors")
+    assert all(torch.equal(stored[name], expected[name]) for name in stored)
+    assert problem(path) is None and load_checkpoint(path).hf_quantizer.packed is None
+
+
+def test_a_save_that_fails_is_told_at_the_next_one(trainer: Trainer, monkeypatch) -> None:
+    before = trainer.run.pointed("latest")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_checkpoint", full)
+        trainer.saver.save(2, 0.5, is_best=True)
+        message = r"step-000002: writing stopped \(.*No space.*\); nothing was left there: free"
+        with pytest.raises(CheckpointError, match=message):
+            trainer.saver.finish()
+        with pytest.raises(CheckpointError, match=message):
+            trainer.saver.save(3, 0.5, is_best=True)
+    assert trainer.run.pointed("latest") == before and problem(before) is None
+    assert trainer.run.checkpoints() == [before]
+
+
+def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> None:
+    written = {"a": torch.tensor([1.0, torch.nan]), "b": torch.zeros(0)}
+    safetensors.torch.save_file(written, tmp_path / "x.safetensors")
+    (tmp_path / "trainer").mkdir()
+    prove(tmp_path, written)
+    meant = {"a": torch.tensor([1.0, 2.0])}
+    with pytest.raises(CheckpointError, match="x.safetensors: a reads otherwise than it was writt"):
+        prove(tmp_path, meant)
+    with pytest.raises(CheckpointError, match="a reads otherwise"):
+        prove(tmp_path, {"a": written["a"].double()})
+
+
+def test_copies_on_the_host_keep_ties() -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    tensors = {"a": weight, "b": weight, "c": weight.t(), "d": torch.zeros(0), "e": torch.zeros(0)}
+    backend = backends.select("cpu")
+    copies = backend.copied_to_host(tensors)
+    backend.finished()()
+    assert copies["a"] is copies["b"] and copies["a"].data_ptr() != weight.data_ptr()
+    assert copies["c"].is_contiguous() and torch.equal(copies["c"], weight.t())
+    assert copies["d"].numel() == copies["e"].numel() == 0
+    weight.zero_()
+    assert copies["a"].sum() == 15
+
+
+def test_what_is_kept(place: Path, tmp_path: Path) -> None:
+    settings = config(place, save_every=1, milestone_every=2, keep=1, eval_every=9, max_steps=5)
+    train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
+    left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert left == ["step-000002", "step-000004", "step-000005"]
+    seldom = config(place, save_every=0, eval_every=9, max_steps=3)
+    train_student(seldom, str(place / "student"), tmp_path / "seldom", resume=False)
+    (only,) = (tmp_path / "seldom/checkpoints").iterdir()
+    assert only.name == "step-000003" and read_state(only)["step"] == 3

@@ -1,0 +1,118 @@
+"""Stops: a signal or a file saves and ends the run, and the finished run does not show it."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from train_case import assert_same_end, config, make_place
+
+from qat.errors import Stopped
+from qat.logs import read_json_lines
+from qat.train import stop
+from qat.train.optim import Optimizer
+from qat.train.run import Run
+from qat.train.start import TrainReport, train_student
+from qat.train.stop import HALT, Stops
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("stops"))
+
+
+def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
+    return train_student(config(place), str(place / "student"), out, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainReport]:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, run(place, out)
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: object) -> None:
+    """Call `act` in the middle of optimizer step number `step`."""
+    real = Optimizer.step
+
+    def watched(self: Optimizer, number: int) -> torch.Tensor:
+        if number == step:
+            act()
+        return real(self, number)
+
+    monkeypatch.setattr(Optimizer, "step", watched)
+
+
+@pytest.mark.parametrize(("name", "step", "code"), [("SIGTERM", 1, 143), ("HALT", 3, 3)])
+def test_a_stopped_run_saves_and_goes_on_bit_for_bit(
+    place: Path, tmp_path: Path, whole, monkeypatch, name: str, step: int, code: int
+) -> None:
+    out = tmp_path / "run"
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    asks = {
+        "HALT": (out / HALT).touch,
+        "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(stop, "LOOK_S", 0.0)
+        at_step(patch, step, asks[name])
+        message = rf"stopped by {name} after step {step + 2}; .*step-00000{step + 2} is saved: go"
+        with pytest.raises(Stopped, match=message) as caught:
+            run(place, out)
+    assert caught.value.exit_code == code and not (out / HALT).exists()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert Run(out).pointed("latest").name == f"step-00000{step + 2}"
+    (event,) = (e for e in read_json_lines(out / "events.jsonl") if e["kind"] != "resumed")
+    assert event["kind"] == ("halted" if name == "HALT" else "signal") and event["wish"] == name
+    assert_same_end(whole, out, run(place, out, resume=True))
+
+
+def test_a_wish_in_the_last_step_lets_the_run_end(
+    place: Path, tmp_path: Path, whole, monkeypatch
+) -> None:
+    at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert_same_end(whole, tmp_path / "run", run(place, tmp_path / "run"))
+
+
+def test_the_first_signal_is_noted_and_the_second_acts(tmp_path: Path) -> None:
+    with Stops(tmp_path / HALT) as stops:
+        assert stops.wanted() is None
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stops.wanted() == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_file_is_looked_for_once_a_second_and_remembered(tmp_path: Path, monkeypatch) -> None:
+    stops, now = Stops(tmp_path / HALT), [100.0]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
+    assert stops.wanted() is None
+    (tmp_path / HALT).touch()
+    now[0] = 100.9
+    assert stops.wanted() is None
+    now[0] = 101.1
+    assert stops.wanted() == HALT == stops.wanted()
+    stops.obeyed()
+    stops.obeyed()
+    assert not (tmp_path / HALT).exists()
+
+
+def test_another_thread_takes_no_signals(tmp_path: Path) -> None:
+    seen = []
+
+    def enter() -> None:
+        with Stops(tmp_path / HALT) as stops:
+            seen.append((stops.wanted(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [(None, signal.getsignal(signal.SIGTERM))]
