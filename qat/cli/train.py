@@ -53,7 +53,7 @@ def train(
         if dry_run:
             return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
         forced = []
-        if not (resume and (out / RECIPE).exists()):  # what goes on has been looked at
+        if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
             forced = ranks.together(
                 lambda: _preflight(config, student, out, ranks=ranks, force=force)
             )
