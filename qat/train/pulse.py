@@ -148,13 +148,12 @@ class Pulse:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """What happens in the block is no training: the next stretch begins behind it."""
-        self._pace.is_paused = True
+        self._pace.since, self._pace.is_paused = self._clock(), True
         try:
             yield
         finally:
             self._restart()
-            self._pace.since = self._clock()
-            self._pace.is_paused = False
+            self._pace.since, self._pace.is_paused = self._clock(), False
 
     def event(self, kind: str, **facts: object) -> None:
         """One line of what befell this rank: time, step, `kind`, and `facts`. For any thread."""

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S, SAMPLE_S = 1.0, 10.0
 """Between looks at the steps and the clocks; at the device and the other ranks, which take ms."""
-FIRST_STEP = 3
-"""Times as long may the first step take: it holds the compiler's work."""
+FIRST_STEP, PAUSE = 3, 10
+"""Times as long may take the first step, which holds the compiler's work, and an evaluation."""
 JUMP_S = 5.0
 """Most that the wall clock may move against the monotonic one between two looks."""
 SLOW_FRAC, DROP_FRAC = 1.2, 0.7
@@ -38,7 +38,7 @@ class Pace:
     """Where a rank's loop stands: the loop writes it, the watchdog reads it."""
 
     since: float
-    """By the monotonic clock, when the last step or pause ended."""
+    """By the monotonic clock, when the last step ended, or a pause began or ended."""
     step: int = 0
     """The last step that ended."""
     taken: int = 0
@@ -56,9 +56,9 @@ class Stall:
 
     def look(self, pace: Pace, now: float) -> float | None:
         """Seconds without the end of a step, when they first pass the limit; else None."""
-        limit_s = self._limit_s * (1 if pace.taken else FIRST_STEP)
+        times = PAUSE if pace.is_paused else 1 if pace.taken else FIRST_STEP
         still_s = now - pace.since
-        if pace.is_paused or still_s <= limit_s or self._told == pace.since:
+        if still_s <= self._limit_s * times or self._told == pace.since:
             return None
         self._told = pace.since
         return still_s
@@ -93,15 +93,14 @@ class Drop:
     def look(self, tokens_per_s: float, seconds: float) -> float | None:
         """The share of the usual speed, when a stretch of `seconds` makes it a drop; else None."""
         usual = statistics.median(self._history) if len(self._history) >= LEAST_HISTORY else 0.0
-        self._history.append(tokens_per_s)
-        if tokens_per_s >= DROP_FRAC * usual:
-            self._low, self._is_told = [], False
+        is_low = tokens_per_s < DROP_FRAC * usual
+        self._low = [*self._low, seconds] if is_low else []
+        if self._is_told or not is_low:  # what was told of becomes the usual speed if it stays
+            self._history.append(tokens_per_s)
+            self._is_told = is_low
             return None
-        self._low.append(seconds)
-        if self._is_told or len(self._low) < IN_A_ROW or sum(self._low) < LEAST_DROP_S:
-            return None
-        self._is_told = True
-        return tokens_per_s / usual
+        self._is_told = len(self._low) >= IN_A_ROW and sum(self._low) >= LEAST_DROP_S
+        return tokens_per_s / usual if self._is_told else None
 
 
 class Slow(NamedTuple):

@@ -23,11 +23,11 @@ def test_the_first_step_gets_three_times_as_long() -> None:
     assert [stall.look(pace, now) for now in (30, 31)] == [None, 31]
 
 
-def test_a_pause_is_no_stall() -> None:
+def test_a_pause_gets_ten_times_as_long() -> None:
     stall, pace = Stall(10), Pace(since=0.0, taken=1, is_paused=True)
-    assert stall.look(pace, 1000) is None
+    assert [stall.look(pace, now) for now in (100, 101)] == [None, 101]
     pace.is_paused, pace.since = False, 1000.0
-    assert stall.look(pace, 1005) is None
+    assert [stall.look(pace, now) for now in (1010, 1011)] == [None, 11]
 
 
 @pytest.mark.parametrize(("jump_s", "told"), [(4.0, None), (3600.0, 3600.0), (-7200.0, -7200.0)])
@@ -47,11 +47,12 @@ def test_a_drop_of_speed_is_told_when_it_lasts() -> None:
     assert [drop.look(50.0, 20.0) for _ in range(3)] == [None, None, 0.5]
 
 
-def test_short_stretches_must_add_up_to_a_drop() -> None:
+def test_short_stretches_add_up_to_a_drop_that_stays_the_usual_speed() -> None:
     drop = Drop()
     for _ in range(20):
         drop.look(100.0, 1.0)
-    assert all(drop.look(10.0, 1.0) is None for _ in range(5))
+    found = [drop.look(10.0, 1.0) for _ in range(200)]
+    assert found == [None] * 29 + [0.1] + [None] * 170
 
 
 def beat(rank: int, step: int, own_s: float, *, wait_s: float = 0.0) -> dict[str, float]:
