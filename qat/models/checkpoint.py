@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
+from qat.models.checksums import check_checksums, write_checksums
 from qat.models.directory import atomic_directory
 from qat.models.hf_quantizer import (
     QUANT_METHOD,
@@ -76,6 +77,7 @@ def write_checkpoint(
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+    write_checksums(directory)
 
 
 def load_checkpoint(
@@ -96,16 +98,22 @@ def load_checkpoint(
             f"{path} is not a packed checkpoint (no quantization_config of method "
             f"{QUANT_METHOD!r} in its config.json); make one with 'qat convert'"
         )
+    check_checksums(path, of_model=True)
     try:
         with quiet_transformers():
             return AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, device_map=device_map, local_files_only=True
+                path,
+                dtype=dtype,
+                device_map=device_map,
+                local_files_only=True,
+                trust_remote_code=False,
             )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (OSError, ValueError, SafetensorError) as error:
+        why = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} cannot be loaded ({error}); expected a whole packed checkpoint: copy it anew"
+            f"{path} cannot be loaded ({why}); expected a whole packed checkpoint: copy it anew"
         ) from error
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -20,6 +21,7 @@ from transformers import (
 from qat.backend import Backend, select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
+from qat.models.checksums import check_checksums
 from qat.models.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -27,41 +29,53 @@ logger = logging.getLogger(__name__)
 RUN_POINTERS = ("best", "latest")
 """Files of a run directory that name one of its checkpoints, in order of preference."""
 CHUNK_BYTES = 2**24
+OF_DAMAGE = (KeyError, TypeError, AttributeError, IndexError)
+"""What transformers raises, beside errors of its own, over a file whose JSON is another."""
 
 
-def load_model(source: str, *, device: str = "auto", dtype: str = "auto") -> LanguageModel:
+def load_model(
+    source: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+) -> LanguageModel:
     """The model that `source` names, packed or float, on `device` and in eval mode.
 
     `source` is a model directory, a run directory (its best checkpoint, else its latest) or a hub
-    id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a hub.
+    id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a hub. Code that
+    comes with a model runs only with `trust_remote_code`.
 
     Raises:
         CheckpointError: there is no such model, or it is damaged, or its head is not understood.
         ConfigError: the device is not there or cannot compute in `dtype`.
     """
     backend = select(device)
-    return _open(source, backend, backend.dtype(dtype), None)
+    how = _How(backend, backend.dtype(dtype), None, trust_remote_code)
+    return _open(source, how)
 
 
 def load_teacher(
-    source: str, *, device: str = "auto", dtype: str = "auto", device_map: str | None = None
+    source: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
 ) -> LanguageModel:
     """As `load_model`, without gradients; `device_map` (`auto`) spreads it over all devices."""
     backend = select(device)
-    teacher = _open(source, backend, backend.dtype(dtype), device_map)
+    teacher = _open(source, _How(backend, backend.dtype(dtype), device_map, trust_remote_code))
     teacher.model.requires_grad_(False)
     return teacher
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model that `source` names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, it is damaged, or it brings code and is not trusted.
     """
     source = resolve(source)
+    check_checksums(Path(source), of_model=False)
     with _hub_errors_as_one_line(source, "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
+        tokenizer = _tokenizer(source, trust_remote_code)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers makes one without words where the files are missing
         raise CheckpointError(
@@ -71,7 +85,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_config(source: str) -> PreTrainedConfig:
+def load_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of the model that `source` names; no weights are read.
 
     Raises:
@@ -79,7 +93,11 @@ def load_config(source: str) -> PreTrainedConfig:
     """
     source = resolve(source)
     with _hub_errors_as_one_line(source, "a model's configuration"):
-        return AutoConfig.from_pretrained(source, local_files_only=Path(source).is_dir())
+        return AutoConfig.from_pretrained(
+            source,
+            local_files_only=Path(source).is_dir(),
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def resolve(source: str) -> str:
@@ -113,7 +131,7 @@ def resolve(source: str) -> str:
     return source
 
 
-def model_identity(source: str) -> str:
+def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
     """What changes exactly when the model does: a content hash, or a hub id's commit.
 
     The hash (xxh3-128, 32 hex digits) covers names and bytes of config.json and the weight
@@ -124,8 +142,7 @@ def model_identity(source: str) -> str:
     """
     source = resolve(source)
     if not Path(source).is_dir():
-        with _hub_errors_as_one_line(source, "a model"):
-            commit = AutoConfig.from_pretrained(source)._commit_hash
+        commit = load_config(source, trust_remote_code=trust_remote_code)._commit_hash
         if commit is None:
             raise CheckpointError(
                 f"{source}: the hub does not say which revision it gave; download the model and "
@@ -150,32 +167,42 @@ def _may_be_hub_id(source: str) -> bool:
     )
 
 
-def _open(
-    source: str, backend: Backend, dtype: torch.dtype, device_map: str | None
-) -> LanguageModel:
+class _How(NamedTuple):
+    """How a model is to be loaded."""
+
+    backend: Backend
+    dtype: torch.dtype
+    device_map: str | None
+    trust_remote_code: bool
+
+    def placement(self) -> str | dict[str, torch.device] | None:
+        """What `from_pretrained` is told of devices."""
+        on_device = {"": self.backend.device} if self.backend.device.type != "cpu" else None
+        return self.device_map or on_device
+
+
+def _open(source: str, how: _How) -> LanguageModel:
     path = resolve(source)
     if path != source:
         logger.info("%s: loading %s", source, path)
-    placement = device_map or ({"": backend.device} if backend.device.type != "cpu" else None)
     if is_packed(Path(path)):
-        model = load_checkpoint(Path(path), dtype, placement)
+        model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
-        model = _load_float(path, dtype, placement)
+        model = _load_float(path, how)
     language_model = LanguageModel(model.eval())
     language_model.check_split()
     return language_model
 
 
-def _load_float(
-    source: str, dtype: torch.dtype, device_map: str | dict[str, torch.device] | None
-) -> PreTrainedModel:
+def _load_float(source: str, how: _How) -> PreTrainedModel:
     with _hub_errors_as_one_line(source, "a causal language model"), quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=dtype,
-            device_map=device_map,
+            dtype=how.dtype,
+            device_map=how.placement(),
             local_files_only=Path(source).is_dir(),
             output_loading_info=True,
+            trust_remote_code=how.trust_remote_code,
         )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -186,12 +213,36 @@ def _load_float(
     return model
 
 
+def _tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            source,
+            local_files_only=Path(source).is_dir(),
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:  # noqa: BLE001 - tokenizers knows no other kind
+        if type(error) is not Exception:
+            raise
+        raise ValueError(error) from error
+
+
 @contextmanager
 def _hub_errors_as_one_line(source: str, wished: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, *OF_DAMAGE) as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{source} brings code of its own, expected {wished} that transformers knows; read "
+                "that code, and if you trust it add --trust-remote-code (qat cache, convert, train)"
+            ) from None
         raise CheckpointError(
-            f"{source} does not give {wished} ({error}); expected a model directory, a run "
+            f"{source} does not give {wished} ({_short(error)}); expected a model directory, a run "
             "directory or a hub id: check the name, or copy the files anew"
         ) from error
+
+
+def _short(error: Exception) -> str:
+    """What went wrong, in one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

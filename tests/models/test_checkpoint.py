@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import qat  # noqa: F401 - registers the quantizer
 from qat.errors import CheckpointError, ConfigError
 from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, write_checkpoint
+from qat.models.checksums import CHECKSUMS
 from qat.models.directory import atomic_directory
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -51,6 +52,7 @@ def edit_tensors(path: Path, **changes: Tensor | None) -> None:
         if value is not None:
             tensors[name] = value
     save_file(tensors, file, metadata={"format": "pt"})
+    (path / CHECKSUMS).unlink(missing_ok=True)
 
 
 def edit_config(path: Path, **changes: object) -> None:
@@ -64,6 +66,7 @@ def edit_config(path: Path, **changes: object) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), tmp_path / "saved")
+    (tmp_path / "saved" / CHECKSUMS).unlink()  # what else is wrong is told without it, too
     return tmp_path / "saved"
 
 

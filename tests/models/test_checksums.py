@@ -1,0 +1,79 @@
+"""A packed checkpoint that was damaged is never taken for sound."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from quantized import SPECS, tiny_quantized
+from tiny import tiny_tokenizer
+
+from qat.errors import CheckpointError
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.checksums import CHECKSUMS, check_checksums, write_checksums
+from qat.models.load import load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("checkpoint") / "saved"
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), out)
+    return out
+
+
+@pytest.fixture
+def saved(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "saved"))
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    at = max(raw.rfind(b"0"), 0) if path.suffix == ".json" else -2
+    raw[at] ^= 1  # a 0 becomes a 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_bit_of_the_model_is_missed(saved: Path, name: str) -> None:
+    flip(saved / name)
+    with pytest.raises(CheckpointError, match=f"{name} differs from its SHA-256"):
+        load_checkpoint(saved)
+    load_tokenizer(str(saved))
+
+
+def test_a_bit_of_the_tokenizer_is_missed(saved: Path) -> None:
+    flip(saved / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="tokenizer.json differs from its SHA-256"):
+        load_tokenizer(str(saved))
+    load_model(str(saved), device="cpu")
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    (saved / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
+        check_checksums(saved, of_model=False)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "files": {}}', '{"format": 2}'])
+def test_a_damaged_list_is_one_line(saved: Path, text: str) -> None:
+    (saved / CHECKSUMS).write_text(text)
+    with pytest.raises(CheckpointError, match="checksums.json is damaged"):
+        check_checksums(saved, of_model=True)
+
+
+def test_names_outside_the_directory_are_refused(saved: Path) -> None:
+    values = json.loads((saved / CHECKSUMS).read_text())
+    values["files"]["../../etc/passwd"] = "0"
+    (saved / CHECKSUMS).write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="checksums.json is damaged"):
+        check_checksums(saved, of_model=True)
+
+
+def test_files_added_later_and_files_without_a_list_are_taken(saved: Path) -> None:
+    (saved / "notes.txt").write_text("mine")
+    load_checkpoint(saved)
+    flip(saved / "tokenizer.json")
+    write_checksums(saved)
+    check_checksums(saved, of_model=False)
+    (saved / CHECKSUMS).unlink()
+    load_checkpoint(saved)
