@@ -247,11 +247,14 @@ class _Place:
         found = {
             name: np.empty((len(self), *rows.shape), rows.dtype) for name, rows in kinds.items()
         }
-        octets = {name: memoryview(array.reshape(-1)).cast("B") for name, array in found.items()}
+        octets = [
+            (name, rows.stride, memoryview(found[name].reshape(-1)).cast("B"))
+            for name, rows in kinds.items()
+        ]
         for first, end in self._runs:
             shard, row = self._shards[self._owners[first]], self._rows[first]
-            for name, rows in kinds.items():
-                shard.read(name, row, octets[name][first * rows.stride : end * rows.stride])
+            for name, stride, out in octets:
+                shard.read(name, row, out[first * stride : end * stride])
         return {name: torch.from_numpy(array) for name, array in found.items()}
 
     def sample_ids(self) -> list[np.ndarray]:

@@ -10,6 +10,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +32,8 @@ INDEX_STEP, STRETCH = 128, 2**20
 """Sequences from one known beginning of drawn ids to the next, and those indexed at once."""
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """What a tensor holds for one sequence."""
 
     code: str
@@ -42,7 +45,7 @@ class Rows(NamedTuple):
         """The element's dtype."""
         return DTYPES[self.code]
 
-    @property
+    @cached_property
     def stride(self) -> int:
         """Bytes of one sequence."""
         return self.dtype.itemsize * prod(self.shape)
@@ -212,6 +215,8 @@ class OpenShard:
         """Fill `out` with the bytes from `begin` on."""
         while out:
             count = os.preadv(self._file, [out], begin) if begin < self._shard.bytes else 0
+            if count == len(out):
+                return
             if count == 0:
                 raise self._wrong("it ends early")
             out, begin = out[count:], begin + count
