@@ -1,0 +1,260 @@
+"""Opens damaged caches, checkpoints, runs and recipes: each a line that says why, or a sound read.
+
+Counted as clean is a case that ends in time, within its memory, either with an error of one line,
+or with exactly what the undamaged files hold. A cache whose damage was sealed by whoever did it,
+with hashes and sizes made right, may also read as another cache; nothing else may differ.
+
+python speedrun/measure_mutations.py --cases 10000 --figures FILE.jsonl
+"""
+
+import collections
+import hashlib
+import json
+import logging
+import random
+import re
+import tempfile
+import tomllib
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import cyclopts
+import tomli_w
+import torch
+from fuzzing import Outcomes, TookTooLong, asked_for, bounded_memory, in_time, settle
+from kill_case import build, make_student
+from mutants import Files, mutate
+from pydantic import ValidationError
+from torch import Tensor
+
+from qat import cli
+from qat.cli.recipe import check_recipe
+from qat.data.reader import TeacherCache
+from qat.data.text import tokenizer_hash
+from qat.errors import QatError
+from qat.models.load import load_model, load_tokenizer
+from qat.ranks import ALONE
+from qat.train import start
+from qat.train.config import TrainConfig
+from qat.train.run import Run
+
+TIME_S = 10.0
+MEMORY_BYTES = 2**30
+COURSE = {
+    "max_steps": 4,
+    "batch_size": 2,
+    "grad_accum_steps": 1,
+    "eval_every": 2,
+    "eval_sequences": 2,
+    "save_every": 2,
+    "log_every": 1,
+    "device": "cpu",
+    "dtype": "fp32",
+}
+"""The run whose files are damaged."""
+
+
+class Subject(NamedTuple):
+    """Files that belong together, and how they are opened."""
+
+    name: str
+    root: Path
+    files: Files
+    read: Callable[[Path], str]
+    """What they hold, as a hash or a text."""
+    sound: set[str]
+    """What `read` may find."""
+
+
+def main() -> None:
+    """Run the cases, print what came of them, and record the number of clean ones."""
+    seeds, figures = asked_for(__doc__)
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        subjects = make_subjects(Path(name))
+        with bounded_memory(MEMORY_BYTES):
+            outcomes = fuzz(subjects, seeds)
+    settle("mutations_handled", outcomes, figures)
+
+
+def fuzz(subjects: list[Subject], seeds: Iterable[int]) -> Outcomes:
+    """How often each kind of damage to each subject came to which end."""
+    outcomes: Outcomes = collections.Counter()
+    for seed in seeds:
+        subject = subjects[seed % len(subjects)]
+        mutant = mutate(subject.files, seed // len(subjects))
+        files, is_sealed = mutant.files, False
+        if subject.name == "cache" and random.Random(seed).random() < 0.5:
+            files, is_sealed = sealed(subject.files, files), True
+        outcome = run(subject, files, is_sealed=is_sealed)
+        if outcome.startswith("WRONG"):
+            names = ", ".join(mutant.files)
+            outcome = outcome.replace("WRONG", f"WRONG: seed {seed}, {names}", 1)
+        outcomes[f"{subject.name} {mutant.kind}", outcome] += 1
+    return outcomes
+
+
+def run(subject: Subject, files: Files, *, is_sealed: bool) -> str:
+    """What came of opening a subject with some of its files damaged."""
+    for name, data in files.items():
+        (subject.root / name).write_bytes(data)
+    try:
+        with in_time(TIME_S), warnings.catch_warnings(action="ignore"):
+            found = subject.read(subject.root)
+        if found in subject.sound:
+            return "read"
+        return "read as another one" if is_sealed else f"WRONG: accepted silently: {found[:200]}"
+    except (QatError, cyclopts.CycloptsError) as error:
+        return refusal(str(error), is_ours=isinstance(error, QatError))
+    except (Exception, TookTooLong):  # noqa: BLE001  any other end is what is looked for
+        return f"WRONG: {traceback.format_exc()}"
+    finally:
+        restore(subject)
+
+
+def restore(subject: Subject) -> None:
+    """Make every file sound again; going on with a run cuts its metrics, too."""
+    for name, data in subject.files.items():
+        path = subject.root / name
+        if not path.is_file() or path.read_bytes() != data:
+            path.write_bytes(data)
+
+
+def refusal(message: str, *, is_ours: bool) -> str:
+    """The kind of a refusal; the command line puts cyclopts' own errors into one line."""
+    if is_ours and "\n" in message:
+        return f"WRONG: a message of several lines: {message}"
+    if is_ours and not re.search("expected|restore|rebuild|copy|mend|write|did you|known", message):
+        return f"WRONG: a message that helps nobody: {message}"
+    return "refused"
+
+
+def sealed(sound: Files, damaged: Files) -> Files:
+    """The damaged files and a manifest whose hashes and sizes are right."""
+    files = {**sound, **damaged}
+    try:
+        values = json.loads(files["manifest.json"])
+        for shard in values["shards"]:
+            data = files.get(shard["file"], b"")
+            shard |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        values.pop("sha256", None)
+        body = (json.dumps(values, indent=1) + "\n").encode()
+        values["sha256"] = hashlib.sha256(body).hexdigest()
+    except (ValueError, TypeError, KeyError):
+        return damaged
+    return {**damaged, "manifest.json": (json.dumps(values, indent=1) + "\n").encode()}
+
+
+def make_subjects(place: Path) -> list[Subject]:
+    """A cache, a student, a run and a recipe, all sound."""
+    text = place / "text.txt"
+    text.write_text("\n".join(f"line {i} of {i * i} says {'so ' * (i % 7)}" for i in range(60)))
+    build(place / "cache", text=text)
+    make_student(place / "student", width=16, layers=1)
+    config = TrainConfig(cache_dir=place / "cache", **COURSE)
+    start.train_student(config, str(place / "student"), place / "run", resume=False)
+    (place / "recipe").mkdir()
+    recipe = tomllib.loads((place / "run" / "recipe.toml").read_text())["train"]
+    del recipe["student"]
+    (place / "recipe" / "recipe.toml").write_text(tomli_w.dumps({"train": recipe}))
+    return [
+        subject("cache", place / "cache", read_cache),
+        subject("student", place / "student", read_student),
+        subject("run", place / "run", partial(read_run, config, str(place / "student"))),
+        subject("recipe", place / "recipe", read_recipe),
+    ]
+
+
+def subject(name: str, root: Path, read: Callable[[Path], str]) -> Subject:
+    """All files below `root`, and what they hold."""
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file() and is_read(path)]
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    sound = {read(root)}
+    if name == "run":  # it may go on from an older checkpoint, whose content is another
+        pointer = root / "latest"
+        for checkpoint in sorted((root / "checkpoints").iterdir()):
+            pointer.write_text(f"checkpoints/{checkpoint.name}\n")
+            sound.add(read(root))
+    found = Subject(name, root, files, read, sound)
+    restore(found)
+    return found
+
+
+def is_read(path: Path) -> bool:
+    """Whether opening depends on a file: on none that was left for people to look at."""
+    return path.suffix in {".json", ".safetensors", ".toml", ".jsonl", ""} and not (
+        path.name.startswith((".", "heartbeat", "events", "generation_config"))
+        or (path.name == "metrics.json" or "_e2e_" in path.parent.name)
+    )
+
+
+def read_cache(root: Path) -> str:
+    """A hash of everything in a cache."""
+    cache = TeacherCache.open(root)
+    splits = ("train", "held_out")
+    batches = [
+        cache.batch(range(n), split) for split in splits if (n := cache.num_sequences(split))
+    ]
+    return digest([tensor for batch in batches for tensor in batch])
+
+
+def read_student(root: Path) -> str:
+    """A hash of a packed checkpoint's weights, settings and words."""
+    model = load_model(str(root), device="cpu", dtype="fp32").model
+    words = tokenizer_hash(load_tokenizer(str(root)))
+    settings = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return digest([*model.state_dict().values()], settings.replace(str(root), ""), words)
+
+
+def read_run(config: TrainConfig, student: str, root: Path) -> str:
+    """What a run goes on from: a hash of all that the trainer and the student hold."""
+    run = Run(root)
+    choice = start._chosen(config, student, run, resume=True, ranks=ALONE)
+    opened = start._open(config, student, run, choice=choice, ranks=ALONE)
+    begin = opened.begin
+    run.forget_after(begin.step)
+    tensors = [*begin.optimizer.state().values(), *opened.model.model.state_dict().values()]
+    return digest([*tensors, *begin.codes.values()], f"{begin.step}")
+
+
+def read_recipe(root: Path) -> str:
+    """`as written` if the command line takes from a recipe what a plain reader of TOML finds."""
+    path = root / "recipe.toml"
+    check_recipe(path, flags())
+    cli.app.config = cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=True)
+    tokens = ["train", "student", "--out", "out"]
+    _, bound, _ = cli.app.parse_args(tokens, exit_on_error=False, print_error=False)
+    taken = bound.arguments["config"].model_dump_json()
+    values = tomllib.loads(path.read_text(encoding="utf-8"))["train"]
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    try:
+        meant = TrainConfig(**values).model_dump_json()
+    except ValidationError:  # a number where a text is meant: a command line knows only texts
+        meant = TrainConfig(**{k: v if v is True else str(v) for k, v in values.items()})
+        meant = meant.model_dump_json()
+    return "as written" if taken == meant else taken
+
+
+@cache
+def flags() -> dict[str, set[str]]:
+    """The flags of every verb."""
+    return {verb: cli._flags(verb) for verb in cli.VERBS}
+
+
+def digest(tensors: Iterable[Tensor], *texts: str) -> str:
+    """A hash of tensors and texts."""
+    total = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass"))
+    for tensor in tensors:
+        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
