@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from qat.backend import launched
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -53,7 +55,9 @@ def command() -> str:
     """The command that is running, as a user would type it in the repository's root."""
     script = Path(sys.argv[0]).resolve()
     inside = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return " ".join(["python", str(inside), *sys.argv[1:]])
+    world = launched().world
+    start = "python" if world == 1 else f"torchrun --standalone --nproc-per-node {world}"
+    return " ".join([start, str(inside), *sys.argv[1:]])
 
 
 def commit() -> str:

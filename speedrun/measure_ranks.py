@@ -1,0 +1,187 @@
+"""How many times as fast several GPUs of one host are as one of them, at a fixed batch on each.
+
+One launch measures both: the first rank alone, while the others wait on the host, and all together,
+in turns. Training takes steps of frozen codes (scales and codebooks learn) over random batches that
+lie on the host, with every exchange of a real run; reading a cache is not in it. Cache building is
+the whole `build_cache`, from text to a complete manifest. Weights are random: time does not depend
+on them.
+
+torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py train --figures F
+torchrun --standalone --nproc-per-node 4 speedrun/measure_ranks.py cache --tokenizer DIR --text FILE
+    --figures F
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import figures as records
+from cyclopts import App
+from measure_cache_speed import documents, random_teacher
+from speed_case import EXACT, FROZEN, settled
+from transformers import AutoTokenizer
+
+from qat.backend import select
+from qat.bench.batches import open_source
+from qat.bench.student import open_student
+from qat.bench.subject import Ours
+from qat.data.batch import Batch
+from qat.data.build import build_cache
+from qat.data.config import CacheSettings
+from qat.logs import configure
+from qat.ranks import ALONE, Ranks, joined
+
+app = App(help=__doc__)
+PREFIXES = {"gpu": "", "cache": "cache_"}
+NUMBERS = {2: "two", 4: "four"}
+GOALS = {"gpu": {2: 1.9, 4: 3.7}, "cache": {4: 3.9}}
+
+
+@app.command
+def train(  # noqa: PLR0917
+    *,
+    figures: Path,
+    shape: str = "qwen3-0.6b",
+    device: str = "auto",
+    batch_size: int = 512,
+    seq_len: int = 64,
+    steps: int = 15,
+    rounds: int = 4,
+) -> None:
+    """Append `two_gpu_speedup` or `four_gpu_speedup` to FIGURES.
+
+    Parameters
+    ----------
+    batch_size
+        Of each rank.
+    """
+    configure()
+    with joined(device) as ranks:
+        values = FROZEN | EXACT | {"batch_size": batch_size, "seq_len": seq_len}
+        config = settled(device=device, seed=ranks.rank, **values)
+        backend = select(device)
+        student = open_student(shape, config)
+        ours = Ours(student, config)
+        made = open_source(config, student).batch(batch_size, 0, backend)
+        batches = [Batch(*map(backend.pinned, made))]
+        ours.optimizer.ranks = ranks
+        take_step = ours.subject()
+
+        def stretch(among: Ranks) -> float:
+            """Tokens per second of `steps` steps."""
+            ours.optimizer.ranks = among
+            backend.synchronize()
+            began = time.perf_counter()
+            for step in range(steps):
+                result = take_step(batches, step)
+            backend.synchronize()
+            return steps * result.positions / (time.perf_counter() - began)
+
+        before = ranks.bytes_moved
+        stretch(ranks)  # compiles, records
+        moved = (ranks.bytes_moved - before) / steps
+        alone, together = in_turns(stretch, ranks, rounds)
+        take_step.close()
+        if ranks.is_first:
+            learnable = sum(p.numel() for p in ours.optimizer.parameters.values())
+            print(f"{learnable:,} numbers learn; a step sums {moved / 2**20:.1f} MiB of each rank")
+            report("gpu", alone, together, size=ranks.size, figures=figures)
+
+
+@app.command
+def cache(
+    *,
+    tokenizer: Path,
+    text: str,
+    figures: Path,
+    scratch: Path | None = None,
+    shape: str = "qwen3-0.6b",
+    device: str = "auto",
+    tokens: int = 16_000_000,
+    rounds: int = 2,
+) -> None:
+    """Append `cache_four_gpu_speedup` to FIGURES.
+
+    Parameters
+    ----------
+    text
+        Anything that `qat cache --data` takes; repeated until TOKENS tokens are there.
+    scratch
+        Where the caches lie until they are deleted.
+    """
+    configure()
+    with joined(device) as ranks:
+        words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        teacher, info = random_teacher(shape, len(words), select(device))
+        settings = CacheSettings(data=text, num_sequences=tokens // 64)
+
+        def build(among: Ranks, count: int = settings.num_sequences) -> float:
+            """Tokens per second of a whole build."""
+            with tempfile.TemporaryDirectory(dir=scratch) as mine:
+                place = Path(among.texts(mine)[0], "cache")
+                began = time.perf_counter()
+                manifest = build_cache(
+                    settings.model_copy(update={"num_sequences": count}),
+                    tokenizer=words,
+                    teacher=teacher,
+                    info=info,
+                    documents=documents(text),
+                    out=place,
+                    ranks=among,
+                )
+                seconds = time.perf_counter() - began
+                among.wait()
+                return manifest.total("tokens") / seconds
+
+        build(ranks, 2 * ranks.size * settings.shard_size)  # compiles
+        alone, together = in_turns(build, ranks, rounds)
+        if ranks.is_first:
+            report("cache", alone, together, size=ranks.size, figures=figures)
+
+
+def in_turns(
+    run: Callable[[Ranks], float], ranks: Ranks, rounds: int
+) -> tuple[list[float], list[float]]:
+    """What `run` gives on the first rank alone and on all together, `rounds` times each."""
+    alone, together = [], []
+    for _ in range(rounds):
+        ranks.wait()
+        if ranks.is_first:
+            alone.append(run(ALONE))
+        ranks.wait()
+        together.append(run(ranks))
+    return alone, together
+
+
+def report(
+    kind: str, alone: list[float], together: list[float], *, size: int, figures: Path
+) -> None:
+    """Print both speeds and append how many times as fast `size` ranks are as one.
+
+    Raises:
+        SystemExit: no figure is asked for of that many.
+    """
+    one, all_ = statistics.median(alone), statistics.median(together)
+    print(f"1 rank: {one:,.0f} tokens/s; {size} ranks: {all_:,.0f} tokens/s")
+    ratios = [many / single for many, single in zip(together, alone, strict=True)]
+    value = round(statistics.median(ratios), 3)
+    if size not in NUMBERS:
+        raise SystemExit(f"{value} x one rank; figures are asked for of 2 and 4 only")
+    name = f"{PREFIXES[kind]}{NUMBERS[size]}_gpu_speedup"
+    goal = GOALS[kind].get(size)
+    records.record(
+        figures,
+        name,
+        value,
+        "x of one",
+        "" if goal is None else f">= {goal}",
+        runs=len(ratios),
+        spread=round(statistics.stdev(ratios), 4) if len(ratios) > 1 else None,
+    )
+    print(f"{name}: {value} x (goal: {goal})")
+
+
+if __name__ == "__main__":
+    app()
