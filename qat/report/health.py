@@ -99,12 +99,10 @@ def _waiting(beats: list[dict]) -> Check | None:
 
 
 def _events(run: Run, kind: str, name: str, state: State) -> Check:
-    found = [event for event in run.events if event["kind"] == kind]
-    if not found:
+    steps = [event["step"] for event in run.events if event["kind"] == kind]
+    if not steps:
         return Check(name, "ok", "none", "none")
-    steps = ", ".join(str(event["step"]) for event in found[:5])
-    more = ", ..." if len(found) > 5 else ""
-    return Check(name, state, f"{len(found)} (step {steps}{more})", "none")
+    return Check(name, state, _at(steps), "none")
 
 
 def _skipped(run: Run) -> Check:
@@ -134,15 +132,18 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 
 def _resumes(run: Run) -> Check:
-    found = run.info.get("resumed") or []
-    steps = ", ".join(str(each["step"]) for each in found[:5])
-    more = ", ..." if len(found) > 5 else ""
-    return Check("resumed", "ok", f"{len(found)} (step {steps}{more})" if found else "never", "-")
+    return Check("resumed", "ok", _at(run.resumed) if run.resumed else "never", "-")
 
 
 def _forced(run: Run) -> Check:
-    found = run.info.get("forced") or []
-    return Check("forced", "look" if found else "ok", ", ".join(found) or "nothing", "nothing")
+    state = "look" if run.forced else "ok"
+    return Check("forced", state, ", ".join(run.forced) or "nothing", "nothing")
+
+
+def _at(steps: Sequence[int]) -> str:
+    """How many there were, and when: `2 (step 40, 80)`."""
+    more = ", ..." if len(steps) > 5 else ""
+    return f"{len(steps)} (step {', '.join(map(str, steps[:5]))}{more})"
 
 
 def _values(beats: list[dict[str, Any]], key: str) -> list[float]:

@@ -74,6 +74,10 @@ class Run:
     """Of the first rank."""
     events: list[dict[str, Any]]
     """What befell any rank."""
+    resumed: list[int]
+    """The steps from which it went on after a stop."""
+    forced: list[str]
+    """Findings of the preflight that were overruled."""
 
     def best(self, key: str) -> float | None:
         """The lowest held-out `key` (`kl_tail_nats`, `ppl`), None if never measured."""
@@ -112,7 +116,7 @@ def read_directory(path: Path) -> Run | Conversion:
             return _read_conversion(path)
     except ValidationError as error:
         raise CheckpointError(f"{path / CONVERSION} is damaged: {explain(error)}") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} holds a damaged JSON file ({error}); restore it or leave this run out"
         ) from None
@@ -124,16 +128,24 @@ def read_directory(path: Path) -> Run | Conversion:
 
 def _read_run(path: Path) -> Run:
     rows = read_json_lines(path / METRICS)
-    beats, info, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
+    beats, facts, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
+    info = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
     return Run(
         label=path.resolve().name,
-        info=json.loads(info.read_text(encoding="utf-8")) if info.is_file() else {},
+        info=info,
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         steps=[row for row in rows if row["kind"] == "train"],
         evals=[row for row in rows if row["kind"] == "eval"],
         heartbeats=read_json_lines(beats) if beats.is_file() else [],
-        events=[line for file in sorted(path.glob(EVENTS)) for line in read_json_lines(file)],
+        events=[event for file in sorted(path.glob(EVENTS)) for event in _events(file)],
+        resumed=[int(each["step"]) for each in info.get("resumed", [])],
+        forced=[str(code) for code in info.get("forced", [])],
     )
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    lines = read_json_lines(file)
+    return [{**line, "kind": str(line["kind"]), "step": int(line["step"])} for line in lines]
 
 
 def _read_conversion(path: Path) -> Conversion:

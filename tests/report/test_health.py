@@ -1,12 +1,12 @@
 """The table of a run's health: what is asked, and what each answer is called."""
 
-import json
 from pathlib import Path
 
 import pytest
 from report.synthetic import write_lines, write_run
 
 from qat.cli.health import show_health
+from qat.errors import CheckpointError
 from qat.report.health import Check, health, worst
 from qat.report.page import write_report
 from qat.report.runs import Run, read_directory
@@ -89,9 +89,8 @@ def test_events_are_counted_with_their_steps(calm: Run) -> None:
 
 
 def test_what_was_forced_resumed_and_skipped_is_told(calm: Run) -> None:
-    facts = {"forced": ["disk"], "resumed": [{"step": 40}, {"step": 80}]}
     steps = [{**row, "grad_norm": float(row["step"] > 20)} for row in calm.steps]
-    run = Run(**{**vars(calm), "info": facts, "steps": steps})
+    run = Run(**{**vars(calm), "forced": ["disk"], "resumed": [40, 80], "steps": steps})
     assert answer(run, "forced")[1:3] == ("look", "disk")
     assert answer(run, "resumed")[1:3] == ("ok", "2 (step 40, 80)")
     assert answer(run, "skipped steps")[1:3] == ("look", "10 %")
@@ -100,9 +99,20 @@ def test_what_was_forced_resumed_and_skipped_is_told(calm: Run) -> None:
 def test_page_and_terminal_show_the_table(tmp_path: Path, capsys) -> None:
     path = write_run(tmp_path / "run")
     write_lines(path / "events-rank1.jsonl", [{"kind": "stall", "step": 120}])
-    (path / "run.json").write_text(json.dumps({"forced": ["memory"]}))
+    (path / "run.json").write_text('{"forced": ["memory"], "resumed": [{"step": 150}]}')
     html = write_report([path], tmp_path / "report.html").page.read_text("utf-8")
     assert '<td>stalls</td><td>1 (step 120)</td><td>none</td><td class="bad">bad</td>' in html
     show_health(path)
     shown = capsys.readouterr().out
-    assert "1 (step 120)" in shown and "memory" in shown and "bad" in shown
+    for text in ("1 (step 120)", "1 (step 150)", "memory", "bad"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("facts", ['{"resumed": 3}', '{"resumed": [{}]}', "[1]", '{"forced": 1}'])
+def test_damaged_facts_are_named_and_spoil_no_finished_run(tmp_path, caplog, facts: str) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "run.json").write_text(facts)
+    with pytest.raises(CheckpointError, match="run holds a damaged JSON file"):
+        read_directory(path)
+    show_health(path)
+    assert "no table of the run's health" in caplog.text
