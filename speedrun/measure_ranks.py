@@ -135,7 +135,7 @@ def cache(
                 among.wait()
                 return manifest.total("tokens") / seconds
 
-        build(ranks, 2 * ranks.size * settings.shard_size)  # compiles
+        build(ranks, ranks.size * settings.shard_size)  # compiles
         alone, together = in_turns(build, ranks, rounds)
         if ranks.is_first:
             report("cache", alone, together, size=ranks.size, figures=figures)
