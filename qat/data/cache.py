@@ -42,6 +42,8 @@ class TeacherInfo(_Part):
     """Longest sequence it can read; None where the architecture knows no limit."""
     dtype: str
     """The precision it computed in."""
+    remote_code: bool = False
+    """Whether code that came with it was run; written down only where it was."""
 
 
 class Shard(_Part):
@@ -92,7 +94,9 @@ class Manifest(_Part):
     def to_bytes(self) -> bytes:
         """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
         defaults = {name: type(self).model_fields[name].default for name in LATER_FIELDS}
-        unsaid = {name for name, value in defaults.items() if getattr(self, name) == value}
+        unsaid = {name: True for name, value in defaults.items() if getattr(self, name) == value}
+        if not self.teacher.remote_code:
+            unsaid["teacher"] = {"remote_code"}
         values = self.model_dump(mode="json", exclude=unsaid)
         digest = hashlib.sha256(_json(values)).hexdigest()
         return _json({**values, "sha256": digest})

@@ -60,6 +60,8 @@ class CacheConfig(CacheSettings):
     """Most sequences in one teacher forward; 0 takes as many as keep the device busy."""
     device_map: str | None = None
     """Spread the teacher over devices (`auto`); by default it runs on one."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the teacher (recorded in the cache's manifest)."""
 
     def settings(self) -> CacheSettings:
         """The part that decides the content."""

@@ -32,6 +32,8 @@ class ConvertConfig(Settings):
     """Linears fitted at a time without calibration; 0: one per core, or one where a GPU works."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model or its base (recorded in convert_report.json)."""
 
     @field_validator("embedding_bits", mode="before")
     @classmethod

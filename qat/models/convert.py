@@ -90,14 +90,15 @@ def convert_checkpoint(
     check_free(out)
     check_budget(config)
     plan = read_plan(config)
-    student = load_model(source, device=config.device, dtype="fp32")
-    tokenizer = load_tokenizer(source)
+    how = {"device": config.device, "dtype": "fp32", "trust_remote_code": config.trust_remote_code}
+    student = load_model(source, **how)
+    tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
     if shipping is not None:  # refuses before any work
         bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
         shipping.plan(with_tables(plan, student.model, bits), student.model)
     base = None
     if config.base is not None:
-        base = load_model(config.base, device=config.device, dtype="fp32")
+        base = load_model(config.base, **how)
     calibration = []
     if config.calibration is not None:
         calibration = calibration_batches(config, student, tokenizer)
@@ -122,7 +123,8 @@ def convert_checkpoint(
     report = replace(report, budget=budget)
     with atomic_directory(out) as partial:
         write_checkpoint(student.model, tokenizer, partial)
-        values = {"source": source, **asdict(report)}
+        values = {"source": source, "trust_remote_code": config.trust_remote_code}
+        values |= asdict(report)
         (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
         if budget is not None:
             rules = tomli_w.dumps(plan.model_dump(exclude_none=True))

@@ -38,7 +38,7 @@ def build_teacher_cache(
         config.settings().model_copy(update={"format": source.format}),
         tokenizer=tokenizer,
         teacher=teacher,
-        info=_describe_teacher(config.teacher, teacher),
+        info=_describe_teacher(config, teacher),
         documents=source.documents,
         out=out,
         batch_size=config.batch_size,
@@ -47,18 +47,24 @@ def build_teacher_cache(
 
 
 def _open_teacher(config: CacheConfig) -> tuple[PreTrainedTokenizerBase, LanguageModel]:
-    tokenizer = load_tokenizer(config.teacher)
+    trust = config.trust_remote_code
+    tokenizer = load_tokenizer(config.teacher, trust_remote_code=trust)
     teacher = load_teacher(
-        config.teacher, device=config.device, dtype=config.dtype, device_map=config.device_map
+        config.teacher,
+        device=config.device,
+        dtype=config.dtype,
+        device_map=config.device_map,
+        trust_remote_code=trust,
     )
     return tokenizer, teacher
 
 
-def _describe_teacher(name: str, teacher: LanguageModel) -> TeacherInfo:
+def _describe_teacher(config: CacheConfig, teacher: LanguageModel) -> TeacherInfo:
     return TeacherInfo(
-        name=name,
-        identity=model_identity(name),
+        name=config.teacher,
+        identity=model_identity(config.teacher, trust_remote_code=config.trust_remote_code),
         vocab_size=teacher.head.out_features,
         max_positions=getattr(teacher.config, "max_position_embeddings", None),
         dtype=str(teacher.dtype).removeprefix("torch."),
+        remote_code=config.trust_remote_code,
     )

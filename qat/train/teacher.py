@@ -31,10 +31,13 @@ def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | No
     """
     if config.teacher is None:
         return None
-    identity, known = model_identity(config.teacher), cache.manifest.teacher
+    trust, known = config.trust_remote_code, cache.manifest.teacher
+    identity = model_identity(config.teacher, trust_remote_code=trust)
     if identity != known.identity:
         raise ConfigError(
             f"teacher={config.teacher} is model {identity}, but {config.cache_dir} holds the words "
             f"of {known.name}, {known.identity}; name that teacher, or build a cache of this one"
         )
-    return load_teacher(config.teacher, device=config.device, dtype=config.dtype)
+    return load_teacher(
+        config.teacher, device=config.device, dtype=config.dtype, trust_remote_code=trust
+    )
