@@ -146,7 +146,7 @@ def _data(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     yield Finding(
         "epochs",
         "warning" if is_many else "note",
-        f"{passes:.3g} passes over {plan.train_sequences:,} sequences",
+        f"{passes:,.1f} passes over {plan.train_sequences:,} sequences",
         "a student begins to learn them by heart" if is_many else "how often each one is seen",
         "build a larger cache, or lower --max-steps" if is_many else "nothing",
     )
@@ -232,7 +232,7 @@ def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator
     share = prediction.peak_gib / plan.memory_gib
     found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
     if share <= MEMORY_WARNING:
-        yield Finding("memory", "note", found, f"{share:.0%} of what {plan.device} has", "nothing")
+        yield Finding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
         return
     is_divided = _is_divided(config, plan)
     severity = "error" if share > 1 and not is_divided else "warning"
