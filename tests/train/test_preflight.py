@@ -78,7 +78,7 @@ CASES = [
     ("lr", "warning", PLAN, {"lr_scales": 1e-6}, "lr_scales=1e-06, .*--lr-scales 0.001"),
     ("lr", "error", PLAN, {"lr_codebook": 2.0}, "more than its own size"),
     ("warmup", "warning", PLAN, {"warmup_steps": 2500}, "warmup_steps=2500 of 10000"),
-    ("epochs", "warning", PLAN._replace(train_sequences=20_000), {}, "32 passes over 20,000"),
+    ("epochs", "warning", PLAN._replace(train_sequences=20_000), {}, "32.0 passes over 20,000"),
     ("attention", "warning", slower(0.1, attention="sdpa"), {}, "attention=sdpa"),
     ("compile", "warning", slower(0.1, fallback="no compiler"), {}, "uncompiled .no compiler"),
     ("cache", "error", PLAN._replace(problems=("a, expected b; do c",)), {}, "a, .*; do c$"),
