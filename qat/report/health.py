@@ -11,6 +11,8 @@ LEAST_BEATS = 10
 """Heartbeats before speed and memory can be judged."""
 SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05
 """Limits: speed around its median, memory from the first tenth to the last, waiting for data."""
+SLOW_TIMES = 1.2
+"""Own time of the slowest rank over the others'."""
 LEAST_GROWTH_MIB = 64.0
 """Growth below this is no growth."""
 WARM_C, HOT_C = 80, 90
@@ -48,6 +50,7 @@ def health(run: Run) -> list[Check]:
         _growth("device memory", devices, "mem_alloc_mib"),
         _growth("host memory", beats, "host_rss_mib"),
         _waiting(beats),
+        _slowest(run),
         *(_events(run, *kind) for kind in EVENTS),
         _skipped(run),
         _recompiles(beats),
@@ -96,6 +99,23 @@ def _waiting(beats: list[dict]) -> Check | None:
     share = statistics.median(waits) / statistics.median(steps)
     state = "ok" if share <= WAIT_FRAC else "look"
     return Check("waiting for data", state, f"{_percent(share)} of a step", _percent(WAIT_FRAC))
+
+
+def _slowest(run: Run) -> Check | None:
+    """The rank that takes longest outside the exchange, against the median of the others."""
+    own = []
+    for beats in (run.heartbeats, *run.others):
+        told = [beat for beat in beats if beat.get("exchange_s") is not None]
+        if told:
+            own.append(statistics.median(beat["step_s"] - beat["exchange_s"] for beat in told))
+    if len(own) < 2:
+        return None
+    slowest = max(range(len(own)), key=own.__getitem__)
+    usual = statistics.median(own[:slowest] + own[slowest + 1 :])
+    times = own[slowest] / max(usual, 1e-9)
+    state = "ok" if times <= SLOW_TIMES else "look"
+    found = f"rank {slowest}: {times:.2f} x the others"
+    return Check("slowest rank", state, found, f"{SLOW_TIMES} x")
 
 
 def _events(run: Run, kind: str, name: str, state: State) -> Check:

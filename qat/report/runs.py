@@ -9,7 +9,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.config import explain
 from qat.errors import CheckpointError
-from qat.logs import EVENTS, FACTS, HEARTBEAT, METRICS, RECIPE, read_json_lines
+from qat.logs import (
+    EVENTS,
+    FACTS,
+    HEARTBEAT,
+    HEARTBEATS,
+    METRICS,
+    RECIPE,
+    heartbeat_file,
+    read_json_lines,
+)
 
 CONVERSION = "convert_report.json"
 
@@ -72,6 +81,8 @@ class Run:
     evals: list[dict[str, Any]]
     heartbeats: list[dict[str, Any]]
     """Of the first rank."""
+    others: list[list[dict[str, Any]]]
+    """Heartbeats of the other ranks, in their order."""
     events: list[dict[str, Any]]
     """What befell any rank."""
     resumed: list[int]
@@ -137,10 +148,17 @@ def _read_run(path: Path) -> Run:
         steps=[row for row in rows if row["kind"] == "train"],
         evals=[row for row in rows if row["kind"] == "eval"],
         heartbeats=read_json_lines(beats) if beats.is_file() else [],
+        others=[read_json_lines(path / name) for name in _other_heartbeats(path)],
         events=[event for file in sorted(path.glob(EVENTS)) for event in _events(file)],
         resumed=[int(each["step"]) for each in info.get("resumed", [])],
         forced=[str(code) for code in info.get("forced", [])],
     )
+
+
+def _other_heartbeats(path: Path) -> list[str]:
+    count = len(list(path.glob(HEARTBEATS)))
+    names = (heartbeat_file(rank) for rank in range(1, count))
+    return [name for name in names if (path / name).is_file()]
 
 
 def _events(file: Path) -> list[dict[str, Any]]:

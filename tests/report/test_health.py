@@ -88,6 +88,19 @@ def test_events_are_counted_with_their_steps(calm: Run) -> None:
     assert worst(health(run)) == "bad"
 
 
+@pytest.mark.parametrize(("own_s", "state"), [(0.22, "ok"), (0.3, "look")])
+def test_the_slowest_rank_is_named(tmp_path: Path, own_s: float, state: str) -> None:
+    path = write_run(tmp_path / "run")
+    for rank in range(3):
+        line = {"step": 1, "tokens_per_s": 9.0, "step_s": 0.4, "peak_gib": 1.5}
+        line["exchange_s"] = 0.4 - (own_s if rank == 2 else 0.2)
+        write_lines(path / f"heartbeat-rank{rank}.jsonl", [line] * 3)
+    run = read_directory(path)
+    assert len(run.others) == 2
+    check = answer(run, "slowest rank")
+    assert check[1:] == (state, f"rank 2: {own_s / 0.2:.2f} x the others", "1.2 x")
+
+
 def test_what_was_forced_resumed_and_skipped_is_told(calm: Run) -> None:
     steps = [{**row, "grad_norm": float(row["step"] > 20)} for row in calm.steps]
     run = Run(**{**vars(calm), "forced": ["disk"], "resumed": [40, 80], "steps": steps})
