@@ -20,7 +20,8 @@ def whole_directory(
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
     The files are on the disk before the name is: a crash, a kill or a full disk leaves either no
-    `out` or a whole one; an older `out` stays until the new one is complete.
+    `out` or a whole one; an older `out` stays until the new one is complete. All in it may be read
+    and written by whom the umask says, and nothing in it can be run.
 
     Args:
         place: where it is filled, on the same disk as `out`; by default beside it.
@@ -31,6 +32,8 @@ def whole_directory(
     try:
         yield partial
         for path in [*partial.rglob("*"), partial]:
+            # mkdtemp makes directories private, and safetensors files
+            path.chmod(allowed(0o777 if path.is_dir() else 0o666))
             sync(path)
         _put_in_place(root(partial), out)
     finally:
@@ -64,6 +67,13 @@ def partial_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def allowed(mode: int) -> int:
+    """The bits of `mode` that this process's umask leaves: what any new file or directory gets."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return mode & ~umask
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file, 64 hex digits."""
     with path.open("rb") as file:
@@ -80,7 +90,6 @@ def sync(path: Path) -> None:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    partial.chmod(0o755)  # mkdtemp makes it private
     if out.is_dir() and any(out.iterdir()):
         old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
         out.rename(old)

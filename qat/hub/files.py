@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qat.errors import HubError
-from qat.files import check_free, sha256_file, sync, whole_directory
+from qat.files import allowed, check_free, sha256_file, sync, whole_directory
 from qat.hub.limits import MIB
 from qat.logs import Ticker, progress
 
@@ -53,7 +53,7 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            Path(partial).chmod(0o644)  # mkstemp makes it private
+            Path(partial).chmod(allowed(0o666))  # mkstemp makes it private
             Path(partial).replace(out)
             sync(out.parent)
         finally:
