@@ -184,7 +184,7 @@ class Pulse:
 
     def _tell_drop(self, tokens_per_s: float, seconds: float) -> None:
         share = self._drop.look(tokens_per_s, seconds)
-        if share is not None:
+        if share is not None and self._ranks.is_first:  # the speed is that of all
             self.event("throughput_drop", tokens_per_s=tokens_per_s, share=share)
             logger.warning(
                 "%.0f tokens/s, %.0f %% of what was usual; see data_wait_s, gpu_temp_c and "
