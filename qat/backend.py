@@ -156,20 +156,20 @@ class Backend:
         """`tensor` on the host, to be read only after a call of what `finished` then gives."""
         return tensor.to("cpu", non_blocking=self.device.type == "cuda")
 
-    def copied_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host, to be read as those of `to_host`; tensors of one storage stay so.
+    def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], "Copying"]:
+        """Copies on the host, made beside the device's other work; of one storage they stay so.
 
-        What changes the tensors later, in the order of the device's work, changes no copy.
+        They hold what the tensors are now, if they are read after `Copying.wait`, and if the device
+        changes no tensor but after `Copying.hold`.
         """
-        found: dict[str, Tensor] = {}
-        copies: dict[object, Tensor] = {}
-        for name, tensor in tensors.items():
-            key = (tensor.data_ptr(), tensor.shape, tensor.dtype) if tensor.numel() else name
-            if key not in copies:
-                whole = tensor.detach().contiguous()
-                copies[key] = self.to_host(whole) if whole.is_cuda else whole.clone()
-            found[name] = copies[key]
-        return found
+        keys = {
+            name: (tensor.data_ptr(), tensor.shape, tensor.dtype) if tensor.numel() else name
+            for name, tensor in tensors.items()
+        }
+        sources = {keys[name]: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        copying = Copying(self.device, list(sources.values()))
+        copies = dict(zip(sources, copying.copies, strict=True))
+        return {name: copies[key] for name, key in keys.items()}, copying
 
     def finished(self) -> Callable[[], None]:
         """A function, for any thread, that waits for all that the device was given until now."""
@@ -378,6 +378,36 @@ def select(device: str = "auto") -> Backend:
     if kind == "cuda" and index:
         torch.cuda.set_device(int(index))  # where kernels are launched
     return Backend(torch.device(device))
+
+
+class Copying:
+    """Copies of tensors on the host, made on a stream of their own if the tensors are a GPU's."""
+
+    def __init__(self, device: torch.device, tensors: list[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type != "cuda":
+            self.copies = [tensor.clone() for tensor in tensors]
+            return
+        self._sources = tensors  # whose memory must not be given away before the end
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self.copies = [
+                tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
+                for tensor in tensors
+            ]
+        self._event = stream.record_event()
+
+    def hold(self) -> None:
+        """Let the device's later work begin after the copies; the host does not wait."""
+        if self._event is not None:
+            self._event.wait()
+
+    def wait(self) -> None:
+        """Wait on the host, in any thread, until the copies can be read."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._sources = []
 
 
 def profile_operators() -> torch.profiler.profile:

@@ -169,11 +169,13 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.
     """
     state = _narrowed(model.state_dict())
+    finite: dict[str, Tensor] = {}
     for name, module in quantized_modules(model).items():
         for key in ("weight", "packed", *_parts(module)):
             state.pop(f"{name}.{key}", None)
-        for key, tensor in _stored_tensors(name, module).items():
+        for key, tensor in _stored_tensors(name, module, finite).items():
             state[f"{name}.{key}"] = tensor
+    _check_finite(model, finite)
     return state
 
 
@@ -185,14 +187,25 @@ def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
 
 
 def _narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 tensors in bfloat16 where that is exact; tied tensors stay tied."""
-    narrow: dict[int, Tensor] = {}
-    for tensor in state.values():
-        if tensor.dtype == torch.float32 and tensor.data_ptr() not in narrow:
-            rounded = tensor.to(torch.bfloat16)
-            is_exact = torch.equal(rounded.float(), tensor)
-            narrow[tensor.data_ptr()] = rounded if is_exact else tensor
-    return {name: narrow.get(t.data_ptr(), t) for name, t in state.items()}
+    """Float32 tensors in bfloat16 where that is exact; tied tensors stay tied.
+
+    A device is waited for once, not for each tensor.
+    """
+    wide = {t.data_ptr(): t for t in state.values() if t.dtype == torch.float32 and t.numel()}
+    narrow = {pointer: tensor.to(torch.bfloat16) for pointer, tensor in wide.items()}
+    exact = [(narrow[pointer].float() == tensor).all() for pointer, tensor in wide.items()]
+    kept = dict(zip(wide, _read(exact), strict=True))
+    return {name: narrow[p] if kept.get(p := t.data_ptr()) else t for name, t in state.items()}
+
+
+def _read(flags: list[Tensor]) -> list[bool]:
+    """Scalars on devices, in one wait for each device."""
+    values: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        here = [number for number, flag in enumerate(flags) if flag.device == device]
+        found = torch.stack([flags[number] for number in here]).tolist()
+        values |= dict(zip(here, found, strict=True))
+    return [values[number] for number in range(len(flags))]
 
 
 def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
@@ -233,20 +246,30 @@ def _parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
     return module.weight_tensors() if is_table else module.weight_parameters()
 
 
-def _stored_tensors(name: str, module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
+def _stored_tensors(
+    name: str, module: QuantLinear | FrozenLutTable, finite: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What a packed checkpoint holds of a module; `finite` gets whether each part is."""
     quantized = ascending(module.quantized())
     tensors = {"codebook": quantized.codebook, **quantized.scales.present()}
     if isinstance(module, QuantLinear):
         tensors |= {name: factor.detach() for name, factor in module.lora_parameters().items()}
     bits, stored = module.spec.scale_bits, {}
     for key, tensor in tensors.items():
-        if not round_as_stored(key, tensor, bits).isfinite().all():
-            raise CheckpointError(
-                f"{name}.{key} holds values that are not finite in {dtype_as_stored(key, bits)}, "
-                "expected finite ones; lower the learning rate of that kind of parameter"
-            )
+        finite[f"{name}.{key}"] = round_as_stored(key, tensor, bits).isfinite().all()
         stored[key] = to_stored(key, tensor, bits)
     return {"packed": pack(quantized.indices, module.spec.bits), **stored}
+
+
+def _check_finite(model: nn.Module, finite: dict[str, Tensor]) -> None:
+    for full_name, is_finite in zip(finite, _read(list(finite.values())), strict=True):
+        if not is_finite:
+            name, _, key = full_name.rpartition(".")
+            dtype = dtype_as_stored(key, model.get_submodule(name).spec.scale_bits)
+            raise CheckpointError(
+                f"{full_name} holds values that are not finite in {dtype}, expected finite ones; "
+                "lower the learning rate of that kind of parameter"
+            )
 
 
 def _stored_dtypes(model: nn.Module) -> dict[str, str]:

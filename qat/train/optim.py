@@ -87,6 +87,8 @@ class Optimizer:
     ) -> None:
         self._config = config
         self.ranks = ranks
+        self.copying: backend.Copying | None = None
+        """A copy of the parameters that the next step must not overtake."""
         wanted = {name for names in by_kind.values() for name in names}
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
@@ -145,6 +147,9 @@ class Optimizer:
         It is zero if float16 gradients overflowed: nothing moved then, and the next step's scale is
         lower. It is not finite if they overflow at the lowest scale, or without scaling at all.
         """
+        if self.copying is not None:
+            self.copying.hold()
+            self.copying = None
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         self.ranks.sum_(gradients)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)

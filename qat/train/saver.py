@@ -28,16 +28,18 @@ from qat.train.optim import Optimizer
 from qat.train.proof import FORMAT, STATE, STATE_TENSORS, prove
 from qat.train.run import Run
 
+PACKED = "packed."
+
 
 class _Copy(NamedTuple):
-    """A run's state as it was after a step, in host memory once `finished` was called."""
+    """A run's state as it was after a step."""
 
     path: Path
-    packed: dict[str, Tensor]
-    state: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    """On the host, those of the packed model by names that begin with `packed.`."""
+    copying: backends.Copying
     facts: dict[str, object]
     is_best: bool
-    finished: object
 
 
 class Saver:
@@ -81,15 +83,11 @@ class Saver:
         if not self._ranks.is_first:
             return
         facts = {"format": FORMAT, "step": step, "best": best, **self._run.identity}
-        copy = _Copy(
-            self._run.checkpoint_path(step),
-            self._backend.copied_to_host(packed),
-            self._backend.copied_to_host(state),
-            facts,
-            is_best,
-            self._backend.finished(),
-        )
-        self._behind.push(copy)
+        every = {PACKED + name: tensor for name, tensor in packed.items()} | state
+        copies, copying = self._backend.copied_to_host(every)
+        self._optimizer.copying = copying
+        path = self._run.checkpoint_path(step)
+        self._behind.push(_Copy(path, copies, copying, facts, is_best))
 
     def finish(self) -> None:
         """Wait until all is written.
@@ -115,13 +113,16 @@ class Saver:
 
     def _write(self, _: None, copy: _Copy) -> None:
         """Write, prove, then let the pointers move; on the thread behind."""
-        copy.finished()
+        copy.copying.wait()
+        packed, state = {}, {}
+        for name, tensor in copy.tensors.items():
+            (packed if name.startswith(PACKED) else state)[name.removeprefix(PACKED)] = tensor
         with atomic_directory(copy.path, replace=True) as partial:
-            write_checkpoint(self._student.model, self._tokenizer, partial, copy.packed)
+            write_checkpoint(self._student.model, self._tokenizer, partial, packed)
             (partial / STATE).parent.mkdir()
-            safetensors.torch.save_file(copy.state, partial / STATE_TENSORS)
+            safetensors.torch.save_file(state, partial / STATE_TENSORS)
             (partial / STATE).write_text(json.dumps(copy.facts) + "\n", encoding="utf-8")
-            prove(partial, copy.packed, copy.state)
+            prove(partial, packed, state)
         metrics = self._run.path / METRICS
         if metrics.exists():  # what is known of the steps up to here must not be lost after it
             sync(metrics)

@@ -107,8 +107,9 @@ def test_copies_on_the_host_keep_ties() -> None:
     weight = torch.arange(6.0).view(2, 3)
     tensors = {"a": weight, "b": weight, "c": weight.t(), "d": torch.zeros(0), "e": torch.zeros(0)}
     backend = backends.select("cpu")
-    copies = backend.copied_to_host(tensors)
-    backend.finished()()
+    copies, copying = backend.copied_to_host(tensors)
+    copying.hold()
+    copying.wait()
     assert copies["a"] is copies["b"] and copies["a"].data_ptr() != weight.data_ptr()
     assert copies["c"].is_contiguous() and torch.equal(copies["c"], weight.t())
     assert copies["d"].numel() == copies["e"].numel() == 0
