@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qat.errors import ConfigError
+from qat.nvml import UNKNOWN, gpu_health
 from qat.process import available_gib, data_limit, process_gib, restart_peak
 
 DTYPES = {
@@ -252,28 +253,10 @@ class Backend:
         return torch.cuda.memory_reserved(self.device) / GIB if is_gpu else None
 
     def health(self) -> dict[str, float | None]:
-        """Load (%), power (W) and temperature (C) of a GPU; nothing where nobody tells.
-
-        Needs nvidia-ml-py, and takes milliseconds.
-        """
+        """Load (%), power (W) and temperature (C) of a GPU; takes milliseconds."""
         if self.device.type != "cuda":
-            return {}
-        try:
-            import pynvml
-        except ModuleNotFoundError:
-            return {}
-        asked = (
-            ("gpu_util_pct", torch.cuda.utilization, 1),
-            ("gpu_power_w", torch.cuda.power_draw, 1e-3),
-            ("gpu_temp_c", torch.cuda.temperature, 1),
-        )
-        found: dict[str, float | None] = {}
-        for name, ask, unit in asked:
-            try:
-                found[name] = ask(self.device) * unit
-            except (pynvml.NVMLError, RuntimeError):  # not every device and driver tells all
-                found[name] = None
-        return found
+            return UNKNOWN
+        return gpu_health(str(torch.cuda.get_device_properties(self.device).uuid))
 
     def memory_gib(self) -> float | None:
         """Memory that this process could hold if it took all that is free; None if unknown."""

@@ -19,6 +19,7 @@ import psutil
 
 from qat.backend import Backend
 from qat.logs import JsonLines, events_file, heartbeat_file
+from qat.nvml import UNKNOWN
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.watchdog import Clocks, Drop, Pace, Watchdog
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 RECENT = 512
 """Most steps over which a quantile is taken."""
-UNKNOWN = dict.fromkeys(("gpu_util_pct", "gpu_power_w", "gpu_temp_c"))
 T = TypeVar("T")
 
 

@@ -48,9 +48,7 @@ def test_noting_a_step_does_not_wait_for_the_device(tmp_path) -> None:
         assert (time.perf_counter() - before) / 1000 < 1e-4
 
 
-def test_nvml_tells_load_power_and_temperature() -> None:
-    pytest.importorskip("pynvml", reason="nvidia-ml-py tells")
+def test_the_driver_tells_load_power_and_temperature() -> None:
     found = backends.select("cuda").health()
-    assert found.keys() == {"gpu_util_pct", "gpu_power_w", "gpu_temp_c"}
     assert 5 < found["gpu_temp_c"] < 110 and 10 < found["gpu_power_w"] < 2000
     assert 0 <= found["gpu_util_pct"] <= 100
