@@ -27,6 +27,7 @@ from qat.hub.files import (
 from qat.hub.mirrors import PICKLE, Arrival, Places, fetch
 from qat.hub.tar_stream import OPENERS, is_web_page
 from qat.hub.unpack import extract
+from qat.secrets import scrubbed
 
 logger = logging.getLogger(__name__)
 LITTLE = ("config.json",)
@@ -163,7 +164,7 @@ def _inspect(root: Path, entry: Entry, mirror: str, sha256: str | None) -> Pulle
 def _write_receipt(root: Path, name: str, pulled: Pulled) -> None:
     sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in regular_files(root)}
     facts = {key: getattr(pulled, key) for key in Receipt.model_fields if key in pulled._fields}
-    receipt = Receipt(name=name, files=sizes, **facts)
+    receipt = Receipt(name=name, files=sizes, **facts | {"mirror": scrubbed(pulled.mirror)})
     (root / RECEIPT).write_text(receipt.model_dump_json(indent=1), encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import tomli_w
 from qat.errors import HubError
 from qat.hub.config import SCHEMES, Entry
 from qat.hub.files import atomic_file
+from qat.secrets import scrubbed
 
 PACKAGED = Path(__file__).with_name("registry.toml")
 REPOSITORY = PACKAGED.parents[2]
@@ -53,8 +54,15 @@ def add_entry(own: Path, name: str, entry: Entry, *, replace: bool = False) -> N
     """Write `entry` into the file `own`, whole or not at all; local mirrors become absolute.
 
     Raises:
-        HubError: the name is taken (and `replace` is false) or cannot be a directory's name.
+        HubError: the name is taken (and `replace` is false) or cannot be a directory's name, or a
+            mirror's address holds a password or token, which this file would keep.
     """
+    for mirror in entry.mirrors:
+        if scrubbed(mirror) != mirror:
+            raise HubError(
+                f"mirror {scrubbed(mirror)} holds a secret, which {own} would keep, expected an "
+                "address without; log in with the tool of that place, or use another mirror"
+            )
     if not NAME.fullmatch(name):
         raise HubError(
             f"name={name!r} must be letters, digits, '.', '_' or '-', as a directory is called so; "

@@ -10,13 +10,15 @@ import gdown
 import pytest
 from hub_case import checkpoint, contents, legacy_cache, named, serving, write_archive
 
+from qat.cli import main
 from qat.errors import ConfigError, HubError
 from qat.files import sha256_file
 from qat.hub import web
 from qat.hub.config import Entry
-from qat.hub.files import sha256_tree
+from qat.hub.files import RECEIPT, sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import Pulled, pull
+from qat.hub.registry import load_registry
 
 WRONG = "0" * 64
 
@@ -219,3 +221,23 @@ def test_an_unwritable_place(tmp_path: Path, archive: Path) -> None:
         get(tmp_path / "file" / "model", archive)
     with pytest.raises(ConfigError, match="is a file, expected a directory"):
         get(tmp_path / "file", archive)
+
+
+def test_a_receipt_holds_no_secret(
+    out: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    secret = "value-of-a-token"
+    place = archive.parent.rename(archive.parent.with_name(secret))
+    monkeypatch.setenv("HF_TOKEN", secret)
+    registry = place / "hub.toml"
+    mirrors = [str(place / "none.tgz"), str(place / archive.name)]
+    registry.write_text(f'[model]\nkind = "checkpoint"\nmirrors = {json.dumps(mirrors)}\n')
+    pull("model", load_registry(registry)["model"], out)
+    assert b"[hidden]" in (out / RECEIPT).read_bytes()
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    monkeypatch.setattr("sys.argv", ["qat", "hub", "unpack", mirrors[0], "--out", f"{out}2"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert "[hidden]" in printed.err and secret not in printed.err + printed.out

@@ -93,3 +93,13 @@ def test_a_users_file_is_checked(text: str, message: str, own: Path) -> None:
     own.write_text(text)
     with pytest.raises((HubError, ConfigError), match=message):
         load_registry(own)
+
+
+@pytest.mark.parametrize(
+    "mirror", ["https://me:pass@host/a.tgz", "https://host/a?token=0123456789"]
+)
+def test_a_secret_is_not_kept(own: Path, mirror: str) -> None:
+    with pytest.raises(HubError, match=r"\[hidden\].* holds a secret") as caught:
+        add_entry(own, "mine", entry(mirrors=["drive:a", mirror]))
+    assert "pass@" not in str(caught.value) and "0123456789" not in str(caught.value)
+    assert not own.exists()
