@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from qat.copying import Copying
 from qat.errors import ConfigError
 from qat.nvml import UNKNOWN, gpu_health
 from qat.process import available_gib, data_limit, process_gib, restart_peak
@@ -47,6 +48,8 @@ class Launch:
     """Its number on this host, which is its GPU's."""
     world: int = 1
     """How many processes there are."""
+    attempt: int = 0
+    """How often the launcher started them anew."""
 
 
 def launched() -> Launch:
@@ -54,7 +57,8 @@ def launched() -> Launch:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
         return Launch()
-    return Launch(*(int(os.environ[name]) for name in names))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(*(int(os.environ[name]) for name in names), int(attempt))
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Backend:
         """`tensor` on the host, to be read only after a call of what `finished` then gives."""
         return tensor.to("cpu", non_blocking=self.device.type == "cuda")
 
-    def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], "Copying"]:
+    def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
         """Copies on the host, made beside the device's other work; of one storage they stay so.
 
         They hold what the tensors are now, if they are read after `Copying.wait`, and if the device
@@ -361,36 +365,6 @@ def select(device: str = "auto") -> Backend:
     if kind == "cuda" and index:
         torch.cuda.set_device(int(index))  # where kernels are launched
     return Backend(torch.device(device))
-
-
-class Copying:
-    """Copies of tensors on the host, made on a stream of their own if the tensors are a GPU's."""
-
-    def __init__(self, device: torch.device, tensors: list[Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type != "cuda":
-            self.copies = [tensor.clone() for tensor in tensors]
-            return
-        self._sources = tensors  # whose memory must not be given away before the end
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self.copies = [
-                tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
-                for tensor in tensors
-            ]
-        self._event = stream.record_event()
-
-    def hold(self) -> None:
-        """Let the device's later work begin after the copies; the host does not wait."""
-        if self._event is not None:
-            self._event.wait()
-
-    def wait(self) -> None:
-        """Wait on the host, in any thread, until the copies can be read."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._sources = []
 
 
 def profile_operators() -> torch.profiler.profile:
