@@ -217,9 +217,9 @@ class Backend:
         return first.elapsed_time(last) / 1e3
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has done all it was given, but for copies beside its work."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def peak_memory_gib(self) -> float | None:
         """Most memory held since `reset_peak_memory`: by tensors, or by the process on a CPU.

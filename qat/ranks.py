@@ -4,6 +4,7 @@ Sums of tensors go through NCCL between GPUs and through gloo between CPUs; what
 goes through gloo always. Nothing that travels is ever unpickled.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from qat import backend as backends
 from qat import errors
@@ -184,6 +186,8 @@ def joined(device: str) -> Iterator[Ranks]:
             f"device={device}, but {launch.world} ranks need a device each; use --device auto, "
             "cuda or cpu"
         )
+    if launch.rank:  # what all ranks would say, the first one says
+        logging.getLogger("qat").setLevel(logging.WARNING)
     with meeting(launch, backends.select(device).device, "env://") as ranks:
         yield ranks
 
@@ -192,9 +196,11 @@ def joined(device: str) -> Iterator[Ranks]:
 def meeting(launch: backends.Launch, device: torch.device, place: str) -> Iterator[Ranks]:
     """The ranks that meet at `place`, an address as `torch.distributed` takes it."""
     is_gpu = device.type == "cuda"
+    store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
-        init_method=place,
+        # a launcher that starts the ranks anew keeps the store, with the addresses of the dead
+        store=dist.PrefixStore(f"attempt-{launch.attempt}", store),
         rank=launch.rank,
         world_size=launch.world,
         timeout=TIMEOUT,
