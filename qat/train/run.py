@@ -24,6 +24,8 @@ from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
 
 CHECKPOINTS = "checkpoints"
+LEAVINGS = (".*.partial", ".*.partial-*", ".*.old-*")
+"""Names of what has no name of its own yet, or no longer."""
 STEP_NAME = re.compile(r"step-\d{6,}")
 FREE_TO_CHANGE = {
     "device",
@@ -145,15 +147,22 @@ class Run:
         stays anywhere.
         """
         best, latest = self.pointed("best"), self.pointed("latest")
-        for pattern in (".*.partial-*", ".*.old-*"):
-            for left in (self.path / CHECKPOINTS).glob(pattern):
-                shutil.rmtree(left, ignore_errors=True)
         past = [path for path in self.checkpoints() if _step(path) <= _step(latest)]
         kept = {best, latest, *past[-keep:]}
         kept |= {path for path in past if milestone_every and _step(path) % milestone_every == 0}
         for path in self.checkpoints():
             if path not in kept:
                 shutil.rmtree(path)
+
+    def remove_leavings(self) -> None:
+        """Delete what a run that was killed had not finished writing."""
+        for folder in (self.path, self.path / CHECKPOINTS):
+            for pattern in LEAVINGS:
+                for left in folder.glob(pattern):
+                    if left.is_dir():
+                        shutil.rmtree(left, ignore_errors=True)
+                    else:
+                        left.unlink()
 
     def forget_after(self, step: int) -> None:
         """Cut metrics and heartbeats back to the lines up to `step`; at step 0, to nothing."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from qat import backend as backends
 from qat.config import fingerprint
 from qat.data.reader import TeacherCache
+from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
 from qat.lock import held
@@ -136,6 +137,7 @@ def _begin_files(
         source = choice.checkpoint.name
         entry = {"step": step, "from": source, "world_size": ranks.size, "skipped": choice.skipped}
         resumed = [*resumed, entry]
+    run.remove_leavings()
     if choice.is_best_lost:
         run.point("best", choice.checkpoint)
     run.forget_after(step)
@@ -163,7 +165,7 @@ class _Opened(NamedTuple):
 def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks: Ranks) -> _Opened:
     """Read everything, and refuse what does not fit."""
     divided = divide(config, ranks.size)
-    cache = TeacherCache.open(config.cache_dir)
+    cache = open_cache(config.cache_dir)
     check_losses(config, cache)
     if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
         raise ConfigError(

@@ -126,3 +126,14 @@ def test_what_is_kept(place: Path, tmp_path: Path) -> None:
     train_student(seldom, str(place / "student"), tmp_path / "seldom", resume=False)
     (only,) = (tmp_path / "seldom/checkpoints").iterdir()
     assert only.name == "step-000003" and read_state(only)["step"] == 3
+
+
+def test_leavings_of_a_killed_run_go(place: Path, tmp_path: Path) -> None:
+    settings = config(place, max_steps=1)
+    train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "run/.best.partial").touch()
+    for name in (".step-000009.partial-x", ".step-000001.old-y"):
+        (tmp_path / "run/checkpoints" / name / "trainer").mkdir(parents=True)
+    train_student(settings, str(place / "student"), tmp_path / "run", resume=True)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "run/events.jsonl"])
