@@ -152,7 +152,8 @@ class Run:
         kept |= {path for path in past if milestone_every and _step(path) % milestone_every == 0}
         for path in self.checkpoints():
             if path not in kept:
-                shutil.rmtree(path)
+                # its name goes first: a kill leaves no checkpoint that looks like one and is not
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.old-")))
 
     def remove_leavings(self) -> None:
         """Delete what a run that was killed had not finished writing."""
