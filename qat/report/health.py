@@ -32,7 +32,6 @@ class Check(NamedTuple):
 EVENTS: tuple[tuple[str, str, State], ...] = (
     ("not_finite", "not finite", "bad"),
     ("stall", "stalls", "bad"),
-    ("save_failed", "failed saves", "bad"),
     ("throughput_drop", "drops of speed", "look"),
     ("slow_rank", "slow ranks", "look"),
     ("fallback_checkpoint", "damaged checkpoints", "look"),
