@@ -130,7 +130,9 @@ def refusal(message: str, *, is_ours: bool) -> str:
     """The kind of a refusal; the command line puts cyclopts' own errors into one line."""
     if is_ours and "\n" in message:
         return f"WRONG: a message of several lines: {message}"
-    if is_ours and not re.search("expected|restore|rebuild|copy|mend|write|did you|known", message):
+    if is_ours and not re.search(
+        "expected|restore|rebuild|copy|mend|choose|did you|known", message
+    ):
         return f"WRONG: a message that helps nobody: {message}"
     return "refused"
 

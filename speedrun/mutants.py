@@ -32,10 +32,14 @@ def mutate(files: Files, seed: int) -> Mutant:
     names = sorted(KINDS)
     kind = names[seed % len(names)]
     name = rng.choice(sorted(files))
-    if kind == "swap":
-        other = rng.choice(sorted(files))
-        return Mutant(kind, {name: files[other], other: files[name]})
-    return Mutant(kind, {name: KINDS[kind](name, files[name], rng)})
+    if kind == "swap" and len(files) > 1:
+        other = rng.choice(sorted(files.keys() - {name}))
+        changed = {name: files[other], other: files[name]}
+    else:
+        changed = {name: KINDS[kind](name, files[name], rng)}
+    if all(files[each] == data for each, data in changed.items()):
+        return Mutant("flip", {name: flip(name, files[name], rng)})
+    return Mutant(kind, changed)
 
 
 def flip(_: str, data: bytes, rng: random.Random) -> bytes:
