@@ -134,14 +134,22 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} holds no {MANIFEST}, so it is not a teacher cache; "
             "name another directory or build one with 'qat cache'"
         )
-    raw = path.read_bytes()
-    manifest = _parse(raw, path)
+    return parse_manifest(path.read_bytes(), path)
+
+
+def parse_manifest(raw: bytes, where: Path | str) -> Manifest:
+    """The manifest that is these bytes and no others.
+
+    Raises:
+        CacheError: it is foreign, damaged, or of an unknown format.
+    """
+    manifest = _parse(raw, where)
     if raw != manifest.to_bytes():
-        raise _damaged(path, "its hash does not fit its content")
+        raise _damaged(where, "its hash does not fit its content")
     return manifest
 
 
-def _parse(raw: bytes, path: Path) -> Manifest:
+def _parse(raw: bytes, path: Path | str) -> Manifest:
     try:
         values = json.loads(raw)
     except ValueError:
@@ -163,7 +171,7 @@ def _parse(raw: bytes, path: Path) -> Manifest:
         raise _damaged(path, explain(error)) from None
 
 
-def _damaged(path: Path, what: str) -> CacheError:
+def _damaged(path: Path | str, what: str) -> CacheError:
     return CacheError(f"{path} is damaged: {what}; restore it or rebuild the cache")
 
 

@@ -1,14 +1,21 @@
 """Settings of `qat cache`: what decides a cache's content, and where the teacher runs."""
 
-from typing import Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from qat.config import Settings
 from qat.errors import ConfigError
 
 DataFormat = Literal["auto", "plain", "alpaca", "messages", "sharegpt"]
 Thinking = Literal["false", "true", "both", "none", "all"]
+
+
+Location = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)
+]
+"""A directory, or an address such as s3://bucket/name."""
 
 
 class CacheSettings(Settings):

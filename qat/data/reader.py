@@ -34,13 +34,18 @@ class TeacherCache:
         self,
         directory: Path,
         manifest: Manifest,
+        *,
         fetch: Callable[[Shard], None] = lambda shard: None,
+        open_shards: int | None = None,
     ) -> None:
-        """`fetch` brings a shard's file to `directory` where it is not there from the beginning."""
+        """`fetch` brings a shard's file to `directory` where it is not there from the beginning.
+
+        At most `open_shards` are open at once, by default `OPEN_SHARDS`.
+        """
         self.directory = directory
         self.manifest = manifest
         self._kinds = promised_rows(manifest)
-        shelf = Shelf(directory, self._kinds, Resident(OPEN_SHARDS), fetch)
+        shelf = Shelf(directory, self._kinds, Resident(open_shards or OPEN_SHARDS), fetch)
         self._files: dict[str, list[ShardFile]] = {}
         self._ends: dict[str, np.ndarray] = {}
         for split in ("train", "held_out"):
@@ -49,12 +54,13 @@ class TeacherCache:
             self._ends[split] = np.cumsum([shard.sequences for shard in shards], dtype=np.int64)
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
+    def open(cls, directory: Path | str) -> Self:
         """The cache in `directory`, its manifest proven and its shards of the right size.
 
         Raises:
             CacheError: it is missing, foreign, unfinished or damaged.
         """
+        directory = Path(directory)
         manifest = read_manifest(directory)
         if manifest.state != "complete":
             raise CacheError(

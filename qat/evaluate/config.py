@@ -6,12 +6,13 @@ from typing import Literal
 from pydantic import Field
 
 from qat.config import Settings
+from qat.data.config import Location
 
 
 class EvalConfig(Settings):
     """What to judge a student against: a cache, a teacher, a text, tasks."""
 
-    cache_dir: Path | None = None
+    cache_dir: Location | None = None
     """Teacher cache: KD, tail KL, top-1 agreement and perplexity on its held-out split."""
     teacher: str | None = None
     """Teacher, directory or hub id: exact KL and its own perplexity, on the cache or the text."""

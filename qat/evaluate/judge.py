@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
+from qat.data.remote import open_cache
 from qat.errors import ConfigError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import (
@@ -69,7 +70,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
             "--cache-dir DIR, --text FILE or --tasks NAMES"
         )
     tasks = None if config.tasks is None else Tasks(config)
-    cache = None if config.cache_dir is None else TeacherCache.open(config.cache_dir)
+    cache = None if config.cache_dir is None else open_cache(config.cache_dir)
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)
     text = None if config.text is None else read_text(config.text, tokenizer)
     if cache is not None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from qat import backend as backends
 from qat.data.reader import TeacherCache
+from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.models.devices import device_called
@@ -59,7 +60,7 @@ def examine(
         ConfigError, CacheError, CheckpointError: cache, student or device are not there.
     """
     resolved = check_dtype(divide(config, world))
-    cache = TeacherCache.open(config.cache_dir)
+    cache = open_cache(config.cache_dir)
     backend = backends.select(config.device)
     plan = Plan(
         device=backend.name(),

@@ -1,11 +1,11 @@
 """Settings of `qat train`."""
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from qat.config import Settings
+from qat.data.config import Location
 from qat.losses.config import parse_losses
 
 KINDS = ("weights", "scales", "codebook", "lora", "norms")
@@ -102,8 +102,8 @@ class TrainConfig(StepConfig):
     root mean square that it started with, so one value serves models of any size.
     """
 
-    cache_dir: Path
-    """Teacher cache to learn from (see qat cache)."""
+    cache_dir: Location
+    """Teacher cache to learn from (see qat cache): a directory, or s3://... and the like."""
     teacher: str | None = None
     """The cache's teacher, directory or hub id, to run beside the student: losses then compare all
     words, at the cost of its forward; the cache gives the text and judges."""

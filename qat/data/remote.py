@@ -1,0 +1,202 @@
+"""Caches in an object store: the manifest is fetched, shards come when they are first needed.
+
+A shard is fetched whole to a local directory, proven by its SHA-256 there, and makes room for
+others when the directory is over its budget. While the shards of one step are being read, those of
+the next steps come in already, because batches are computed ahead.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from qat.config import fingerprint
+from qat.data.cache import MANIFEST, Shard, parse_manifest, shard_problem, write_atomic
+from qat.data.reader import TeacherCache, check_promises
+from qat.errors import CacheError, ConfigError
+from qat.files import partial_file
+from qat.secrets import scrubbed
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://")
+STREAMS = Path("~/.cache/qat/streams")
+BUDGET_BYTES = 64 * 2**30
+TRIES = 3
+FRESH = 16
+"""Shards fetched last that stay whatever the budget says: a reader may be about to open them."""
+MANIFEST_LIMIT = 2**30
+CHUNK = 2**22
+
+
+def open_cache(location: str | Path, *, local: Path | None = None, budget: int = 0) -> TeacherCache:
+    """The cache in a directory, or below an address such as `s3://bucket/caches/name`.
+
+    Args:
+        local: where the shards of a remote cache are kept; by default a directory of its own
+            below ~/.cache/qat/streams.
+        budget: bytes that they may take there; 0 is 64 GiB, or half of the disk's free room.
+
+    Raises:
+        CacheError: it is missing, foreign, unfinished or damaged, or its server fails.
+        ConfigError: nothing here reads such addresses, or the address holds a password.
+    """
+    address = os.fspath(location)
+    if not SCHEME.match(address):
+        return TeacherCache.open(Path(address))
+    if scrubbed(address) != address:
+        raise ConfigError(
+            f"cache {scrubbed(address)} has a secret in its address, expected none; log in with "
+            "the tool of that place, or with its environment variables"
+        )
+    remote = _Remote(address)
+    raw = remote.read(MANIFEST, MANIFEST_LIMIT)
+    manifest = parse_manifest(raw, f"{address}/{MANIFEST}")
+    if manifest.state != "complete":
+        raise CacheError(
+            f"{address} is an unfinished cache of {manifest.total('sequences')} sequences; finish "
+            "it where it is built, and copy it anew"
+        )
+    check_promises(manifest, address)
+    content = fingerprint([shard.sha256 for shard in manifest.shards])
+    directory = local or STREAMS.expanduser() / f"{manifest.fingerprint}-{content}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CacheError(
+            f"{directory}: {error.strerror}, expected a directory to keep shards in; make room, or "
+            "set HOME to a place that you may write to"
+        ) from None
+    write_atomic(directory / MANIFEST, raw)
+    kept, size = Kept(directory, remote.fetch, budget), manifest.total("bytes")
+    if size > kept.budget:
+        logger.warning(
+            "%s has %.1f GiB, of which %.1f are kept in %s: shards will come more than once; make "
+            "room there",
+            *(address, size / 2**30, kept.budget / 2**30, directory),
+        )
+    return TeacherCache(directory, manifest, fetch=kept.bring, open_shards=FRESH)
+
+
+class Kept:
+    """Shards in a local directory, of which the one unused for longest makes room."""
+
+    def __init__(self, directory: Path, fetch: Callable[[str, Path], None], budget: int) -> None:
+        self._directory = directory
+        self._fetch = fetch
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        for path in sorted(directory.glob("*.safetensors"), key=lambda each: each.stat().st_mtime):
+            self._sizes[path.name] = path.stat().st_size
+        room = shutil.disk_usage(directory).free + sum(self._sizes.values())
+        self.budget = budget or min(BUDGET_BYTES, room // 2)
+        """Bytes that the shards may take."""
+
+    def bring(self, shard: Shard) -> None:
+        """Have a shard in the directory, fetched now if it is not there, or not of its size.
+
+        Raises:
+            CacheError: it does not come, or not with the bytes that the manifest names.
+        """
+        path = self._directory / shard.file
+        if shard_problem(self._directory, shard, deep=False) is not None:
+            self._make_room(shard.bytes)
+            partial = partial_file(path)
+            try:
+                self._fetch(shard.file, partial)
+                renamed = shard.model_copy(update={"file": partial.name})
+                if problem := shard_problem(self._directory, renamed, deep=True):
+                    raise CacheError(
+                        f"{shard.file}: what the server sent is damaged ({problem}), expected what "
+                        "the manifest names; copy the cache there anew"
+                    )
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        with self._lock:
+            self._sizes[shard.file] = shard.bytes
+            self._sizes.move_to_end(shard.file)
+
+    def _make_room(self, more: int) -> None:
+        with self._lock:
+            while len(self._sizes) > FRESH and sum(self._sizes.values()) + more > self.budget:
+                name, _ = self._sizes.popitem(last=False)
+                (self._directory / name).unlink(missing_ok=True)
+                logger.debug("%s made room for another shard", name)
+
+
+class _Remote:
+    """Files below one address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address.rstrip("/")
+        self._system, self._root = _file_system(self._address)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes of a small file."""
+
+        def read() -> bytes:
+            with self._system.open(f"{self._root}/{name}", "rb") as file:
+                return file.read(limit)
+
+        return self._tried(name, read)
+
+    def fetch(self, name: str, to: Path) -> None:
+        """Copy a file to this machine."""
+
+        def copy() -> None:
+            with self._system.open(f"{self._root}/{name}", "rb") as file, to.open("wb") as out:
+                while chunk := file.read(CHUNK):
+                    out.write(chunk)
+                out.flush()
+                os.fsync(out.fileno())
+
+        self._tried(name, copy)
+
+    def _tried(self, name: str, act: Callable[[], T]) -> T:
+        for number in range(1, TRIES + 1):
+            try:
+                return act()
+            except FileNotFoundError:
+                raise CacheError(
+                    f"{self._address}/{name} is not there, expected a teacher cache that 'qat "
+                    "cache' built; check the address"
+                ) from None
+            except (OSError, RuntimeError, ValueError) as error:
+                if getattr(error, "errno", None) == errno.ENOSPC:
+                    raise
+                why = scrubbed(" ".join(str(error).split()) or type(error).__name__)
+                if number == TRIES:
+                    raise CacheError(
+                        f"{self._address}/{name} does not come ({why}), tried {TRIES} times, "
+                        "expected a server that answers; go on with the same command later"
+                    ) from None
+                logger.warning("%s/%s: %s; trying again", self._address, name, why)
+        raise AssertionError("unreachable")
+
+
+def _file_system(address: str) -> tuple["AbstractFileSystem", str]:
+    """What reads an address, and the path in it.
+
+    Raises:
+        ConfigError: nothing installed here does.
+    """
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"cache {address} cannot be read ({error}), expected a directory or an address that "
+            "fsspec knows; install what reads it: pip install 'qat[remote]' for s3:// and gs://"
+        ) from None

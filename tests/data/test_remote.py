@@ -1,0 +1,125 @@
+"""Caches in an object store: read like local ones, fetched once, kept within a budget."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from cache_case import build
+from fsspec.implementations.memory import MemoryFileSystem
+
+from qat.data import remote
+from qat.data.cache import MANIFEST, read_manifest
+from qat.data.reader import TeacherCache
+from qat.data.remote import open_cache
+from qat.errors import CacheError, ConfigError
+
+ADDRESS = "memory://bucket/caches/c"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cache") / "c"
+    build(out)
+    return out
+
+
+@pytest.fixture
+def store(built: Path) -> Iterator[MemoryFileSystem]:
+    system = fsspec.filesystem("memory")
+    system.put(f"{built}/", "/bucket/caches/c/", recursive=True)
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def opened(store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths in the store that were opened."""
+    paths, real = [], MemoryFileSystem._open
+
+    def note(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
+        paths.append(path.rpartition("/")[2])
+        return real(self, path, *arguments, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", note)
+    return paths
+
+
+def test_it_reads_like_a_local_one(built: Path, opened: list[str], tmp_path: Path) -> None:
+    local, far = TeacherCache.open(built), open_cache(ADDRESS, local=tmp_path / "kept")
+    assert opened == [MANIFEST]
+    for indices in ([3, 25, 0], [25, 1]):
+        for one, other in zip(local.batch(indices), far.batch(indices), strict=True):
+            assert torch.equal(one, other)
+    assert opened == [MANIFEST, "train-00000.safetensors", "train-00002.safetensors"]
+    assert read_manifest(tmp_path / "kept") == local.manifest
+    again = open_cache(ADDRESS, local=tmp_path / "kept")
+    again.batch([3, 25])
+    assert opened[3:] == [MANIFEST]
+
+
+def test_a_directory_is_read_where_it_is(built: Path) -> None:
+    assert open_cache(built).directory == built
+    assert open_cache(str(built)).num_sequences("train") > 0
+
+
+def test_shards_are_kept_within_a_budget(
+    built: Path, opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: object
+) -> None:
+    monkeypatch.setattr(remote, "FRESH", 1)
+    size = (built / "train-00000.safetensors").stat().st_size
+    with caplog.at_level(logging.WARNING):
+        cache = open_cache(ADDRESS, local=tmp_path / "kept", budget=2 * size + 10)
+    assert "come more than once" in caplog.text
+    for index in (0, 11, 22, 0):
+        cache.batch([index])
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) <= 2
+    assert opened.count("train-00000.safetensors") == 2
+    assert not list((tmp_path / "kept").glob(".*"))
+
+
+def test_a_server_that_fails_is_asked_three_times(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, asked = open_cache(ADDRESS, local=tmp_path / "kept"), []
+
+    def fail(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
+        asked.append(path)
+        raise OSError("503\nslow down, token=abcdefgh1234")
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+    with pytest.raises(CacheError, match=r"does not come \(503 slow down.*tried 3 times") as caught:
+        cache.batch([0])
+    assert "\n" not in str(caught.value) and "abcdefgh1234" not in str(caught.value)
+    assert len(asked) == 3 and [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
+
+
+def test_what_comes_damaged_is_not_kept(store: MemoryFileSystem, tmp_path: Path) -> None:
+    path = "/bucket/caches/c/train-00000.safetensors"
+    store.pipe(path, store.cat(path)[:-1] + b"\x7f")
+    cache = open_cache(ADDRESS, local=tmp_path / "kept")
+    with pytest.raises(
+        CacheError, match="train-00000.safetensors: what the server sent is damaged"
+    ):
+        cache.batch([0])
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
+
+
+def test_bad_addresses_are_one_line(built: Path, store: MemoryFileSystem, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="manifest.json is not there"):
+        open_cache("memory://bucket/none", local=tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_cache("nosuch://bucket/none", local=tmp_path)
+    with pytest.raises(ConfigError, match=r"\[hidden\]@host.* has a secret"):
+        open_cache("ftp://me:pass@host/c", local=tmp_path)
+    store.pipe("/bucket/caches/c/manifest.json", b"{}")
+    with pytest.raises(CacheError, match="not the manifest of a teacher cache"):
+        open_cache(ADDRESS, local=tmp_path)
+    (tmp_path / "file").touch()
+    shutil.copy(built / MANIFEST, tmp_path / MANIFEST)
+    store.pipe("/bucket/caches/c/manifest.json", (built / MANIFEST).read_bytes())
+    with pytest.raises(CacheError, match="expected a directory to keep shards in"):
+        open_cache(ADDRESS, local=tmp_path / "file" / "kept")
