@@ -447,3 +447,17 @@ def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypat
     count = TeacherCache.open(place / "cache").num_sequences("train")
     expected = [sequence_indices(3, step, 6, count) for step in range(4)]
     np.testing.assert_array_equal(np.concatenate(asked), np.concatenate(expected))
+
+
+def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path, monkeypatch) -> None:
+    made = Run(tmp_path)
+    for step in (1, 2):
+        (made.checkpoint_path(step) / "trainer").mkdir(parents=True)
+    made.point("latest", made.checkpoint_path(2))
+    stop_at(monkeypatch, shutil, "rmtree", 0)
+    with pytest.raises(Stop):
+        made.remove_old(keep=1)
+    assert made.checkpoints() == [made.checkpoint_path(2)]
+    monkeypatch.undo()
+    made.remove_leavings()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
