@@ -238,7 +238,13 @@ class Watchdog:
 
     def compare(self) -> None:
         """Read the new heartbeats of all ranks, and tell of the slow ones."""
-        for slow in self._slow.look([beat for tail in self._tails for beat in tail.read()]):
+        try:
+            beats = [beat for tail in self._tails for beat in tail.read()]
+        except (OSError, ValueError) as error:
+            logger.warning("the ranks' heartbeats are compared no more: %s", error)
+            self._tails = []
+            return
+        for slow in self._slow.look(beats):
             self._event("slow_rank", **slow._asdict())
             logger.warning("rank %d takes %.2f times as long a step as the others (%s)", *slow)
 

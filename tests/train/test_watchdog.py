@@ -141,6 +141,15 @@ def test_the_first_rank_reads_the_heartbeats_of_all(tmp_path: Path, caplog) -> N
     assert "rank 1 takes 2.33 times as long" in caplog.text
 
 
+def test_a_heartbeat_that_cannot_be_read_ends_the_comparison(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "heartbeat-rank0.jsonl"
+    dog, told = make_dog(tmp_path, Pace(since=0.0), heartbeats=[path, path])
+    path.write_bytes(b"\0\0\n")
+    for _ in range(2):
+        dog.compare()
+    assert told == [] and caplog.text.count("compared no more") == 1
+
+
 def test_it_samples_and_ends_with_its_block(tmp_path: Path) -> None:
     dog, told = make_dog(tmp_path, Pace(since=0.0))
     with dog:
