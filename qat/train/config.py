@@ -148,9 +148,6 @@ class TrainConfig(StepConfig):
     global_batch_size: int = Field(0, ge=0)
     """Sequences in one optimizer step over all ranks; 0 is batch_size x grad_accum_steps x ranks,
     else grad_accum_steps follows from it."""
-    shard: Literal["auto", "on", "off"] = "auto"
-    """Latent weights and their moments divided over the ranks; auto does so where they would take a
-    quarter of a device's memory."""
     price_per_hour: float = Field(0.0, ge=0)
     """What one device costs an hour, for the prediction."""
     stall_s: float = Field(600.0, gt=0)

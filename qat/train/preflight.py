@@ -25,7 +25,6 @@ DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
 FAR_RATE, MOST_RATE = 10.0, 1.0
 """Learning rates are relative: a step at 1 moves a tensor by as much as it is large."""
 LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"
-DIVIDED = "measured with undivided latent weights, of which each rank will hold a part"
 GIB = 2**30
 
 
@@ -198,12 +197,10 @@ def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     prediction = plan.prediction
     if plan.has_run_out:
         found = f"device memory ran out in the first steps on {plan.device}"
-        is_divided = _is_divided(config, plan)
-        reason = DIVIDED if is_divided else "the run would end there"
-        yield Finding("memory", "warning" if is_divided else "error", found, reason, LESS_MEMORY)
+        yield Finding("memory", "error", found, "the run would end there", LESS_MEMORY)
     if prediction is None:
         return
-    yield from _memory(config, plan, prediction)
+    yield from _memory(plan, prediction)
     yield from _disk(config, plan, prediction)
     hours = prediction.hours(config)
     share = prediction.evaluation_h(config) / max(hours, 1e-9)
@@ -226,7 +223,7 @@ def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     yield Finding("time", "note", found, reason, "nothing" if cost else "say --price-per-hour")
 
 
-def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:
+def _memory(plan: Plan, prediction: Prediction) -> Iterator[Finding]:
     if prediction.peak_gib is None or plan.memory_gib is None:
         return
     share = prediction.peak_gib / plan.memory_gib
@@ -234,15 +231,9 @@ def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator
     if share <= MEMORY_WARNING:
         yield Finding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
         return
-    is_divided = _is_divided(config, plan)
-    severity = "error" if share > 1 and not is_divided else "warning"
-    reason = DIVIDED if is_divided else "fragments and evaluations may need the rest"
+    severity = "error" if share > 1 else "warning"
+    reason = "fragments and evaluations may need the rest"
     yield Finding("memory", severity, found, reason, LESS_MEMORY)
-
-
-def _is_divided(config: TrainConfig, plan: Plan) -> bool:
-    """Whether a rank may hold a part of the latent weights only."""
-    return plan.world > 1 and "weights" in config.kinds and config.shard != "off"
 
 
 def _disk(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:

@@ -34,7 +34,6 @@ FREE_TO_CHANGE = {
     "milestone_every",
     "stall_s",
     "price_per_hour",
-    "shard",
     "batch_size",
     "grad_accum_steps",
     "global_batch_size",

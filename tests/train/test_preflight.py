@@ -67,7 +67,6 @@ CASES = [
     ("memory", "error", slower(0.1, peak_gib=140.0), {}, "140 GiB of 139 GiB.*--batch-size"),
     ("memory", "warning", slower(0.1, peak_gib=130.0), {}, "130 GiB of 139 GiB"),
     ("memory", "error", PLAN._replace(prediction=None, has_run_out=True), {}, "memory ran out"),
-    ("memory", "warning", PLAN._replace(has_run_out=True, world=2), {}, "each rank will hold"),
     ("dtype", "warning", PLAN, {"dtype": "fp32"}, "computes many times faster in bf16"),
     ("dtype", "warning", PLAN, {"dtype": "fp16"}, "whose gradients do not overflow"),
     ("eval_split", "warning", PLAN._replace(held_out_sequences=9), {}, "9 held-out.*--held-out"),
