@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from qat import backend as backends
 from qat import errors
-from qat.errors import ConfigError, QatError
+from qat.errors import ConfigError, QatError, Stopped
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others: an evaluation on the first one takes its time."""
@@ -210,8 +210,12 @@ def meeting(launch: backends.Launch, device: torch.device, place: str) -> Iterat
         devices = dist.group.WORLD
         hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if is_gpu else devices
         yield Ranks(launch.rank, launch.world, device, _devices=devices, _hosts=hosts)
-    finally:
-        dist.destroy_process_group()
+    except Exception as error:
+        # GPUs would wait for those that do not leave with this one; the end of the process does not
+        if not is_gpu or isinstance(error, Stopped):
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
