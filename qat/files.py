@@ -55,10 +55,15 @@ def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a small file in one step that a crash cannot split."""
     partial = partial_file(path)
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # of a full disk it names no file
+        error.filename = str(path)
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
 
 

@@ -117,7 +117,11 @@ def main() -> None:
         _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            _fail("the disk is full; free some space, then go on with the same command (--resume)")
+            where = f" ({error.filename})" if error.filename else ""
+            _fail(
+                f"the disk is full{where}; free some space, then go on with the same command "
+                "(--resume)"
+            )
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}; check the path and who may write there")

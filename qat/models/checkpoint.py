@@ -76,8 +76,17 @@ def write_checkpoint(
     config["dtype"] = str(stored_dtype(packed)).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+        _save_tokenizer(tokenizer, directory)
     write_checksums(directory)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # noqa: BLE001 - of a full disk, tokenizers raises nothing narrower
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"the tokenizer cannot be written: {error}") from error
 
 
 def load_checkpoint(
