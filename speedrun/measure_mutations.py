@@ -131,7 +131,7 @@ def refusal(message: str, *, is_ours: bool) -> str:
     if is_ours and "\n" in message:
         return f"WRONG: a message of several lines: {message}"
     if is_ours and not re.search(
-        "expected|restore|rebuild|copy|mend|choose|did you|known", message
+        "expected|restore|rebuild|copy|mend|write|choose|did you|known", message
     ):
         return f"WRONG: a message that helps nobody: {message}"
     return "refused"

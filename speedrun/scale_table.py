@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
         "--bytes",
         nargs="+",
         type=pair_of_text,
-        default=[("top-64", 226.541), ("top-32", 118.494), ("50 draws", 35.088)],
+        default=[("top-64", 226.541), ("top-32", 118.494), ("50 draws", 39.0)],
     )
     add("--length", type=int, default=64, help="tokens of a sequence")
     add("--memory-gib", type=float, default=139.0)
