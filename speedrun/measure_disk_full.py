@@ -76,9 +76,8 @@ def main() -> None:
         make_student(place / "student", width=32, layers=1)
         struck = try_all(place, arguments.every)
     missing = sorted(KINDS.keys() - struck.keys())
-    print(
-        f"{sum(struck.values())} full disks, at {len(struck)} kinds of writes: {dict(struck)}; never at {missing}"
-    )
+    print(f"{sum(struck.values())} full disks, at {len(struck)} kinds of writes: {dict(struck)}")
+    print(f"never full at {missing}")
     if arguments.figures:
         record(arguments.figures, "disk_full_points", len(struck), "writes", f"all {len(KINDS)}")
     raise SystemExit(arguments.every == 1 and bool(missing))

@@ -59,7 +59,7 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(
     weights = [Path(r["final"], "model.safetensors").read_bytes() for r in (result, again)]
     assert weights[0] == weights[1]
     # a finished run goes on to the same end
-    resumed = [*words, "--out", first, "--resume"]
+    resumed = [*words, "--out", first, "--resume", "auto"]
     assert call(monkeypatch, "train", place / "student", *resumed) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
 
