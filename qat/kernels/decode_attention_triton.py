@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qat.kernels.decode_attention import Angles, Cache, Heads
-from qat.kernels.lut_matvec_triton import empty_inputs, put_inputs
+from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.overlap import overlaps
 
 PROGRAMS = 256

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
+from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.lut_levels_triton import (
     ASSEMBLED_GATHER,
     GATHER,
@@ -50,13 +51,6 @@ def matvec_add(
         x, rows, out, bias=bias, order=order, added=(scaled, squares, residual, gamma.contiguous())
     )
     return out, scaled, squares
-
-
-def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
-    """Room for inputs in that order (`lut_matvec.spread`)."""
-    is_split = order == SPLIT
-    dtype = torch.float16 if is_split else torch.float32
-    return torch.empty(B, 2 * I if is_split else I, dtype=dtype, device=device)
 
 
 def _options(tile: Tile | MmaTile, num_vectors: int, overlap: bool) -> dict[str, int]:
@@ -275,20 +269,6 @@ def _matvec_kernel(
 
 IS_COMPILED = isinstance(_matvec_kernel, JITFunction)
 """Not interpreted."""
-
-
-@triton.jit
-def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
-    """Write inputs of the next matrix, of `size` a vector, as `lut_matvec.spread` lays them."""
-    if ORDER == 0:
-        at = b * 2 * size + place // 16 * 16 + place % 2 * 8 + place % 16 // 2
-        part = y * 0.0625
-        upper = part.to(tl.float16)
-        tl.store(out + at, upper, mask=is_there)
-        tl.store(out + at + size, (part - upper.to(tl.float32)).to(tl.float16), mask=is_there)
-    else:
-        at = b * size + place % ORDER * (size // ORDER) + place // ORDER
-        tl.store(out + at, y, mask=is_there)
 
 
 @triton.jit
