@@ -17,11 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
-from qat.kernels.lut_levels_triton import (
-    ASSEMBLED_GATHER,
-    GATHER,
-    levels_of,
-)
+from qat.kernels.lut_levels_triton import ASSEMBLED_GATHER, GATHER, levels_of
 from qat.kernels.lut_matvec import SPLIT, UNIT, WORDS, Norm, Rows, order_of
 from qat.kernels.lut_matvec_tiles import MmaTile, Tile, mma_tile_for, tile_for
 from qat.kernels.lut_mma_triton import decoded, mma_ahead, mma_dots
