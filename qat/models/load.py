@@ -1,6 +1,7 @@
 """Opens whatever a user may call a model: a directory, a run, or a hub id."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 RUN_POINTERS = ("best", "latest")
 """Files of a run directory that name one of its checkpoints, in order of preference."""
 CHUNK_BYTES = 2**24
+POINTED = re.compile(r"checkpoints/\w[\w.-]*")
 OF_DAMAGE = (KeyError, TypeError, AttributeError, IndexError)
 """What transformers raises, beside errors of its own, over a file whose JSON is another."""
 
@@ -111,11 +113,12 @@ def resolve(source: str) -> str:
         return source
     for pointer in RUN_POINTERS:
         if (path / pointer).is_file():
-            checkpoint = path / (path / pointer).read_text(encoding="utf-8").strip()
-            if not (checkpoint / "config.json").is_file():
+            named = (path / pointer).read_bytes().decode(errors="replace").strip()
+            checkpoint = path / named
+            if not POINTED.fullmatch(named) or not (checkpoint / "config.json").is_file():
                 raise CheckpointError(
-                    f"{path / pointer} names {checkpoint}, which holds no config.json; expected a "
-                    "checkpoint: name one of the run's checkpoints yourself"
+                    f"{path / pointer} names {named[:80]!r}, which holds no config.json or is no "
+                    "checkpoint of this run; expected one: name one of the run's checkpoints yourself"
                 )
             return str(checkpoint)
     if path.exists():

@@ -217,3 +217,12 @@ def test_importing_qat_imports_nothing_heavy() -> None:
     code = "import sys, qat; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "text", ["/etc", "../elsewhere", "checkpoints/../..", "a\0b", "\udcff", ""]
+)
+def test_a_pointer_that_leads_elsewhere_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "latest").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match="is no checkpoint of this run"):
+        resolve(str(tmp_path))
