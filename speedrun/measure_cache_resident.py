@@ -32,7 +32,7 @@ from qat.files import sha256_file
 VOCAB, LENGTH, TOP_K, DRAWS = 151_936, 512, 64, 8
 BLOCK, SHARD = 64, 4096
 """Sequences of random signals, and of a shard (about half a GiB)."""
-BATCH, ROUND_BATCHES, ROUNDS = 16, 96, 7
+BATCH, ROUND_BATCHES, ROUNDS = 16, 64, 21
 GIB = 2**30
 
 

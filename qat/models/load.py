@@ -118,7 +118,7 @@ def resolve(source: str) -> str:
             if not POINTED.fullmatch(named) or not (checkpoint / "config.json").is_file():
                 raise CheckpointError(
                     f"{path / pointer} names {named[:80]!r}, which holds no config.json or is no "
-                    "checkpoint of this run; expected one: name one of the run's checkpoints yourself"
+                    "checkpoint of this run; expected one: name another of its checkpoints yourself"
                 )
             return str(checkpoint)
     if path.exists():
