@@ -1,0 +1,50 @@
+"""Two ranks on two GPUs of one host: one GPU's course, and a stop that both agree on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torchrun_case import launch
+from train_case import config, make_place
+
+from qat.logs import read_json_lines
+from qat.train.config import TrainConfig
+from qat.train.start import train_student
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+STOP_ONE = """
+    if trainer.step == 4 and rank == 1 and not (place / "stopped").exists():
+        (place / "stopped").touch()
+        os.kill(os.getpid(), SIGTERM)
+"""
+
+
+def settings(place: Path, **values: object) -> TrainConfig:
+    chosen = {"device": "cuda", "dtype": "fp32", "compile": "on", "max_steps": 12, **values}
+    return config(place, batch_size=4, global_batch_size=8, eval_every=6, save_every=6, **chosen)
+
+
+def losses(run: Path) -> list[float]:
+    lines = read_json_lines(run / "metrics.jsonl")
+    return [line["loss_nats"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("learn", ["scales,codebook", "weights,scales,codebook"])
+def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, learn: str) -> None:
+    make_place(tmp_path)
+    chosen = settings(tmp_path, learn=learn)
+    train_student(chosen, str(tmp_path / "student"), tmp_path / "alone", resume=False)
+    stopped = launch(tmp_path, chosen, act=STOP_ONE)
+    assert stopped.returncode != 0
+    assert "stopped by SIGTERM after step 7" in stopped.stderr  # two later than it was heard
+    assert "stopped by another rank after step 7" in stopped.stderr
+    assert (tmp_path / "run" / "latest").read_text() == "checkpoints/step-000007\n"
+    ended = launch(tmp_path, chosen)
+    assert ended.returncode == 0, ended.stderr
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["world_size"] == 2 and [entry["step"] for entry in facts["resumed"]] == [7]
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)

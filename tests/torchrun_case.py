@@ -1,0 +1,48 @@
+"""Runs of `qat train` under a real launcher, with something done to a step of some rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from qat.train.config import TrainConfig
+
+DRIVER = """
+import os, sys
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from qat import cli
+from qat.train.loop import Trainer
+
+place, advance = Path(sys.argv.pop(1)), Trainer._advance
+
+def act(trainer, rank):
+    ACT
+
+def watched(trainer, *args):
+    act(trainer, int(os.environ["RANK"]))
+    return advance(trainer, *args)
+
+Trainer._advance = watched
+cli.main()
+"""
+
+
+def launch(
+    place: Path, settings: TrainConfig, *, act: str = "pass", size: int = 2, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """The ended launcher of a run in `place / "run"`; `act` sees `trainer` and `rank` each step."""
+    driver = place / "driver.py"
+    driver.write_text(DRIVER.replace("ACT", act))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(size), "--max-restarts", str(restarts), str(driver)]
+    command += [str(place), "train", str(place / "student"), "--resume", "auto"]
+    for name, value in settings.model_dump(mode="json", exclude_defaults=True).items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    return subprocess.run(
+        [*command, "--out", str(place / "run")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
