@@ -10,7 +10,7 @@ from torch import Tensor
 from qat.backend import Backend
 from qat.config import fingerprint
 from qat.data.sampler import sequence_indices
-from qat.errors import ConfigError
+from qat.errors import ConfigError, TrainingError
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 
@@ -72,5 +72,23 @@ def digest(tensors: Iterable[Tensor]) -> str:
     Bits are summed as integers, so that what sums them in another order finds the same.
     """
     words = {4: torch.int32, 2: torch.int16}
-    sums = [(tuple(t.shape), t.detach().view(words[t.itemsize]).sum().item()) for t in tensors]
-    return fingerprint(sums)
+    tensors = [tensor.detach() for tensor in tensors]
+    sums = torch.stack([tensor.view(words[tensor.itemsize]).sum() for tensor in tensors])
+    return fingerprint([[tuple(tensor.shape) for tensor in tensors], sums.tolist()])
+
+
+def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
+    """Make sure that all ranks have learned the same, bit for bit.
+
+    Raises:
+        TrainingError: one has not: equal sums moved weights differently.
+    """
+    if ranks.size == 1:
+        return
+    said = ranks.texts(digest(tensors))
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise TrainingError(
+                f"after step {step} rank {rank} has other weights than rank 0, expected the same "
+                "bits; use devices of one kind and go on from the last checkpoint with --resume"
+            )

@@ -5,7 +5,8 @@ It asks for batches ahead of time, takes steps, and every so often logs, judges 
 
 import logging
 import math
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from qat import backend as backends
 from qat.data.batch import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
-from qat.errors import Stopped, TrainingError
+from qat.errors import CheckpointError, Stopped, TrainingError
 from qat.logs import Ticker, progress
 from qat.losses.config import targets_read
 from qat.models.devices import device_called
@@ -23,7 +24,7 @@ from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE, Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
-from qat.train.division import rank_indices
+from qat.train.division import check_alike, rank_indices
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.pulse import Pulse
@@ -102,9 +103,10 @@ class Trainer:
             ):
                 ticker.advance(self.step)
                 self._begin(metrics, pulse)
-                for batches in pulse.timed(stream):
-                    self._advance(batches, metrics, pulse, ticker)
-                self.saver.finish()
+                with _failures_told(pulse):
+                    for batches in pulse.timed(stream):
+                        self._advance(batches, metrics, pulse, ticker)
+                    self.saver.finish()
         finally:
             if metrics is not None:
                 metrics.close()
@@ -194,6 +196,7 @@ class Trainer:
         """Evaluate and save where they are due; a best student is always saved."""
         is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
         if is_best or self._is_due(self.config.save_every):
+            check_alike(self.optimizer.parameters.values(), self.step, self.ranks)
             self.saver.save(self.step, self.best, is_best=is_best)
 
     def _evaluate(self, metrics: Metrics | None) -> bool:
@@ -246,3 +249,13 @@ class Trainer:
             f"{loss:.4g}, gradient norm {result.grad_norm.item():.4g}), expected numbers; {kept}: "
             "lower --lr and its kin, or --clip-grad-norm, and start anew"
         )
+
+
+@contextmanager
+def _failures_told(pulse: Pulse) -> Iterator[None]:
+    """A block of steps; that a save could not be written is an event too."""
+    try:
+        yield
+    except CheckpointError as error:
+        pulse.event("save_failed", error=str(error))
+        raise

@@ -130,6 +130,24 @@ def test_what_is_no_number_on_one_rank_stops_all_with_one_line(place, tmp_path):
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000005"]
 
 
+def test_ranks_whose_weights_drift_apart_are_stopped_before_they_are_saved(place, tmp_path):
+    out = tmp_path / "run"
+
+    def drifting(ranks: Ranks) -> dict:
+        if ranks.rank == 1:
+            before(Optimizer, "step", nudge)
+        return train(place, out, ranks=ranks)
+
+    def nudge(optimizer: Optimizer, step: int) -> None:
+        if step == 6:
+            next(iter(optimizer.parameters.values())).data.view(torch.int32)[0] += 1
+
+    first, second = run_ranks(2, drifting, tmp_path)
+    assert first == second and first["kind"] == "TrainingError"
+    assert "after step 10 rank 1 has other weights than rank 0" in first["error"]
+    assert (out / "latest").read_text() == "checkpoints/step-000005\n"
+
+
 def test_a_rank_without_the_cache_stops_all_before_anything_is_written(place, tmp_path):
     out = tmp_path / "run"
 
