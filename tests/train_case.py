@@ -56,7 +56,7 @@ def config(place: Path, **values: object) -> TrainConfig:
 
 def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     """A trainer at step 0, as `train_student` makes it."""
-    model = load_model(str(student), device="cpu", dtype="fp32")
+    model = load_model(str(student), device=config.device, dtype="fp32")
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
         to_latent(model.model, names)

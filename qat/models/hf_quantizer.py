@@ -199,13 +199,9 @@ def _narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read(flags: list[Tensor]) -> list[bool]:
-    """Scalars on devices, in one wait for each device."""
-    values: dict[int, bool] = {}
-    for device in {flag.device for flag in flags}:
-        here = [number for number, flag in enumerate(flags) if flag.device == device]
-        found = torch.stack([flags[number] for number in here]).tolist()
-        values |= dict(zip(here, found, strict=True))
-    return [values[number] for number in range(len(flags))]
+    """Scalars on one device, or several, for the host; one device is waited for once."""
+    is_one = len({flag.device for flag in flags}) == 1
+    return torch.stack(flags).tolist() if is_one else [bool(flag) for flag in flags]
 
 
 def check_tensors(model: PreTrainedModel, files: list[str]) -> None:

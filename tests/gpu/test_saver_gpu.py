@@ -1,0 +1,56 @@
+"""Saving beside a GPU's work: the step after a save changes nothing of what is saved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from train_case import config, make_place, make_trainer
+
+from qat import backend as backends
+from qat.train.proof import problem
+from qat.train.resume import load_training_state
+from qat.train.start import train_student
+
+pytestmark = pytest.mark.gpu
+
+
+def test_later_work_waits_for_the_copies_and_the_host_does_not() -> None:
+    backend = backends.select("cuda")
+    weight = torch.randn(2**26, device="cuda")
+    expected = weight.cpu()
+    for _ in range(3):
+        copies, copying = backend.copied_to_host({"a": weight, "b": weight})
+        copying.hold()
+        weight.zero_()
+        copying.wait()
+        assert copies["a"] is copies["b"] and copies["a"].is_pinned()
+        assert torch.equal(copies["a"], expected)
+        weight.copy_(expected)
+
+
+@pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales,codebook"])
+def test_a_save_between_steps_holds_the_step_s_own_state(tmp_path: Path, learn: str) -> None:
+    place = make_place(tmp_path)
+    settings = config(place, device="cuda", dtype="bf16", max_steps=9, save_every=1, learn=learn)
+    trainer = make_trainer(settings, place / "student", tmp_path / "run")
+    seen = {}
+    real = trainer.saver.save
+
+    def save(step: int, best: float, *, is_best: bool) -> None:
+        seen[step] = {n: t.detach().cpu().clone() for n, t in trainer.optimizer.state().items()}
+        real(step, best, is_best=is_best)
+
+    trainer.saver.save = save
+    trainer.train()
+    for path in trainer.run.checkpoints():
+        assert problem(path) is None
+        found, facts = load_training_state(path)
+        state = seen[facts["step"]]
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_run_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    place, out = make_place(tmp_path), tmp_path / "run"
+    settings = config(place, device="cuda", dtype="bf16", max_steps=6, save_every=2)
+    train_student(settings, str(place / "student"), out, resume=False)
+    assert train_student(settings, str(place / "student"), out, resume=True).steps == 6
