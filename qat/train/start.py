@@ -308,4 +308,7 @@ def _copy_packed(checkpoint: Path, final: Path) -> None:
     """Copy a step's checkpoint without the trainer's state, whole or not at all."""
     with atomic_directory(final, replace=True) as partial:
         ignore = shutil.ignore_patterns("trainer")
-        shutil.copytree(checkpoint, partial, ignore=ignore, dirs_exist_ok=True)
+        try:
+            shutil.copytree(checkpoint, partial, ignore=ignore, dirs_exist_ok=True)
+        except shutil.Error as error:  # which lists every file: one is enough to know why
+            raise OSError(error.args[0][0][2]) from error

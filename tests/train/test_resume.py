@@ -219,3 +219,15 @@ def test_a_student_that_was_changed(tmp_path: Path) -> None:
 def test_two_runs_in_one_directory(place: Path, out: Path) -> None:
     with held(out), pytest.raises(ConfigError, match="is in use by process .* choose another"):
         run(place, out, resume=True)
+
+
+def test_a_disk_that_is_full_in_the_end(place: Path, out: Path, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")] * 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", full)
+        message = r"writing stopped \(\[Errno 28\] No space left on device: 'b'\); nothing was left"
+        with pytest.raises(CheckpointError, match=message):
+            run(place, out, resume=True)
+    assert run(place, out, resume=True).final.is_dir()
