@@ -10,6 +10,7 @@ from train_case import config, make_place, make_trainer
 
 from qat import backend as backends
 from qat.errors import CheckpointError
+from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint
 from qat.models.hf_quantizer import packed_state_dict
 from qat.train import saver as saving
@@ -137,3 +138,24 @@ def test_leavings_of_a_killed_run_go(place: Path, tmp_path: Path) -> None:
         (tmp_path / "run/checkpoints" / name / "trainer").mkdir(parents=True)
     train_student(settings, str(place / "student"), tmp_path / "run", resume=True)
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "run/events.jsonl"])
+
+
+def test_a_run_whose_disk_is_full_says_so_and_goes_on(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    settings, out = config(place, max_steps=4, save_every=1), tmp_path / "run"
+    real = saving.write_checkpoint
+
+    def full_in_the_end(*arguments: object) -> None:
+        if "step-000003" in str(arguments[2]):
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_checkpoint", full_in_the_end)
+        with pytest.raises(CheckpointError, match="step-000003: writing stopped"):
+            train_student(settings, str(place / "student"), out, resume=False)
+    (event,) = read_json_lines(out / "events.jsonl")
+    assert event["kind"] == "save_failed" and "No space left" in event["error"]
+    assert (out / "latest").read_text() == "checkpoints/step-000002\n"
+    assert train_student(settings, str(place / "student"), out, resume=True).steps == 4
