@@ -2,10 +2,14 @@
 
 import io
 import logging
+from pathlib import Path
 
 import pytest
 
+from qat.cli import main
 from qat.secrets import HIDDEN, Scrub, scrubbed
+from qat.train.config import TrainConfig
+from qat.train.run import Run
 
 SECRETS = {
     "HF_TOKEN": "plain-value-of-a-hub",
@@ -71,3 +75,24 @@ def test_log_lines_and_tracebacks_are_scrubbed(monkeypatch: pytest.MonkeyPatch) 
         logger.removeHandler(handler)
     assert SECRETS["HF_TOKEN"] not in stream.getvalue()
     assert f"{HIDDEN} of 3" in stream.getvalue() and "Traceback" in stream.getvalue()
+
+
+def test_a_run_and_its_errors_hold_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    everything = "-".join(SECRETS.values())
+    run = Run(tmp_path / "run")
+    run.begin(TrainConfig(cache_dir=everything, sample_prompt=everything), everything)
+    run.write_facts(student=everything, cache=f"s3://me:pass@bucket/{everything}")
+    command = ["qat", "train", everything, "--cache-dir", everything, "--out", f"{tmp_path}/other"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    written = [path.read_bytes().decode() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) >= 2 and HIDDEN in printed.err
+    for text in (printed.err, printed.out, *written):
+        assert not [value for value in SECRETS.values() if value in text]
+        assert "me:pass" not in text
