@@ -3,7 +3,6 @@
 Rows of one case are its repeats: runs of one command, turns in one process, or several hosts.
 """
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from qat.bench.results import ROWS
 from qat.bench.stats import MIN_SAMPLES, variation
-from qat.errors import ComparisonError
+from qat.errors import CheckpointError, ComparisonError
 from qat.logs import read_json_lines
 
 FIGURES = "figures.jsonl"
@@ -147,12 +146,9 @@ def between_runs(cases: Iterable[Case]) -> float | None:
 
 def _rows(file: Path) -> list[Row]:
     try:
-        rows = read_json_lines(file)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ComparisonError(
-            f"{file} cannot be read ({error}), expected one JSON object a line; name a results file"
-        ) from None
-    return [row if isinstance(row, dict) else {} for row in rows]
+        return read_json_lines(file)
+    except CheckpointError as error:
+        raise ComparisonError(str(error)) from None
 
 
 def _turns(rows: list[Row]) -> list[Row]:

@@ -150,7 +150,7 @@ def test_between_cases_is_what_the_choice_changes(tmp_path: Path) -> None:
         ([{**FACTS, "step_s": 1.0}], "holds 1 rows and no raw samples, expected rows with `samp"),
         ([row(case="x")], "no case is in both (first: step, batch 8; second: x), expected equal"),
         ([row(), row(batch_size=9)], "case=step, batch 8 has batch_size=8 and 9, expected rows of"),
-        (["a", "row"], "holds 2 rows and no raw samples"),
+        (["a", "row"], "line 1 of 2 is damaged (it is a str), expected a JSON object"),
     ],
 )
 def test_a_mistake_is_one_line_and_2(rows, message, before, tmp_path, monkeypatch, capsys) -> None:
@@ -168,5 +168,5 @@ def test_missing_and_damaged_files(before: Path, tmp_path: Path) -> None:
     ):
         read_cases(write(tmp_path / "c" / "notes.txt").parent)
     (tmp_path / "b.jsonl").write_text("no json\n")
-    with pytest.raises(ComparisonError, match="cannot be read .*, expected one JSON object a line"):
+    with pytest.raises(ComparisonError, match="line 1 of 1 is damaged .*, expected a JSON object"):
         read_cases(tmp_path / "b.jsonl")
