@@ -205,7 +205,7 @@ def matvec(
         )
     y = _product(x, rows)
     if norm is not None:
-        mean = norm.squares.sum(1, keepdim=True) / x.shape[1]
+        mean = norm.squares.sum(1, keepdim=True) / rows.shape[1]
         y = y * torch.rsqrt(mean + norm.eps)
     if bias is not None:
         y = y + bias.float()

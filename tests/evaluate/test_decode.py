@@ -3,6 +3,7 @@
 import pytest
 import torch
 from quantized import random_weight, tiny_adapted, tiny_quantized
+from three_way import assert_no_worse_than_eager
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from qat.backend import seeded
 from qat.evaluate.decode import Decoder, Sampling
 from qat.evaluate.generation import Generated, generate_text
+from qat.kernels.lut_matvec import SPLIT
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.language_model import LanguageModel
 from qat.models.swap import replace_module
@@ -162,3 +164,21 @@ def test_too_many_prompts() -> None:
     decoder = Decoder(LanguageModel(tiny_model("qwen3")))
     with pytest.raises(ValueError, match="9 prompts at once, expected at most 8"):
         decoder.generate(torch.ones(9, 2, dtype=torch.int64), GREEDY, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_split_inputs_in_bfloat16_are_as_near_as_the_model(bits: int) -> None:
+    spec = LutSpec(bits=bits, group_size=16, scale_bits=8)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, **RANGE}
+    model = LanguageModel(tiny_quantized("qwen3", spec, **sizes))
+    ids = torch.randint(320, (2, 33))
+    with torch.no_grad():
+        exact = model.model(ids).logits[:, -1]
+        model.model.bfloat16()
+        eager = model.model(ids).logits[:, -1].float()
+    step = DecodeStep(model)
+    assert step.blocks[0].qkv.order == step.blocks[1].down.order == SPLIT
+    _, caches = step.prefill(ids[:, :32], 64)
+    found = step.logits(ids[:, 32], torch.tensor([32]), caches, step.angles(64))
+    slack = 0.01 * exact.abs().max().item()  # the prompt's keys and values are the model's own
+    assert_no_worse_than_eager(found, eager, exact.double(), slack)

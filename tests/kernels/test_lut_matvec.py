@@ -187,6 +187,22 @@ def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     check(found, F.linear(x, W.float(), bias), F.linear(x.double(), W, bias.double()))
 
 
+def test_tensor_cores_behind_a_norm_and_onto_the_stream(path: str) -> None:
+    pairs = [rows_of(SPECS["lut2_s8"], size, I, is_short=True) for size in (32, 16, 16)]
+    rows, W = stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs])
+    assert order_of(rows) == SPLIT
+    residual, gamma = torch.randn(1, I), torch.rand(I) + 0.5
+    before = lut_matvec.stream(residual, gamma, SPLIT)
+    found = matvec(before.scaled, rows, norm=Norm(before.squares, 1e-5))
+    wanted = F.rms_norm(residual.double(), (I,), gamma.double(), 1e-5) @ W.T
+    assert torch.allclose(found.double(), wanted, atol=5e-4 * wanted.abs().max())
+    old, gain = torch.randn(1, 64), torch.rand(64)
+    after = matvec_add(before.scaled, rows, old, gain, order=SPLIT)
+    wanted = old.double() + (residual * gamma).double() @ W.T
+    assert torch.allclose(after.residual.double(), wanted, atol=5e-4 * wanted.abs().max())
+    assert torch.allclose(gathered(after.scaled, SPLIT), after.residual * gain, atol=1e-5)
+
+
 def test_rows_that_tensor_cores_cannot_read() -> None:
     two = SPECS["lut2_s8"]
     assert order_of(rows_of(two, O, 80, is_short=True)[0]) == 16
