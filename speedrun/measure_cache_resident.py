@@ -42,6 +42,7 @@ def main() -> None:
     """Build, prove, read, and record the peak of resident memory less what it began with."""
     arguments = parse()
     torch.set_num_threads(1)
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as name:
         directory = Path(name)
         synthesise(directory, arguments.gib)
