@@ -1,14 +1,13 @@
 """`qat train` as a user meets it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cli_case import call
 from train_case import config, make_place
 
-from qat.cli import app, main
 from qat.train.run import resolved
 from qat.train.start import train_student
 
@@ -21,17 +20,6 @@ def _one_thread(_seeded: None) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("train-verb"))
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
-    """The exit code of `qat TOKENS`."""
-    monkeypatch.setattr(app, "config", None)
-    monkeypatch.setattr(sys, "argv", ["qat", *map(str, tokens)])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def flags(place: Path, **values: object) -> list[str]:

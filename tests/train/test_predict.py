@@ -1,15 +1,14 @@
 """The prediction before a run: what it measures, and that it leaves no trace."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cli_case import call
 from train_case import config, make_place
 
 from qat import backend
-from qat.cli import app, main
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.train import check
@@ -27,17 +26,6 @@ def _one_thread(_seeded: None) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("predict"))
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
-    """The exit code of `qat TOKENS`."""
-    monkeypatch.setattr(app, "config", None)
-    monkeypatch.setattr(sys, "argv", ["qat", *map(str, tokens)])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def words(place: Path, **values: object) -> list[object]:

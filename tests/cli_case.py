@@ -1,0 +1,18 @@
+"""Calling the command line as a shell does, for tests of verbs."""
+
+import sys
+
+import pytest
+
+from qat.cli import app, main
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
+    """The exit code of `qat TOKENS`."""
+    monkeypatch.setattr(app, "config", None)
+    monkeypatch.setattr(sys, "argv", ["qat", *map(str, tokens)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
