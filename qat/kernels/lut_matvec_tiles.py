@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import triton
 
-from qat.kernels.lut_levels_triton import SELECT
 from qat.kernels.lut_matvec import UNIT
 
 
@@ -17,7 +16,6 @@ class Tile(NamedTuple):
     depth: int
     """Tiles that are computed at a time, while as many are read ahead."""
     warps: int
-    lookup: int = SELECT
     registers: int = 0
     """The most of a thread, or 0: a compiler left alone reads so far ahead that few threads fit."""
 

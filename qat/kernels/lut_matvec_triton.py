@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
-from qat.kernels.lut_levels_triton import ASSEMBLED_GATHER, GATHER, levels_of
+from qat.kernels.lut_levels_triton import ASSEMBLED_GATHER, GATHER, SELECT, levels_of
 from qat.kernels.lut_matvec import SPLIT, UNIT, WORDS, Norm, Rows, order_of
 from qat.kernels.lut_matvec_tiles import MmaTile, Tile, mma_tile_for, tile_for
 from qat.kernels.lut_mma_triton import decoded, mma_ahead, mma_dots
@@ -102,7 +102,7 @@ def _launch(
         BITS=parts.bits,
         C=2 ** min(parts.bits, 8),
         LENGTH=parts.length,
-        LOOKUP=_lookup(parts, tile),
+        LOOKUP=_lookup(parts.bits),
         MMA=parts.is_mma,
         ASSEMBLED=IS_COMPILED,
         GLU=is_gated,
@@ -118,13 +118,11 @@ def _launch(
     )
 
 
-def _lookup(parts: "_Parts", tile: Tile | MmaTile) -> int:
+def _lookup(bits: int) -> int:
     """Comparisons know four levels; the interpreter, no assembly."""
-    if parts.is_mma:
-        return GATHER
-    if parts.bits != 2:
-        return ASSEMBLED_GATHER if IS_COMPILED else GATHER
-    return tile.lookup
+    if bits == 2:
+        return SELECT
+    return ASSEMBLED_GATHER if IS_COMPILED else GATHER
 
 
 class _Parts(NamedTuple):
