@@ -367,6 +367,13 @@ def select(device: str = "auto") -> Backend:
     return Backend(torch.device(device))
 
 
+def devices(name: str) -> tuple[str, ...]:
+    """The devices over which work may spread: all GPUs where `name` says none, else that device."""
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return (name,)
+
+
 def profile_operators() -> torch.profiler.profile:
     """A context that notes each operator which the host calls, with shapes and dtypes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print that it begins and ends

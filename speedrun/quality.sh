@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything behind docs/quality.md: teachers, texts, four comparisons, figures.
 #
-#     bash speedrun/quality.sh MODELS TEXTS RECORD
+#     bash speedrun/quality.sh MODELS TEXTS RECORD [teacher_88m|stories|minimind|tiny ...]
 #
 # MODELS holds stories15M and minimind2-small; TEXTS is a folder of texts by source, or a bundle of
-# speedrun/make_teacher.py; figures are appended to RECORD/figures.jsonl. Run it from the root of
-# the repository; it takes all GPUs that there are, and goes on where it was stopped.
+# speedrun/make_teacher.py; figures are appended to RECORD/figures.jsonl when all four were made. Run
+# it from the root of the repository; it takes all GPUs that there are, and goes on where it was
+# stopped.
 set -uo pipefail
 models=$(realpath "$1") texts=$(realpath "$2") record=$3
 mkdir -p teachers texts runs "$record"
@@ -15,50 +16,50 @@ stories=${TINYSTORIES:-$texts/tinystories-sample/tinystories_sample.txt}
 instructions=${INSTRUCTIONS:-$texts/alpaca-demo/alpaca_en_demo.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # many jobs share the cores
 
-on_gpu() { CUDA_VISIBLE_DEVICES=$(($1 % gpus)) "${@:2}"; }
+on_gpus() { CUDA_VISIBLE_DEVICES=$1 "${@:2}"; }
 
-compare() { # GPU NAME
-    on_gpu "$1" qat bench quality "speedrun/recipes/quality_$2.toml" --out "runs/$2" \
+compare() { # GPUS NAME
+    on_gpus "$1" qat bench quality "speedrun/recipes/quality_$2.toml" --out "runs/$2" \
         --workers "$workers" > "runs/$2.log" 2>&1
 }
 
-sample() { # GPU TEACHER FILE DOCUMENTS TOP_P SEED
+sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED
     [ -e "$3" ] && return
-    on_gpu "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
+    on_gpus "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
         --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192
     mv "$3.part" "$3"
 }
 
-teacher_88m() { # GPU
-    [ -e teachers/teacher-88m/model.safetensors ] || on_gpu "$1" python speedrun/make_teacher.py \
+teacher_88m() { # GPUS
+    [ -e teachers/teacher-88m/model.safetensors ] || on_gpus "$1" python speedrun/make_teacher.py \
         --texts "$texts" --out teachers/teacher-88m --max-seconds "$seconds"
     compare "$1" teacher88m
 }
 
-stories() { # GPU
+stories() { # GPUS
     sample "$1" stories15M texts/stories15m_untruncated.jsonl 1000 1.0 1
     sample "$1" stories15M texts/stories15m.jsonl "$documents" 0.9 0
     compare "$1" stories15m
 }
 
-minimind() { # GPU
+minimind() { # GPUS
     sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0
     compare "$1" minimind2
     gradients "$1"
 }
 
-tiny() { # GPU
+tiny() { # GPUS
     compare "$1" tiny_qwen3
     until [ -e texts/stories15m.jsonl ]; do sleep 1; done
     compare "$1" stories15m_more
 }
 
-gradients() { # GPU
+gradients() { # GPUS
     [ -e "$record/angles.jsonl" ] && return
     python speedrun/measure_lora.py --figures "$record/figures.jsonl"
-    [ -e runs/angle_student ] || on_gpu "$1" qat convert teachers/stories15M --to q2a4 \
+    [ -e runs/angle_student ] || on_gpus "$1" qat convert teachers/stories15M --to q2a4 \
         --calibration texts/stories15m.jsonl --out runs/angle_student
-    on_gpu "$1" python speedrun/measure_gradient_angle.py --teacher teachers/stories15M \
+    on_gpus "$1" python speedrun/measure_gradient_angle.py --teacher teachers/stories15M \
         --student runs/angle_student --text texts/tinystories.txt --out "$record/angles.jsonl" \
         --figures "$record/figures.jsonl"
 }
@@ -68,11 +69,22 @@ ln -sfn "$models/minimind2-small" teachers/minimind2-small
 [ -e texts/tinystories.txt ] || cp "$stories" texts/tinystories.txt
 [ -e texts/instructions.json ] || cp "$instructions" texts/instructions.json
 
-teacher_88m 0 & jobs=($!)
-stories 1 & jobs+=($!)
-minimind 2 & jobs+=($!)
-tiny 3 & jobs+=($!)
+shares() { # COUNT: the GPUs of each of so many comparisons
+    python -c "
+n, gpus = $1, $gpus
+print(*(','.join(map(str, range(i, gpus, n))) or i % gpus for i in range(n)))"
+}
+
+wanted=("${@:4}")
+[ ${#wanted[@]} -gt 0 ] || wanted=(teacher_88m stories minimind tiny)
+read -ra gpus_of <<< "$(shares ${#wanted[@]})"
+jobs=()
+for i in "${!wanted[@]}"; do
+    "${wanted[$i]}" "${gpus_of[$i]}" & jobs+=($!)
+done
 failed=0
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
+if [ $# -le 3 ]; then
+    python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
+fi
 exit $failed

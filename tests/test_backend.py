@@ -114,3 +114,13 @@ def test_marks_tell_the_time_between_them() -> None:
     cpu = backend.select("cpu")
     first, last = cpu.mark(), cpu.mark()
     assert 0 <= cpu.seconds_between(first, last) < 1
+
+
+def test_work_spreads_over_all_gpus_where_none_is_named(monkeypatch) -> None:
+    devices = backend.devices
+    assert devices("cpu") == ("cpu",) and devices("cuda:1") == ("cuda:1",)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert devices("auto") == devices("cuda") == ("cuda:0", "cuda:1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert devices("auto") == ("auto",)

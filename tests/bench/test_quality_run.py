@@ -7,10 +7,12 @@ import pytest
 from quality_case import call, make_teacher_and_texts, write
 
 from qat.bench.quality import processes, run
+from qat.bench.quality.config import QualityConfig, read_recipe
 from qat.bench.quality.job import run_job
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job
 from qat.bench.quality.processes import Failure
+from qat.bench.quality.resolve import resolve
 from qat.bench.quality.students import heartbeat_facts
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines
@@ -24,7 +26,7 @@ def place(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def in_this_process(jobs: list[Job], places: Places, after_each) -> list[Failure]:
+def in_this_process(jobs: list[Job], devices, places: Places, after_each) -> list[Failure]:
     """What `run_jobs` does, without the seconds that a process takes to start."""
     failures = []
     for job in jobs:
@@ -133,9 +135,7 @@ def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
 
 
 def test_step_times_are_those_of_training(place: Path) -> None:
-    from qat.bench.quality.config import read_recipe
     from qat.bench.quality.prepare import Workshop
-    from qat.bench.quality.resolve import resolve
     from qat.bench.quality.step_timer import STRETCHES, time_plan
 
     baseline = {"method": "reference", "train": {"group_size": 16}}
@@ -165,6 +165,25 @@ def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, caps
     assert "Failed: bad, seed 0: sample_prompt=" in Path("out/quality.md").read_text()
     rows = read_json_lines(Path("out/results.jsonl"))
     assert {row["recipe"]: row["workers"] for row in rows} == {"teacher": 1, "better": 2}
+
+
+def test_jobs_go_where_fewest_run() -> None:
+    busy, devices = [], ("cuda:0", "cuda:1", "cuda:2")
+    for _ in range(7):
+        busy.append(processes.least_busy(devices, busy))
+    assert [busy.count(device) for device in devices] == [3, 2, 2]
+    busy.remove("cuda:1")
+    assert processes.least_busy(devices, busy) == "cuda:1"
+
+
+def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:
+    write({"name": "a"}, {"name": "b", "train": False})
+    recipe = read_recipe(Path("recipe.toml"))
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    config = QualityConfig(workers=4)
+    jobs = run.make_jobs(recipe, resolve(recipe), Path("out"), config, num_devices=4)
+    assert len(jobs) == 3 and {job.threads for job in jobs} == {4}
 
 
 def test_seconds_leave_out_the_compiler(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ class QualityConfig(Settings):
     """Where the jobs of a recipe run; nothing here changes what they find."""
 
     workers: int = Field(1, ge=1)
-    """Jobs side by side; seconds compare only between rows of equal workers."""
+    """Jobs side by side on each device; seconds compare only between rows of equal workers."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
+    """auto or cuda, whose jobs spread over all GPUs, cpu, cuda:1 or mps."""
 
 
 class Texts(Settings):

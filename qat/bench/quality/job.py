@@ -6,7 +6,6 @@ standard input does: no job outlives whoever started it.
 
 import json
 import logging
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -92,8 +91,7 @@ def main() -> None:
     end_with_input()
     logs.configure()
     job = Job.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
-    cores = os.cpu_count() or 1
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // job.workers)))
+    torch.set_num_threads(job.threads)
     logger.info("%s seed %d on %s", job.name, job.seed, select(job.device).name())
     try:
         run_job(job)

@@ -59,7 +59,9 @@ class Job(Settings):
     """The directory of results."""
     device: str
     workers: int
-    """Jobs side by side; they share this machine's cores."""
+    """Jobs side by side on its device."""
+    threads: int
+    """Of the CPU, whose cores the jobs of all devices share."""
 
     @property
     def name(self) -> str:

@@ -36,9 +36,12 @@ class _Running(NamedTuple):
 
 
 def run_jobs(
-    jobs: Sequence[Job], places: Places, after_each: Callable[[list[Failure]], object]
+    jobs: Sequence[Job],
+    devices: Sequence[str],
+    places: Places,
+    after_each: Callable[[list[Failure]], object],
 ) -> list[Failure]:
-    """Run all jobs, as many side by side as they say; the failures.
+    """Run all jobs, as many side by side on each device as they say; the failures.
 
     When this process ends, however it ends, so do they. `after_each` is called with the failures
     so far whenever a job has ended.
@@ -47,8 +50,9 @@ def run_jobs(
     try:
         with progress("training recipes", len(jobs), "jobs") as ticker:
             while waiting or running:
-                while waiting and len(running) < waiting[0].workers:
-                    job = waiting.popleft()
+                while waiting and len(running) < waiting[0].workers * len(devices):
+                    device = least_busy(devices, [each.job.device for each in running])
+                    job = waiting.popleft().model_copy(update={"device": device})
                     running.append(_Running(job, _start(job, places)))
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
@@ -61,6 +65,11 @@ def run_jobs(
             each.process.kill()
             each.process.communicate()
     return failures
+
+
+def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
+    """The first of the devices that occur in `busy` least often."""
+    return min(devices, key=busy.count)
 
 
 def _start(job: Job, places: Places) -> subprocess.Popen:

@@ -1,12 +1,15 @@
 """`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from qat.backend import select
+import torch
+
+from qat.backend import devices, select
 from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job, Plan
@@ -56,22 +59,35 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     Raises:
         ConfigError, CacheError, CheckpointError, DataError: see their messages.
     """
-    shop = Workshop(read_recipe(recipe), Places(out), config.device)
+    spread = devices(config.device)
+    shop = Workshop(read_recipe(recipe), Places(out), spread[0])
     plans = resolve(shop.recipe)
     shop.claim()
     shop.prepare(plans)
     plans = with_equal_time(plans, _step_times(shop, plans))
-    jobs = make_jobs(shop.recipe, plans, out, config)
+    jobs = make_jobs(shop.recipe, plans, out, config, num_devices=len(spread))
     open_jobs = [job for job in jobs if not shop.places.rows(job.label).exists()]
     write = partial(write_results, shop, jobs)
-    return write(run_jobs(open_jobs, shop.places, write))
+    return write(run_jobs(open_jobs, spread, shop.places, write))
 
 
 def make_jobs(
-    recipe: QualityRecipe, plans: Sequence[Plan], out: Path, config: QualityConfig
+    recipe: QualityRecipe,
+    plans: Sequence[Plan],
+    out: Path,
+    config: QualityConfig,
+    *,
+    num_devices: int,
 ) -> list[Job]:
     """The teacher's job, then all recipes with the first seed, with the second, ..."""
-    shared = {"recipe": recipe, "out": out, "device": config.device, "workers": config.workers}
+    cores = (os.cpu_count() or 1) // (config.workers * num_devices)
+    shared = {
+        "recipe": recipe,
+        "out": out,
+        "device": config.device,
+        "workers": config.workers,
+        "threads": max(1, min(torch.get_num_threads(), cores)),
+    }
     seeds = dict.fromkeys(seed for plan in plans for seed in plan.seeds)
     pairs = [(seed, plan) for seed in seeds for plan in plans if seed in plan.seeds]
     students = [Job(plan=plan, seed=seed, **shared) for seed, plan in pairs]
