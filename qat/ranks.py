@@ -26,7 +26,7 @@ TIMEOUT = timedelta(minutes=30)
 BUCKET_BYTES = 2**28
 """Most bytes in one exchange, and of memory that it needs beside the tensors."""
 MOST_SUMS = 2**16
-"""Sums whose times are kept until somebody asks."""
+"""Exchanges whose times are kept until somebody asks."""
 
 T = TypeVar("T")
 
@@ -42,9 +42,9 @@ class Ranks:
     device: torch.device
     """Where this one computes."""
     bytes_moved: int = 0
-    """Bytes that this one gave to sums."""
+    """Bytes that this one gave to sums and to others' rows."""
     _sums: deque[tuple] = field(default_factory=lambda: deque(maxlen=MOST_SUMS))
-    """Marks of the device's time before and after each sum that was not yet asked for."""
+    """Marks of the device's time before and after each exchange that was not yet asked for."""
     _devices: dist.ProcessGroup | None = None
     _hosts: dist.ProcessGroup | None = None
 
@@ -75,17 +75,52 @@ class Ranks:
             return
         for bucket in _buckets(tensors):
             flat = torch.cat([_wide(tensor.flatten()) for tensor in bucket])
-            before = self._mark(flat)
-            dist.all_reduce(flat, group=self._group_for(flat))
-            self._sums.append((before, self._mark(flat)))
-            self.bytes_moved += flat.nbytes
+            with self._noted(flat):
+                self._all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(
                 list(bucket), [p.view_as(t) for p, t in zip(parts, bucket, strict=True)]
             )
 
+    def rows(self, count: int, rank: int | None = None) -> slice:
+        """Which of `count` rows are this rank's, or `rank`'s: as even as can be, in order."""
+        rank = self.rank if rank is None else rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
+    @torch.no_grad()
+    def gather_rows(self, mine: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        """All of `count` rows, of which each rank gives its own (`rows`), in the dtype of `mine`.
+
+        Written into `out`, which is contiguous, if it is given.
+        """
+        out = mine.new_empty(count, *mine.shape[1:]) if out is None else out.detach()
+        parts = [out[self.rows(count, rank)] for rank in range(self.size)]
+        most = -(-count // self.size)
+        pieces = [
+            part if len(part) == most else mine.new_empty(most, *mine.shape[1:]) for part in parts
+        ]
+        given = _padded(mine, most)
+        with self._noted(given):
+            self._all_gather(pieces, given)
+        for part, piece in zip(parts, pieces, strict=True):
+            if part is not piece:
+                part.copy_(piece[: len(part)])
+        return out
+
+    @torch.no_grad()
+    def sum_rows(self, whole: Tensor) -> Tensor:
+        """This rank's `rows` of the sum of all ranks' `whole`, in float32."""
+        wide, count = whole.float(), len(whole)
+        most = -(-count // self.size)
+        parts = [_padded(wide[self.rows(count, rank)], most) for rank in range(self.size)]
+        total = torch.empty_like(parts[0])
+        with self._noted(total, times=self.size):
+            self._reduce_scatter(total, parts)
+        mine = self.rows(count)
+        return total[: mine.stop - mine.start]
+
     def exchange_s(self) -> float | None:
-        """Seconds that sums took since it was last asked, waiting for slower ranks included.
+        """Seconds that exchanges took since it was last asked, waiting for slower ranks included.
 
         None for a run of one process. Waits for the device.
         """
@@ -159,8 +194,23 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self._hosts)
 
-    def _mark(self, tensor: Tensor) -> object:
-        return backends.Backend(tensor.device).mark()
+    @contextmanager
+    def _noted(self, given: Tensor, times: int = 1) -> Iterator[None]:
+        """A block in which so many times `given` is exchanged."""
+        backend = backends.Backend(given.device)
+        before = backend.mark()
+        yield
+        self._sums.append((before, backend.mark()))
+        self.bytes_moved += times * given.nbytes
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        dist.all_reduce(flat, group=self._group_for(flat))
+
+    def _all_gather(self, pieces: list[Tensor], given: Tensor) -> None:
+        dist.all_gather(pieces, given, group=self._group_for(given))
+
+    def _reduce_scatter(self, total: Tensor, parts: list[Tensor]) -> None:
+        dist.reduce_scatter(total, parts, group=self._group_for(total))
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._hosts if tensor.device.type == "cpu" else self._devices
@@ -168,6 +218,22 @@ class Ranks:
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 """A process that has nobody to talk to."""
+
+
+class Rehearsal(Ranks):
+    """The first of several ranks, as if all others held what it holds.
+
+    Exchanges of tensors take the memory that they would, and nobody's time.
+    """
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        flat *= self.size
+
+    def _all_gather(self, pieces: list[Tensor], given: Tensor) -> None:
+        torch._foreach_copy_(pieces, [given] * len(pieces))
+
+    def _reduce_scatter(self, total: Tensor, parts: list[Tensor]) -> None:
+        total.copy_(parts[0]).mul_(self.size)
 
 
 @contextmanager
@@ -232,6 +298,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         held += num_bytes
     if bucket:
         yield bucket
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """The rows, and zeros up to `count` of them; contiguous."""
+    if len(rows) == count:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -6,7 +6,11 @@ lie on the host, with every exchange of a real run; reading a cache is not in it
 the whole `build_cache`, from text to a complete manifest. Weights are random: time does not depend
 on them.
 
+Sharding sets ranks that hold all latent weights beside ranks that hold their rows: the most memory
+of a rank, and tokens per second of all.
+
 torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py train --figures F
+torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py shard --figures F
 torchrun --standalone --nproc-per-node 4 speedrun/measure_ranks.py cache --tokenizer DIR --text FILE
     --figures F
 """
@@ -20,11 +24,12 @@ from pathlib import Path
 import figures as records
 from cyclopts import App
 from measure_cache_speed import documents, random_teacher
-from speed_case import EXACT, FROZEN, settled
+from speed_case import EXACT, FROZEN, LATENT, settled
 from transformers import AutoTokenizer
 
 from qat.backend import select
 from qat.bench.batches import open_source
+from qat.bench.config import MeasureConfig
 from qat.bench.student import open_student
 from qat.bench.subject import Ours
 from qat.data.batch import Batch
@@ -141,6 +146,65 @@ def cache(
             report("cache", alone, together, size=ranks.size, figures=figures)
 
 
+@app.command
+def shard(  # noqa: PLR0917
+    *,
+    figures: Path,
+    shape: str = "qwen3-4b",
+    device: str = "auto",
+    batch_size: int = 64,
+    seq_len: int = 64,
+    steps: int = 5,
+    rounds: int = 3,
+    whole: bool = True,
+) -> None:
+    """Append peak memory and tokens/s with latent weights `whole` and `sharded` to FIGURES.
+
+    Parameters
+    ----------
+    batch_size
+        Of each rank.
+    whole
+        Off for a shape whose latent weights do not fit one device.
+    """
+    configure()
+    with joined(device) as ranks:
+        kinds = ("whole", "sharded") if whole else ("sharded",)
+        for kind in kinds:
+            values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len}
+            config = settled(device=device, **values)
+            peak_gib, speeds = stretches(kind, shape, config, ranks, steps=steps, rounds=rounds)
+            peaks = [float(said) for said in ranks.texts(str(peak_gib))]
+            if ranks.is_first:
+                report_sharding(kind, max(peaks), speeds, shape=shape, figures=figures)
+
+
+def stretches(  # noqa: PLR0917
+    kind: str, shape: str, config: MeasureConfig, ranks: Ranks, *, steps: int, rounds: int
+) -> tuple[float, list[float]]:
+    """The most GiB that steps held on this rank, and tokens/s of each stretch of `steps`."""
+    backend = select(config.device)
+    student = open_student(shape, config)
+    ours = Ours(student, config, ranks=ranks, is_sharded=kind == "sharded")
+    made = open_source(config, student).batch(config.batch_size, ranks.rank, backend)
+    batches = [Batch(*map(backend.pinned, made))]
+    take_step, speeds = ours.subject(), []
+    backend.free_memory()
+    backend.reset_peak_memory()
+    for _ in range(rounds + 1):
+        ranks.wait()
+        began = time.perf_counter()
+        for step in range(steps):
+            result = take_step(batches, step)
+        backend.synchronize()
+        speeds.append(steps * result.positions / (time.perf_counter() - began))
+    peak_gib = backend.peak_memory_gib()
+    take_step.close()
+    del student, ours, take_step, result
+    backend.free_memory()
+    return peak_gib, speeds[1:]  # the first one compiles
+
+
 def in_turns(
     run: Callable[[Ranks], float], ranks: Ranks, rounds: int
 ) -> tuple[list[float], list[float]]:
@@ -181,6 +245,26 @@ def report(
         spread=round(statistics.stdev(ratios), 4) if len(ratios) > 1 else None,
     )
     print(f"{name}: {value} x (goal: {goal})")
+
+
+def report_sharding(
+    kind: str, peak_gib: float, speeds: list[float], *, shape: str, figures: Path
+) -> None:
+    """Print and append what ranks took that hold latent weights in this way."""
+    speed = statistics.median(speeds)
+    print(f"{shape}, latent weights {kind}: {peak_gib:.2f} GiB a rank, {speed:,.0f} tokens/s")
+    name = f"latents_{kind}"
+    records.record(figures, f"{name}_peak_gib", round(peak_gib, 2), "GiB", "")
+    spread = round(statistics.stdev(speeds)) if len(speeds) > 1 else None
+    records.record(
+        figures,
+        f"{name}_tokens_per_s",
+        round(speed),
+        "tokens/s",
+        "",
+        runs=len(speeds),
+        spread=spread,
+    )
 
 
 if __name__ == "__main__":

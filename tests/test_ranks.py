@@ -6,7 +6,7 @@ from ranks_case import run_ranks
 
 from qat import ranks as module
 from qat.errors import CacheError, ConfigError
-from qat.ranks import ALONE, Ranks, joined
+from qat.ranks import ALONE, Ranks, Rehearsal, joined
 
 
 def test_sums_over_ranks_buckets_dtypes_and_layouts(tmp_path, monkeypatch):
@@ -28,6 +28,36 @@ def test_sums_over_ranks_buckets_dtypes_and_layouts(tmp_path, monkeypatch):
         assert first == [[6.0, 6.0]] * 3 and second == [[6.0, 6.0]] * 3 and third == 6.0
         assert counts == [3 * 2**40 + 3] * 4
         assert found["moved"] == 4 * (6 + 6 + 1) + 8 * 4
+
+
+@pytest.mark.parametrize("count", [9, 7, 2])
+def test_rows_are_gathered_and_summed_however_many_there_are(tmp_path, count):
+    def act(ranks: Ranks) -> dict:
+        whole = torch.arange(count * 2.0).view(count, 2)
+        mine = whole[ranks.rows(count)]
+        summed = ranks.sum_rows((whole * (ranks.rank + 1)).bfloat16())
+        out = torch.empty(count, 2, dtype=torch.bfloat16)
+        return {
+            "rows": len(mine),
+            "gathered": torch.equal(ranks.gather_rows(mine, count), whole),
+            "into": torch.equal(ranks.gather_rows(mine.bfloat16(), count, out), out)
+            and torch.equal(out.float(), whole),
+            "octets": ranks.gather_rows(mine.byte(), count).tolist() == whole.byte().tolist(),
+            "summed": summed.dtype == torch.float32 and torch.equal(summed, 6 * mine),
+        }
+
+    found = run_ranks(3, act, tmp_path)
+    assert sum(each.pop("rows") for each in found) == count
+    assert all(all(each.values()) for each in found)
+
+
+def test_a_rehearsal_is_of_ranks_that_all_hold_the_same():
+    alone = Rehearsal(0, 2, torch.device("cpu"))
+    tensor, rows = torch.ones(4, 2), torch.ones(2, 2)
+    alone.sum_([tensor])
+    assert torch.equal(tensor, torch.full((4, 2), 2.0))
+    assert torch.equal(alone.gather_rows(rows, 4), torch.ones(4, 2))
+    assert torch.equal(alone.sum_rows(tensor), torch.full((2, 2), 4.0))
 
 
 def test_ranks_tell_each_other_texts_and_copies(tmp_path):

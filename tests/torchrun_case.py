@@ -38,7 +38,8 @@ def launch(
     command += ["--nproc-per-node", str(size), "--max-restarts", str(restarts), str(driver)]
     command += [str(place), "train", str(place / "student"), "--resume", "auto"]
     for name, value in settings.model_dump(mode="json", exclude_defaults=True).items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+        flag = f"--{name.replace('_', '-')}"
+        command += [flag] if value is True else [flag, str(value)]
     return subprocess.run(
         [*command, "--out", str(place / "run")],
         capture_output=True,

@@ -12,6 +12,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.lut_linear import LutLinear
+from qat.ranks import ALONE, Ranks
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.step import StepResult, TrainingStep
@@ -35,21 +36,29 @@ class Subject(Protocol):
 class Ours:
     """A student ready to learn; every `subject()` is a fresh training step over it.
 
-    Learning rates are zero, so all of them train the same student.
+    Learning rates are zero, so all of them train the same student. Several `ranks` take each step
+    together; with `is_sharded` each of them holds its rows of the latent weights.
     """
 
-    def __init__(self, student: LanguageModel, config: MeasureConfig) -> None:
+    def __init__(
+        self,
+        student: LanguageModel,
+        config: MeasureConfig,
+        *,
+        ranks: Ranks = ALONE,
+        is_sharded: bool = False,
+    ) -> None:
         self.student = student
         self.config = config
         self.names = linears_in_scope(student.model, config.scope)
         if "weights" in config.kinds:
             frozen = [n for n in self.names if not _is_latent(student, n)]
-            to_latent(student.model, frozen)
+            to_latent(student.model, frozen, ranks if is_sharded else ALONE)
         if "lora" in config.kinds:
             add_adapters(student.model, self.names, config.lora_rank, config.seed)
         by_kind = learnable(student.model, self.names, config.kinds)
         torch.manual_seed(config.seed)
-        self.optimizer = Optimizer(student.model, by_kind, standing_still(config))
+        self.optimizer = Optimizer(student.model, by_kind, standing_still(config), ranks=ranks)
         self._make_moments()
 
     def subject(self) -> TrainingStep:

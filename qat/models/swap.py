@@ -14,8 +14,10 @@ from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.weight import QuantizedWeight, dequantize
+from qat.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still being imported
     from transformers import PreTrainedModel
@@ -79,11 +81,12 @@ def to_frozen(model: nn.Module) -> None:
             replace_module(model, name, frozen.train(module.training))
 
 
-def to_latent(model: nn.Module, names: list[str]) -> None:
+def to_latent(model: nn.Module, names: list[str], ranks: Ranks = ALONE) -> None:
     """Replace the `FrozenLutLinear` called `names` by `LutLinear` without changing the function.
 
     Each latent weight starts at the quantized value itself: in the middle of its cell, where noise
     flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md).
+    Each of several `ranks` keeps some of its rows (`ShardedLutLinear`); they exchange nothing here.
 
     Raises:
         CheckpointError: two levels of a codebook are too close to choose between.
@@ -91,11 +94,15 @@ def to_latent(model: nn.Module, names: list[str]) -> None:
     for name in names:
         frozen = model.get_submodule(name)
         quantized = ascending(frozen.quantized())
-        latent = LutLinear(dequantize(quantized), quantized, frozen.bias, frozen.spec)
+        made_of = dequantize(quantized), quantized, frozen.bias, frozen.spec
+        latent = LutLinear(*made_of)
         latent.set_lora(frozen.lora())
         if not torch.equal(latent.quantized_weight(), frozen.quantized_weight()):
             raise CheckpointError(
                 f"{name}: two levels of its codebook are too close for a latent weight to choose "
                 "between them; convert it anew or train it without weights"
             )
+        if ranks.size > 1:
+            latent = ShardedLutLinear(*made_of, ranks=ranks)
+            latent.set_lora(frozen.lora())
         replace_module(model, name, latent.train(frozen.training))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, expand_scales, latent_indices
+from qat.quant.weight import QuantizedWeight, expand_scales, latent_indices, rms, round_scales
 
 
 class LutLinear(QuantLinear):
@@ -31,8 +31,13 @@ class LutLinear(QuantLinear):
     @torch.no_grad()
     def indices(self) -> Tensor:
         """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
-        S = expand_scales(self.scales_as_stored(), self.in_features)
+        S = expand_scales(round_scales(self._source_scales()), self.in_features)
         return latent_indices(self.weight, S, self.levels())
+
+    @torch.no_grad()
+    def latent_size(self) -> float:
+        """The natural size of the latent weight: its root mean square."""
+        return rms(self.weight)
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         """The latent weight, the codebook and the scales, by name."""

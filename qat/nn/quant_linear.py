@@ -69,6 +69,10 @@ class QuantLinear(nn.Module):
         """The scales, rounded as a checkpoint stores them, float32, no gradient."""
         return round_scales(self._raw_scales())
 
+    def _source_scales(self) -> Scales:
+        """The scales of the rows of `source`, as they learn, no gradient."""
+        return self._raw_scales()
+
     def _raw_scales(self) -> Scales:
         parts = {name: p.detach() for name, p in self.scale_parameters().items()}
         return Scales(**parts, bits=self.spec.scale_bits)
@@ -111,7 +115,11 @@ class QuantLinear(nn.Module):
 
     def _quantized_part(self) -> Tensor:
         """`codebook[indices] * S`, without the adapter, in float32."""
-        return form(self.source(), self.levels(), self._raw_scales(), torch.float32)
+        return self._form(torch.float32)
+
+    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """`codebook[indices] * S`, `(O, I)`."""
+        return form(self.source(), self.levels(), self._source_scales(), dtype, out=out)
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint would hold now beside the adapter: what forward computes with."""
@@ -124,7 +132,7 @@ class QuantLinear(nn.Module):
         """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
         lora = self._raw_lora()
         if lora is None:
-            return form(self.source(), self.levels(), self._raw_scales(), dtype, out=out)
+            return self._form(dtype, out)
         weight = add_product_(self._quantized_part(), lora)
         return weight.to(dtype) if out is None else out.copy_(weight)
 
@@ -161,7 +169,7 @@ class QuantLinear(nn.Module):
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
         """The gradient that `dW` implies for each of `weight_parameters` that is `wanted`."""
         with torch.autocast(dW.device.type, enabled=False):
-            lora, scales = self._raw_lora(), self._raw_scales()
+            lora, scales = self._raw_lora(), self._source_scales()
             gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
             return gradients | pull_back(dW, self.source(), self.levels(), scales, wanted=wanted)
 

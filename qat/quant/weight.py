@@ -158,6 +158,11 @@ def round_scales(scales: Scales) -> Scales:
     return scales._replace(**rounded)
 
 
+def rms(tensor: Tensor) -> float:
+    """The root mean square, of sums in float64; at least 1e-8."""
+    return max(tensor.detach().double().pow(2).mean().sqrt().item(), 1e-8)
+
+
 def above_zero(scales: Scales) -> Scales:
     """Group scales of 8 bits, all positive, raised to where none of them rounds to zero."""
     if scales.bits != 8:

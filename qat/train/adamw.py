@@ -93,12 +93,14 @@ class StochasticAdamW:
     All three are rounded stochastically: with `beta2 = 0.999` a second moment rounded to nearest
     never forgets (after gradients shrank tenfold it stays 22 times too large; so rounded, it is
     right on average and spreads by 10 %). The noise depends on seed, step and tensor alone, so a
-    run that goes on repeats the run that was not stopped.
+    run that goes on repeats the run that was not stopped. Where each rank has rows of its own, its
+    number as `part` gives them noise of their own.
     """
 
-    def __init__(self, learners: dict[str, Learner], config: TrainConfig) -> None:
+    def __init__(self, learners: dict[str, Learner], config: TrainConfig, part: int = 0) -> None:
         self._learners = learners
         self._seed = config.seed
+        self._first = part * len(learners)
         self._betas = BETA1, config.beta2
         parameters = [learner.parameter for learner in learners.values()]
         device = parameters[0].device
@@ -116,7 +118,7 @@ class StochasticAdamW:
                 continue
             rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
             moving = Moving(p.detach(), p.grad, *self._moments[index])
-            stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, index))
+            stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""

@@ -123,7 +123,7 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
 def _measured(plan: Plan, config: TrainConfig, student: str, cache: TeacherCache) -> Plan:
     backend = backends.select(config.device)
     try:
-        return plan._replace(prediction=predict(config, student, cache))
+        return plan._replace(prediction=predict(config, student, cache, world=plan.world))
     except (RuntimeError, MemoryError) as error:
         if not backend.is_out_of_memory(error):
             raise

@@ -148,9 +148,25 @@ class TrainConfig(StepConfig):
     global_batch_size: int = Field(0, ge=0)
     """Sequences in one optimizer step over all ranks; 0 is batch_size x grad_accum_steps x ranks,
     else grad_accum_steps follows from it."""
+    shard_latents: bool = False
+    """Divide latent weights, their gradients and moments over the ranks: each holds its rows."""
     price_per_hour: float = Field(0.0, ge=0)
     """What one device costs an hour, for the prediction."""
     stall_s: float = Field(600.0, gt=0)
     """Seconds without the end of a step after which the stacks are written down."""
     trust_remote_code: bool = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
+
+    @model_validator(mode="after")
+    def _check_shard(self) -> Self:
+        if self.shard_latents and "weights" not in self.kinds:
+            raise ValueError(
+                f"shard_latents={self.shard_latents}: it divides latent weights, but "
+                f"learn={self.learn} has none, and what is left is small; drop it or add weights"
+            )
+        if self.shard_latents and self.optimizer != "adamw":
+            raise ValueError(
+                f"shard_latents={self.shard_latents}: moments of 8 bits are not divided; use "
+                "--optimizer adamw (with --latent-dtype bf16 for six bytes a weight)"
+            )
+        return self

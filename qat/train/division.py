@@ -73,8 +73,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """
     words = {4: torch.int32, 2: torch.int16}
     tensors = [tensor.detach() for tensor in tensors]
-    sums = torch.stack([tensor.view(words[tensor.itemsize]).sum() for tensor in tensors])
-    return fingerprint([[tuple(tensor.shape) for tensor in tensors], sums.tolist()])
+    sums = [tensor.view(words[tensor.itemsize]).sum() for tensor in tensors]
+    bits = torch.stack(sums).tolist() if sums else []
+    return fingerprint([[tuple(tensor.shape) for tensor in tensors], bits])
 
 
 def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:

@@ -12,7 +12,6 @@ from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.generation import generate_text
 from qat.models.language_model import LanguageModel
-from qat.nn.step import form_weights
 from qat.train.config import TrainConfig
 
 SAMPLE_TOKENS = 32
@@ -35,8 +34,10 @@ class Judge:
         self.backend = backends.select(config.device)
 
     def verdict(self, dtype: torch.dtype) -> dict[str, float | str | None]:
-        """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`."""
-        form_weights(self.student.model, dtype)
+        """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`.
+
+        The student's weights are formed before (`qat.nn.step.form_weights`).
+        """
         with self.backend.autocast(dtype):
             divergence = cached_divergence(self.student, self._batches())
             sample = generate_text(

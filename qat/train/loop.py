@@ -21,6 +21,7 @@ from qat.losses.config import targets_read
 from qat.models.devices import device_called
 from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
+from qat.nn.step import form_weights
 from qat.ranks import ALONE, Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
@@ -196,16 +197,17 @@ class Trainer:
         """Evaluate and save where they are due; a best student is always saved."""
         is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
         if is_best or self._is_due(self.config.save_every):
-            check_alike(self.optimizer.parameters.values(), self.step, self.ranks)
+            check_alike(self.optimizer.replicated(), self.step, self.ranks)
             self.saver.save(self.step, self.best, is_best=is_best)
 
     def _evaluate(self, metrics: Metrics | None) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.
 
-        The first rank judges; the others wait for its number.
+        All ranks form the weights; the first judges, and the others wait for its number.
         """
-        verdict = self.judge.verdict(self.dtype) if metrics is not None else {}
+        form_weights(self.student.model, self.dtype)
         flipped = self.codes.flipped_frac()
+        verdict = self.judge.verdict(self.dtype) if metrics is not None else {}
         now = math.inf
         if metrics is not None:
             if flipped is not None:

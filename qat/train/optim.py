@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from qat import backend
 from qat.errors import ConfigError
+from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.lora import LORA_NAMES
-from qat.quant.weight import SCALE_NAMES
+from qat.quant.weight import SCALE_NAMES, rms
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import TrainConfig
@@ -72,8 +73,9 @@ class Optimizer:
     tensor had when the run began. With `latent_dtype=bf16` the latent weights become bfloat16 here.
     When the step computes in float16, `scale_loss` must be applied to every loss.
 
-    Each of `ranks` holds all of it and gives the gradients of its own batches: their sums, alike
-    everywhere, move every rank's parameters alike.
+    Each of `ranks` gives the gradients of its own batches: their sums, alike everywhere, move every
+    rank's parameters alike. Of a `ShardedLutLinear`'s latent weight each rank moves the rows that
+    it holds; checkpoints hold all of them, and any number of ranks goes on from one.
     """
 
     def __init__(
@@ -95,6 +97,13 @@ class Optimizer:
             parameter.requires_grad_(name in wanted)
             if name in wanted:
                 self.parameters[name] = parameter
+        owners = {f"{name}.weight": linear for name, linear in quant_linears(model).items()}
+        self.sharded: dict[str, ShardedLutLinear] = {
+            name: owner
+            for name, owner in owners.items()
+            if name in self.parameters and isinstance(owner, ShardedLutLinear)
+        }
+        """Owners of the parameters that this rank has some rows of."""
         self.sizes = natural_sizes(model, by_kind)
         if state:  # a run that goes on keeps the sizes that it began with
             self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
@@ -121,7 +130,8 @@ class Optimizer:
 
             movers.append(EightBitAdamW(latents, config, may_overflow=has_scale))
         elif latents and config.latent_dtype == "bf16":
-            movers.append(StochasticAdamW(latents, config))
+            part = self.ranks.rank if self.sharded else 0
+            movers.append(StochasticAdamW(latents, config, part))
         if movers:
             rest = {name: learner for name, learner in rest.items() if name not in latents}
         if rest:
@@ -150,10 +160,8 @@ class Optimizer:
         if self.copying is not None:
             self.copying.hold()
             self.copying = None
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self.ranks.sum_(gradients)
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        self.ranks.sum_([p.grad for p in self.replicated() if p.grad is not None])
+        norm = self._norm()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale
         # as in clip_grad_norm_; no number at all where the gradients are none
@@ -166,6 +174,32 @@ class Optimizer:
             mover.move(step, self.lr_share(step), factor)
         self.forget_gradients()
         return norm
+
+    def _norm(self) -> Tensor:
+        """The norm of all gradients, alike on all ranks."""
+        norms = []
+        for parameters in (self.replicated(), self._rows()):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if gradients:
+                each = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+                norms.append(torch.linalg.vector_norm(torch.stack(each)))
+        if not self.sharded:
+            return norms[0]
+        square = norms[-1].square()
+        self.ranks.sum_([square])
+        return torch.linalg.vector_norm(torch.stack([*norms[:-1], square.sqrt()]))
+
+    def replicated(self) -> list[nn.Parameter]:
+        """The parameters that every rank holds, all with the same bits."""
+        return [p for name, p in self.parameters.items() if name not in self.sharded]
+
+    def _rows(self) -> list[nn.Parameter]:
+        return [self.parameters[name] for name in self.sharded]
+
+    def num_learnable(self) -> int:
+        """Numbers that learn, over all ranks."""
+        rows = sum(owner.weight_count() for owner in self.sharded.values())
+        return rows + sum(p.numel() for p in self.replicated())
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""
@@ -184,7 +218,38 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, moments, starting sizes and loss scale as flat tensors, for a checkpoint."""
+        """Parameters, moments, starting sizes and loss scale as flat tensors, for a checkpoint.
+
+        Without those of sharded parameters (`gathered`).
+        """
+        return {
+            key: tensor for key, tensor in self._state().items() if not self._owner(key, tensor)
+        }
+
+    def gathered(self) -> dict[str, Tensor]:
+        """What `state` lacks: whole, and on the first rank's host alone; all call it together.
+
+        To be read after a wait for the device (`Backend.to_host`).
+        """
+        host, found = backend.Backend(self._device).to_host, {}
+        for key, rows in self._state().items():
+            if owner := self._owner(key, rows):
+                whole = owner.whole(rows)
+                if self.ranks.is_first:
+                    found[key] = host(whole)
+        return found
+
+    def state_bytes(self) -> int:
+        """Bytes of `state` and `gathered`."""
+        rows = {key: tensor for key, tensor in self._state().items() if self._owner(key, tensor)}
+        whole = (t.itemsize * self._owner(key, t).weight_count() for key, t in rows.items())
+        return sum(tensor.nbytes for tensor in self.state().values()) + sum(whole)
+
+    def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
+        """Of which sharded parameter this part of the state holds rows."""
+        return self.sharded.get(key.partition(".")[2]) if tensor.dim() else None
+
+    def _state(self) -> dict[str, Tensor]:
         tensors = {} if self.loss_scale is None else self.loss_scale.state()
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
@@ -195,6 +260,8 @@ class Optimizer:
 
     @torch.no_grad()
     def _load(self, state: dict[str, Tensor]) -> None:
+        owners = {key: self._owner(key, whole) for key, whole in state.items()}
+        state = state | {key: state[key][owner.rows] for key, owner in owners.items() if owner}
         for name, parameter in self.parameters.items():
             parameter.copy_(state[f"parameter.{name}"])
         for mover in self._movers:
@@ -218,14 +285,11 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
+        "weights": lambda name: linears[name.rpartition(".")[0]].latent_size(),
     }
 
-    def rms(name: str) -> float:
-        return _rms(parameters[name])
+    def own(name: str) -> float:
+        return rms(parameters[name])
 
     kinds = by_kind.items()
-    return {name: size_of.get(kind, rms)(name) for kind, names in kinds for name in names}
-
-
-def _rms(parameter: Tensor) -> float:
-    return max(parameter.detach().double().pow(2).mean().sqrt().item(), 1e-8)
+    return {name: size_of.get(kind, own)(name) for kind, names in kinds for name in names}

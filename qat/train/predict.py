@@ -17,6 +17,8 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, resolve
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
+from qat.nn.step import form_weights
+from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
@@ -67,11 +69,14 @@ class Prediction(NamedTuple):
         return held * self.checkpoint_bytes + self.final_bytes
 
 
-def predict(config: TrainConfig, student: str, cache: TeacherCache) -> Prediction:
+def predict(
+    config: TrainConfig, student: str, cache: TeacherCache, *, world: int = 1
+) -> Prediction:
     """Take a few steps as the run will, on one device, and put everything back.
 
     Args:
         config: with its dtype resolved, and as one rank of several would have it.
+        world: how many ranks will train; this one rehearses its share, exchanges left out.
 
     Raises:
         RuntimeError: device memory ran out (see `Backend.is_out_of_memory`).
@@ -80,17 +85,23 @@ def predict(config: TrainConfig, student: str, cache: TeacherCache) -> Predictio
     backend = backends.select(config.device)
     try:
         with backends.seeded(config.seed):
-            return _measure(config, student, cache, backend)
+            shares = config.shard_latents and world > 1
+            ranks = Rehearsal(0, world, backend.device) if shares else ALONE
+            return _measure(config, student, cache, ranks)
     finally:
         backend.free_memory()
         backend.reset_peak_memory()
 
 
 def _measure(
-    config: TrainConfig, student: str, cache: TeacherCache, backend: backends.Backend
+    config: TrainConfig,
+    student: str,
+    cache: TeacherCache,
+    ranks: Ranks,
 ) -> Prediction:
+    backend = backends.select(config.device)
     model = load_model(student, device=config.device, dtype="fp32")
-    optimizer = _optimizer(model, config)
+    optimizer = _optimizer(model, config, ranks)
     take_step = TrainingStep(model, optimizer, config, open_teacher(config, cache))
     try:
         backend.reset_peak_memory()
@@ -105,27 +116,28 @@ def _measure(
         peak_gib = backend.peak_memory_gib()
     finally:
         take_step.close()
-    state = {**optimizer.state(), **CodeWatch(model.model).state()}
+    state_bytes = optimizer.state_bytes() + _bytes(CodeWatch(model.model).state())
     dtype = backend.dtype(config.dtype)
     return Prediction(
         step_s=step_s,
-        tokens_per_s=result.positions / step_s,
+        tokens_per_s=result.positions / ranks.size / step_s,
         eval_s=eval_s,
         peak_gib=peak_gib,
-        checkpoint_bytes=_bytes(packed) + _bytes(state) + around,
+        checkpoint_bytes=_bytes(packed) + state_bytes + around,
         final_bytes=_bytes(packed) + around,
         attention=model.attention(cache.sequence_length, dtype),
         fallback=take_step.fallback,
     )
 
 
-def _optimizer(model: LanguageModel, config: TrainConfig) -> Optimizer:
+def _optimizer(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> Optimizer:
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
-        to_latent(model.model, names)
+        to_latent(model.model, names, ranks)
     if "lora" in config.kinds:
         add_adapters(model.model, names, config.lora_rank, config.seed)
-    return Optimizer(model.model, learnable(model.model, names, config.kinds), config)
+    by_kind = learnable(model.model, names, config.kinds)
+    return Optimizer(model.model, by_kind, config, ranks=ranks)
 
 
 def _batches(config: TrainConfig, cache: TeacherCache, step: int) -> list[Batch]:
@@ -144,6 +156,7 @@ def _evaluation_s(config: TrainConfig, judge: Judge) -> float:
     for batches in (1, 1, 2):  # the first one compiles
         judge.config = config.model_copy(update={"eval_sequences": min(total, batches * size)})
         begun = backend.mark()
+        form_weights(judge.student.model, backend.dtype(config.dtype))
         judge.verdict(backend.dtype(config.dtype))
         seconds.append(backend.seconds_between(begun, backend.mark()))
     _, one, two = seconds

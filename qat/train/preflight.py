@@ -197,10 +197,11 @@ def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     prediction = plan.prediction
     if plan.has_run_out:
         found = f"device memory ran out in the first steps on {plan.device}"
-        yield Finding("memory", "error", found, "the run would end there", LESS_MEMORY)
+        reason = "the run would end there"
+        yield Finding("memory", "error", found, reason, _less_memory(config, plan))
     if prediction is None:
         return
-    yield from _memory(plan, prediction)
+    yield from _memory(config, plan, prediction)
     yield from _disk(config, plan, prediction)
     hours = prediction.hours(config)
     share = prediction.evaluation_h(config) / max(hours, 1e-9)
@@ -223,7 +224,13 @@ def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     yield Finding("time", "note", found, reason, "nothing" if cost else "say --price-per-hour")
 
 
-def _memory(plan: Plan, prediction: Prediction) -> Iterator[Finding]:
+def _less_memory(config: TrainConfig, plan: Plan) -> str:
+    if plan.world == 1 or config.shard_latents or "weights" not in config.kinds:
+        return LESS_MEMORY
+    return f"{LESS_MEMORY}, or --shard-latents"
+
+
+def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:
     if prediction.peak_gib is None or plan.memory_gib is None:
         return
     share = prediction.peak_gib / plan.memory_gib
@@ -233,7 +240,7 @@ def _memory(plan: Plan, prediction: Prediction) -> Iterator[Finding]:
         return
     severity = "error" if share > 1 else "warning"
     reason = "fragments and evaluations may need the rest"
-    yield Finding("memory", severity, found, reason, LESS_MEMORY)
+    yield Finding("memory", severity, found, reason, _less_memory(config, plan))
 
 
 def _disk(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ FREE_TO_CHANGE = {
     "save_every",
     "milestone_every",
     "stall_s",
+    "shard_latents",
     "price_per_hour",
     "batch_size",
     "grad_accum_steps",

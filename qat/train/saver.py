@@ -78,6 +78,7 @@ class Saver:
         """
         self._behind.state()
         packed = packed_state_dict(self._student.model)
+        gathered = self._optimizer.gathered()
         state = {**self._optimizer.state(), **self._rng_tensors(), **self._codes.state()}
         self.saved = step
         if not self._ranks.is_first:
@@ -87,7 +88,8 @@ class Saver:
         copies, copying = self._backend.copied_to_host(every)
         self._optimizer.copying = copying
         path = self._run.checkpoint_path(step)
-        self._behind.push(_Copy(path, copies, copying, facts, is_best))
+        # the copies begin after those of what was gathered, so waiting for them waits for both
+        self._behind.push(_Copy(path, copies | gathered, copying, facts, is_best))
 
     def finish(self) -> None:
         """Wait until all is written.

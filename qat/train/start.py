@@ -112,7 +112,8 @@ def _check_ranks(opened: "_Opened", config: TrainConfig, ranks: Ranks) -> None:
         settings=config.fingerprint(),
         code=git_commit(),
         step=str(opened.begin.step),
-        student=digest(opened.begin.optimizer.parameters.values()),
+        student_fingerprint=str(opened.identity["student_fingerprint"]),
+        student=digest(opened.begin.optimizer.replicated()),
     )
 
 
@@ -247,7 +248,7 @@ def _prepare(
     backend = backends.select(config.device)
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
-        to_latent(model.model, names)
+        to_latent(model.model, names, ranks if config.shard_latents else ALONE)
     if "lora" in config.kinds:
         add_adapters(model.model, names, config.lora_rank, config.seed)
     by_kind = learnable(model.model, names, config.kinds)
@@ -286,7 +287,7 @@ def _facts(config: TrainConfig, student: str, opened: _Opened, ranks: Ranks) -> 
         "world_size": ranks.size,
         "device": backend.name(),
         "dtype": backend.dtype_name(config.dtype),
-        "learnable": sum(p.numel() for p in opened.begin.optimizer.parameters.values()),
+        "learnable": opened.begin.optimizer.num_learnable(),
     }
 
 

@@ -137,7 +137,8 @@ class TrainingStep:
 
     def _is_worth_a_graph(self, batches: list[Batch]) -> bool:
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
-        return is_small and self.backend.records() and self.fallback is None
+        is_whole = not self.optimizer.sharded  # a recorded graph would hold exchanges
+        return is_small and is_whole and self.backend.records() and self.fallback is None
 
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         """The first step, which compiles; if that fails, all layers run as they are written."""

@@ -9,6 +9,8 @@ from torchrun_case import launch
 from train_case import config, make_place
 
 from qat.logs import read_json_lines
+from qat.models.load import load_model
+from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.start import train_student
 
@@ -33,10 +35,17 @@ def losses(run: Path) -> list[float]:
     return [line["loss_nats"] for line in lines if line["kind"] == "train"]
 
 
-@pytest.mark.parametrize("learn", ["scales,codebook", "weights,scales,codebook"])
-def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, learn: str) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learn": "scales,codebook"},
+        {"learn": "weights,scales,codebook"},
+        {"learn": "weights,scales,codebook", "shard_latents": True},
+    ],
+)
+def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, values: dict) -> None:
     make_place(tmp_path)
-    chosen = settings(tmp_path, learn=learn)
+    chosen = settings(tmp_path, **values)
     train_student(chosen, str(tmp_path / "student"), tmp_path / "alone", resume=False)
     stopped = launch(tmp_path, chosen, act=STOP_ONE)
     assert stopped.returncode != 0
@@ -48,3 +57,24 @@ def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, learn: str
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["world_size"] == 2 and [entry["step"] for entry in facts["resumed"]] == [7]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+
+LOOK = """
+    held = sum(p.nbytes for p in trainer.optimizer._rows())
+    assert trainer.step < 3 or held == LATENT_BYTES // 2
+    assert not trainer.take_step.compile_facts()["cuda_graph"]
+"""
+
+
+@pytest.mark.parametrize("latent_dtype", ["fp32", "bf16"])
+def test_each_of_two_gpus_holds_half_of_the_latent_weights(
+    tmp_path: Path, latent_dtype: str
+) -> None:
+    make_place(tmp_path)
+    chosen = settings(tmp_path, shard_latents=True, latent_dtype=latent_dtype, dtype="bf16")
+    linears = quant_linears(load_model(str(tmp_path / "student"), device="cpu").model).values()
+    weights = sum(linear.out_features * linear.in_features for linear in linears)
+    size = {"fp32": 4, "bf16": 2}[latent_dtype]
+    ended = launch(tmp_path, chosen, act=LOOK.replace("LATENT_BYTES", str(size * weights)))
+    assert ended.returncode == 0, ended.stderr
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]

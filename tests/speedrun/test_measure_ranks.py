@@ -46,3 +46,26 @@ def test_figures_have_the_names_that_are_asked_for(tmp_path: Path) -> None:
     assert found[0]["value"] == 1.95 and found[0]["runs"] == 2
     with pytest.raises(SystemExit, match="of 2 and 4 only"):
         measure_ranks.report("gpu", [1.0], [3.0], size=3, figures=figures)
+
+
+def test_both_ways_to_hold_latent_weights_are_measured(tmp_path: Path) -> None:
+    import measure_ranks
+    from speed_case import EXACT, LATENT, settled
+
+    config = settled(device="cpu", batch_size=2, seq_len=16, top_k=8, **LATENT, **EXACT)
+
+    def act(ranks: Ranks) -> list:
+        chosen = {"steps": 1, "rounds": 1}
+        return [
+            len(measure_ranks.stretches(kind, "tiny", config, ranks, **chosen)[1])
+            for kind in ("whole", "sharded")
+        ]
+
+    assert run_ranks(2, act, tmp_path) == [[1, 1], [1, 1]]
+    figures = tmp_path / "figures.jsonl"
+    measure_ranks.report_sharding("sharded", 1.5, [10.0, 12.0], shape="tiny", figures=figures)
+    found = [json.loads(line) for line in figures.read_text().splitlines()]
+    assert [(row["figure"], row["value"]) for row in found] == [
+        ("latents_sharded_peak_gib", 1.5),
+        ("latents_sharded_tokens_per_s", 11),
+    ]

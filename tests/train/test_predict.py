@@ -107,7 +107,7 @@ def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> 
 
 
 def test_memory_that_runs_out_is_a_finding(place: Path, tmp_path: Path, monkeypatch) -> None:
-    def run_out(*_arguments: object) -> None:
+    def run_out(*_arguments: object, **_named: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(check, "predict", run_out)
