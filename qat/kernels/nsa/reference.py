@@ -1,0 +1,74 @@
+"""Native Sparse Attention by dense masks, in plain PyTorch: the oracle of all other backends.
+
+Any group, any length, any device, gradients by autograd; time and memory are those of dense
+attention without a kernel. Shapes as in `qat.kernels.nsa.inputs`.
+"""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.nsa.config import NSAConfig
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import masked_softmax, sees_compressed
+
+
+def attend(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
+    """`(B, S, H, D)`: the gated sum of three branches, or one softmax where they are merged.
+
+    Args:
+        inputs: see there.
+        selection: `(B, K, T, N)` bool, from `qat.kernels.nsa.select.select`.
+        config: the definition.
+    """
+    selected = _branch(inputs, inputs.key, inputs.value, selected_mask(inputs, selection, config))
+    if config.mode == "merged":
+        return selected
+    window = _branch(inputs, inputs.key, inputs.value, window_mask(inputs, config)[:, None])
+    seen = compressed_mask(inputs, config)[:, None]
+    compressed = _branch(inputs, inputs.pooled_key, inputs.pooled_value, seen)
+    return combine(inputs.gates, compressed, selected, window)
+
+
+def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor) -> Tensor:
+    """`(B, S, H, D)`: each branch times its gate, added up."""
+    of_compressed, of_selected, of_window = gates.to(selected.dtype)[..., None].unbind(-2)
+    return of_compressed * compressed + of_selected * selected + of_window * window
+
+
+def causal_mask(inputs: Inputs) -> Tensor:
+    """`(B, S, S)` bool: keys of the query's past and document."""
+    places = torch.arange(inputs.length, device=inputs.query.device)
+    return (places <= places[:, None]) & (places >= inputs.beginnings()[..., None])
+
+
+def selected_mask(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
+    """`(B, K, S, S)` bool: keys of the blocks that each query's tile has selected."""
+    S = inputs.length
+    mask = selection.repeat_interleave(config.select_tile, 2)[:, :, :S]
+    mask = mask.repeat_interleave(config.select_block, 3)[..., :S]
+    return mask & causal_mask(inputs)[:, None]
+
+
+def window_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """`(B, S, S)` bool: the last `window` keys, the query's own included."""
+    places = torch.arange(inputs.length, device=inputs.query.device)
+    return causal_mask(inputs) & (places > places[:, None] - config.window)
+
+
+def compressed_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """`(B, S, C)` bool: pooled keys whose block has passed."""
+    places = torch.arange(inputs.length, device=inputs.query.device)
+    return sees_compressed(places, inputs.beginnings(), inputs.pooled_key.shape[2], config)
+
+
+def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """`(B, S, H, D)`: attention under a mask that broadcasts to `(B, K, S, keys)`."""
+    query = inputs.query.unflatten(1, (-1, inputs.group))
+    logits = (inputs.scale * query @ key[:, :, None].mT).to(_wide(query))
+    shares = masked_softmax(logits, mask[:, :, None]).to(value.dtype)
+    return (shares @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of its softmax."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,134 @@
+"""Which blocks of keys a tile of queries reads: shared by all backends.
+
+Shapes as in `qat.kernels.nsa.inputs`. All of them follow from the inputs' shapes alone, so that
+nothing here waits for a device or compiles twice.
+"""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.nsa.config import NSAConfig
+from qat.kernels.nsa.inputs import Inputs
+
+FORCED = 2.0**20
+"""Score of a block that is read in any case; probabilities of a group sum to at most its size."""
+UNSEEN = -1.0
+"""Score of a block that lies ahead or in another document."""
+
+
+def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tensor:
+    """Every `compress_block` keys as one, `compress_stride` apart: `(B, K, C, D)`.
+
+    `pooled[c] = sum_i weights[i] keys[c d + i]`, or their mean.
+
+    Args:
+        keys: `(B, K, S, D)`; values are pooled alike.
+        config: the sizes.
+        weights: `(K, compress_block)`.
+    """
+    B, K, S, D = keys.shape
+    if S < config.compress_block:
+        return keys[:, :, :0]
+    blocks = keys.unfold(2, config.compress_block, config.compress_stride)
+    if weights is None:
+        return blocks.mean(-1)
+    return (blocks * weights[:, None, None].to(keys.dtype)).sum(-1)
+
+
+def overlap(
+    num_compressed: int, num_blocks: int, config: NSAConfig, device: torch.device | None = None
+) -> Tensor:
+    """`(C, N)` float32: the share of each pooled key's block that lies in each selection block.
+
+    With 32, 16 and 64 these are the paper's weights (its equation 9), halved.
+    """
+    starts = torch.arange(num_compressed, device=device)[:, None] * config.compress_stride
+    blocks = torch.arange(num_blocks, device=device)[None] * config.select_block
+    ends = torch.minimum(starts + config.compress_block, blocks + config.select_block)
+    return (ends - torch.maximum(starts, blocks)).clamp(min=0) / config.compress_block
+
+
+def sees_compressed(
+    places: Tensor, beginnings: Tensor, num_compressed: int, config: NSAConfig
+) -> Tensor:
+    """`(..., C)` bool: whether a pooled key's whole block is of the query's past and document.
+
+    Args:
+        places: `(...)`, the queries' places in the row.
+        beginnings: `(...)`, where their documents begin.
+        num_compressed: C.
+        config: the sizes.
+    """
+    starts = torch.arange(num_compressed, device=places.device) * config.compress_stride
+    is_past = starts + config.compress_block - 1 <= places[..., None]
+    return is_past & (starts >= beginnings[..., None])
+
+
+@torch.no_grad()
+def select(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """`(B, K, T, N)` bool: the blocks that each tile of queries reads, at most `num_selected`.
+
+    The tile's first query alone decides, so nothing of the future shows: softmax over the pooled
+    keys that it sees, in float32 (the paper's equation 8), shared out over selection blocks by
+    `overlap` (9), summed over the query heads of a group (10). The highest are taken, after those
+    that are forced; of equal ones the lower.
+    """
+    S, tile = inputs.length, config.select_tile
+    leaders = torch.arange(0, S, tile, device=inputs.query.device)
+    beginnings = inputs.beginnings()[:, leaders]
+    is_seen = sees_compressed(leaders, beginnings, inputs.pooled_key.shape[2], config)
+    scores = importance(inputs.query[:, :, ::tile], inputs, is_seen, config)
+    scores = ranked(scores, leaders, beginnings, config)
+    return highest(scores, config.num_selected)
+
+
+def importance(query: Tensor, inputs: Inputs, is_seen: Tensor, config: NSAConfig) -> Tensor:
+    """`(B, K, T, N)` float32: what share of compressed attention falls on each block.
+
+    Args:
+        query: `(B, H, T, D)`, of the queries that decide.
+        inputs: see there; its own queries are not read.
+        is_seen: `(B, T, C)` bool, pooled keys that they see.
+        config: the sizes.
+    """
+    B, H, T, _ = query.shape
+    C, N = inputs.pooled_key.shape[2], config.num_blocks(inputs.length)
+    if C == 0:
+        return query.new_zeros(B, H // inputs.group, T, N, dtype=torch.float32)
+    query = query.unflatten(1, (-1, inputs.group)).float()
+    logits = inputs.scale * query @ inputs.pooled_key[:, :, None].float().mT
+    shares = masked_softmax(logits, is_seen[:, None, None]).sum(2)
+    return shares @ overlap(C, N, config, query.device)
+
+
+def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfig) -> Tensor:
+    """The scores with forced blocks above all others and those out of sight below.
+
+    Args:
+        scores: `(B, K, T, N)`.
+        leaders: `(T,)`, places of the queries that decide.
+        beginnings: `(B, T)`, where their documents begin.
+        config: the sizes.
+    """
+    blocks = torch.arange(scores.shape[-1], device=scores.device)
+    own = leaders[:, None] // config.select_block
+    first = beginnings[..., None] // config.select_block
+    is_init = (blocks >= first) & (blocks < first + config.init_blocks)
+    is_local = (blocks > own - config.local_blocks) & (blocks < own + config.tile_blocks)
+    is_seen = (blocks >= first) & (blocks < own + config.tile_blocks)
+    scores = torch.where((is_init | is_local)[:, None], FORCED, scores)
+    return torch.where(is_seen[:, None], scores, UNSEEN)
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Bool of the same shape: the `count` highest of the last axis that are not `UNSEEN`."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    chosen = order[..., :count]
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
+    return is_chosen & (scores > UNSEEN)
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last axis where `mask` is true; a row without any is all zeros."""
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    return logits.softmax(-1) * mask
