@@ -32,8 +32,8 @@ def place(tmp_path_factory):
 
 
 def settings(place: Path, **values: object) -> TrainConfig:
-    short = {"max_steps": 6, "batch_size": 2, "global_batch_size": 12, "shard_latents": True}
-    return config(place, **{**short, **values})
+    short = {"max_steps": 6, "eval_every": 6, "save_every": 3, "shard_latents": True}
+    return config(place, **{**short, "batch_size": 2, "global_batch_size": 12, **values})
 
 
 def train(place: Path, out: Path, *, resume: bool = False, ranks: Ranks = ALONE, **values) -> dict:
@@ -59,6 +59,7 @@ def alone(place, tmp_path_factory):
     return out
 
 
+@SLOW
 def test_three_ranks_with_rows_that_do_not_divide_train_as_one_process(place, alone, tmp_path):
     out = tmp_path / "run"
     on_ranks(3, place, out)
@@ -151,6 +152,7 @@ def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(place, tmp_pat
         assert all(2 * mine == whole for mine, whole in found["sizes"].values())
 
 
+@SLOW
 def test_what_is_no_number_in_one_ranks_rows_stops_all(place, tmp_path):
     out = tmp_path / "run"
 
