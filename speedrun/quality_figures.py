@@ -86,19 +86,21 @@ class Results:
 
 @app.default
 def figures_of(runs: Path, *, figures: Path) -> None:
-    """Append every figure to FIGURES, and print what each is the worst of."""
+    """Append every figure to FIGURES, with the commit of its worst teacher; print all teachers."""
     found = [Results(name, read(runs / name / "results.jsonl")) for name in TEACHERS]
     by_name = {each.name: each for each in found}
     stories, large = by_name["stories15m"], by_name["teacher88m"]
-    measured = {key: stories.rows[0][key] for key in ("commit", "device")}
 
-    def put(figure: str, value: float, unit: str, goal: str, **more: object) -> None:
+    def put(  # noqa: PLR0917
+        of: Results, figure: str, value: float, unit: str, goal: str, **more: object
+    ) -> None:
+        measured = {key: of.rows[0][key] for key in ("commit", "device")}
         record(figures, figure, round(value, 4), unit, goal, measured=measured, **more)
 
     def put_worst(figure: str, values: dict[str, float], unit: str, goal: str) -> None:
         print(figure, {name: round(value, 4) for name, value in values.items()})
-        worst = max if goal.startswith("<") else min
-        put(figure, worst(values.values()), unit, goal)
+        worst = (max if goal.startswith("<") else min)(values, key=values.__getitem__)
+        put(by_name.get(worst, large), figure, values[worst], unit, goal)
 
     for figure, recipe, goal in (
         ("stories15m_kl_converted", f"{UNIFORM}, converted only", "<= 0.5"),
@@ -107,8 +109,8 @@ def figures_of(runs: Path, *, figures: Path) -> None:
     ):
         runs_of = len(stories.of(recipe))
         spread = stories.spread(recipe) if runs_of > 1 else None
-        put(figure, stories.kl(recipe), "nats/token", goal, runs=runs_of, spread=spread)
-    put("bits_per_mlp_weight", mlp_bits(runs / stories.name), "bits", "<= 2.6")
+        put(stories, figure, stories.kl(recipe), "nats/token", goal, runs=runs_of, spread=spread)
+    put(stories, "bits_per_mlp_weight", mlp_bits(runs / stories.name), "bits", "<= 2.6")
     ratios = {each.name: each.over(each.tuned_reference()) for each in found}
     put_worst("kl_over_reference_steps", ratios, "", "<= 0.333")
     put_worst("kl_over_reference_time", {e.name: e.over(TIMED) for e in found}, "", "<= 0.2")
