@@ -66,8 +66,11 @@ class NSAConfig(Settings):
         return max(0, (length - self.compress_block) // self.compress_stride + 1)
 
     def num_blocks(self, length: int) -> int:
-        """Selection blocks of `length` keys, the last one perhaps not full."""
-        return -(-length // self.select_block)
+        """Selection blocks of `length` keys, the last ones perhaps not full.
+
+        Those of the last tile are counted whole, so that its choice does not depend on the length.
+        """
+        return -(-length // max(self.select_block, self.select_tile)) * self.tile_blocks
 
     def num_tiles(self, length: int) -> int:
         """Tiles of `length` queries, the last one perhaps not full."""
