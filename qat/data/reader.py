@@ -123,6 +123,7 @@ class TeacherCache:
             CacheError: a shard is missing or damaged, or holds what no teacher can have said.
         """
         place = self._place(indices, split)
+        place.expect(self._names(targets))
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
         rows = self._rows(place, "tokens", "starts", "mask")
         input_ids = self._words(unpack_bits(rows["tokens"], id_bits(V), S).long())
@@ -143,7 +144,7 @@ class TeacherCache:
 
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
-        return self._rows(self._place(indices, split), "log_sum_exp")["log_sum_exp"]
+        return self._read(indices, split, "log_sum_exp")["log_sum_exp"]
 
     def negatives(
         self, indices: Sequence[int] | np.ndarray, split: Split = "train"
@@ -156,10 +157,16 @@ class TeacherCache:
         if R == 0:
             nothing = torch.zeros(len(indices), S - 1, 0)
             return nothing.long(), nothing.half()
-        rows = self._rows(self._place(indices, split), "negative_ids", "negative_logits")
+        rows = self._read(indices, split, "negative_ids", "negative_logits")
         bits = id_bits(self.manifest.teacher.vocab_size)
         ids = self._words(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
         return ids.view(-1, S - 1, R), rows["negative_logits"]
+
+    def _names(self, targets: Collection[str]) -> list[str]:
+        """The tensors that a batch with these targets is made of, but for `sample_ids`."""
+        of_target = {"topk": TOP_K_ROWS, "draws": ("sample_lengths", "sample_marks")}
+        wanted = [name for target in targets for name in of_target[target]]
+        return ["tokens", "starts", "mask", *(name for name in wanted if name in self._kinds)]
 
     def _top_k(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         settings, N, S = self.manifest.settings, len(place), self.sequence_length
@@ -187,6 +194,13 @@ class TeacherCache:
             vocab_size=self.manifest.teacher.vocab_size,
         )
         return self._words(ids), counts
+
+    def _read(
+        self, indices: Sequence[int] | np.ndarray, split: Split, *names: str
+    ) -> dict[str, Tensor]:
+        place = self._place(indices, split)
+        place.expect(names)
+        return self._rows(place, *names)
 
     def _rows(self, place: "_Place", *names: str) -> dict[str, Tensor]:
         return place.rows({name: self._kinds[name] for name in names})
@@ -248,6 +262,11 @@ class _Place:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def expect(self, names: Sequence[str]) -> None:
+        """Have the disk begin with all rows that will be read: they are waited for together."""
+        for first, end in self._runs:
+            self._shards[self._owners[first]].expect(names, self._rows[first], end - first)
+
     def rows(self, kinds: dict[str, Rows]) -> dict[str, Tensor]:
         """Encoded rows of the tensors called so, in the order asked for."""
         found = {
@@ -265,5 +284,10 @@ class _Place:
 
     def sample_ids(self) -> list[np.ndarray]:
         """The bytes of each sequence's drawn ids."""
-        places = zip(self._owners, self._rows, strict=True)
-        return [self._shards[owner].sample_ids(row) for owner, row in places]
+        runs = []
+        for first, end in self._runs:
+            shard = self._shards[self._owners[first]]
+            runs.append((shard, shard.samples(self._rows[first], end - first)))
+        for shard, samples in runs:
+            shard.expect_samples(samples)
+        return [octets for shard, samples in runs for octets in shard.read_samples(samples)]

@@ -9,9 +9,10 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -128,6 +129,15 @@ class ShardFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+class Samples(NamedTuple):
+    """Drawn ids of neighbouring sequences in a file."""
+
+    begin: int
+    """The first one's place in the file."""
+    lengths: list[int]
+    """Bytes of each sequence."""
+
+
 class OpenShard:
     """A safetensors file whose header fits the manifest; closed when nobody holds it any more."""
 
@@ -143,14 +153,32 @@ class OpenShard:
         """Fill `out`, bytes, with the rows of a tensor from `row` on."""
         self._fill(out, self._begins[name] + row * self._rows[name].stride)
 
-    def sample_ids(self, row: int) -> np.ndarray:
-        """The bytes of a sequence's drawn ids."""
+    def samples(self, row: int, count: int) -> "Samples":
+        """Where the drawn ids of `count` sequences from `row` on are."""
         block = row // INDEX_STEP
-        lengths = self._lengths(block * INDEX_STEP, row + 1)
-        first = int(self._sample_begins[block]) + int(lengths[:-1].sum())
-        found = np.empty(int(lengths[-1]), np.uint8)
-        self._fill(memoryview(found), self._begins["sample_ids"] + first)
-        return found
+        lengths = self._lengths(block * INDEX_STEP, row + count)
+        before = len(lengths) - count
+        first = int(self._sample_begins[block]) + int(lengths[:before].sum())
+        return Samples(self._begins["sample_ids"] + first, lengths[before:].tolist())
+
+    def read_samples(self, samples: "Samples") -> list[np.ndarray]:
+        """The bytes of each of these sequences' drawn ids."""
+        found = np.empty(sum(samples.lengths), np.uint8)
+        self._fill(memoryview(found), samples.begin)
+        ends = list(accumulate(samples.lengths))
+        return [
+            found[end - length : end] for length, end in zip(samples.lengths, ends, strict=True)
+        ]
+
+    def expect(self, names: Iterable[str], row: int, count: int) -> None:
+        """Have the system begin to read rows of these tensors; does not wait."""
+        for name in names:
+            stride = self._rows[name].stride
+            _will_need(self._file, self._begins[name] + row * stride, count * stride)
+
+    def expect_samples(self, samples: "Samples") -> None:
+        """The same for drawn ids."""
+        _will_need(self._file, samples.begin, sum(samples.lengths))
 
     def _read_header(self) -> dict[str, int]:
         """Where the promised tensors begin."""
@@ -169,14 +197,15 @@ class OpenShard:
             raise self._wrong("its header is not a table of tensors")
         N, names = self._shard.sequences, list(self._rows)
         shapes = {name: [N, *self._rows[name].shape] for name in names}
-        begins = {name: self._begin(header, name, shapes[name]) for name in names}
+        room = self._shard.bytes - 8 - length
+        begins = {name: self._begin(header, name, shapes[name], room) for name in names}
         if "sample_lengths" in self._rows:
-            begins["sample_ids"] = self._begin(header, "sample_ids", None)
+            begins["sample_ids"] = self._begin(header, "sample_ids", None, room)
             self._sample_bytes = header["sample_ids"]["shape"][0]
         return {name: 8 + length + begin for name, begin in begins.items()}
 
-    def _begin(self, header: dict, name: str, shape: list[int] | None) -> int:
-        """Where a tensor begins behind the header; without a shape it is a row of bytes."""
+    def _begin(self, header: dict, name: str, shape: list[int] | None, room: int) -> int:
+        """Where a tensor begins in the `room` behind the header; without a shape it is bytes."""
         entry = header.get(name)
         code = self._rows[name].code if shape else "U8"
         if not isinstance(entry, dict) or entry.get("dtype") != code:
@@ -190,6 +219,8 @@ class OpenShard:
             raise self._wrong(f"{name} has shape {str(entry.get('shape'))[:60]}, not {shape}")
         if begin < 0 or end - begin != DTYPES[code].itemsize * prod(shape):
             raise self._wrong(f"{name} reaches from {begin} to {end}, which is not its size")
+        if end > room:
+            raise self._wrong(f"{name} reaches to {end}, beyond its {room} bytes")
         return begin
 
     def _index_samples(self) -> np.ndarray:
@@ -214,7 +245,7 @@ class OpenShard:
     def _fill(self, out: memoryview, begin: int) -> None:
         """Fill `out` with the bytes from `begin` on."""
         while out:
-            count = os.preadv(self._file, [out], begin) if begin < self._shard.bytes else 0
+            count = os.preadv(self._file, [out], begin)
             if count == len(out):
                 return
             if count == 0:
@@ -226,3 +257,9 @@ class OpenShard:
             f"{self._path}: {what}, expected what the manifest promises; restore it, or delete it "
             "and run the same 'qat cache' command again"
         )
+
+
+def _will_need(file: int, begin: int, size: int) -> None:
+    """Have the system read a part of a file into its own memory, where it lets itself be told."""
+    if size and hasattr(os, "posix_fadvise"):  # of no bytes would mean: up to the end
+        os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)

@@ -74,8 +74,42 @@ def test_rows_are_those_of_the_file(built: Path, monkeypatch: pytest.MonkeyPatch
             found = np.empty((shard.sequences - 2, *kind.shape), kind.dtype)
             opened.read(name, 2, memoryview(found.reshape(-1)).cast("B"))
             assert torch.equal(torch.from_numpy(found), whole[name][2:])
-        ids = np.concatenate([opened.sample_ids(row) for row in range(shard.sequences)])
-        assert torch.equal(torch.from_numpy(ids), whole["sample_ids"])
+        for step in (1, 3, shard.sequences):  # the last goes beyond a known beginning
+            places = [
+                (row, min(step, shard.sequences - row)) for row in range(0, shard.sequences, step)
+            ]
+            ids = [one for place in places for one in opened.read_samples(opened.samples(*place))]
+            assert [len(one) for one in ids] == whole["sample_lengths"].tolist()
+            assert torch.equal(torch.from_numpy(np.concatenate(ids)), whole["sample_ids"])
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
+def test_rows_are_asked_for_together_before_any_is_read(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, calls = TeacherCache.open(built), []
+    expected = cache.batch([25, 3, 4, 11])  # proves the shards
+    read, advise = os.preadv, os.posix_fadvise
+
+    def note_read(file: int, out: list[memoryview], begin: int) -> int:
+        calls.append(("read", file, begin, len(out[0])))
+        return read(file, out, begin)
+
+    def note_advice(file: int, begin: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        calls.append(("ask", file, begin, size))
+        advise(file, begin, size, advice)
+
+    monkeypatch.setattr(os, "preadv", note_read)
+    monkeypatch.setattr(os, "posix_fadvise", note_advice)
+    for one, other in zip(cache.batch([25, 3, 4, 11]), expected, strict=True):
+        assert torch.equal(one, other)
+    runs, columns = 3, 9
+    assert {what for what, *_ in calls[: runs * columns]} == {"ask"}
+    asked = {tuple(place) for what, *place in calls if what == "ask"}
+    read_places = [tuple(place) for what, *place in calls if what == "read"]
+    assert len(asked) == runs * (columns + 1)  # and the drawn ids
+    assert sum(place not in asked for place in read_places) <= runs  # lengths, of some before too
 
 
 def test_only_the_shards_used_last_stay_open(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +180,7 @@ def write(path: Path, header: bytes, data: bytes) -> None:
         ({"data_offsets": [0]}, "tokens is nowhere"),
         ({"data_offsets": [0, True]}, "tokens is nowhere"),
         ({"data_offsets": [-60, 0]}, "tokens reaches from -60"),
-        ({"data_offsets": [10**30, 10**30 + 60]}, "tokens"),
+        ({"data_offsets": [10**30, 10**30 + 60]}, "which is not its size"),
     ],
 )
 def test_a_header_that_lies_is_one_line(copy: Path, values: dict, message: str) -> None:
@@ -157,6 +191,19 @@ def test_a_header_that_lies_is_one_line(copy: Path, values: dict, message: str) 
     with pytest.raises(CacheError, match=message) as caught:
         everything(copy)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokens", "sample_ids"])
+@pytest.mark.parametrize("by", [1, 2**70])
+def test_a_tensor_beyond_the_end_is_one_line(copy: Path, name: str, by: int) -> None:
+    header, data = header_of(first_shard(copy))
+    begin, end = header[name]["data_offsets"]
+    by += len(data) - end
+    header[name]["data_offsets"] = [begin + by, end + by]
+    write(first_shard(copy), json.dumps(header).encode(), data)
+    sealed(copy)
+    with pytest.raises(CacheError, match=rf"{name} reaches to {end + by}, beyond its {len(data)}"):
+        everything(copy)
 
 
 @pytest.mark.parametrize(
