@@ -111,7 +111,7 @@ def killed(
     `kill` is given a function that says whether the child has ended by itself. None lets it end.
 
     Raises:
-        RuntimeError: the child failed.
+        RuntimeError: the child failed, or somebody else killed it (no memory is left, say).
     """
     child = fork(act, log)
     ended: list[int] = []
@@ -127,10 +127,10 @@ def killed(
         if not has_ended():
             os.kill(child, signal.SIGKILL)
     status = ended[0] if ended else os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+    if kill and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return True
     if os.waitstatus_to_exitcode(status) != 0:
-        raise RuntimeError(f"a child failed with {status}: {log.read_text()[-3000:]}")
+        raise RuntimeError(f"a child failed with {status}, see {log}:\n{log.read_text()}")
     return False
 
 

@@ -4,16 +4,19 @@ python speedrun/measure_kills.py --kills 200 --figures FILE.jsonl
 
 Each quarter of the kills hits one of the four. What was killed is started again, and killed again,
 until it ends; then every file must equal that of an undisturbed run, but those that tell of time.
+After a failure all is kept in a directory that is named: what was killed, what it should have
+become, and what its processes said.
 """
 
 import argparse
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -62,28 +65,47 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="training, checkpoints, cache or hub")
+    parser.add_argument("--scratch", type=Path, help="an existing directory to work in")
     parser.add_argument("--figures", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # children are forked: no thread pool may exist before
-    rng, equal = random.Random(arguments.seed), 0
+    with kept_after_failure(arguments.scratch) as place:
+        equal, kills = kill_all(place, arguments.kills, arguments.seed, arguments.only)
+        print(f"{equal} of {kills} kills left no trace")
+        if arguments.figures:
+            record(arguments.figures, "kills_survived", equal, "kills", ">= 200, all byte-equal")
+        if equal != kills:
+            raise SystemExit(1)
+
+
+@contextmanager
+def kept_after_failure(parent: Path | None) -> Iterator[Path]:
+    """A directory in `parent`, by default a temporary one's; removed if the block ends well."""
+    place = Path(tempfile.mkdtemp(prefix="kills-", dir=parent))
+    try:
+        yield place
+    except BaseException:
+        print(f"all is kept in {place}", flush=True)
+        raise
+    shutil.rmtree(place)
+
+
+def kill_all(place: Path, kills: int, seed: int, only: str | None) -> tuple[int, int]:
+    """How many kills left no trace, and how many there were: a quarter of `kills` of each kind."""
+    rng, equal, done = random.Random(seed), 0, 0
     kinds = {"training": trainings, "checkpoints": savings, "cache": builds, "hub": pulls}
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        build(place / "cache")
-        make_student(place / "student")
-        for number, (kind, cases) in enumerate(kinds.items()):
-            share = arguments.kills * (number + 1) // 4 - arguments.kills * number // 4
-            if arguments.only in (None, kind):
-                began = time.monotonic()
-                with closing(cases(place, rng)) as found:
-                    survived = kill_and_compare(found, place / f"killed-{kind}", share)
-                equal += survived
-                seconds = time.monotonic() - began
-                print(f"{kind}: {survived} of {share} kills in {seconds:.0f} s", flush=True)
-    print(f"{equal} of {arguments.kills} kills left no trace")
-    if arguments.figures:
-        record(arguments.figures, "kills_survived", equal, "kills", ">= 200, all byte-equal")
-    raise SystemExit(arguments.only is None and equal != arguments.kills)
+    build(place / "cache")
+    make_student(place / "student")
+    for number, (kind, cases) in enumerate(kinds.items()):
+        share = kills * (number + 1) // 4 - kills * number // 4
+        if only in (None, kind):
+            began = time.monotonic()
+            with closing(cases(place, rng)) as found:
+                survived = kill_and_compare(found, place / f"killed-{kind}", share)
+            equal, done = equal + survived, done + share
+            seconds = time.monotonic() - began
+            print(f"{kind}: {survived} of {share} kills in {seconds:.0f} s", flush=True)
+    return equal, done
 
 
 def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
@@ -94,20 +116,24 @@ def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
     for number, case in enumerate(cases):
         if done == kills:
             break
-        out, log = scratch / f"killed-{number}", scratch / "log"
+        out = scratch / f"killed-{number}"
         if case.act not in whole:
             undisturbed, began = scratch / f"whole-{number}", time.monotonic()
-            killed(partial(case.act, undisturbed), log, None)
+            killed(partial(case.act, undisturbed), scratch / f"whole-{number}.log", None)
             whole[case.act] = contents(undisturbed, case.ignored), time.monotonic() - began
         expected, seconds = whole[case.act]
         here, torn, left = 0, 0, set()
         limit = min(kills - done, KILLS_IN_A_ROW)
-        while killed(partial(case.act, out), log, here < limit and case.kill(out, seconds) or None):
+        while killed(
+            partial(case.act, out),
+            log := scratch / f"killed-{number}-{here}.log",
+            here < limit and case.kill(out, seconds) or None,
+        ):
             here += 1
             there = {path.name for path in out.glob("checkpoints/.step-*")}
             torn, left = torn + bool(there - left), there
             if case.has_checkpoints and (trouble := damage(out)):
-                raise SystemExit(f"{out.name}: {trouble} after a kill")
+                raise SystemExit(f"{out}: {trouble} after a kill; see {log}")
         name = f"{scratch.name} {number}: {here} kills" + f", {torn} while saving" * bool(torn)
         is_equal = report(contents(out, case.ignored), expected, name)
         done, equal = done + here, equal + here * is_equal

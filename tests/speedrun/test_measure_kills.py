@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_killed_work_ends_byte_equal() -> None:
-    command = [sys.executable, "speedrun/measure_kills.py", "--kills", "12", "--seed", "1"]
+def test_killed_work_ends_byte_equal(tmp_path: Path) -> None:
+    options = ["--kills", "12", "--seed", "1", "--scratch", str(tmp_path)]
+    command = [sys.executable, "speedrun/measure_kills.py", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
@@ -21,3 +22,19 @@ def test_killed_work_ends_byte_equal() -> None:
     assert "12 of 12 kills left no trace" in result.stdout
     for kind in ("training", "checkpoints", "cache", "hub"):
         assert f"{kind}: 3 of 3 kills" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_fails_is_kept_and_told_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "speedrun"))
+    from measure_kills import kept_after_failure
+
+    with pytest.raises(RuntimeError), kept_after_failure(tmp_path) as place:
+        (place / "log").write_text("why")
+        raise RuntimeError
+    assert (place / "log").read_text() == "why" and str(place) in capsys.readouterr().out
+    with kept_after_failure(tmp_path) as other:
+        pass
+    assert list(tmp_path.iterdir()) == [place] and other != place
