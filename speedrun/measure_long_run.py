@@ -5,13 +5,16 @@ python speedrun/measure_long_run.py --steps 100000 --figures FILE.jsonl
 The loop, its checkpoints, evaluations, heartbeat and watchdog are those of every run; each step
 takes as much simulated time as makes all of them `--hours`. Memory and open files are counted every
 so many steps. The slope of memory is Theil-Sen's over the least of each tenth of the steps, the
-first fifth left out (`qat.bench.leak`).
+first fifth left out (`qat.bench.leak`). What the C library has handed out and what Python has are
+counted beside what is resident: a leak is in one of them, an allocator's holes are in neither.
 """
 
 import argparse
 import csv
+import ctypes
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from figures import record
 from kill_case import build, make_student
@@ -41,7 +45,42 @@ class Look(NamedTuple):
     """What a process held after a step."""
 
     rss_mib: float
-    handles: int
+    handles: float
+    heap_mib: float = 0.0
+    """What the C library's allocator has handed out."""
+    blocks: float = 0.0
+    """Pieces of memory that Python has handed out."""
+
+
+class HeapInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks "
+        "keepcost".split()
+    ]
+
+
+MALLINFO = ctypes.CDLL(None).mallinfo2
+MALLINFO.restype = HeapInfo
+
+
+class Looks:
+    """What was seen at each look, in memory that is all there from the beginning."""
+
+    def __init__(self, most: int) -> None:
+        self._rows = np.ones((most, len(Look._fields)))
+        self._count = 0
+
+    def append(self, seen: Look) -> None:
+        """Keep one look."""
+        self._rows[self._count] = seen
+        self._count += 1
+
+    def all(self) -> list[Look]:
+        """Every look so far."""
+        return [Look(*row) for row in self._rows[: self._count].tolist()]
 
 
 class Clock:
@@ -60,7 +99,7 @@ class Watched(Pulse):
     """A pulse that looks at its process every so many steps."""
 
     def __init__(
-        self, *arguments: object, looks: list[Look], fast: Clock, every: int, **named: object
+        self, *arguments: object, looks: Looks, fast: Clock, every: int, **named: object
     ) -> None:
         self._looks, self._fast, self._every = looks, fast, every
         super().__init__(*arguments, clock=fast, **named)
@@ -78,13 +117,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--looks", type=Path, help="where to write every look, as a table")
     parser.add_argument("--figures", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    looks: list[Look] = []
     every = max(1, arguments.steps // LOOKS)
+    seen = Looks(arguments.steps // every)
     fast = Clock(arguments.hours * 3600 / arguments.steps)
-    loop.Pulse = partial(Watched, looks=looks, fast=fast, every=every)
+    loop.Pulse = partial(Watched, looks=seen, fast=fast, every=every)
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         build(place / "cache")
@@ -95,6 +135,10 @@ def main() -> None:
         seconds = time.monotonic() - began
         problems = unreadable(place / "run", arguments.steps)
     print(f"{arguments.steps} steps in {seconds:.0f} s")
+    looks = seen.all()
+    if arguments.looks:
+        with arguments.looks.open("w", newline="") as file:
+            csv.writer(file).writerows([Look._fields, *looks])
     slope, half_width = judged(looks, arguments.hours, problems)
     print(*problems or ["nothing grew, every file is whole"], sep="\n")
     if arguments.figures:
@@ -127,7 +171,14 @@ def settings(place: Path, steps: int) -> TrainConfig:
 def look() -> Look:
     """What this process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Look(pages * PAGE_MIB, len(os.listdir("/proc/self/fd")))
+    handles = len(os.listdir("/proc/self/fd"))
+    return Look(pages * PAGE_MIB, handles, heap_mib(), sys.getallocatedblocks())
+
+
+def heap_mib() -> float:
+    """What the C library's allocator has handed out, large pieces included."""
+    found = MALLINFO()
+    return (found.uordblks + found.hblkhd) / 2**20
 
 
 def judged(looks: Sequence[Look], hours: float, problems: list[str]) -> tuple[float, float]:
@@ -142,15 +193,21 @@ def judged(looks: Sequence[Look], hours: float, problems: list[str]) -> tuple[fl
     an_hour = len(looks) / hours
     slope, low, high = (each * an_hour for each in (trend.slope_mib, trend.low_mib, trend.high_mib))
     print(f"memory: {slope:+.4f} MiB an hour, 99 % between {low:+.4f} and {high:+.4f};"
-          f" {looks[0].rss_mib:.1f} MiB first, {looks[-1].rss_mib:.1f} MiB last")  # fmt: skip
+          f" {looks[0].rss_mib:.1f} MiB first, {looks[-1].rss_mib:.1f} MiB last;"
+          f" the later half's slope is {trend.steadiness:.2f} of the earlier one's")  # fmt: skip
+    for name, unit in (("heap_mib", "MiB"), ("blocks", "blocks")):
+        part = memory_trend([float(getattr(each, name)) for each in looks])
+        rates = (each * an_hour for each in (part.slope_mib, part.low_mib, part.high_mib))
+        print("{}: {:+.4f} {} an hour, 99 % between {:+.4f} and {:+.4f}".format(
+              name, next(rates), unit, *rates))  # fmt: skip
     if low > 0 and trend.drift_mib > 1.0:
         problems.append(f"memory grew by {trend.drift_mib:.1f} MiB")
     handles = [each.handles for each in looks[int(WARM_UP_SHARE * len(looks)) :]]
     tenth = max(1, len(handles) // 10)
     first, last = max(handles[:tenth]), max(handles[-tenth:])
-    print(f"open files: at most {first} in the first tenth, {last} in the last")
+    print(f"open files: at most {first:.0f} in the first tenth, {last:.0f} in the last")
     if last > first:
-        problems.append(f"open files grew from {first} to {last}")
+        problems.append(f"open files grew from {first:.0f} to {last:.0f}")
     return slope, (high - low) / 2
 
 

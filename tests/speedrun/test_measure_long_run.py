@@ -42,6 +42,19 @@ def test_a_look_sees_memory_and_handles(tmp_path: Path) -> None:
     assert clock() - began == pytest.approx(7200, abs=1)
 
 
+def test_looking_itself_keeps_nothing() -> None:
+    from measure_long_run import Looks, look
+
+    looks = Looks(1000)
+    looks.append(look())
+    before = look()
+    for _ in range(900):
+        looks.append(look())
+    after = look()
+    assert after.blocks - before.blocks < 90 and len(looks.all()) == 901
+    assert looks.all()[-1].heap_mib == pytest.approx(after.heap_mib, abs=0.1)
+
+
 @pytest.mark.slow
 def test_a_short_long_run() -> None:
     command = [sys.executable, "speedrun/measure_long_run.py", "--steps", "400"]
