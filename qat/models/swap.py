@@ -13,6 +13,7 @@ from torch import nn
 from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
+from qat.nn.nsa import NSAParts
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
@@ -42,10 +43,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Names of the linear layers in the decoder blocks: never embeddings nor the head.
 
+    Nor the gates of sparse attention, which are few and stay in floating point.
+
     Raises:
         CheckpointError: the blocks hold no `nn.Linear` at all.
     """
     inside = {id(module) for module in decoder_layers(model).modules()}
+    for module in model.modules():
+        if isinstance(module, NSAParts):
+            inside -= {id(part) for part in module.modules()}
     names = [
         name
         for name, module in model.named_modules()

@@ -1,0 +1,184 @@
+"""Native Sparse Attention in the place of transformers' own, in the families known to allow it.
+
+A swapped module keeps its projections and norms under their names; only its class changes, and
+`nsa` (`NSAParts`) is new.
+
+Shapes: B rows, S positions, H query heads, K key-value heads, D head width.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from qat.errors import ConfigError
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.reference import attend
+from qat.kernels.nsa.select import select
+from qat.models.nsa_rows import Rows, padding_of, rows_of_mask, rows_of_positions
+from qat.nn.nsa import NSAParts
+
+
+class Heads(NamedTuple):
+    """What the projections give, `(B, H, S, D)` and `(B, K, S, D)`."""
+
+    query: Tensor
+    """Rotated."""
+    key: Tensor
+    """Rotated."""
+    value: Tensor
+    unrotated_key: Tensor
+
+
+class NSAAttention(nn.Module):
+    """Computes `NSAConfig`'s attention from a family's own projections."""
+
+    nsa: NSAParts
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, None]:
+        """As the family's own.
+
+        Raises:
+            ConfigError: more positions than the rotary embedding was made for.
+        """
+        past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        self._check_length(past + hidden_states.shape[1])
+        heads = self._heads(hidden_states, position_embeddings)
+        gates = self.nsa.gates_of(hidden_states)
+        if past_key_values is None:
+            rows = _rows(attention_mask, **kwargs)
+            out = self.attend(heads, gates, position_embeddings, rows)
+        else:
+            from qat.models.nsa_cache import attend_cached
+
+            out = attend_cached(
+                self, heads, gates, position_embeddings, past_key_values, padding_of(attention_mask)
+            )
+        return self.o_proj(out.flatten(2)), None
+
+    def attend(
+        self,
+        heads: Heads,
+        gates: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        rows: Rows,
+    ) -> Tensor:
+        """`(B, S, H, D)`: attention of whole rows.
+
+        Args:
+            heads: see there.
+            gates: `(B, S, H, 3)`; None: merged.
+            position_embeddings: cosines and sines `(B, S, D)`.
+            rows: where their tokens lie.
+        """
+        inputs = self.inputs(heads, gates, position_embeddings, rows)
+        config = self.nsa.config
+        return rows.back(attend(inputs, select(inputs, config), config), 1)
+
+    def inputs(
+        self,
+        heads: Heads,
+        gates: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        rows: Rows,
+    ) -> Inputs:
+        """What backends compute from, tokens first; arguments as for `attend`."""
+        heads = Heads(*(rows.to_front(tensor, 2) for tensor in heads))
+        angles = tuple(rows.to_front(tensor, 1) for tensor in position_embeddings)
+        pooled_key, pooled_value = self.pooled(heads, angles)
+        return Inputs(
+            query=heads.query,
+            key=heads.key,
+            value=heads.value,
+            pooled_key=pooled_key,
+            pooled_value=pooled_value,
+            gates=None if gates is None else rows.to_front(gates, 1),
+            first=rows.first,
+            scale=self.scaling,
+        )
+
+    def pooled(self, heads: Heads, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Pooled keys and values `(B, K, C, D)`, the keys rotated; `angles` as `heads` lie."""
+        config = self.nsa.config
+        if config.cmp_rope == "post":
+            return self.nsa.pooled(heads.key, heads.value)
+        pooled_key, pooled_value = self.nsa.pooled(heads.unrotated_key, heads.value)
+        count, stride = pooled_key.shape[2], config.compress_stride
+        cos, sin = (angle[:, : count * stride : stride][:, None] for angle in angles)
+        rotated = pooled_key * cos + rotate_half(pooled_key) * sin
+        return rotated.to(pooled_key.dtype), pooled_value
+
+    def _heads(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Heads:
+        query, key, value = (
+            projected.unflatten(-1, (-1, self.head_dim)) for projected in self._projected(hidden)
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        rotated_query, rotated_key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        dtype = value.dtype
+        return Heads(rotated_query.to(dtype), rotated_key.to(dtype), value, key.to(dtype))
+
+    def _projected(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, as one matmul where the projections are joined."""
+        if hasattr(self, "qkv"):
+            return self.qkv.split(self.qkv(hidden))
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+
+    def _check_length(self, length: int) -> None:
+        limit = self.config.max_position_embeddings
+        if length > limit:
+            raise ConfigError(
+                f"a sequence has {length} positions, but the model's rotary embedding is made for "
+                f"{limit}; shorten the sequences or choose a model of a longer range"
+            )
+
+
+def _rows(
+    attention_mask: Tensor | None,
+    *,
+    document_positions: Tensor | None = None,
+    is_packed: bool = True,
+    position_ids: Tensor | None = None,
+    **_: object,
+) -> Rows:
+    """Of a call without cache: positions tell documents apart where no mask does."""
+    if document_positions is not None:
+        return rows_of_positions(document_positions) if is_packed else Rows(None, None)
+    if attention_mask is not None:
+        return rows_of_mask(attention_mask)
+    return Rows(None, None) if position_ids is None else rows_of_positions(position_ids)
+
+
+class LlamaNSAAttention(NSAAttention, LlamaAttention):
+    """Llama's."""
+
+
+class Qwen2NSAAttention(NSAAttention, Qwen2Attention):
+    """Qwen2's."""
+
+
+class Qwen3NSAAttention(NSAAttention, Qwen3Attention):
+    """Qwen3's."""
+
+
+SWAPPED: dict[type[nn.Module], type[NSAAttention]] = {
+    LlamaAttention: LlamaNSAAttention,
+    Qwen2Attention: Qwen2NSAAttention,
+    Qwen3Attention: Qwen3NSAAttention,
+}
+"""The class that takes the place of each that is known."""

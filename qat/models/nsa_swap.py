@@ -1,0 +1,116 @@
+"""Swaps Native Sparse Attention into a dense model in place, and out again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from qat.errors import CheckpointError, ConfigError
+from qat.kernels.nsa.config import NSAConfig
+from qat.models.nsa_attention import SWAPPED, NSAAttention
+from qat.models.swap import decoder_layers
+from qat.models.tables import embedding_dtype
+from qat.nn.nsa import NSAParts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+KEY = "nsa"
+"""What config.json calls the definition; absent: dense."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+DENSE = {swapped: dense for dense, swapped in SWAPPED.items()}
+
+
+def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
+    """Turn the attention of `model` in place into what `config` defines.
+
+    Weights stay; new parameters begin such that `residual` and `merged` are dense attention for
+    sequences up to `config.reach`.
+
+    Raises:
+        CheckpointError: its attention is of no known kind, or sparse already.
+        ConfigError: `config.layers` names layers that it does not have.
+    """
+    if nsa_modules(model):
+        raise CheckpointError(
+            f"{type(model).__name__} has Native Sparse Attention already, expected dense "
+            "attention; swap it out first, with --attention dense"
+        )
+    layers = decoder_layers(model)
+    for index in config.layers or ():
+        if not 0 <= index < len(layers):
+            raise ConfigError(
+                f"layers names {index}, but the model's layers are 0 ... {len(layers) - 1}; mend it"
+            )
+    chosen = range(len(layers)) if config.layers is None else config.layers
+    modules = [_attention_of(model, layers[index]) for index in chosen]
+    for module in modules:
+        module.nsa = _parts(model, module, config)
+        module.__class__ = SWAPPED[type(module)]
+    setattr(model.config, KEY, config.model_dump(mode="json"))
+
+
+def unswap_attention(model: PreTrainedModel) -> None:
+    """Turn the attention of `model` into dense attention again; what NSA learned is dropped."""
+    for module in nsa_modules(model).values():
+        module.__class__ = DENSE[type(module)]
+        del module.nsa
+    if nsa_config(model) is not None:
+        delattr(model.config, KEY)
+
+
+def nsa_modules(model: nn.Module) -> dict[str, NSAAttention]:
+    """The model's sparse attention modules by name, in order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, NSAAttention)}
+
+
+def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
+    """The definition that a model, or its configuration, names; None: dense.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    values = getattr(getattr(model, "config", model), KEY, None)
+    if values is None:
+        return None
+    try:
+        return NSAConfig.parse(values, f"{KEY!r} of config.json")
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; convert the model anew") from None
+
+
+def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
+    """The attention module of a decoder layer.
+
+    Raises:
+        CheckpointError: it is none that can be swapped.
+    """
+    name, found = type(model).__name__, getattr(layer, "self_attn", None)
+    missing = [part for part in PROJECTIONS if not hasattr(found, part)]
+    if missing:
+        raise CheckpointError(
+            f"the attention of {name} has no {', '.join(missing)}, expected separate query, key, "
+            "value and output projections; choose another model"
+        )
+    settings = model.config.get_text_config()
+    kinds = set(getattr(settings, "layer_types", None) or {"full_attention"})
+    if type(found) not in SWAPPED or kinds != {"full_attention"}:
+        known = ", ".join(dense.__name__ for dense in SWAPPED)
+        raise CheckpointError(
+            f"{name} has {type(found).__name__} in layers of {', '.join(sorted(kinds))}, expected "
+            f"one of {known} in layers of full_attention; choose another model"
+        )
+    return found
+
+
+def _parts(model: PreTrainedModel, module: nn.Module, config: NSAConfig) -> NSAParts:
+    settings = module.config
+    parts = NSAParts(
+        config,
+        hidden_size=settings.hidden_size,
+        num_heads=settings.num_attention_heads,
+        num_key_heads=settings.num_key_value_heads,
+    )
+    device = next(module.parameters()).device
+    return parts.to(device=device, dtype=embedding_dtype(model)).train(module.training)

@@ -1,0 +1,107 @@
+"""A swapped model reads tokens of the past and its own document, however its rows are laid out."""
+
+import pytest
+import torch
+from nsa_case import SMALL, small, sparse_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qat.errors import ConfigError
+
+CONFIGS = [small(mode=mode) for mode in ("residual", "sigmoid", "merged")] + [
+    small(pooling="weighted", cmp_rope="pre", select_tile=1)
+]
+LENGTH = 100
+IDS = torch.arange(LENGTH)[None] * 11 % 320
+
+
+def opened(config: object = SMALL, **overrides: object) -> PreTrainedModel:
+    """A swapped model, all of whose branches say something."""
+    model = sparse_model(config=config, **overrides)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".nsa." in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def hidden(model: PreTrainedModel, ids: Tensor, **inputs: Tensor) -> Tensor:
+    return model.model(ids, **inputs).last_hidden_state
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_nothing_leaks_from_the_future(config) -> None:
+    model = opened(config)
+    before = hidden(model, IDS)
+    for place in (1, 16, 65, 99):
+        changed = IDS.clone()
+        changed[:, place:] = (changed[:, place:] + 5) % 320
+        after = hidden(model, changed)
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.equal(after[:, place:], before[:, place:])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_padded_row_equals_the_row_alone(config, implementation) -> None:
+    model = opened(config)
+    model.set_attn_implementation(implementation)
+    mask = torch.ones(3, LENGTH + 10, dtype=torch.long)
+    mask[0, :10] = mask[1, -10:] = mask[2, 40:50] = 0  # left, right, between
+    ids = torch.zeros_like(mask)
+    ids[mask.bool()] = IDS.expand(3, -1).flatten()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = hidden(model, ids, attention_mask=mask, position_ids=positions)
+    alone = hidden(model, IDS)
+    for row, real in zip(padded, mask.bool(), strict=True):
+        torch.testing.assert_close(row[real][None], alone, rtol=0, atol=1e-5)
+    assert padded.isfinite().all()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(config) -> None:
+    model = opened(config)
+    lengths = (37, 16, 1, 46)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    before = hidden(model, IDS, position_ids=positions)
+    changed = IDS.clone()
+    changed[:, 37:53] += 1
+    after = hidden(model, changed, position_ids=positions)
+    is_same = (after == before).all(-1)[0]
+    assert is_same.tolist() == [True] * 37 + [False] * 16 + [True] * 47
+    alone = hidden(model, IDS[:, :37])
+    torch.testing.assert_close(before[:, :37], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("length", [1, 7, 8, 15, 16, 17, 65])
+def test_any_length_is_finite_with_its_gradients(config, length) -> None:
+    model = opened(config)
+    found = hidden(model, IDS[:, :length])
+    found.square().sum().backward()
+    assert found.isfinite().all()
+    for name, parameter in model.model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+def test_every_parameter_learns() -> None:
+    model = opened(small(pooling="weighted"))
+    hidden(model, IDS).square().sum().backward()
+    for name, parameter in model.model.layers.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_gates_of_a_fresh_model_learn_at_once() -> None:
+    model = sparse_model()
+    hidden(model, IDS).square().sum().backward()
+    for layer in model.model.layers:
+        assert (layer.self_attn.nsa.gates.bias.grad != 0).all()
+
+
+def test_no_longer_than_the_rotary_embedding() -> None:
+    ids = torch.zeros(1, 129, dtype=torch.long)
+    with pytest.raises(ConfigError, match="has 129 positions, .* made for 128; shorten"):
+        hidden(sparse_model(), ids)
