@@ -81,7 +81,7 @@ class Ours:
 def standing_still(config: MeasureConfig) -> TrainConfig:
     """The settings of a training run with these steps, whose learning rates are zero."""
     shared = {name: getattr(config, name) for name in StepConfig.model_fields}
-    rates = dict.fromkeys(("lr", "lr_scales", "lr_codebook", "lr_lora", "lr_norms"), 0.0)
+    rates = {name: 0.0 for name in TrainConfig.model_fields if f"{name}_".startswith("lr_")}
     cache_dir = config.cache_dir or Path("synthetic")
     return TrainConfig(
         cache_dir=cache_dir,

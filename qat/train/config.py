@@ -8,7 +8,7 @@ from qat.config import Settings
 from qat.data.config import Location
 from qat.losses.config import parse_losses
 
-KINDS = ("weights", "scales", "codebook", "lora", "norms")
+KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates")
 """What may learn; each kind has its own learning rate."""
 
 Scope = Literal["mlp", "attention", "e2e"]
@@ -24,8 +24,8 @@ class StepConfig(Settings):
     e2e: bool = False
     """Train all quantized linears (the default)."""
     learn: str = "weights,scales,codebook"
-    """What learns: any of weights, scales, codebook, lora, norms, joined by commas (lora is for
-    codes that stay: not with weights)."""
+    """What learns: any of weights, scales, codebook, lora, norms, gates, joined by commas (lora is
+    for codes that stay: not with weights; gates: what sparse attention adds)."""
     lora_rank: int = Field(16, gt=0)
     """Rank of the adapters that learn=lora adds; those that a student has already go on."""
     loss: str = "tail"
@@ -119,6 +119,8 @@ class TrainConfig(StepConfig):
     """Peak learning rate of the adapters, relative to an adapter as large as its weight."""
     lr_norms: float = Field(1e-3, ge=0)
     """Peak learning rate of the normalisation weights."""
+    lr_gates: float = Field(1e-2, ge=0)
+    """Peak learning rate of sparse attention's gates and pooling weights."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
     warmup_steps: int = Field(50, ge=0)

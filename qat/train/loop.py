@@ -126,7 +126,7 @@ class Trainer:
     def _flops_share(self) -> float | None:
         """What one position a second is of the device's peak; None for an unknown device."""
         student, config, S = self.student, self.config, self.cache.sequence_length
-        names = linears_in_scope(student.model, config.scope)
+        names = linears_in_scope(student.model, config.scope, config.kinds)
         K = self.cache.manifest.settings.top_k
         flops = token_flops(student, names, config, S=S, K=K).total
         if self.teacher is not None:

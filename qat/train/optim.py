@@ -11,7 +11,7 @@ from qat.quant.lora import LORA_NAMES
 from qat.quant.weight import SCALE_NAMES, rms
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
-from qat.train.config import TrainConfig
+from qat.train.config import KINDS, TrainConfig
 from qat.train.loss_scale import LossScale
 from qat.train.schedule import lr_share
 
@@ -24,16 +24,18 @@ KIND_OF = {
     **dict.fromkeys(LORA_NAMES, "lora"),
 }
 """The kind of each parameter that a quantized weight is made of."""
+NSA_PART = ".nsa."
+"""In the name of every parameter that sparse attention adds: gates and pooling weights."""
 
 
-def linears_in_scope(model: nn.Module, scope: str) -> list[str]:
+def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
     """Names of the quantized linears that may learn.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, though one of `kinds` is theirs.
     """
     names = [name for name in quant_linears(model) if SCOPE_PART[scope] in name]
-    if not names:
+    if not names and set(kinds) & set(KIND_OF.values()):
         raise ConfigError(
             f"the student has no quantized linears in scope {scope}; quantize it first with "
             "'qat convert' or choose another scope"
@@ -42,7 +44,7 @@ def linears_in_scope(model: nn.Module, scope: str) -> list[str]:
 
 
 def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    """Parameter names by kind: of the linears `names`, and of every norm if norms learn.
+    """Parameter names by kind: of the linears `names`, of every norm, of all sparse attention.
 
     Raises:
         ConfigError: a wished kind has no parameters here.
@@ -57,6 +59,13 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
                 found[kind].append(f"{name}.{local}")
     if "norms" in found:
         found["norms"] = [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n]
+    if "gates" in found:
+        found["gates"] = [name for name, _ in model.named_parameters() if NSA_PART in name]
+        if not found["gates"]:
+            raise ConfigError(
+                "learn=gates, but the student's attention has no gates (it is dense, or its "
+                "branches are merged); drop it from --learn, or convert with --attention nsa"
+            )
     for kind, parameters in found.items():
         if not parameters:
             raise ConfigError(
@@ -280,12 +289,14 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     Its root mean square; one for a norm, whose weight scales by itself or by one more than itself.
     A factor of an adapter may be zero: its size is that of factors whose product is as large as the
     weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
+    Gates may begin at zero: the size of their weight is that of a fresh linear layer.
     """
     linears, parameters = quant_linears(model), dict(model.named_parameters())
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
         "weights": lambda name: linears[name.rpartition(".")[0]].latent_size(),
+        "gates": lambda name: gate_size(name, parameters[name]),
     }
 
     def own(name: str) -> float:
@@ -293,3 +304,13 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
 
     kinds = by_kind.items()
     return {name: size_of.get(kind, own)(name) for kind, names in kinds for name in names}
+
+
+def gate_size(name: str, parameter: Tensor) -> float:
+    """How large a parameter of sparse attention is: so that inputs of size 1 make gates of 1.
+
+    Weights of a pool are as large as they are.
+    """
+    if not name.endswith((".gates.weight", ".gates.bias")):
+        return rms(parameter)
+    return 1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5

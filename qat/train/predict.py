@@ -131,7 +131,7 @@ def _measure(
 
 
 def _optimizer(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> Optimizer:
-    names = linears_in_scope(model.model, config.scope)
+    names = linears_in_scope(model.model, config.scope, config.kinds)
     if "weights" in config.kinds:
         to_latent(model.model, names, ranks)
     if "lora" in config.kinds:

@@ -246,7 +246,7 @@ def _prepare(
 ) -> _Begin:
     """Make the wished parameters learn, and find out where the run stands."""
     backend = backends.select(config.device)
-    names = linears_in_scope(model.model, config.scope)
+    names = linears_in_scope(model.model, config.scope, config.kinds)
     if "weights" in config.kinds:
         to_latent(model.model, names, ranks if config.shard_latents else ALONE)
     if "lora" in config.kinds:
@@ -302,7 +302,7 @@ def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""
-    return f"{quant}_{config.scope}_{trainer.best:.2f}_{trainer.config.dtype}"
+    return f"{quant or 'float'}_{config.scope}_{trainer.best:.2f}_{trainer.config.dtype}"
 
 
 def _copy_packed(checkpoint: Path, final: Path) -> None:

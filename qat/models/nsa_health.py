@@ -1,0 +1,108 @@
+"""How sparse attention fares in each layer: what gates say, and what the choice of blocks misses.
+
+Shapes as in `qat.kernels.nsa.inputs`; G query heads of a group, W keys of a selection block.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.kernels.nsa.config import NSAConfig
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import masked_softmax
+
+ALMOST_ALL = 0.95
+"""A branch with this share of a head's gates leaves nothing to the others."""
+MOST_SCORES = 2**27
+"""Scores of dense attention that exist together: half a gigabyte."""
+TINY = 1e-12
+
+
+class GateHealth(NamedTuple):
+    """What the gates of one layer say, means over tokens and heads; a share is of their sizes."""
+
+    gate_entropy_frac: float
+    """Entropy of the three shares over that of equal ones: 0 where one branch has it all."""
+    gate_largest_frac: float
+    """The largest share."""
+    compressed_frac: float
+    """Share of the compressed branch."""
+    selected_frac: float
+    """Share of the selected branch: 1 where `residual` begins."""
+    window_frac: float
+    """Share of the sliding branch."""
+    collapse_frac: float
+    """How many have a branch with almost all (`ALMOST_ALL`): 1 where `residual` begins."""
+
+
+class SelectionHealth(NamedTuple):
+    """What the choice of blocks of one layer misses."""
+
+    limit_frac: float
+    """Share of queries, by group, that do not read every block of their past."""
+    recall_frac: float
+    """Dense attention mass inside the blocks that those read, mean over them; 1 without any."""
+
+
+def gate_health(gates: Tensor) -> GateHealth:
+    """From the gates of one layer, `(B, S, H, 3)` (compressed, selected, window); any sign."""
+    sizes = gates.detach().float().abs()
+    shares = sizes / sizes.sum(-1, keepdim=True).clamp(min=TINY)
+    entropy = -(shares * shares.clamp(min=TINY).log()).sum(-1) / math.log(3)
+    largest = shares.amax(-1)
+    means = [entropy.mean(), largest.mean(), *shares.flatten(0, -2).mean(0)]
+    return GateHealth(*torch.stack([*means, (largest > ALMOST_ALL).float().mean()]).tolist())
+
+
+@torch.no_grad()
+def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> SelectionHealth:
+    """Compares a choice of blocks, `(B, K, T, N)` bool, with dense attention of the same inputs.
+
+    Time is that of dense attention; never more than `MOST_SCORES` scores exist together.
+    """
+    B, H, S, _ = inputs.query.shape
+    rows = max(1, MOST_SCORES // (B * H * S))
+    counts = torch.zeros(3, dtype=torch.float64, device=inputs.query.device)
+    for start in range(0, S, rows):
+        places = torch.arange(start, min(start + rows, S), device=inputs.query.device)
+        mass, misses = kept_mass(inputs, selection, config, places)
+        heads = misses[:, :, None].expand_as(mass)
+        counts += torch.stack([misses.sum(), heads.sum(), (mass * heads).sum()]).double()
+    queries, heads, mass = counts.tolist()
+    recall = mass / heads if heads else 1.0
+    return SelectionHealth(queries / (B * inputs.key.shape[1] * S), recall)
+
+
+def kept_mass(
+    inputs: Inputs, selection: Tensor, config: NSAConfig, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What some queries' choice of blocks holds, and whether it lacks any.
+
+    Args:
+        inputs: see there.
+        selection: `(B, K, T, N)` bool.
+        config: the sizes.
+        places: `(Q,)`, which queries.
+
+    Returns:
+        `(B, K, G, Q)` float32, dense attention mass inside the selected blocks; `(B, K, Q)` bool,
+        whether there is a block of the query's past that is not selected.
+    """
+    first = inputs.beginnings()[:, places, None]
+    keys = torch.arange(inputs.length, device=places.device)
+    mask = (keys <= places[:, None]) & (keys >= first)
+    chosen = selection[:, :, places // config.select_tile]
+    query = inputs.query[:, :, places].unflatten(1, (-1, inputs.group)).float()
+    logits = inputs.scale * query @ inputs.key[:, :, None].float().mT
+    shares = masked_softmax(logits, mask[:, None, None])
+    missing = -inputs.length % config.select_block
+    by_block = torch.nn.functional.pad(shares, (0, missing)).unflatten(
+        -1, (-1, config.select_block)
+    )
+    mass = (by_block.sum(-1) * chosen[:, :, None]).sum(-1)
+    blocks = torch.arange(selection.shape[-1], device=places.device)
+    own = places[:, None] // config.select_block
+    is_past = (blocks >= first // config.select_block) & (blocks <= own)
+    return mass, (is_past[:, None] & ~chosen).any(-1)

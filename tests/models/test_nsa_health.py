@@ -1,0 +1,75 @@
+"""What is said of sparse attention, against loops over its definition."""
+
+import math
+
+import pytest
+import torch
+from nsa_case import documents, nsa_inputs, small, softmax
+from torch import Tensor
+
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import select
+from qat.models import nsa_health
+from qat.models.nsa_health import gate_health, selection_health
+
+
+def by_loops(inputs: Inputs, selection: Tensor, size: int, tile: int) -> tuple[float, float]:
+    """Share of queries that miss a block, and the mean mass that those keep."""
+    kept, missing, queries = [], 0, 0
+    for row in range(inputs.query.shape[0]):
+        for t in range(inputs.length):
+            past = range(int(inputs.beginnings().expand(2, -1)[row, t]), t + 1)
+            for of in range(inputs.key.shape[1]):
+                queries += 1
+                chosen = selection[row, of, t // tile]
+                if all(chosen[i // size] for i in past):
+                    continue
+                missing += 1
+                for head in range(of * inputs.group, (of + 1) * inputs.group):
+                    query = inputs.query[row, head, t]
+                    scores = [float(query @ inputs.key[row, of, i]) * inputs.scale for i in past]
+                    pairs = zip(past, softmax(scores), strict=True)
+                    kept.append(sum(share for i, share in pairs if chosen[i // size]))
+    return missing / queries, sum(kept) / len(kept)
+
+
+@pytest.mark.parametrize("tile", [1, 16, 32])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_recall_is_the_dense_mass_inside_the_selected_blocks(tile: int, is_packed: bool) -> None:
+    config = small(select_tile=tile)
+    inputs = nsa_inputs(config, 150, first=documents(150) if is_packed else None)
+    selection = select(inputs, config)
+    found = selection_health(inputs, selection, config)
+    limit, recall = by_loops(inputs, selection, config.select_block, tile)
+    assert found.limit_frac == pytest.approx(limit)
+    assert found.recall_frac == pytest.approx(recall, abs=1e-5)
+
+
+def test_recall_does_not_depend_on_how_many_queries_are_looked_at_together(monkeypatch) -> None:
+    config = small()
+    inputs = nsa_inputs(config, 130)
+    selection = select(inputs, config)
+    whole = selection_health(inputs, selection, config)
+    monkeypatch.setattr(nsa_health, "MOST_SCORES", 2 * 4 * 130 * 7)
+    assert selection_health(inputs, selection, config) == pytest.approx(whole)
+
+
+def test_a_choice_of_everything_misses_nothing() -> None:
+    config = small()
+    inputs = nsa_inputs(config, 64)
+    found = selection_health(inputs, select(inputs, config), config)
+    assert found == (0.0, 1.0)
+
+
+def test_gates_that_select_alone_have_collapsed() -> None:
+    gates = torch.tensor([0.0, 1.0, 0.0]).expand(2, 5, 4, 3)
+    found = gate_health(gates)
+    assert found == pytest.approx((0.0, 1.0, 0.0, 1.0, 0.0, 1.0), abs=1e-6)
+
+
+def test_gates_count_by_their_size_whatever_their_sign() -> None:
+    gates = torch.tensor([[-1.0, 1.0, 2.0], [0.0, 0.0, 0.0]])[None, None]
+    found = gate_health(gates)
+    entropy = (0.5 * math.log(4) + 0.5 * math.log(2)) / math.log(3)
+    expected = (entropy / 2, 0.25, 0.125, 0.125, 0.25, 0.0)
+    assert found == pytest.approx(expected, abs=1e-6)
