@@ -1,7 +1,7 @@
 """How a run fared: one line a question, each with a number, its limit and a word."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from qat.report.runs import Run
@@ -15,6 +15,8 @@ SLOW_TIMES = 1.2
 """Own time of the slowest rank over the others'."""
 LEAST_GROWTH_MIB = 64.0
 """Growth below this is no growth."""
+LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
+"""Of sparse attention: dense mass that chosen blocks hold, and the gates' share of their branch."""
 WARM_C, HOT_C = 80, 90
 """GPUs slow down somewhere above 80 degrees."""
 
@@ -54,6 +56,7 @@ def health(run: Run) -> list[Check]:
         _skipped(run),
         _recompiles(beats),
         _temperature(beats),
+        *_sparse(run),
         _resumes(run),
         _forced(run),
     ]
@@ -148,6 +151,31 @@ def _temperature(beats: list[dict]) -> Check | None:
     top = max(found)
     state = "ok" if top < WARM_C else "look" if top < HOT_C else "bad"
     return Check("GPU, hottest", state, f"{top:.0f} C", f"{WARM_C} C")
+
+
+def _sparse(run: Run) -> Iterator[Check]:
+    """Of sparse attention at the last evaluation, the worst layer of each."""
+    layers = run.evals[-1].get("nsa_layers") if run.evals else None
+    if not layers:
+        return
+    yield _least("block recall", layers, "recall_frac", LEAST_RECALL_FRAC)
+    acts = max(layers, key=lambda layer: layer["limit_frac"])["limit_frac"]
+    found = f"{_percent(acts)} of queries"
+    yield Check("blocks left out", "ok" if acts else "look", found, "more than none")
+    if gated := [layer for layer in layers if layer.get("selected_frac") is not None]:
+        yield _least("selected branch", gated, "selected_frac", LEAST_SELECTED_FRAC)
+    slow = [layer["layer"] for layer in layers if layer["is_fallback"]]
+    names = f"layers {', '.join(map(str, slow[:5]))}{', ...' if len(slow) > 5 else ''}"
+    found = f"{names}: {layers[slow[0]]['route']}" if slow else "none"
+    yield Check("attention fallbacks", "look" if slow else "ok", found, "none")
+
+
+def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
+    """The layer with the lowest `key`, against the least that it should be."""
+    lowest = min(layers, key=lambda layer: layer[key])
+    state = "ok" if lowest[key] >= limit else "look"
+    found = f"{_percent(lowest[key])} in layer {lowest['layer']}"
+    return Check(name, state, found, f"at least {_percent(limit)}")
 
 
 def _resumes(run: Run) -> Check:

@@ -27,6 +27,19 @@ COLUMNS = (
     ("device", ""),
 )
 BEST_COLUMNS = (3, 4, 6)
+LAYER_COLUMNS = (
+    ("layer", "layer"),
+    ("route", "computed by"),
+    ("recall_frac", "block recall, %"),
+    ("limit_frac", "blocks left out, % of queries"),
+    ("compressed_frac", "compressed, %"),
+    ("selected_frac", "selected, %"),
+    ("window_frac", "window, %"),
+    ("gate_entropy_frac", "entropy, %"),
+    ("gate_largest_frac", "largest gate, %"),
+    ("collapse_frac", "collapsed, %"),
+)
+"""Of sparse attention: keys of a layer's health, and what a reader calls them."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +149,19 @@ def _run_view(run: Run) -> dict[str, Any]:
         "label": run.label,
         "tiles": [(label, value) for label, value in tiles if value != "-"],
         "health": health(run),
+        "layer_columns": [name for _, name in LAYER_COLUMNS],
+        "layers": [_layer_row(layer) for layer in last.get("nsa_layers") or ()],
         "sample": last.get("sample"),
         "sample_step": last.get("step"),
         "facts": list(_flatten(run.info)),
         "recipe": run.recipe,
     }
+
+
+def _layer_row(layer: dict[str, Any]) -> list[str]:
+    """The cells of one layer's sparse attention; a dash for what it does not have."""
+    values = ((key, layer.get(key)) for key, _ in LAYER_COLUMNS)
+    return [number(_percent(v) if key.endswith("_frac") else v) for key, v in values]
 
 
 def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, Any]:

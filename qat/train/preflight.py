@@ -42,6 +42,17 @@ class Finding(NamedTuple):
         return f"{self.code}: {self.found}, {self.reason}; {self.mend}"
 
 
+class SparsePlan(NamedTuple):
+    """What is known of a student's sparse attention."""
+
+    reach: int
+    """Longest sequence that it attends to densely."""
+    has_gates: bool
+    backend: str
+    """What computes it: `flex`, `reference`, ..."""
+    reason: str
+
+
 class Plan(NamedTuple):
     """What is known of a run before it begins."""
 
@@ -62,6 +73,8 @@ class Plan(NamedTuple):
     """Whether memory ran out in the attempt to predict."""
     problems: tuple[str, ...] = ()
     """Messages of errors that would stop the run before its first step."""
+    sparse: SparsePlan | None = None
+    """None for dense attention."""
 
 
 def is_long(config: TrainConfig, hours: float | None) -> bool:
@@ -71,7 +84,7 @@ def is_long(config: TrainConfig, hours: float | None) -> bool:
 
 def preflight(config: TrainConfig, plan: Plan) -> list[Finding]:
     """All that can be said of `plan`, errors first; `config.dtype` and its kin are resolved."""
-    checks = (_cache, _precision, _saving, _data, _rates, _shape, _measured)
+    checks = (_cache, _precision, _saving, _data, _rates, _shape, _sparse, _measured)
     found = [finding for check in checks for finding in check(config, plan)]
     return sorted(found, key=lambda finding: ORDER.index(finding.severity))
 
@@ -190,6 +203,33 @@ def _shape(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
             "a long run with the settings of a test",
             f"expect sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS} tokens at least",
         )
+
+
+def _sparse(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+    sparse = plan.sparse
+    if sparse is None:
+        return
+    if plan.sequence_length <= sparse.reach:
+        yield Finding(
+            "nsa_dense",
+            "warning",
+            f"sequences of {plan.sequence_length} tokens, of which sparse attention reads up to "
+            f"{sparse.reach} whole",
+            "its choice of blocks never acts and the student does not learn to live with it",
+            "build a cache of longer sequences, or convert to fewer or smaller blocks",
+        )
+    if sparse.has_gates and "gates" not in config.kinds:
+        found = f"learn={config.learn} leaves the gates of sparse attention as they are"
+        reason = "where they begin, selection alone counts"
+        yield Finding("nsa_gates", "note", found, reason, "add gates to --learn")
+    is_slow = sparse.backend == "reference" and plan.device != "cpu"
+    yield Finding(
+        "nsa_backend",
+        "warning" if is_slow else "note",
+        f"sparse attention runs as {sparse.backend}",
+        sparse.reason,
+        "choose sizes that a kernel takes" if is_slow else "nothing",
+    )
 
 
 def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:

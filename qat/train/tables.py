@@ -15,7 +15,7 @@ from qat.logs import METRICS, TRAINING_CSV, VAL_CSV, JsonLines, Lines, read_json
 FILES = {"train": TRAINING_CSV, "eval": VAL_CSV}
 LATER = {"train": (), "eval": ("codes_flipped_frac",)}
 """Columns that the first line does not have yet."""
-NO_COLUMN = ("kind", "sample")
+NO_COLUMN = ("kind", "sample", "nsa_layers")
 
 
 class Metrics:

@@ -46,6 +46,57 @@ def test_a_calm_run_is_healthy(calm: Run) -> None:
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
 
 
+def with_layers(run: Run, **changes: object) -> Run:
+    """The run with two layers of sparse attention, the second one changed."""
+    gates = {"compressed_frac": 0.1, "selected_frac": 0.7, "window_frac": 0.2}
+    gates |= {"gate_entropy_frac": 0.7, "gate_largest_frac": 0.7, "collapse_frac": 0.0}
+    plain = {"layer": 0, "route": "flex", "is_fallback": False, "recall_frac": 0.98, **gates}
+    plain |= {"limit_frac": 0.5}
+    layers = [plain, {**plain, "layer": 1, **changes}]
+    return Run(**{**vars(run), "evals": [*run.evals[:-1], run.evals[-1] | {"nsa_layers": layers}]})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "state", "found"),
+    [
+        ("block recall", {}, "ok", "98 % in layer 0"),
+        ("block recall", {"recall_frac": 0.8}, "look", "80 % in layer 1"),
+        ("blocks left out", {}, "ok", "50 % of queries"),
+        ("selected branch", {"selected_frac": 0.01}, "look", "1 % in layer 1"),
+        ("attention fallbacks", {}, "ok", "none"),
+        (
+            "attention fallbacks",
+            {"is_fallback": True, "route": "reference"},
+            "look",
+            "layers 1: reference",
+        ),
+    ],
+)
+def test_sparse_attention_is_asked_about(
+    calm: Run, name: str, changes: dict, state: str, found: str
+) -> None:
+    check = answer(with_layers(calm, **changes), name)
+    assert (check.state, check.found) == (state, found)
+
+
+def test_dense_and_merged_layers_have_fewer_questions(calm: Run) -> None:
+    merged = with_layers(calm, limit_frac=0.0)
+    for layer in merged.evals[-1]["nsa_layers"]:
+        layer.update(selected_frac=None, limit_frac=0.0)
+    names = {check.name for check in health(merged)}
+    assert "selected branch" not in names and "block recall" not in {c.name for c in health(calm)}
+    assert answer(merged, "blocks left out").state == "look"
+
+
+def test_the_page_has_a_table_of_layers(calm: Run, tmp_path: Path) -> None:
+    lines = [*calm.steps, *with_layers(calm, selected_frac=None).evals]
+    kinds = [{**line, "kind": "eval" if "ppl" in line else "train"} for line in lines]
+    write_lines(tmp_path / "calm" / "metrics.jsonl", kinds)
+    page = write_report([tmp_path / "calm"], tmp_path / "page.html").page.read_text()
+    assert "by layer" in page and "<td>flex</td><td>98.0</td>" in page
+    assert "<td>10.0</td><td>-</td>" in page
+
+
 def test_what_nobody_measured_is_not_asked(tmp_path: Path) -> None:
     run = read_directory(write_run(tmp_path / "old"))
     names = {check.name for check in health(run)}

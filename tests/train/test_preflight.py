@@ -9,7 +9,14 @@ from qat.errors import ConfigError
 from qat.train.check import codes_forced, refuse
 from qat.train.config import TrainConfig
 from qat.train.predict import Prediction
-from qat.train.preflight import Finding, Plan, is_long, preflight, suggested_save_every
+from qat.train.preflight import (
+    Finding,
+    Plan,
+    SparsePlan,
+    is_long,
+    preflight,
+    suggested_save_every,
+)
 
 GIB = 2**30
 
@@ -33,6 +40,9 @@ PLAN = Plan(
     sequence_length=64,
     prediction=FAST,
 )
+
+SLOW = PLAN._replace(sparse=SparsePlan(32, False, "reference", "width 20 is no power of two"))
+SPARSE = PLAN._replace(sequence_length=2048, sparse=SparsePlan(1024, True, "flex", "CUDA"))
 
 
 def settings(**values: object) -> TrainConfig:
@@ -83,6 +93,8 @@ CASES = [
     ("cache", "error", PLAN._replace(problems=("a, expected b; do c",)), {}, "a, .*; do c$"),
     ("toy", "warning", PLAN._replace(sequence_length=16), {}, "sequences of 16 tokens"),
     ("toy", "warning", PLAN, {"batch_size": 4}, "256 tokens a step"),
+    ("nsa_dense", "warning", SPARSE._replace(sequence_length=1024), {}, "1024 tokens.*up to 1024"),
+    ("nsa_backend", "warning", SLOW, {}, "runs as reference, width 20"),
 ]
 
 
@@ -93,6 +105,14 @@ def test_a_finding_has_a_reason_and_a_mend(
     finding = found(plan, **values)[code]
     assert finding.severity == severity and finding.reason and finding.mend
     assert re.search(message, finding.line()), finding.line()
+
+
+def test_sparse_attention_is_told_of() -> None:
+    assert found(SPARSE) == {}
+    notes = {each.code for each in preflight(settings(), SPARSE)}
+    assert {"nsa_backend", "nsa_gates"} <= notes
+    learning = settings(learn="scales,gates")
+    assert "nsa_gates" not in {each.code for each in preflight(learning, SPARSE)}
 
 
 def test_what_does_not_learn_has_no_rate() -> None:
