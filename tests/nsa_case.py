@@ -1,31 +1,143 @@
-"""Tiny models with Native Sparse Attention that is sparse at lengths of a test."""
+"""Small NSA inputs and the definition spelled out a query at a time, in float64 loops."""
 
-from tiny import tiny_model
-from transformers import PreTrainedModel
+import math
+
+import torch
+from torch import Tensor
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.models.nsa_swap import swap_attention
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import pool
 
-SMALL = NSAConfig(
-    compress_block=8,
-    compress_stride=4,
-    select_block=16,
-    num_selected=4,
-    window=16,
-    select_tile=16,
-)
-"""Reaches 64 tokens, half of what `tiny_model` reads."""
+SMALL = {
+    "compress_block": 8,
+    "compress_stride": 4,
+    "select_block": 16,
+    "num_selected": 4,
+    "window": 12,
+}
 
 
 def small(**changes: object) -> NSAConfig:
-    """`SMALL` with some fields changed."""
-    return NSAConfig(**{**SMALL.model_dump(), **changes})
+    """Sizes that are sparse from 65 positions on."""
+    return NSAConfig(**{**SMALL, "select_tile": 16, **changes})
 
 
-def sparse_model(
-    architecture: str = "qwen3", config: NSAConfig = SMALL, **overrides: object
-) -> PreTrainedModel:
-    """`tiny_model`, swapped, that keeps no cache unless asked to."""
-    model = tiny_model(architecture, use_cache=False, **overrides)
-    swap_attention(model, config)
-    return model
+def nsa_inputs(
+    config: NSAConfig,
+    length: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    width: int = 8,
+    first: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Inputs:
+    """Two rows of random heads; pooled by the mean."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    query = drawn(2, heads[0], length, width)
+    key, value = (drawn(2, heads[1], length, width) for _ in range(2))
+    gates = None if config.mode == "merged" else drawn(2, length, heads[0], 3)
+    pooled_value = None if config.mode == "merged" else pool(value, config)
+    return Inputs(query, key, value, pool(key, config), pooled_value, gates, first, width**-0.5)
+
+
+def spliced(one: Inputs, other: Inputs, cut: int) -> list[Tensor]:
+    """Queries, keys and values of `one` up to place `cut`, of `other` from there."""
+    pairs = zip(one[:3], other[:3], strict=True)
+    return [torch.cat([a[:, :, :cut], b[:, :, cut:]], 2) for a, b in pairs]
+
+
+def documents(length: int) -> Tensor:
+    """`(2, length)`: beginnings of documents at odd places, others in each row."""
+    starts = [[0, length // 3, length // 3 + 1], [0, length // 2 + 1]]
+    places = torch.arange(length)
+    rows = [torch.stack([torch.where(places >= s, s, 0) for s in row]).amax(0) for row in starts]
+    return torch.stack(rows)
+
+
+def softmax(scores: list[float]) -> list[float]:
+    """The textbook's."""
+    most = max(scores)
+    powers = [math.exp(score - most) for score in scores]
+    return [power / sum(powers) for power in powers]
+
+
+def blocks_of_tile(inputs: Inputs, config: NSAConfig, at: tuple[int, int, int]) -> set[int]:
+    """What the tile `(row, key-value head, tile)` reads, from the definition."""
+    row, head, tile = at
+    leader = tile * config.select_tile
+    start = int(inputs.beginnings().expand(2, -1)[row, leader])
+    l, d, size = config.compress_block, config.compress_stride, config.select_block
+    visible = [
+        c for c in range(inputs.pooled_key.shape[2]) if c * d + l - 1 <= leader and c * d >= start
+    ]
+    own = leader // size
+    last = own + max(1, config.select_tile // size) - 1
+    score = dict.fromkeys(range(start // size, last + 1), 0.0)
+    for of_group in range(inputs.group if visible else 0):
+        query = inputs.query[row, head * inputs.group + of_group, leader]
+        keys = inputs.pooled_key[row, head]
+        shares = softmax([float(query @ keys[c]) * inputs.scale for c in visible])
+        for c, share in zip(visible, shares, strict=True):
+            for j in score:
+                shared = min(c * d + l, (j + 1) * size) - max(c * d, j * size)
+                score[j] += share * max(0, shared) / l
+    for j in score:
+        is_init = start // size <= j < start // size + config.init_blocks
+        if is_init or own - config.local_blocks < j:
+            score[j] = math.inf
+    # float32 decides in the code under test: scores that it holds for equal are equal here
+    order = sorted(score, key=lambda j: (-round(score[j], 6), j))
+    return set(order[: config.num_selected])
+
+
+def by_loops(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """`(B, S, H, D)`: every query alone."""
+    B, H, S, D = inputs.query.shape
+    out = torch.zeros(B, S, H, D, dtype=torch.float64)
+    beginnings = inputs.beginnings().expand(B, -1)
+    for row in range(B):
+        for head in range(H):
+            for t in range(S):
+                at = (row, head // inputs.group, t // config.select_tile)
+                chosen = blocks_of_tile(inputs, config, at)
+                past = range(int(beginnings[row, t]), t + 1)
+                read = [i for i in past if i // config.select_block in chosen]
+                selected = _attend(inputs, (row, head, t), inputs.key, inputs.value, read)
+                if config.mode == "merged":
+                    out[row, t, head] = selected
+                    continue
+                window = [i for i in past if i > t - config.window]
+                passed = [
+                    c
+                    for c in range(inputs.pooled_key.shape[2])
+                    if c * config.compress_stride >= past[0]
+                    and c * config.compress_stride + config.compress_block - 1 <= t
+                ]
+                pooled = (inputs.pooled_key, inputs.pooled_value)
+                gate = inputs.gates[row, t, head]
+                out[row, t, head] = (
+                    gate[0] * _attend(inputs, (row, head, t), *pooled, passed)
+                    + gate[1] * selected
+                    + gate[2] * _attend(inputs, (row, head, t), inputs.key, inputs.value, window)
+                )
+    return out
+
+
+def _attend(
+    inputs: Inputs, at: tuple[int, int, int], keys: Tensor, values: Tensor, read: list[int]
+) -> Tensor:
+    """One query over the keys `read`; zero where there are none."""
+    row, head, t = at
+    if not read:
+        return torch.zeros(values.shape[-1], dtype=torch.float64)
+    of = head // inputs.group
+    shares = softmax(
+        [float(inputs.query[row, head, t] @ keys[row, of, i]) * inputs.scale for i in read]
+    )
+    return sum(share * values[row, of, i] for share, i in zip(shares, read, strict=True))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nsa_case import SMALL, small, sparse_model
+from nsa_model_case import SMALL, small, sparse_model
 from tiny import tiny_model
 from torch import nn
 

@@ -1,0 +1,31 @@
+"""Tiny models with Native Sparse Attention that is sparse at lengths of a test."""
+
+from tiny import tiny_model
+from transformers import PreTrainedModel
+
+from qat.kernels.nsa.config import NSAConfig
+from qat.models.nsa_swap import swap_attention
+
+SMALL = NSAConfig(
+    compress_block=8,
+    compress_stride=4,
+    select_block=16,
+    num_selected=4,
+    window=16,
+    select_tile=16,
+)
+"""Reaches 64 tokens, half of what `tiny_model` reads."""
+
+
+def small(**changes: object) -> NSAConfig:
+    """`SMALL` with some fields changed."""
+    return NSAConfig(**{**SMALL.model_dump(), **changes})
+
+
+def sparse_model(
+    architecture: str = "qwen3", config: NSAConfig = SMALL, **overrides: object
+) -> PreTrainedModel:
+    """`tiny_model`, swapped, that keeps no cache unless asked to."""
+    model = tiny_model(architecture, use_cache=False, **overrides)
+    swap_attention(model, config)
+    return model
