@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
@@ -97,10 +98,8 @@ def kept_mass(
     query = inputs.query[:, :, places].unflatten(1, (-1, inputs.group)).float()
     logits = inputs.scale * query @ inputs.key[:, :, None].float().mT
     shares = masked_softmax(logits, mask[:, None, None])
-    missing = -inputs.length % config.select_block
-    by_block = torch.nn.functional.pad(shares, (0, missing)).unflatten(
-        -1, (-1, config.select_block)
-    )
+    missing = selection.shape[-1] * config.select_block - inputs.length
+    by_block = pad(shares, (0, missing)).unflatten(-1, (-1, config.select_block))
     mass = (by_block.sum(-1) * chosen[:, :, None]).sum(-1)
     blocks = torch.arange(selection.shape[-1], device=places.device)
     own = places[:, None] // config.select_block
