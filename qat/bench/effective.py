@@ -77,13 +77,15 @@ class Watched:
 
 
 def operator_facts(events: Sequence) -> Facts:
-    """Shares of matmul FLOPs by dtype, how attention ran, and calls of our own operators."""
+    """Shares of matmul FLOPs by dtype, how attention ran, and calls of our own operators.
+
+    A product of unknown sizes does not count: the compiler looked at it, nothing multiplied.
+    """
     flops, attention, own = Counter(), set(), Counter()
     for event in events:
         name = event.name()
         if name in MATMULS:
-            dtype, count = _matmul(event, *MATMULS[name])
-            flops[dtype] += count
+            flops.update(_matmul(event, *MATMULS[name]))
         elif name.startswith(ATTENTION) and not name.endswith("backward"):
             attention.add(name)
         if name.startswith("qat::"):
@@ -163,12 +165,14 @@ def _not_recomputed(wished: Facts, effective: Facts) -> str | None:
     return "gradient_checkpointing recomputed no layer"
 
 
-def _matmul(event, first: int, second: int) -> tuple[str, int]:  # noqa: ANN001 - a kineto event
-    """The dtype of an operator's factors, and its FLOPs: 2 x rows x inner x columns."""
+def _matmul(event, first: int, second: int) -> dict[str, int]:  # noqa: ANN001 - a kineto event
+    """An operator's FLOPs by the dtype of its factors: 2 x rows x inner x columns."""
     shapes, dtypes = event.shapes(), event.dtypes()
     left, right = shapes[first], shapes[second]
+    if not (left and right):  # symbols, while a step of another shape is compiled
+        return {}
     columns = prod(right) // max(prod(right[:-2]) * left[-1], 1)
-    return DTYPES.get(dtypes[first], dtypes[first]), 2 * prod(left) * columns
+    return {DTYPES.get(dtypes[first], dtypes[first]): 2 * prod(left) * columns}
 
 
 def _counters() -> tuple:

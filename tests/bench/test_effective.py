@@ -49,6 +49,17 @@ def test_flops_by_dtype_and_the_attention_that_ran() -> None:
     assert found["operators"] == {}
 
 
+def test_what_is_only_compiled_is_no_product() -> None:
+    double = torch.compile(lambda a, b: a @ b, backend="aot_eager", dynamic=True)
+    a, b = torch.randn(4, 8), torch.randn(8, 16)
+    with profile_operators() as profile:
+        double(a, b)
+    events = profile.profiler.kineto_results.events()
+    assert any(event.name() == "aten::mm" and not event.shapes()[0] for event in events)
+    assert operator_facts(events)["matmul_dtypes"] == {"fp32": 1.0}
+    torch.compiler.reset()
+
+
 def test_every_bench_row_says_what_ran(tmp_path) -> None:
     quick = {"device": "cpu", "steps": 1, "warmup": 2, "batch_size": 2, "seq_len": 8}
     config = BenchConfig(**quick, gradient_checkpointing=True)

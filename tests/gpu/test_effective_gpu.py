@@ -42,7 +42,9 @@ def test_a_sweep_watches_the_gpu(tmp_path: Path) -> None:
         '[product]\nlayout = ["packed", "buckets"]\n'
     )
     report = run_sweep(SweepConfig(sample_s=0.2), recipe, tmp_path / "out")
-    assert report.failures == []
+    assert not report.failures, "\n".join(
+        Path(failure["log"]).read_text(encoding="utf-8") for failure in report.failures
+    )
     for row in report.rows:
         assert row["telemetry"]["gpu_temp_c"] > 0 and row["telemetry"]["gpu_mem_mib"] > 0
         assert row["is_leaking"] is False and row["memory_trend"] is not None
