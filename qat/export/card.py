@@ -15,7 +15,7 @@ from qat.export.origin import float_base
 from qat.export.targets import load_target
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
 from qat.models.count import model_bits_per_weight, parameter_count, whole_model_bits
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.quant.spec import LutSpec
 
 CARD = "README.md"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.parts import DTYPE_NAMES, exact, require, unquantized_state, write_config
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear

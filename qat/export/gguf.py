@@ -17,7 +17,7 @@ from qat.export.parts import (
     unquantized_state,
 )
 from qat.export.probe import logits_of_weights
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.quant.spec import LutSpec
 

@@ -26,7 +26,7 @@ from qat.export.parts import (
     unquantized_state,
     write_config,
 )
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.quant.pack import pack
 from qat.quant.spec import LutSpec

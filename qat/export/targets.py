@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.config import TargetName
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import weight_shape
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear

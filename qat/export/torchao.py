@@ -18,7 +18,7 @@ from qat.export.parts import (
     write_config,
 )
 from qat.export.probe import reloaded_logits
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear

@@ -15,13 +15,8 @@ from transformers.utils import logging as hf_logging
 from qat.errors import CheckpointError, ConfigError
 from qat.models.checksums import check_checksums, write_checksums
 from qat.models.directory import atomic_directory
-from qat.models.hf_quantizer import (
-    QUANT_METHOD,
-    QatConfig,
-    QatHfQuantizer,
-    packed_state_dict,
-    stored_dtype,
-)
+from qat.models.hf_quantizer import QUANT_METHOD, QatConfig, QatHfQuantizer
+from qat.models.stored_state import packed_state_dict, stored_dtype
 
 
 def save_checkpoint(

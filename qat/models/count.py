@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from qat.models.hf_quantizer import packed_state_dict
+from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears

@@ -17,24 +17,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models.swap import ascending, replace_module
+from qat.models.stored_state import packed_state_dict, quantized_modules, weight_parts
+from qat.models.swap import replace_module
 from qat.models.tables import put_table, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.quant.lora import Lora
-from qat.quant.pack import pack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import (
-    STORED_DTYPES,
-    QuantizedWeight,
-    Scales,
-    dtype_as_stored,
-    from_stored,
-    round_as_stored,
-    to_stored,
-)
+from qat.quant.weight import QuantizedWeight, Scales, dtype_as_stored, from_stored
 
 if TYPE_CHECKING:  # this file is imported while transformers itself still is
     from transformers import PreTrainedModel
@@ -157,53 +149,6 @@ class QatHfQuantizer(HfQuantizer):
             _check_indices(name, module)
 
 
-def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state as a packed checkpoint stores it.
-
-    Of each quantized linear or table: `packed` (uint8), `codebook` (float32, ascending), its scales
-    (float16, or uint8 of 8 bits; `rank_gain` float32), the factors of its adapter (float16) and the
-    bias. Everything else as it is, in bfloat16 where that loses nothing: a student whose masters
-    are float32 does not grow beyond its teacher.
-
-    Raises:
-        CheckpointError: a scale or level is not finite in the dtype it is stored in.
-    """
-    state = _narrowed(model.state_dict())
-    finite: dict[str, Tensor] = {}
-    for name, module in quantized_modules(model).items():
-        for key in ("weight", "packed", *_parts(module)):
-            state.pop(f"{name}.{key}", None)
-        for key, tensor in _stored_tensors(name, module, finite).items():
-            state[f"{name}.{key}"] = tensor
-    _check_finite(model, finite)
-    return state
-
-
-def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """The one dtype of all tensors that make up no quantized weight; float32 if they differ."""
-    special = (*STORED_DTYPES, "packed")
-    dtypes = {t.dtype for name, t in state.items() if name.rpartition(".")[2] not in special}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-
-def _narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 tensors in bfloat16 where that is exact; tied tensors stay tied.
-
-    A device is waited for once, not for each tensor.
-    """
-    wide = {t.data_ptr(): t for t in state.values() if t.dtype == torch.float32 and t.numel()}
-    narrow = {pointer: tensor.to(torch.bfloat16) for pointer, tensor in wide.items()}
-    exact = [(narrow[pointer].float() == tensor).all() for pointer, tensor in wide.items()]
-    kept = dict(zip(wide, _read(exact), strict=True))
-    return {name: narrow[p] if kept.get(p := t.data_ptr()) else t for name, t in state.items()}
-
-
-def _read(flags: list[Tensor]) -> list[bool]:
-    """Scalars on one device, or several, for the host; one device is waited for once."""
-    is_one = len({flag.device for flag in flags}) == 1
-    return torch.stack(flags).tolist() if is_one else [bool(flag) for flag in flags]
-
-
 def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
     """Compare names, shapes and stored dtypes in safetensors `files` with what `model` needs.
 
@@ -231,48 +176,11 @@ def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
     )
 
 
-def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
-    """The model's quantized tables and linears by name."""
-    return {**lut_tables(model), **quant_linears(model)}
-
-
-def _parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
-    """What the weight is made of beside its indices, by name."""
-    is_table = isinstance(module, FrozenLutTable)
-    return module.weight_tensors() if is_table else module.weight_parameters()
-
-
-def _stored_tensors(
-    name: str, module: QuantLinear | FrozenLutTable, finite: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """What a packed checkpoint holds of a module; `finite` gets whether each part is."""
-    quantized = ascending(module.quantized())
-    tensors = {"codebook": quantized.codebook, **quantized.scales.present()}
-    if isinstance(module, QuantLinear):
-        tensors |= {name: factor.detach() for name, factor in module.lora_parameters().items()}
-    bits, stored = module.spec.scale_bits, {}
-    for key, tensor in tensors.items():
-        finite[f"{name}.{key}"] = round_as_stored(key, tensor, bits).isfinite().all()
-        stored[key] = to_stored(key, tensor, bits)
-    return {"packed": pack(quantized.indices, module.spec.bits), **stored}
-
-
-def _check_finite(model: nn.Module, finite: dict[str, Tensor]) -> None:
-    for full_name, is_finite in zip(finite, _read(list(finite.values())), strict=True):
-        if not is_finite:
-            name, _, key = full_name.rpartition(".")
-            dtype = dtype_as_stored(key, model.get_submodule(name).spec.scale_bits)
-            raise CheckpointError(
-                f"{full_name} holds values that are not finite in {dtype}, expected finite ones; "
-                "lower the learning rate of that kind of parameter"
-            )
-
-
 def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     dtypes = {}
     for name, module in quantized_modules(model).items():
         dtypes[f"{name}.packed"] = SAFETENSORS_NAMES[torch.uint8]
-        for key in _parts(module):
+        for key in weight_parts(module):
             stored = dtype_as_stored(key, module.spec.scale_bits)
             dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[stored]
     return dtypes

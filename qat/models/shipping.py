@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from transformers import PreTrainedModel
 
 from qat.errors import ExportError
-from qat.models.hf_quantizer import quantized_modules
+from qat.models.stored_state import quantized_modules
 from qat.models.swap import linear_names
 from qat.models.tables import table_names, weight_shape
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan

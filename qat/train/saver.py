@@ -5,6 +5,9 @@ hold what was meant.
 """
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -14,13 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat import backend as backends
+from qat.copying import KeptCopies
 from qat.data.pipeline import Behind
 from qat.files import sync
 from qat.logs import METRICS
 from qat.models.checkpoint import write_checkpoint
 from qat.models.directory import atomic_directory
-from qat.models.hf_quantizer import packed_state_dict
 from qat.models.language_model import LanguageModel
+from qat.models.stored_state import RawState, raw_state, stored_state
 from qat.ranks import Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
@@ -28,7 +32,7 @@ from qat.train.optim import Optimizer
 from qat.train.proof import FORMAT, STATE, STATE_TENSORS, prove
 from qat.train.run import Run
 
-PACKED = "packed."
+MODEL = "model."
 
 
 class _Copy(NamedTuple):
@@ -36,7 +40,7 @@ class _Copy(NamedTuple):
 
     path: Path
     tensors: dict[str, Tensor]
-    """On the host, those of the packed model by names that begin with `packed.`."""
+    """On the host, the raw state of the model by names that begin with `model.`."""
     copying: backends.Copying
     facts: dict[str, object]
     is_best: bool
@@ -65,27 +69,35 @@ class Saver:
         self._ranks = ranks
         self._backend = backends.select(config.device)
         self._behind: Behind[None, _Copy] = Behind(self._write, None)
+        self._kept = KeptCopies()
+        """Of what does not learn."""
         self.saved: int | None = None
         """The step that was saved last."""
+        self.seconds: dict[str, float] = {}
+        """What the parts of the last save took. The loop stood still for `wait` (for the save
+        before), `gather` and `begin` (the copies); `arrive`, `convert`, `write`, `prove` are
+        behind."""
 
     def save(self, step: int, best: float, *, is_best: bool) -> None:
         """Copy the state after `step` and have it written; all ranks call it, the first writes.
 
-        Waits for the save before.
+        Waits for the save before; for the device the first time only.
 
         Raises:
-            CheckpointError: that one could not be written, or a scale is not finite as stored.
+            CheckpointError: that one could not be written, or held a scale that is not finite as
+                stored.
         """
-        self._behind.state()
-        packed = packed_state_dict(self._student.model)
-        gathered = self._optimizer.gathered()
-        state = {**self._optimizer.state(), **self._rng_tensors(), **self._codes.state()}
+        with self._timed("wait"):
+            self._behind.state()
+        with self._timed("gather"):
+            raw, gathered = raw_state(self._student.model), self._optimizer.gathered()
+            state = {**self._optimizer.state(), **self._rng_tensors(), **self._codes.state()}
         self.saved = step
         if not self._ranks.is_first:
             return
         facts = {"format": FORMAT, "step": step, "best": best, **self._run.identity}
-        every = {PACKED + name: tensor for name, tensor in packed.items()} | state
-        copies, copying = self._backend.copied_to_host(every)
+        with self._timed("begin"):
+            copies, copying = self._copied(raw, state)
         self._optimizer.copying = copying
         path = self._run.checkpoint_path(step)
         # the copies begin after those of what was gathered, so waiting for them waits for both
@@ -113,18 +125,50 @@ class Saver:
     def _rng_tensors(self) -> dict[str, Tensor]:
         return {f"rng.{name}": state for name, state in self._backend.rng_state().items()}
 
+    def _copied(
+        self, raw: RawState, state: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], backends.Copying]:
+        """Copies of the model's raw state, named `model.`, and of `state`.
+
+        What does not learn is copied once, by the first save, which waits for it; on the host it is
+        its own copy.
+        """
+        learning = {p.data_ptr() for p in self._optimizer.parameters.values()}
+        own = {MODEL + name: tensor for name, tensor in raw.own.items()}
+        still = {name: tensor for name, tensor in own.items() if tensor.data_ptr() not in learning}
+        missing = self._kept.missing(still)
+        if missing:
+            elsewhere = {
+                name: tensor for name, tensor in missing.items() if not _is_on_host(tensor)
+            }
+            copies, copying = self._backend.copied_to_host(elsewhere)
+            copying.wait()
+            self._kept.keep(missing, missing | copies)
+        moving = {name: tensor for name, tensor in own.items() if name not in still}
+        made = {MODEL + name: tensor for name, tensor in raw.made.items()}
+        copies, copying = self._backend.copied_to_host(moving | made | state)
+        return copies | self._kept.of(list(still)), copying
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - began
+
     def _write(self, _: None, copy: _Copy) -> None:
         """Write, prove, then let the pointers move; on the thread behind."""
-        copy.copying.wait()
-        packed, state = {}, {}
-        for name, tensor in copy.tensors.items():
-            (packed if name.startswith(PACKED) else state)[name.removeprefix(PACKED)] = tensor
+        with self._timed("arrive"):
+            copy.copying.wait()
+        with self._timed("convert"):
+            packed, state = self._as_stored(copy.tensors)
         with atomic_directory(copy.path, replace=True) as partial:
-            write_checkpoint(self._student.model, self._tokenizer, partial, packed)
-            (partial / STATE).parent.mkdir()
-            safetensors.torch.save_file(state, partial / STATE_TENSORS)
-            (partial / STATE).write_text(json.dumps(copy.facts) + "\n", encoding="utf-8")
-            prove(partial, packed, state)
+            with self._timed("write"):
+                write_checkpoint(self._student.model, self._tokenizer, partial, packed)
+                (partial / STATE).parent.mkdir()
+                safetensors.torch.save_file(state, partial / STATE_TENSORS)
+                (partial / STATE).write_text(json.dumps(copy.facts) + "\n", encoding="utf-8")
+            with self._timed("prove"):
+                prove(partial, packed, state)
         metrics = self._run.path / METRICS
         if metrics.exists():  # what is known of the steps up to here must not be lost after it
             sync(metrics)
@@ -132,3 +176,14 @@ class Saver:
             self._run.point("best", copy.path)
         self._run.point("latest", copy.path)
         self._run.remove_old(self._config.keep, self._config.milestone_every)
+
+    def _as_stored(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The packed model as a checkpoint stores it, and the trainer's state."""
+        raw, state = {}, {}
+        for name, tensor in tensors.items():
+            (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
+        return stored_state(self._student.model, raw), state
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -22,10 +22,10 @@ from qat.export.model import export_model
 from qat.export.origin import CONVERSION, IMPORT, float_base
 from qat.export.targets import TARGETS, check_model, load_target
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.hf_quantizer import quantized_modules
 from qat.models.load import load_model
 from qat.models.quantize import quantize_model
 from qat.models.shipping import Shipping
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import with_tables
 from qat.nn.step import quant_linears
 from qat.quant.pack import pack

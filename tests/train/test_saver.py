@@ -9,10 +9,11 @@ import torch
 from train_case import config, make_place, make_trainer
 
 from qat import backend as backends
+from qat.copying import KeptCopies
 from qat.errors import CheckpointError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint
-from qat.models.hf_quantizer import packed_state_dict
+from qat.models.stored_state import packed_state_dict
 from qat.train import saver as saving
 from qat.train.loop import Trainer
 from qat.train.proof import problem, prove, read_state
@@ -116,6 +117,62 @@ def test_copies_on_the_host_keep_ties() -> None:
     assert copies["d"].numel() == copies["e"].numel() == 0
     weight.zero_()
     assert copies["a"].sum() == 15
+
+
+def test_small_tensors_travel_together() -> None:
+    many = {str(n): torch.full((n, 3), float(n)) for n in range(4)}
+    more = {"scalar": torch.tensor(7.0), "bytes": torch.arange(5, dtype=torch.uint8)}
+    large = {"large": torch.randn(2**18 + 1)}
+    tensors = many | more | large
+    copies, copying = backends.select("cpu").copied_to_host(tensors)
+    copying.wait()
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+    assert copies["1"].untyped_storage().data_ptr() == copies["3"].untyped_storage().data_ptr()
+    assert copies["large"].data_ptr() != tensors["large"].data_ptr()
+    assert not any(copies[name].data_ptr() == tensors[name].data_ptr() for name in ("1", "bytes"))
+
+
+def test_a_copy_is_made_once_and_anew_after_a_change() -> None:
+    kept, tensor = KeptCopies(), torch.zeros(3)
+    assert kept.missing({"a": tensor}) == {"a": tensor}
+    kept.keep({"a": tensor}, {"a": tensor.clone()})
+    assert not kept.missing({"a": tensor.detach()})
+    assert kept.missing({"a": tensor.clone()}) and kept.missing({"a": tensor[:2]})
+    tensor.add_(1)
+    assert kept.missing({"a": tensor}) and kept.of(["a"])["a"].sum() == 0
+
+
+@pytest.mark.parametrize("learn", ["scales,codebook", "weights,scales,codebook", "norms"])
+def test_what_does_not_learn_is_copied_once(
+    place: Path, tmp_path: Path, monkeypatch, learn: str
+) -> None:
+    """As on a GPU, where a tensor of the model is no copy of itself."""
+    monkeypatch.setattr(saving, "_is_on_host", lambda _: False)
+    settings = config(place, max_steps=3, save_every=1, keep=9, learn=learn)
+    made = make_trainer(settings, place / "student", tmp_path / "run")
+    seen, counts = {}, []
+    copied = type(made.backend).copied_to_host
+    real = made.saver.save
+
+    def count(backend: backends.Backend, tensors: dict) -> tuple:
+        counts.append(set(tensors))
+        return copied(backend, tensors)
+
+    def save(step: int, best: float, *, is_best: bool) -> None:
+        state = packed_state_dict(made.student.model)
+        seen[step] = {name: tensor.clone() for name, tensor in state.items()}
+        real(step, best, is_best=is_best)
+
+    monkeypatch.setattr(type(made.backend), "copied_to_host", count)
+    made.saver.save = save
+    made.train()
+    still, *moving = counts
+    assert still and len(moving) == 3 and not any(still & names for names in moving)
+    for step, expected in seen.items():
+        stored = safetensors.torch.load_file(made.run.checkpoint_path(step) / "model.safetensors")
+        assert all(torch.equal(stored[name], expected[name]) for name in stored)
+    parts = {"wait", "gather", "begin", "arrive", "convert", "write", "prove"}
+    assert made.saver.seconds.keys() == parts
 
 
 def test_what_is_kept(place: Path, tmp_path: Path) -> None:

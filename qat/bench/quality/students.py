@@ -21,9 +21,9 @@ from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.calibrate import TokenBatch
 from qat.models.convert import calibration_batches, convert_checkpoint
 from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes
-from qat.models.hf_quantizer import packed_state_dict
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.models.stored_state import packed_state_dict
 from qat.models.swap import linear_names
 from qat.nn.step import form_weights
 from qat.train.start import train_student

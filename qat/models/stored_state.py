@@ -1,0 +1,145 @@
+"""What a packed checkpoint stores of a model, from tensors on any device or copies on the host."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qat.errors import CheckpointError
+from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
+from qat.quant.pack import pack, unpack
+from qat.quant.weight import (
+    STORED_DTYPES,
+    dtype_as_stored,
+    round_as_stored,
+    round_levels,
+    to_stored,
+)
+
+PACKED = "packed"
+"""Name of the packed indices among a weight's tensors."""
+
+
+class RawState(NamedTuple):
+    """What a packed checkpoint is computed from, by names of the checkpoint."""
+
+    own: dict[str, Tensor]
+    """The model's tensors, latent weights left out."""
+    made: dict[str, Tensor]
+    """The packed indices that latent weights take now, in the order of their codebook."""
+
+
+def raw_state(model: nn.Module) -> RawState:
+    """The model's state as it lies on its device; little is computed, nothing is waited for."""
+    own, made = dict(model.state_dict()), {}
+    for name, linear in quant_linears(model).items():
+        if isinstance(linear, LutLinear):
+            del own[f"{name}.weight"]
+            made[f"{name}.{PACKED}"] = pack(linear.indices(), linear.spec.bits)
+    return RawState(own, made)
+
+
+def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state as a packed checkpoint stores it.
+
+    Of each quantized linear or table: `packed` (uint8), `codebook` (float32, ascending), its scales
+    (float16, or uint8 of 8 bits; `rank_gain` float32), the factors of its adapter (float16) and the
+    bias. Everything else as it is, in bfloat16 where that loses nothing: a student whose masters
+    are float32 does not grow beyond its teacher.
+
+    Raises:
+        CheckpointError: a scale or level is not finite in the dtype it is stored in.
+    """
+    raw = raw_state(model)
+    return stored_state(model, raw.own | raw.made)
+
+
+def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`packed_state_dict` of the moment of which `raw` is the whole raw state.
+
+    Reads no weight of `model`, so that another thread may go on to train it.
+
+    Raises:
+        CheckpointError: see `packed_state_dict`.
+    """
+    rest, stored = dict(raw), {}
+    finite: dict[str, Tensor] = {}
+    for name, module in quantized_modules(model).items():
+        parts = {key: rest.pop(f"{name}.{key}") for key in (PACKED, *weight_parts(module))}
+        for key, tensor in _stored_parts(name, module, parts, finite).items():
+            stored[f"{name}.{key}"] = tensor
+    _check_finite(model, finite)
+    return _narrowed(rest) | stored
+
+
+def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """The one dtype of all tensors that make up no quantized weight; float32 if they differ."""
+    special = (*STORED_DTYPES, PACKED)
+    dtypes = {t.dtype for name, t in state.items() if name.rpartition(".")[2] not in special}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
+    """The model's quantized tables and linears by name."""
+    return {**lut_tables(model), **quant_linears(model)}
+
+
+def weight_parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
+    """What a checkpoint holds of the weight beside its indices, by name, as it is now."""
+    if isinstance(module, FrozenLutTable):
+        return module.weight_tensors()
+    return {key: p for key, p in module.weight_parameters().items() if key in STORED_DTYPES}
+
+
+def _stored_parts(
+    name: str,
+    module: QuantLinear | FrozenLutTable,
+    parts: dict[str, Tensor],
+    finite: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """What a packed checkpoint holds of a module; `finite` gets whether each part is."""
+    spec, parts, stored = module.spec, dict(parts), {}
+    packed, codebook = parts.pop(PACKED), parts["codebook"]
+    if isinstance(module, QuantLinear):
+        codebook = round_levels(codebook, spec.level_bits)
+    parts["codebook"], order = codebook.sort(stable=True)
+    if not torch.equal(order, torch.arange(len(order), device=order.device)):
+        rank = order.argsort().to(torch.uint8)
+        packed = pack(rank[unpack(packed, spec.bits, module.in_features).int()], spec.bits)
+    for key, tensor in parts.items():
+        rounded = round_as_stored(key, tensor, spec.scale_bits)
+        finite[f"{name}.{key}"] = rounded.isfinite().all()
+        stored[key] = to_stored(key, rounded, spec.scale_bits)
+    return {PACKED: packed, **stored}
+
+
+def _narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Float32 tensors in bfloat16 where that is exact; tied tensors stay tied.
+
+    A device is waited for once, not for each tensor.
+    """
+    wide = {t.data_ptr(): t for t in state.values() if t.dtype == torch.float32 and t.numel()}
+    narrow = {pointer: tensor.to(torch.bfloat16) for pointer, tensor in wide.items()}
+    exact = [(narrow[pointer].float() == tensor).all() for pointer, tensor in wide.items()]
+    kept = dict(zip(wide, _read(exact), strict=True))
+    return {name: narrow[p] if kept.get(p := t.data_ptr()) else t for name, t in state.items()}
+
+
+def _read(flags: list[Tensor]) -> list[bool]:
+    """Scalars on one device, or several, for the host; one device is waited for once."""
+    is_one = len({flag.device for flag in flags}) == 1
+    return torch.stack(flags).tolist() if is_one else [bool(flag) for flag in flags]
+
+
+def _check_finite(model: nn.Module, finite: dict[str, Tensor]) -> None:
+    for full_name, is_finite in zip(finite, _read(list(finite.values())), strict=True):
+        if not is_finite:
+            name, _, key = full_name.rpartition(".")
+            dtype = dtype_as_stored(key, model.get_submodule(name).spec.scale_bits)
+            raise CheckpointError(
+                f"{full_name} holds values that are not finite in {dtype}, expected finite ones; "
+                "lower the learning rate of that kind of parameter"
+            )

@@ -1,0 +1,52 @@
+"""What a packed checkpoint stores, from the raw state of a moment."""
+
+import pytest
+import torch
+from quantized import SPECS, tiny_quantized
+from torch import nn
+
+from qat.models.stored_state import packed_state_dict, raw_state, stored_state
+from qat.models.swap import ascending, to_latent
+from qat.nn.step import quant_linears
+from qat.quant.pack import pack
+
+
+def shuffled(spec_name: str, *, is_latent: bool) -> nn.Module:
+    """A model whose levels lie in any order, as training may leave them."""
+    model = tiny_quantized("qwen3", SPECS[spec_name])
+    if is_latent:
+        to_latent(model, list(quant_linears(model)))
+    with torch.no_grad():
+        for linear in quant_linears(model).values():
+            linear.codebook.copy_(linear.codebook[torch.randperm(len(linear.codebook))])
+    return model
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("spec_name", SPECS)
+def test_indices_and_levels_are_those_of_the_weight_in_ascending_order(
+    spec_name: str, *, is_latent: bool
+) -> None:
+    model = shuffled(spec_name, is_latent=is_latent)
+    state = packed_state_dict(model)
+    assert not any(name.endswith("proj.weight") for name in state)
+    for name, linear in quant_linears(model).items():
+        quantized = ascending(linear.quantized())
+        assert torch.equal(state[f"{name}.codebook"], quantized.codebook)
+        octets = pack(quantized.indices, linear.spec.bits)
+        assert torch.equal(state[f"{name}.packed"], octets)
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_the_state_is_that_of_the_moment(*, is_latent: bool) -> None:
+    model = shuffled("lut2", is_latent=is_latent)
+    expected = {name: tensor.clone() for name, tensor in packed_state_dict(model).items()}
+    raw = raw_state(model)
+    copies = {name: tensor.clone() for name, tensor in (raw.own | raw.made).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    found = stored_state(model, copies)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
