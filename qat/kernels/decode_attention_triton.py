@@ -142,12 +142,12 @@ def _split_kernel(
         K2 = _read(keys + rows + D // 2 + half[None, :], is_seen, is_half)
         V = _read(values + rows + whole[None, :], is_seen, is_whole)
         score = tl.zeros([ROWS, TILE], tl.float32)
-        score = _add_product(_add_product(score, query1, tl.trans(K1)), query2, tl.trans(K2))
+        score = add_product(add_product(score, query1, tl.trans(K1)), query2, tl.trans(K2))
         score = tl.where(is_seen[None, :], score, float("-inf"))
         most = tl.maximum(peak, tl.max(score, axis=1))
         old, mass = tl.exp(peak - most), tl.exp(score - most[:, None])
         total = total * old + tl.sum(mass, axis=1)
-        out = _add_product(out * old[:, None], mass, V)
+        out = add_product(out * old[:, None], mass, V)
         peak = most
         start += TILE
     is_query = row < GROUP
@@ -170,7 +170,7 @@ def _read(places, is_row, is_column):
 
 
 @triton.jit
-def _add_product(total, A, B):
+def add_product(total, A, B):
     """`total + A @ B` of A in float32: in 16 bits, as what B has room for and what that leaves."""
     if B.dtype == tl.float32:
         return tl.dot(A, B, total, input_precision="tf32x3")

@@ -92,7 +92,7 @@ def importance(query: Tensor, inputs: Inputs, is_seen: Tensor, config: NSAConfig
         config: the sizes.
     """
     B, H, T, _ = query.shape
-    C, N = inputs.pooled_key.shape[2], config.num_blocks(inputs.length)
+    C, N = inputs.pooled_key.shape[2], config.num_blocks(inputs.key.shape[2])
     if C == 0:
         return query.new_zeros(B, H // inputs.group, T, N, dtype=torch.float32)
     query = query.unflatten(1, (-1, inputs.group)).float()
@@ -106,12 +106,12 @@ def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfi
 
     Args:
         scores: `(B, K, T, N)`.
-        leaders: `(T,)`, places of the queries that decide.
+        leaders: `(T,)` or `(B, T)`, places of the queries that decide.
         beginnings: `(B, T)`, where their documents begin.
         config: the sizes.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
-    own = leaders[:, None] // config.select_block
+    own = leaders[..., None] // config.select_block
     first = beginnings[..., None] // config.select_block
     is_init = (blocks >= first) & (blocks < first + config.init_blocks)
     is_local = (blocks > own - config.local_blocks) & (blocks < own + config.tile_blocks)
