@@ -66,7 +66,12 @@ class NSAAttention(nn.Module):
             from qat.models.nsa_cache import attend_cached
 
             out = attend_cached(
-                self, heads, gates, position_embeddings, past_key_values, padding_of(attention_mask)
+                self,
+                heads,
+                gates,
+                position_embeddings,
+                cache=past_key_values,
+                padding=padding_of(attention_mask),
             )
         return self.o_proj(out.flatten(2)), None
 
