@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +23,25 @@ NEEDED = ("config.json", STATE, STATE_TENSORS)
 def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     """Compare each tensor file in `directory` with the tensors in memory, then list all hashes.
 
-    The files are read back from the disk, not from what the system remembers of writing them.
+    The files are read back from the disk, not from what the system remembers of writing them. A
+    file is hashed while it is compared.
 
     Raises:
         CheckpointError: a file holds something else.
     """
     meant = {name: tensor for tensors in written for name, tensor in tensors.items()}
-    for path in directory.rglob("*.safetensors"):
+    of_tensors = list(directory.rglob("*.safetensors"))
+    for path in of_tensors:
         _forget_pages(path)
-        _compare(path, meant)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(2 * max(1, len(of_tensors))) as threads:
+        comparisons = [threads.submit(_compare, path, meant) for path in of_tensors]
+        hashes = list(threads.map(sha256_file, files))
+        for comparison in comparisons:
+            comparison.result()
     listed = {
-        path.relative_to(directory).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-        }
-        for path in files
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(files, hashes, strict=True)
     }
     manifest = {"format": FORMAT, "files": listed}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -23,10 +23,14 @@ def test_what_saving_costs(tmp_path: Path, monkeypatch, capsys) -> None:
     measure_save_overhead.measure(
         figures=out, scratch=tmp_path, shape="tiny", device="cpu", batch_size=2, seq_len=8, pairs=2
     )
-    (line,) = map(json.loads, out.read_text().splitlines())
-    assert line["figure"] == "save_overhead_percent" and line["runs"] == 2
-    shown = capsys.readouterr().out.splitlines()[-2:]
-    assert [text.split(":")[0] for text in shown] == ["frozen", "latent"]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    names = [f"save_overhead_{name}percent" for name in ("frozen_", "latent_", "")]
+    assert [line["figure"] for line in lines] == names
+    assert lines[2]["value"] == max(line["value"] for line in lines) and lines[0]["runs"] == 2
+    shown = capsys.readouterr().out.splitlines()[-4:]
+    assert [text.split(":")[0] for text in shown[::2]] == ["frozen", "latent"]
+    parts = "call drain there wait gather begin arrive convert write prove".split()
+    assert all(text.split(":")[1].split()[::2] == parts for text in shown[1::2])
     assert list(tmp_path.iterdir()) == [out]
 
 
