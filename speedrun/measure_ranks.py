@@ -3,8 +3,9 @@
 One launch measures both: the first rank alone, while the others wait on the host, and all together,
 in turns. Training takes steps of frozen codes (scales and codebooks learn) over random batches that
 lie on the host, with every exchange of a real run; reading a cache is not in it. Cache building is
-the whole `build_cache`, from text to a complete manifest. Weights are random: time does not depend
-on them.
+the whole `build_cache`, from text to a complete manifest: as many whole shards for every rank, as
+in a long build but for a remainder, and each rank says what it waited for. Weights are random: time
+does not depend on them.
 
 Sharding sets ranks that hold all latent weights beside ranks that hold their rows: the most memory
 of a rank, and tokens per second of all.
@@ -15,6 +16,7 @@ torchrun --standalone --nproc-per-node 4 speedrun/measure_ranks.py cache --token
     --figures F
 """
 
+import logging
 import statistics
 import tempfile
 import time
@@ -104,7 +106,7 @@ def cache(
     scratch: Path | None = None,
     shape: str = "qwen3-0.6b",
     device: str = "auto",
-    tokens: int = 16_000_000,
+    shards: int = 64,
     rounds: int = 2,
 ) -> None:
     """Append `cache_four_gpu_speedup` to FIGURES.
@@ -112,18 +114,22 @@ def cache(
     Parameters
     ----------
     text
-        Anything that `qat cache --data` takes; repeated until TOKENS tokens are there.
+        Anything that `qat cache --data` takes; repeated until it fills all shards.
     scratch
         Where the caches lie until they are deleted.
+    shards
+        Of each rank where all build, 65,536 tokens each; one alone builds as many in all.
     """
     configure()
+    logging.getLogger(build_cache.__module__).setLevel(logging.DEBUG)
     with joined(device) as ranks:
         words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         teacher, info = random_teacher(shape, len(words), select(device))
-        settings = CacheSettings(data=text, num_sequences=tokens // 64)
+        settings = CacheSettings(data=text, held_out=0)
 
-        def build(among: Ranks, count: int = settings.num_sequences) -> float:
+        def build(among: Ranks, shards: int = shards) -> float:
             """Tokens per second of a whole build."""
+            count = ranks.size * shards * settings.shard_size
             with tempfile.TemporaryDirectory(dir=scratch) as mine:
                 place = Path(among.texts(mine)[0], "cache")
                 began = time.perf_counter()
@@ -140,7 +146,7 @@ def cache(
                 among.wait()
                 return manifest.total("tokens") / seconds
 
-        build(ranks, ranks.size * settings.shard_size)  # compiles
+        build(ranks, 1)  # compiles
         alone, together = in_turns(build, ranks, rounds)
         if ranks.is_first:
             report("cache", alone, together, size=ranks.size, figures=figures)

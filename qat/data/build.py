@@ -6,6 +6,7 @@ so a build that was killed at any instant goes on after its last shard and ends 
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -30,7 +31,7 @@ from qat.data.cache import (
 from qat.data.chat import Document
 from qat.data.config import CacheSettings
 from qat.data.packing import Packed
-from qat.data.pipeline import Behind, prefetched
+from qat.data.pipeline import Behind, prefetched, waited
 from qat.data.shard import Answer, Plan, examine, make_plan, shard_bytes
 from qat.data.shard_log import in_order, merged, note_shard, remove_logs
 from qat.data.share import Shared
@@ -122,6 +123,8 @@ def _build(
     total = plan.settings.num_sequences or None
     shared = Shared(_begun(found, manifest, out), ranks)
     known = {shard.file: shard for shard in manifest.shards}
+    waits: list[float] = []
+    began = time.perf_counter()
     with (
         progress("teacher", total, "training sequences") as ticker,
         Behind(partial(_keep, out=out, ranks=ranks), manifest) as written,
@@ -129,7 +132,7 @@ def _build(
     ):
         trouble = None
         try:
-            for block in ahead:
+            for block in waited(ahead, waits):
                 if not _is_there(block, known, out):
                     written.push((block, examine(block, plan)))
                 if block.split == "train":
@@ -137,7 +140,18 @@ def _build(
         except (QatError, OSError) as error:
             shared.fail(error, ahead)
             trouble = error
+        asked = time.perf_counter()
         manifest = ranks.together(partial(_ended, written, trouble))
+    logger.debug(
+        "rank %d: %d blocks asked in %.2f s, %.2f s of it waiting for the first one's text and "
+        "%.2f s for that of others; the last shards, also those of all ranks, %.2f s later",
+        ranks.rank,
+        len(waits) - 1,
+        asked - began,
+        waits[0],
+        sum(waits[1:]),
+        time.perf_counter() - asked,
+    )
     return ranks.together(lambda: _whole(manifest, shared.total, out=out, ranks=ranks))
 
 

@@ -1,5 +1,6 @@
 """Threads beside the one that works: they make what comes next, and put away what is done."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,18 @@ def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
         finally:
             for future in ahead:
                 future.cancel()
+
+
+def waited(items: Iterable[T], waits: list[float]) -> Iterator[T]:
+    """The items; the seconds until each of them was there, and until the end, go to `waits`."""
+    iterator = iter(items)
+    while True:
+        began = time.perf_counter()
+        item = next(iterator, END)
+        waits.append(time.perf_counter() - began)
+        if item is END:
+            return
+        yield item
 
 
 def computed_ahead(

@@ -48,6 +48,13 @@ def test_ranks_build_the_bytes_of_one_process(whole: Path, tmp_path: Path, size:
     assert again == [found[0]] * size
 
 
+def test_a_build_says_what_it_waited_for(tmp_path: Path, caplog) -> None:
+    with caplog.at_level("DEBUG", logger="qat.data.build"):
+        manifest = build(tmp_path / "c", **SMALL)
+    (said,) = [r.message for r in caplog.records if r.message.startswith("rank 0: ")]
+    assert f"{len(manifest.shards)} blocks asked in " in said
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_killed_build_goes_on_with_another_number_of_ranks(
     whole: Path, tmp_path: Path, size: int

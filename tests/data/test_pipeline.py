@@ -12,7 +12,7 @@ from cache_case import build, contents, teacher, texts
 
 from qat.backend import Backend
 from qat.data.cache import read_manifest
-from qat.data.pipeline import Behind, computed_ahead, prefetched
+from qat.data.pipeline import Behind, computed_ahead, prefetched, waited
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, DataError
 
@@ -224,3 +224,17 @@ def test_filled_up_batches_have_one_shape_and_change_nothing(
             mine.batch(range(count), split), whole.batch(range(count), split), strict=True
         ):
             torch.testing.assert_close(a, b)
+
+
+def test_waiting_is_counted_for_every_item_and_the_end() -> None:
+    def slow() -> Iterator[int]:
+        for number in range(2):
+            time.sleep(0.02)
+            yield number
+
+    waits: list[float] = []
+    items = waited(slow(), waits)
+    assert next(items) == 0
+    time.sleep(0.3)  # the consumer's own time is none
+    assert list(items) == [1] and len(waits) == 3
+    assert 0.02 <= waits[0] and 0.02 <= waits[1] < 0.3 and waits[2] < 0.3
