@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qat.kernels.nsa import router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import masked_softmax
+from qat.kernels.nsa.select import masked_softmax, select
+from qat.models.calibrate import TokenBatch
+from qat.models.language_model import LanguageModel
+from qat.models.nsa_watch import Call, attending_with, route_of
+from qat.models.regions import as_written
 
 ALMOST_ALL = 0.95
 """A branch with this share of a head's gates leaves nothing to the others."""
@@ -45,6 +50,67 @@ class SelectionHealth(NamedTuple):
     """Share of queries, by group, that do not read every block of their past."""
     recall_frac: float
     """Dense attention mass inside the blocks that those read, mean over them; 1 without any."""
+
+
+class LayerHealth(NamedTuple):
+    """One layer of sparse attention on some text."""
+
+    layer: int
+    route: router.Route
+    is_fallback: bool
+    """Whether something else computes than the configuration's sizes or the device deserve."""
+    gates: GateHealth | None
+    """None where branches are merged."""
+    selection: SelectionHealth
+
+    def values(self) -> dict[str, int | str | bool | float]:
+        """All of it by name."""
+        gates = {} if self.gates is None else self.gates._asdict()
+        route = {"route": self.route.backend, "is_fallback": self.is_fallback}
+        return {"layer": self.layer, **route, **self.selection._asdict(), **gates}
+
+
+def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealth]:
+    """Runs `model` on a batch and looks at every sparse layer; nothing of it for a dense model.
+
+    Time and memory are a little more than those of dense attention.
+    """
+    found: list[LayerHealth] = []
+
+    def look(call: Call) -> Tensor:
+        inputs, config = call.inputs(), call.module.nsa.config
+        route, selection = route_of(call.module, inputs), select(inputs, config)
+        found.append(
+            LayerHealth(
+                layer=call.module.layer_idx,
+                route=route,
+                is_fallback=_falls_back(route, inputs, config),
+                gates=None if call.gates is None else gate_health(call.gates),
+                selection=selection_health(inputs, selection, config),
+            )
+        )
+        return router.attend(inputs, config, route, selection)
+
+    with torch.no_grad(), as_written(model.model), attending_with(model.model, look):
+        model.hidden(batch.input_ids.to(model.device), batch.position_ids.to(model.device))
+    return found
+
+
+def health_numbers(layers: list[LayerHealth]) -> dict[str, object]:
+    """Means over layers, the lowest recall, and all layers, under names that begin with `nsa_`."""
+    values = [layer.values() for layer in layers]
+    names = [name for name in values[0] if name.endswith("_frac")]
+    means = {f"nsa_{name}": sum(each[name] for each in values) / len(values) for name in names}
+    lowest = min(layer.selection.recall_frac for layer in layers)
+    fallbacks = sum(layer.is_fallback for layer in layers)
+    counts = {"nsa_recall_least_frac": lowest, "nsa_fallbacks": fallbacks}
+    return {**means, **counts, "nsa_layers": values}
+
+
+def _falls_back(route: router.Route, inputs: Inputs, config: NSAConfig) -> bool:
+    is_other = route.backend == "dense" and inputs.length > config.reach
+    is_slow = route.backend == "reference" and inputs.query.device.type == "cuda"
+    return is_other or (is_slow and route.requested == "auto")
 
 
 def gate_health(gates: Tensor) -> GateHealth:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from qat import backend
 from qat.errors import ConfigError
+from qat.models.nsa_fit import natural_size
 from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.lora import LORA_NAMES
@@ -296,7 +297,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
         "norms": lambda _: 1.0,
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
         "weights": lambda name: linears[name.rpartition(".")[0]].latent_size(),
-        "gates": lambda name: gate_size(name, parameters[name]),
+        "gates": lambda name: natural_size(name, parameters[name]),
     }
 
     def own(name: str) -> float:
@@ -304,13 +305,3 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
 
     kinds = by_kind.items()
     return {name: size_of.get(kind, own)(name) for kind, names in kinds for name in names}
-
-
-def gate_size(name: str, parameter: Tensor) -> float:
-    """How large a parameter of sparse attention is: so that inputs of size 1 make gates of 1.
-
-    Weights of a pool are as large as they are.
-    """
-    if not name.endswith((".gates.weight", ".gates.bias")):
-        return rms(parameter)
-    return 1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5

@@ -5,12 +5,22 @@ import math
 import pytest
 import torch
 from nsa_case import documents, nsa_inputs, small, softmax
+from nsa_model_case import SMALL, sparse_model
+from tiny import tiny_model
 from torch import Tensor
 
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import select
 from qat.models import nsa_health
-from qat.models.nsa_health import gate_health, selection_health
+from qat.models.calibrate import TokenBatch
+from qat.models.language_model import LanguageModel
+from qat.models.nsa_health import (
+    attention_health,
+    gate_health,
+    health_numbers,
+    selection_health,
+)
+from qat.models.nsa_swap import nsa_modules
 
 
 def by_loops(inputs: Inputs, selection: Tensor, size: int, tile: int) -> tuple[float, float]:
@@ -73,3 +83,42 @@ def test_gates_count_by_their_size_whatever_their_sign() -> None:
     entropy = (0.5 * math.log(4) + 0.5 * math.log(2)) / math.log(3)
     expected = (entropy / 2, 0.25, 0.125, 0.125, 0.25, 0.0)
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def batch(length: int) -> TokenBatch:
+    ids = torch.randint(320, (2, length), generator=torch.Generator().manual_seed(0))
+    return TokenBatch(ids, torch.arange(length).expand(2, -1))
+
+
+def test_a_model_is_looked_at_layer_by_layer_and_stays_as_it_is() -> None:
+    model = LanguageModel(sparse_model())
+    tokens = batch(2 * SMALL.reach)
+    before = model.hidden(*tokens)
+    layers = attention_health(model, tokens)
+    assert torch.equal(model.hidden(*tokens), before)
+    assert [layer.layer for layer in layers] == [0, 1]
+    for layer in layers:
+        assert layer.route.backend == "reference" and not layer.is_fallback
+        assert layer.gates.selected_frac == 1.0
+        assert 0.4 < layer.selection.limit_frac < 0.5
+        assert 0.4 < layer.selection.recall_frac < 0.9
+    numbers = health_numbers(layers)
+    assert numbers["nsa_collapse_frac"] == 1.0 and numbers["nsa_fallbacks"] == 0
+    recalls = [layer["recall_frac"] for layer in numbers["nsa_layers"]]
+    assert numbers["nsa_recall_least_frac"] == min(recalls)
+    assert numbers["nsa_recall_frac"] == pytest.approx(sum(recalls) / 2)
+
+
+def test_merged_layers_have_no_gates_and_dense_models_no_layers() -> None:
+    merged = LanguageModel(sparse_model(config=SMALL.model_copy(update={"mode": "merged"})))
+    numbers = health_numbers(attention_health(merged, batch(100)))
+    assert not any("gate" in name for name in numbers)
+    assert attention_health(LanguageModel(tiny_model(use_cache=False)), batch(20)) == []
+
+
+def test_dense_in_the_place_of_sparse_attention_is_told() -> None:
+    config = SMALL.model_copy(update={"min_len": 1000})
+    model = LanguageModel(sparse_model(config=config))
+    (_, last) = attention_health(model, batch(100))
+    assert last.route.backend == "dense" and last.is_fallback
+    assert len(nsa_modules(model.model)) == 2

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from qat.errors import ConfigError
 from qat.models.swap import linear_names, replace_module, to_latent
 from qat.train.config import TrainConfig
-from qat.train.optim import Optimizer, gate_size, learnable, linears_in_scope
+from qat.train.optim import Optimizer, learnable, linears_in_scope
 
 ALL = ("weights", "scales", "codebook", "norms")
 
@@ -113,12 +113,6 @@ def test_without_quantized_linears_only_what_is_none_of_theirs_learns(tmp_path) 
     assert linears_in_scope(model, "e2e", ("norms", "gates")) == []
     with pytest.raises(ConfigError, match="no quantized linears in scope e2e"):
         linears_in_scope(model, "e2e", ("norms", "scales"))
-
-
-def test_gates_are_as_large_as_makes_gates_of_one() -> None:
-    assert gate_size("self_attn.nsa.gates.weight", torch.zeros(6, 64)) == 1 / 8
-    assert gate_size("self_attn.nsa.gates.bias", torch.zeros(6)) == 1.0
-    assert gate_size("self_attn.nsa.pool_key", torch.full((2, 4), 0.25)) == 0.25
 
 
 def test_frozen_indices_have_no_weights_to_learn() -> None:
