@@ -131,10 +131,12 @@ def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Se
     """
     B, H, S, _ = inputs.query.shape
     rows = max(1, MOST_SCORES // (B * H * S))
-    counts = torch.zeros(3, dtype=torch.float64, device=inputs.query.device)
+    device = inputs.query.device
+    counts = torch.zeros(3, dtype=torch.float64, device=device)
     for start in range(0, S, rows):
-        places = torch.arange(start, min(start + rows, S), device=inputs.query.device)
-        mass, misses = kept_mass(inputs, selection, config, places)
+        places = torch.arange(start, min(start + rows, S), device=device)
+        with torch.autocast(device.type, enabled=False):
+            mass, misses = kept_mass(inputs, selection, config, places)
         heads = misses[:, :, None].expand_as(mass)
         counts += torch.stack([misses.sum(), heads.sum(), (mass * heads).sum()]).double()
     queries, heads, mass = counts.tolist()

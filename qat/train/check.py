@@ -13,15 +13,17 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
+from qat.kernels.nsa.router import choose
 from qat.models.devices import device_called
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_tokenizer
+from qat.models.nsa_swap import nsa_config
 from qat.models.swap import linear_names
 from qat.train.config import TrainConfig
 from qat.train.division import divide
 from qat.train.predict import Prediction, predict
-from qat.train.preflight import Finding, Plan, is_long, preflight
+from qat.train.preflight import Finding, Plan, SparsePlan, is_long, preflight
 from qat.train.step import check_dtype
 from qat.train.teacher import check_losses
 
@@ -72,6 +74,7 @@ def examine(
         sequence_length=cache.sequence_length,
         world=world,
         problems=tuple(_problems(resolved, student, cache)),
+        sparse=_sparse_plan(student, cache.sequence_length, backend),
     )
     guess = None if plan.problems else guessed_hours(resolved, student, cache)
     measures = measures or is_long(resolved, guess)
@@ -145,6 +148,28 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
             check()
         except QatError as error:
             yield str(error)
+
+
+def _sparse_plan(student: str, length: int, backend: backends.Backend) -> SparsePlan | None:
+    """What is known of sparse attention at this length; None for a dense student.
+
+    Raises:
+        ConfigError: the backend that it names cannot compute it.
+    """
+    model = load_config(student)
+    config = nsa_config(model)
+    if config is None:
+        return None
+    settings = model.get_text_config()
+    heads = settings.num_attention_heads
+    route = choose(
+        config,
+        length=length,
+        group=heads // settings.num_key_value_heads,
+        head_dim=getattr(settings, "head_dim", None) or settings.hidden_size // heads,
+        device=backend.device,
+    )
+    return SparsePlan(config.reach, config.mode != "merged", route.backend, route.reason)
 
 
 def _existing(path: Path) -> Path:

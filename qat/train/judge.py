@@ -11,10 +11,15 @@ from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.generation import generate_text
+from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
+from qat.models.nsa_health import attention_health, health_numbers
+from qat.models.nsa_swap import nsa_modules
 from qat.train.config import TrainConfig
 
 SAMPLE_TOKENS = 32
+LOOKED_AT = 2
+"""Sequences that sparse attention is looked at on, which costs what dense attention does."""
 
 
 class Judge:
@@ -33,10 +38,11 @@ class Judge:
         self.config = config
         self.backend = backends.select(config.device)
 
-    def verdict(self, dtype: torch.dtype) -> dict[str, float | str | None]:
+    def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`.
 
-        The student's weights are formed before (`qat.nn.step.form_weights`).
+        Also how sparse attention fares (`qat.models.nsa_health`). The student's weights are formed
+        before (`qat.nn.step.form_weights`).
         """
         with self.backend.autocast(dtype):
             divergence = cached_divergence(self.student, self._batches())
@@ -48,7 +54,16 @@ class Judge:
                 temperature=0.0,
                 raw=True,
             )
-        return {**divergence._asdict(), "sample": sample.text}
+            sparse = self._sparse_attention()
+        return {**divergence._asdict(), **sparse, "sample": sample.text}
+
+    def _sparse_attention(self) -> dict[str, object]:
+        """On a few held-out sequences; nothing of dense attention."""
+        if not nsa_modules(self.student.model):
+            return {}
+        batch = next(self._batches())
+        tokens = TokenBatch(batch.input_ids[:LOOKED_AT], batch.position_ids[:LOOKED_AT])
+        return health_numbers(attention_health(self.student, tokens))
 
     def _batches(self) -> Iterator[Batch]:
         count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))
@@ -61,7 +76,7 @@ class Judge:
             yield batch._replace(mask=batch.mask & is_new[:, None])
 
 
-def score(verdict: dict[str, float | str | None]) -> float:
+def score(verdict: dict[str, object]) -> float:
     """The number that decides which checkpoint is best (lower is better).
 
     The tail KL, or what comes next to it where the cache does not hold its targets.

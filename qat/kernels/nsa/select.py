@@ -96,9 +96,10 @@ def importance(query: Tensor, inputs: Inputs, is_seen: Tensor, config: NSAConfig
     if C == 0:
         return query.new_zeros(B, H // inputs.group, T, N, dtype=torch.float32)
     query = query.unflatten(1, (-1, inputs.group)).float()
-    logits = inputs.scale * query @ inputs.pooled_key[:, :, None].float().mT
-    shares = masked_softmax(logits, is_seen[:, None, None]).sum(2)
-    return shares @ overlap(C, N, config, query.device)
+    with torch.autocast(query.device.type, enabled=False):  # which would round scores into ties
+        logits = inputs.scale * query @ inputs.pooled_key[:, :, None].float().mT
+        shares = masked_softmax(logits, is_seen[:, None, None]).sum(2)
+        return shares @ overlap(C, N, config, query.device)
 
 
 def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfig) -> Tensor:
