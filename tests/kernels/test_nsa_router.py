@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qat.errors import ConfigError
-from qat.kernels.nsa import router
+from qat.kernels.nsa import fla, flex, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool, select
@@ -30,7 +30,11 @@ def choose(config: NSAConfig, length: int, device: torch.device = CPU) -> router
 
 
 def test_cpu_takes_the_reference_and_says_why() -> None:
-    assert choose(NSAConfig(), 100) == ("auto", "reference", "no kernel for cpu")
+    assert choose(NSAConfig(), 100) == (
+        "auto",
+        "reference",
+        "flex cannot: it has no kernels for cpu",
+    )
     assert choose(NSAConfig(backend="reference"), 100)[:2] == ("reference", "reference")
 
 
@@ -60,8 +64,57 @@ def test_min_len_asks_for_dense() -> None:
 
 @pytest.mark.parametrize("name", ["flex", "fla"])
 def test_a_pinned_backend_that_cannot_says_which_can(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"backend={name}.*reference"):
+    with pytest.raises(ConfigError, match=f"backend={name}.*no kernels for cpu; choose reference"):
         choose(NSAConfig(backend=name), 100)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that all kernels are there for, though none runs."""
+    monkeypatch.setattr(router, "HAS_TRITON", True)
+    monkeypatch.setattr(fla, "IS_INSTALLED", True)
+    monkeypatch.setattr(flex, "check", lambda device: None)
+    return torch.device("cuda")
+
+
+def test_cuda_takes_flex(cuda: torch.device) -> None:
+    for name in ("auto", "flex"):
+        assert choose(NSAConfig(backend=name), 100, cuda).backend == "flex"
+
+
+def test_sizes_that_flex_cannot_do_are_the_references(cuda: torch.device) -> None:
+    odd = NSAConfig(select_block=96, select_tile=96)
+    route = choose(odd, 100, cuda)
+    assert route[1:] == (
+        "reference",
+        "flex cannot: select_tile=96 and 128 do not divide one another",
+    )
+
+
+@pytest.mark.parametrize("group", [2, 24])
+def test_groups_that_fla_cannot_do_say_who_can(cuda: torch.device, group: int) -> None:
+    with pytest.raises(ConfigError, match=f"{group} query heads.*choose flex or reference"):
+        router.choose(NSAConfig(backend="fla"), length=9, group=group, head_dim=64, device=cuda)
+    route = router.choose(NSAConfig(backend="fla"), length=9, group=16, head_dim=64, device=cuda)
+    assert route == ("fla", "fla", "asked for")
+
+
+def test_fla_refuses_packed_documents() -> None:
+    config = NSAConfig(mode="merged", **SMALL)
+    inputs = inputs_of(config, 50)._replace(first=torch.zeros(2, 50, dtype=torch.long))
+    with pytest.raises(ConfigError, match="several documents; use backend=flex"):
+        fla.attend(inputs, config)
+
+
+def test_fla_is_given_every_querys_blocks() -> None:
+    config = NSAConfig(mode="merged", **SMALL)
+    selection = select(inputs_of(config, 100), config)
+    indices = fla.indices_of(selection, 100, config)
+    assert indices.shape == (2, 100, 2, 4)
+    found = torch.zeros(2, 100, 2, 8, dtype=torch.bool)
+    found.scatter_(-1, torch.where(indices < 0, 7, indices).long(), True)
+    expected = selection.repeat_interleave(16, 2)[:, :, :100].transpose(1, 2)
+    assert torch.equal(found[..., :7], expected)
 
 
 def test_a_given_selection_is_used() -> None:

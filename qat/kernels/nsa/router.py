@@ -1,4 +1,7 @@
-"""Which backend computes a layer's attention, and why; it is said once and counted."""
+"""Which backend computes a layer's attention, and why; it is said once and counted.
+
+Backends that compile are imported where they are used: it takes seconds.
+"""
 
 import logging
 from collections import Counter
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qat.errors import ConfigError
+from qat.kernels.dispatch import HAS_TRITON
 from qat.kernels.nsa import dense, reference
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
@@ -43,16 +47,26 @@ def choose(
     asked = config.backend
     if length < config.min_len:
         return _said(Route(asked, "dense", f"min_len is {config.min_len}"))
-    if asked == "reference":
-        return _said(Route(asked, asked, "asked for"))
-    if asked != "auto":
-        raise ConfigError(
-            f"nsa backend={asked} cannot compute on {device.type}; choose reference or auto"
-        )
-    if config.mode == "merged" and length <= config.reach:
+    if asked == "auto" and config.mode == "merged" and length <= config.reach:
         reason = f"every key is selected up to {config.reach} positions"
         return _said(Route(asked, "dense", reason))
-    return _said(Route(asked, "reference", f"no kernel for {device.type}"))
+    if asked == "reference":
+        return _said(Route(asked, asked, "asked for"))
+    name = "flex" if asked == "auto" else asked
+    refusal = _refusal(name, config, group=group, head_dim=head_dim, device=device)
+    if refusal is None:
+        if not torch.compiler.is_compiling():
+            from qat.kernels.nsa import flex
+
+            flex.check(device)
+        reason = "reads selected blocks alone" if asked == "auto" else "asked for"
+        return _said(Route(asked, name, reason))
+    if asked != "auto":
+        raise ConfigError(
+            f"nsa backend={asked} cannot compute this: {refusal}; choose "
+            f"{_able(config, asked, group=group, head_dim=head_dim, device=device)}"
+        )
+    return _said(Route(asked, "reference", f"flex cannot: {refusal}"))
 
 
 def attend(
@@ -68,6 +82,14 @@ def attend(
     """
     if route.backend == "dense":
         return dense.attend(inputs)
+    if route.backend == "flex":
+        from qat.kernels.nsa import flex
+
+        return flex.attend(inputs, config, selection)
+    if route.backend == "fla":
+        from qat.kernels.nsa import fla
+
+        return fla.attend(inputs, config, selection)
     if selection is None:
         selection = select(inputs, config)
     return reference.attend(inputs, selection, config)
@@ -76,6 +98,28 @@ def attend(
 def routes_taken() -> Counter[Route]:
     """How often each route was chosen so far in this process, outside compiled graphs."""
     return _taken.copy()
+
+
+def _refusal(
+    name: str, config: NSAConfig, *, group: int, head_dim: int, device: torch.device
+) -> str | None:
+    """Why the kernels called `name` cannot compute this; None: they can."""
+    if device.type != "cuda":
+        return f"it has no kernels for {device.type}"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    from qat.kernels.nsa import fla, flex
+
+    if name == "flex":
+        return flex.refusal(config, head_dim=head_dim)
+    return fla.refusal(config, group=group, head_dim=head_dim)
+
+
+def _able(config: NSAConfig, asked: str, **facts: object) -> str:
+    """The other backends that can."""
+    others = [name for name in ("flex", "fla") if name != asked]
+    able = [name for name in others if _refusal(name, config, **facts) is None]
+    return " or ".join([*able, "reference"])
 
 
 def _said(route: Route) -> Route:
