@@ -1,7 +1,8 @@
 """Reads a cache of many GiB in random order and in sequence: what stays in memory, and how fast.
 
 The cache is synthetic: one block of random signals, repeated to a shard, and that shard copied
-until the size is reached. All of it is proven by its hashes first, as a run does on the way.
+until the size is reached. All of it is proven by its hashes first, as a run does on the way. It is
+read twice: with what the system keeps in memory of the files, then from the disk alone.
 
 python speedrun/measure_cache_resident.py --scratch DIR --figures FILE.jsonl
 """
@@ -12,6 +13,8 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +57,12 @@ def main() -> None:
         total = cache.num_sequences("train")
         for first in range(0, total, SHARD):
             cache.batch([first])  # proves the shard
-        speeds: dict[str, list[float]] = {"sequential": [], "random": []}
-        for number in range(ROUNDS):
+        speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for source, number in product(("memory", "disk"), range(ROUNDS)):
             for order, places in orders(total, number).items():
-                speeds[order].append(tokens_per_s(cache, places))
+                if source == "disk":
+                    forget(directory)
+                speeds[source, order].append(tokens_per_s(cache, places))
         resident_gib = backend.peak_memory_gib() - begin
         size_gib = cache.manifest.total("bytes") / GIB
     report(resident_gib * 1024, size_gib, speeds, arguments.figures)
@@ -153,27 +158,34 @@ def tokens_per_s(cache: TeacherCache, places: np.ndarray) -> float:
     return len(places) * LENGTH / (time.perf_counter() - began)
 
 
+def forget(directory: Path) -> None:
+    """Let go of what the system keeps in memory of the shards."""
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def report(
-    resident_mib: float, size_gib: float, speeds: dict[str, list[float]], figures: Path | None
+    resident_mib: float,
+    size_gib: float,
+    speeds: dict[tuple[str, str], list[float]],
+    figures: Path | None,
 ) -> None:
     """Print memory and speeds, and record them."""
-    sequential, random = (statistics.median(speeds[order]) for order in ("sequential", "random"))
-    ratios = [r / s for r, s in zip(speeds["random"], speeds["sequential"], strict=True)]
-    ratio, spread = statistics.median(ratios), statistics.stdev(ratios)
     print(f"a cache of {size_gib:.1f} GiB: {resident_mib:.1f} MiB more resident at the peak")
-    print(f"sequential {sequential:,.0f} tokens/s, random {random:,.0f}: {ratio:.3f} of it")
     if figures is not None:
         record(figures, "cache_resident_mib", round(resident_mib, 1), "MiB", "<= 1024")
-        value = round(ratio, 3)
-        record(
-            figures,
-            "cache_random_ratio",
-            value,
-            "x",
-            ">= 0.9",
-            runs=len(ratios),
-            spread=round(spread, 3),
+    for source, figure in (("memory", "cache_random_ratio"), ("disk", "cache_disk_random_ratio")):
+        pairs = list(zip(speeds[source, "random"], speeds[source, "sequential"], strict=True))
+        ratios = [random / sequential for random, sequential in pairs]
+        ratio, spread = round(statistics.median(ratios), 3), round(statistics.stdev(ratios), 3)
+        random, sequential = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{source}: sequential {sequential:,.0f} tokens/s, random {random:,.0f}: "
+            f"{ratio} of it, standard deviation {spread}"
         )
+        if figures is not None:
+            record(figures, figure, ratio, "x", ">= 0.9", runs=len(ratios), spread=spread)
 
 
 if __name__ == "__main__":
