@@ -6,7 +6,8 @@ from nsa_case import nsa_inputs
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from qat.kernels.nsa import flex, flex_branches, reference
+from qat.errors import ConfigError
+from qat.kernels.nsa import dense, flex, flex_branches, reference
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.flex_tables import EDGE
 from qat.kernels.nsa.select import select
@@ -26,7 +27,7 @@ def many_documents(S: int) -> Tensor:
     return torch.stack(found)
 
 
-def dense(mask: BlockMask, size: tuple[int, int]) -> Tensor:
+def dense_mask(mask: BlockMask, size: tuple[int, int]) -> Tensor:
     """The lists of tiles as a mask of queries and keys; those of blocks must say the same."""
     rows, heads = size
     tiles, blocks = (length // EDGE for length in mask.seq_lengths)
@@ -98,11 +99,11 @@ def test_blocks_and_masks_are_those_of_the_reference(
     B, H, C = 2, 4, inputs.pooled_key.shape[2]
     selected = reference.selected_mask(inputs, selection, config).repeat_interleave(2, 1)
     window = reference.window_mask(inputs, config)[:, None].expand(B, H, -1, -1)
-    assert torch.equal(dense(calls[0][3], (B, H))[:, :, :S, :S], selected)
-    assert torch.equal(dense(calls[-1][3], (B, H))[:, :, :S, :S], window)
+    assert torch.equal(dense_mask(calls[0][3], (B, H))[:, :, :S, :S], selected)
+    assert torch.equal(dense_mask(calls[-1][3], (B, H))[:, :, :S, :S], window)
     if C:
         parts = calls[1][0].shape[0] // B
-        found = dense(calls[1][3], (B * parts, H)).unflatten(0, (B, parts))
+        found = dense_mask(calls[1][3], (B * parts, H)).unflatten(0, (B, parts))
         found = found.transpose(1, 2).flatten(2, 3)[:, :, :S, :C]
         expected = reference.compressed_mask(inputs, config)[:, None].expand(B, H, -1, -1)
         assert torch.equal(found, expected)
@@ -134,3 +135,42 @@ def dense_blocks(mask: BlockMask) -> Tensor:
     columns = mask.seq_lengths[1] // EDGE
     partial = unlisted(mask.kv_num_blocks, mask.kv_indices, columns)
     return partial | unlisted(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+
+
+def test_the_canary_notices_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_checked", set())
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="use backend=reference"):
+        patch.setattr(flex, "attend", lambda inputs, config, selection: dense.attend(inputs))
+        flex.check(torch.device("cpu"))
+    monkeypatch.setattr(
+        flex,
+        "attend",
+        lambda inputs, config, selection: reference.attend(inputs, selection, config),
+    )
+    flex.check(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("S", [1, 127, 128, 129, 1024, 1025, 5000, 65536])
+def test_few_lengths_are_compiled(S: int) -> None:
+    assert S <= flex.bucket(S) <= max(EDGE, 1.25 * S + EDGE)
+    assert flex.bucket(S) % EDGE == 0
+    assert len({flex.bucket(length) for length in range(S, 2 * S)}) <= 9
+
+
+def test_what_fills_a_row_changes_nothing() -> None:
+    config = NSAConfig(**WHOLE)
+    inputs = nsa_inputs(config, 300, first=many_documents(300))
+    longer = flex.lengthened(inputs, config, 512)
+    found = reference.attend(longer, select(longer, config), config)[:, :300]
+    torch.testing.assert_close(found, reference.attend(inputs, select(inputs, config), config))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_flex_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NSAConfig(mode="merged", num_selected=3)
+    inputs = nsa_inputs(config, 500, width=32, dtype=torch.float32)
+    with torch.no_grad():
+        found = flex.attend(inputs, config)
+    expected = reference.attend(inputs, select(inputs, config), config)
+    torch.testing.assert_close(found, expected)

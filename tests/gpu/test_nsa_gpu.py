@@ -1,0 +1,140 @@
+"""Sparse attention's kernels against its reference on equal selections. Run with `-m gpu`."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from nsa_case import nsa_inputs
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qat.kernels.nsa import fla, flex, reference, router
+from qat.kernels.nsa.config import NSAConfig
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import pool, select
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 4e-3
+"""Of the norm of the exact result, in bfloat16."""
+LEARNED = ("query", "key", "value", "gates")
+CASES = {
+    "nsa": (dict(num_selected=4, window=300), (4, 2), 1000, False),
+    "sigmoid, packed": (dict(mode="sigmoid", num_selected=4, window=300), (10, 2), 641, True),
+    "merged, first blocks copied": (dict(mode="merged", num_selected=8), (8, 2), 5001, False),
+    "merged, packed": (dict(mode="merged", num_selected=4), (2, 2), 700, True),
+    "small blocks": (dict(select_block=32, select_tile=16, num_selected=6), (16, 2), 333, True),
+}
+
+
+def documents(S: int) -> Tensor:
+    """Beginnings inside tiles, between them, and of a document of one token."""
+    places = torch.arange(S)
+    rows = [[0, 5, 130, 256, 300], [0, 200, 201]]
+    found = [torch.stack([torch.where(places >= s, s, 0) for s in row]).amax(0) for row in rows]
+    return torch.stack(found)
+
+
+def made(config: NSAConfig, heads: tuple[int, int], S: int, *, is_packed: bool) -> Inputs:
+    """On the GPU, in bfloat16, of 64 wide heads."""
+    first = documents(S).cuda() if is_packed else None
+    inputs = nsa_inputs(config, S, heads=heads, width=64, dtype=torch.bfloat16)
+    inputs = inputs._replace(
+        **{name: t.cuda() for name, t in inputs._asdict().items() if isinstance(t, Tensor)}
+    )
+    return inputs._replace(first=first)
+
+
+def results(attend: Callable[[Inputs], Tensor], inputs: Inputs, config: NSAConfig) -> list[Tensor]:
+    """The output and the gradients of all that learns, pooling included."""
+    learned = {
+        name: getattr(inputs, name).detach().requires_grad_()
+        for name in LEARNED
+        if getattr(inputs, name) is not None
+    }
+    pooled = pool(learned["key"], config)
+    pooled_value = None if config.mode == "merged" else pool(learned["value"], config)
+    out = attend(inputs._replace(**learned, pooled_key=pooled, pooled_value=pooled_value))
+    torch.manual_seed(1)
+    weights = torch.randn(out.shape).to(out)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), [*learned.values()])]
+
+
+def wide(inputs: Inputs) -> Inputs:
+    return Inputs(
+        *(t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs)
+    )
+
+
+def assert_close(found: list[Tensor], exact: list[Tensor]) -> None:
+    for one, other in zip(found, exact, strict=True):
+        assert one.isfinite().all()
+        error = (one.float() - other).norm() / other.norm()
+        assert error < TOLERANCE, f"{error:.2g}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flex_is_the_reference(name: str) -> None:
+    sizes, heads, S, is_packed = CASES[name]
+    config = NSAConfig(**sizes)
+    inputs = made(config, heads, S, is_packed=is_packed)
+    selection = select(inputs, config)
+    found = results(lambda i: flex.attend(i, config, selection), inputs, config)
+    exact = results(lambda i: reference.attend(i, selection, config), wide(inputs), config)
+    assert_close(found, exact)
+
+
+def test_flex_inside_another_graph_and_recomputed() -> None:
+    config = NSAConfig(num_selected=4, window=300)
+    inputs = made(config, (4, 2), 1000, is_packed=False)
+
+    def layer(inputs: Inputs) -> Tensor:
+        route = router.choose(config, length=1000, group=2, head_dim=64, device=inputs.query.device)
+        assert route.backend == "flex"
+        return checkpoint(router.attend, inputs, config, route, use_reentrant=False)
+
+    found = results(torch.compile(layer, fullgraph=True), inputs, config)
+    assert_close(found, results(lambda i: flex.attend(i, config), wide(inputs), config))
+
+
+def test_the_future_does_not_show() -> None:
+    config = NSAConfig(num_selected=4, window=300)
+    inputs = made(config, (4, 2), 1000, is_packed=False)
+    changed = inputs._replace(
+        **{name: getattr(inputs, name).clone() for name in ("query", "key", "value")}
+    )
+    for name in ("query", "key", "value"):
+        getattr(changed, name)[:, :, 600:] *= -3
+    changed = changed._replace(
+        pooled_key=pool(changed.key, config), pooled_value=pool(changed.value, config)
+    )
+    with torch.no_grad():
+        before, after = (flex.attend(each, config)[:, :600] for each in (inputs, changed))
+    assert torch.equal(before, after)
+
+
+def test_an_unselected_block_is_not_read() -> None:
+    device = torch.device("cuda")
+    flex.check(device)
+    config = NSAConfig(mode="merged", num_selected=3)
+    inputs = made(config, (4, 2), 1000, is_packed=False)
+    selection = select(inputs, config)
+    selection[..., 2] = False
+    key = inputs.key.clone()
+    key[:, :, 256:384] += 5
+    with torch.no_grad():
+        before = flex.attend(inputs, config, selection)
+        after = flex.attend(inputs._replace(key=key), config, selection)
+    assert torch.equal(before, after)
+    dense = router.attend(inputs, config, router.Route("", "dense", ""))
+    assert (dense - before).abs().max() > 0.1
+
+
+@pytest.mark.skipif(not fla.IS_INSTALLED, reason="fla-core is not installed")
+def test_fla_is_the_reference() -> None:
+    config = NSAConfig(mode="sigmoid", select_block=64, num_selected=4, select_tile=1, window=128)
+    inputs = made(config, (32, 2), 500, is_packed=False)
+    selection = select(inputs, config)
+    found = results(lambda i: fla.attend(i, config, selection), inputs, config)
+    exact = results(lambda i: reference.attend(i, selection, config), wide(inputs), config)
+    assert_close(found, exact)
