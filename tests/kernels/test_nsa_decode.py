@@ -33,9 +33,9 @@ def whole(inputs: Inputs, config: NSAConfig) -> torch.Tensor:
 @pytest.mark.parametrize("tile", [1, 16, 32])
 def test_positions_one_by_one_equal_the_whole_row(mode: str, tile: int) -> None:
     config = small(mode=mode, select_tile=tile)
-    inputs = nsa_inputs(config, 150, dtype=torch.float32)
+    inputs = nsa_inputs(config, 100, dtype=torch.float32)
     expected = whole(inputs, config)
-    for begin in (0, 1, 7, 8, 16, 63, 64, 65, 130):
+    for begin in (0, 1, 8, 63, 64, 65):
         found, kept = decoded(inputs, config, begin)
         assert (found - expected[:, begin:]).abs().max() <= 1e-5
         assert torch.equal(kept.pooled_keys, inputs.pooled_key)
@@ -47,8 +47,8 @@ def test_weighted_pools_and_spare_room(path: str) -> None:
     weights = tuple(torch.rand(2, config.compress_block) / 4 for _ in range(2))
     inputs = nsa_inputs(config, 75, dtype=torch.float32)
     inputs = upto(inputs, 75, config, weights)
-    found, kept = decoded(inputs, config, 66, room=101, weights=weights)
-    assert (found - whole(inputs, config)[:, 66:]).abs().max() <= 1e-5
+    found, kept = decoded(inputs, config, 69, room=101, weights=weights)
+    assert (found - whole(inputs, config)[:, 69:]).abs().max() <= 1e-5
     C = config.num_compressed(75)
     torch.testing.assert_close(kept.pooled_values[:, :, :C], inputs.pooled_value)
     assert not kept.pooled_values[:, :, C:].any()

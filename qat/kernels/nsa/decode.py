@@ -227,10 +227,8 @@ def listed(selection: Tensor, count: int) -> Tensor:
 
 def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: float) -> Tensor:
     """`(B, H, D)`: attention to the keys and values at `places`; zeros where there are none."""
-    B, K, M = places.shape
-    index = places.clamp(min=0)[..., None].expand(-1, -1, -1, query.shape[-1])
-    key, value = (tensor.gather(2, index) for tensor in pair)
-    logits = scale * query.unflatten(1, (K, -1)) @ key.mT
+    key, value = (_rows(tensor, places.clamp(min=0)) for tensor in pair)
+    logits = scale * query.unflatten(1, (places.shape[1], -1)) @ key.mT
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     shares = masked_softmax(wide, (places != NONE)[:, :, None]).to(value.dtype)
     return (shares @ value).flatten(1, 2)
@@ -239,9 +237,16 @@ def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: f
 def _pooled(kept: Tensor, start: Tensor, config: NSAConfig, weights: Tensor | None) -> Tensor:
     """`(B, K, D)`: one block of `kept` from `start` `(B,)` on, pooled; at 0 if that lies before."""
     inside = torch.arange(config.compress_block, device=start.device)
-    index = (start.clamp(min=0)[:, None] + inside)[:, None, :, None]
-    block = kept.gather(2, index.expand(-1, kept.shape[1], -1, kept.shape[-1]))
-    return pool(block, config, weights)[:, :, 0]
+    places = (start.clamp(min=0)[:, None] + inside)[:, None].expand(-1, kept.shape[1], -1)
+    return pool(_rows(kept, places), config, weights)[:, :, 0]
+
+
+def _rows(tensor: Tensor, places: Tensor) -> Tensor:
+    """`(B, K, M, D)`: what lies at `places` `(B, K, M)` of `(B, K, N, D)`."""
+    B, K, N, D = tensor.shape
+    first = torch.arange(B * K, device=places.device).view(B, K, 1) * N
+    found = tensor.flatten(0, 2).index_select(0, (places + first).flatten())
+    return found.view(*places.shape, D)
 
 
 def _put(into: Tensor, found: Tensor, place: Tensor, is_due: Tensor | None = None) -> None:

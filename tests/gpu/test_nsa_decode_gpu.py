@@ -1,0 +1,113 @@
+"""Decoding with Native Sparse Attention on a GPU: the kernels, recorded. Run with `-m gpu`."""
+
+import pytest
+import torch
+from nsa_case import nsa_inputs, small
+from nsa_decode_case import decoded, upto
+from nsa_model_case import sparse_model
+from three_way import assert_no_worse_than_eager
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from qat.backend import Backend
+from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
+from qat.kernels.dispatch import computing_by
+from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.kernels.nsa.decode import Kept, append, attend, choose, fill
+from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import select
+
+pytestmark = pytest.mark.gpu
+
+SLACKS = {torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
+
+
+def on_gpu(inputs: Inputs) -> Inputs:
+    return Inputs(*(t.cuda() if isinstance(t, Tensor) else t for t in inputs))
+
+
+def doubled(kept: Kept) -> Kept:
+    return Kept(*(t if t is None or t.dtype == torch.int32 else t.double() for t in kept))
+
+
+@pytest.mark.parametrize("dtype", SLACKS)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (8, 1, 64), (10, 2, 96), (40, 2, 128)])
+@pytest.mark.parametrize("preset", ["nsa", "nsa-merged", "nsa-paper"])
+def test_the_kernels_err_no_more_than_plain_pytorch(
+    dtype: torch.dtype, heads: tuple[int, int, int], preset: str
+) -> None:
+    config = PRESETS[preset]
+    inputs = on_gpu(nsa_inputs(config, 3001, heads=heads[:2], width=heads[2], dtype=dtype))
+    for length in (1, 31, 32, 129, 1025, 3001):
+        before = upto(inputs, length - 1, config)
+        kept = Kept.empty(inputs.key, 3333, config)
+        if length > 1:
+            fill(kept, before, select(before, config))
+        position = torch.tensor([length - 1] * 2, device="cuda")
+        query, key, value = (tensor[:, :, length - 1] for tensor in inputs[:3])
+        other = Kept(*(None if tensor is None else tensor.clone() for tensor in kept))
+        append(kept, key, value, position, config=config)
+        with computing_by(kernel=False):
+            append(other, key, value, position, config=config)
+        for found, expected in zip(kept, other, strict=True):
+            if found is not None:
+                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        choose(query, kept, position, config=config, scale=inputs.scale)
+        gates = None if inputs.gates is None else inputs.gates[:, length - 1]
+        sizes = {"gates": gates, "config": config, "scale": inputs.scale}
+        found = attend(query, kept, position, **sizes)
+        with computing_by(kernel=False):
+            eager = attend(query, kept, position, **sizes)
+        sizes["gates"] = None if gates is None else gates.double()
+        exact = attend(query.double(), doubled(kept), position, **sizes)
+        assert_no_worse_than_eager(found, eager, exact, SLACKS[dtype])
+
+
+@pytest.mark.parametrize("mode", ["residual", "merged"])
+@pytest.mark.parametrize("tile", [1, 16, 32])
+def test_positions_one_by_one_equal_the_whole_row(mode: str, tile: int) -> None:
+    config = small(mode=mode, select_tile=tile)
+    inputs = on_gpu(nsa_inputs(config, 300, width=64, dtype=torch.float32))
+    with computing_by(kernel=False):
+        expected, _ = decoded(inputs, config)
+    found, _ = decoded(inputs, config)
+    assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("preset", ["nsa", "nsa-merged"])
+@torch.no_grad()
+def test_a_recorded_token_equals_one_that_is_not(preset: str) -> None:
+    bench = Bench(Shape(length=4096, layers=2), Backend(torch.device("cuda")))
+    sparse = NSABench(bench, PRESETS[preset])
+    said = torch.zeros(3, *bench.query.shape, dtype=torch.bfloat16, device="cuda")
+
+    def token() -> None:
+        for kept in sparse.kept:
+            said[0] = sparse.attend(kept, is_leader=True)
+        bench.position += 1
+
+    replay = bench.recorded(token)
+    for at in (3968, 3969, 4000, 4095):  # a graph serves every place
+        bench.position.fill_(at)
+        replay()
+        bench.position.fill_(at)
+        expected = sparse.attend(sparse.kept[-1], is_leader=True)
+        assert torch.equal(said[0], expected)
+    plain, leader = (sparse.token(is_leader=is_leader) for is_leader in (False, True))
+    assert seconds_of_tile(bench, plain, 128, leader) > 0
+    assert int(bench.position) == 4096
+
+
+@torch.no_grad()
+def test_a_model_generates_as_without_a_cache() -> None:
+    config = NSAConfig(**small().model_dump())
+    model = sparse_model(config=config).cuda()
+    for name, parameter in model.named_parameters():
+        if ".nsa." in name:
+            nn.init.normal_(parameter, std=0.5)
+    ids = torch.arange(100, device="cuda")[None] * 11 % 320
+    whole = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    pieces = [model(ids[:, :37], past_key_values=cache).logits]
+    pieces += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(37, 100)]
+    assert (torch.cat(pieces, 1) - whole).abs().max() <= 1e-5
