@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from qat.config import Settings
 from qat.train.config import StepConfig
@@ -12,6 +12,9 @@ from qat.train.config import StepConfig
 if TYPE_CHECKING:
     from qat.backend import Backend
 
+ATTENTION = ("nsa", "nsa-merged", "nsa-paper")
+PASSES = ("forward", "train", "decode")
+"""What `qat bench attention` measures."""
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """What `qat bench baselines` compares, by the names that its rows carry."""
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
@@ -127,6 +130,47 @@ class KernelsConfig(Settings):
     def dtype_on(self, backend: "Backend") -> str:
         """What a kernel's inputs are in: bf16, or fp32 where kernels are interpreted."""
         return "bf16" if backend.records() else "fp32"
+
+
+class AttentionConfig(Settings):
+    """Dense attention by each of PyTorch's kernels, and sparse attention by each of ours."""
+
+    lengths: str = "512,1024,2048,4096,8192,16384,32768,65536"
+    """Positions in a row, joined by commas."""
+    groups: str = "2,4,5,8,16"
+    """Query heads that share a key-value head, joined by commas."""
+    key_heads: int = Field(8, ge=1)
+    """Key-value heads."""
+    head_dim: int = Field(128, ge=1)
+    """Width of a head."""
+    batch_size: int = Field(1, ge=1)
+    """Rows."""
+    attention: str = "nsa,nsa-merged"
+    """Kinds of sparse attention, as 'qat convert --attention' calls them, joined by commas."""
+    passes: str = "forward,train,decode"
+    """Kinds of calls: prefill, prefill with backward, and one position more."""
+    device: str = "auto"
+    """Where to measure: auto, cpu, cuda, cuda:1."""
+    repeats: int = Field(20, ge=1)
+    """Rounds in which all ways take turns."""
+    limit_s: float = Field(4.0, gt=0)
+    """Seconds for the rounds of one shape; at least five are taken."""
+
+    @field_validator("lengths", "groups")
+    @classmethod
+    def _check_sizes(cls, text: str) -> str:
+        if not parse_sizes(text):
+            raise ValueError("expected at least one size; write them as 4096,16384")
+        return text
+
+    @field_validator("attention", "passes")
+    @classmethod
+    def _check_names(cls, text: str, info: ValidationInfo) -> str:
+        known = ATTENTION if info.field_name == "attention" else PASSES
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is unknown; use any of {','.join(known)}")
+        return text
 
 
 def parse_gib(text: str) -> float:

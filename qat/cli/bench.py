@@ -7,6 +7,7 @@ from cyclopts import App, Parameter
 
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.quality.config import QualityConfig
+from qat.cli.bench_attention import attention
 from qat.cli.bench_compare import compare
 from qat.cli.bench_guard import guard
 from qat.cli.bench_kernels import kernels
@@ -31,6 +32,7 @@ bench_app = App(help="Measure the training step of a student.")
 bench_app.command(compare)
 bench_app.command(sweep)
 bench_app.command(kernels)
+bench_app.command(attention)
 bench_app.command(guard)
 bench_app.command(record)
 

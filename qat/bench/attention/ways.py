@@ -1,0 +1,119 @@
+"""The ways to attend that are timed against one another: PyTorch's dense ones, and sparse ones."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from qat.backend import Backend
+from qat.bench.attention.work import Attend, Layer, Pass, Work, inputs_of
+from qat.kernels.nsa import decode, router
+from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.kernels.nsa.select import select
+
+DENSE = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BACKENDS = ("reference", "flex", "fla")
+
+
+class Way(NamedTuple):
+    """A way to attend, and what makes it ready for one layer."""
+
+    name: str
+    is_dense: bool
+    prepare: Callable[[Layer, Work], Attend]
+    """Raises ConfigError or RuntimeError where it cannot."""
+
+
+def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
+    """Dense ones first, each by its own name: `dense cudnn`, ..., `nsa flex`, ..."""
+    for name, kernel in DENSE.items():
+        yield Way(f"dense {name}", True, _dense(kernel, is_causal=which != "decode"))
+    for preset in presets:
+        if which == "decode":
+            yield Way(f"{preset} decode", False, _decoding(PRESETS[preset]))
+            continue
+        for backend in BACKENDS:
+            config = PRESETS[preset].model_copy(update={"backend": backend})
+            yield Way(f"{preset} {backend}", False, _sparse(config))
+
+
+def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
+    """`attend` of `layer` as one graph, as a generating model runs it; itself without a GPU."""
+    if not backend.records():
+        return attend
+    with torch.no_grad():
+        attend(layer)
+        replay, out = backend.record(lambda: attend(layer))
+
+    def run(_: Layer) -> Tensor:
+        replay()
+        return out
+
+    return run
+
+
+def _dense(kernel: SDPBackend, *, is_causal: bool) -> Callable[[Layer, Work], Attend]:
+    def prepare(layer: Layer, work: Work) -> Attend:
+        def attend(layer: Layer) -> Tensor:
+            with sdpa_kernel(kernel):
+                out = scaled_dot_product_attention(
+                    *layer[:3], is_causal=is_causal, enable_gqa=work.group > 1
+                )
+            return out.transpose(1, 2)
+
+        return attend
+
+    return prepare
+
+
+def _sparse(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
+    def prepare(layer: Layer, work: Work) -> Attend:
+        device = layer.query.device
+        route = router.choose(
+            config, length=work.length, group=work.group, head_dim=work.width, device=device
+        )
+
+        def attend(layer: Layer) -> Tensor:
+            return router.attend(inputs_of(layer, config), config, route)
+
+        if route.backend != "flex":
+            return attend
+        return torch.compile(attend, fullgraph=True, dynamic=False)
+
+    return prepare
+
+
+def _decoding(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
+    """A step inside a tile: it keeps its key and value, and attends by the tile's list."""
+
+    def prepare(layer: Layer, work: Work) -> Attend:
+        kept = decode.Kept.empty(layer.key, work.length, config)
+        whole = layer._replace(query=layer.key.repeat_interleave(work.group, 1))
+        inputs = inputs_of(whole, config)
+        decode.fill(kept, inputs, select(inputs, config))
+        position = torch.full((work.batch,), work.length - 1, device=layer.key.device)
+        key, value = layer.key[:, :, -1], layer.value[:, :, -1]
+        gates = None if inputs.gates is None else inputs.gates[:, 0]
+
+        def attend(layer: Layer) -> Tensor:
+            decode.append(kept, key, value, position, config=config)
+            out = decode.attend(
+                layer.query[:, :, 0],
+                kept,
+                position,
+                gates=gates,
+                config=config,
+                scale=inputs.scale,
+            )
+            return out[:, None]
+
+        return attend
+
+    return prepare
