@@ -48,9 +48,9 @@ def append(
         of_keys,
         of_values,
         N,
+        kept.pooled_keys.shape[2],
         K=K,
         D=D,
-        C=kept.pooled_keys.shape[2],
         BLOCK=config.compress_block,
         STRIDE=config.compress_stride,
         ROWS=triton.next_power_of_2(config.compress_block),
@@ -71,10 +71,7 @@ def attend(
     """See `qat.kernels.nsa.decode.attend`."""
     (B, H, D), (K, N) = query.shape, kept.keys.shape[1:3]
     T, C = kept.blocks.shape[2], kept.pooled_keys.shape[2]
-    has_branches = gates is not None
-    selected = triton.cdiv(config.reach, TILE)
-    window = triton.cdiv(config.window, TILE) if has_branches else 0
-    compressed = min(triton.cdiv(C, TILE), MOST_PARTS) if has_branches else 0
+    selected, window, compressed = _programs(config, C)
     splits = selected + window + compressed
     new = {"dtype": torch.float32, "device": query.device}
     parts = torch.empty(B * H, splits, D, **new)
@@ -128,12 +125,22 @@ def attend(
     return out
 
 
+def _programs(config: NSAConfig, num_compressed: int) -> tuple[int, int, int]:
+    """How many share the list of each branch: selected, window, compressed."""
+    selected = triton.cdiv(config.reach, TILE)
+    if config.mode == "merged":
+        return selected, 0, 0
+    # powers of two: each other number is a kernel to compile
+    compressed = triton.next_power_of_2(max(1, triton.cdiv(num_compressed, TILE)))
+    return selected, triton.cdiv(config.window, TILE), min(compressed, MOST_PARTS)
+
+
 def _launch(tensor: Tensor) -> dict[str, object]:
     overlap = overlaps(tensor.device)
     return {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "C"])
 def _append_kernel(
     keys,
     values,
@@ -145,9 +152,9 @@ def _append_kernel(
     of_keys,
     of_values,
     N,
+    C,
     K: tl.constexpr,
     D: tl.constexpr,
-    C: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -217,7 +224,7 @@ def _keep(
         tl.store(pooled + column, total.to(latest.dtype), mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T", "C"])
 def _split_kernel(
     parts,
     peaks,
