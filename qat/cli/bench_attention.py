@@ -47,13 +47,14 @@ def attention(
     report = run_attention(config, out)
     console = Console()
     console = console if console.is_terminal else Console(width=WIDTH)
-    console.print(_table(report.rows))
+    console.print(table_of(report.rows))
     for row in report.crossovers:
         console.print(_said(row), markup=False, highlight=False)
     return dict(out=report.path, crossovers=report.crossovers)
 
 
-def _table(rows: "Sequence[dict]") -> "Table":
+def table_of(rows: "Sequence[dict]") -> "Table":
+    """One line a row, with dashes for what it lacks."""
     from rich.table import Table
 
     table = Table(*(title for title, *_ in COLUMNS))

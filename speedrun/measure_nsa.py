@@ -1,0 +1,118 @@
+"""How fast sparse attention is beside dense: one layer at two lengths, and a whole training step.
+
+Dense attention is the fastest of PyTorch's kernels, in turns with ours in one run, forward and
+backward. Ours includes pooling, scoring, the choice of blocks, their lists and the gates.
+
+python speedrun/measure_nsa.py attention --out runs/nsa_attention
+python speedrun/measure_nsa.py step --out runs/nsa_step
+"""
+
+from pathlib import Path
+
+from cyclopts import App
+from rich.console import Console
+from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, show, timed_row
+
+from qat.backend import select
+from qat.bench.attention.run import measured
+from qat.bench.attention.ways import ways_of
+from qat.bench.attention.work import Work
+from qat.bench.config import AttentionConfig
+from qat.bench.kernels.speed import Clock
+from qat.bench.measure import Timing
+from qat.bench.results import Results
+from qat.bench.run import prepare, time_ours
+from qat.bench.subject import Ours
+from qat.cli.bench_attention import table_of
+from qat.kernels.nsa.config import PRESETS
+from qat.logs import configure
+from qat.models.nsa_swap import swap_attention, unswap_attention
+
+app = App(help=__doc__)
+KINDS = {"nsa": "nsa", "nsa-merged": "merged"}
+"""Presets, and what figures call them."""
+GOALS = {
+    ("nsa", 16384): ">= 1.2",
+    ("nsa", 65536): ">= 3.5",
+    ("nsa-merged", 16384): ">= 2",
+    ("nsa-merged", 65536): ">= 7",
+}
+STEP = Figure("step_over_dense_32k", "x", ">= 2")
+TIMED = ("dense cudnn", "dense flash", "nsa flex", "nsa-merged flex")
+
+
+@app.command
+def attention(
+    *, out: Path, device: str = "auto", lengths: tuple[int, ...] = (16384, 65536), repeats: int = 15
+) -> None:
+    """Time one layer of 16 heads over 8, 128 wide."""
+    configure()
+    backend = select(device)
+    config = AttentionConfig(lengths=",".join(map(str, lengths)), device=device, repeats=repeats)
+    rows: list[Row] = []
+    with results_in(out, config) as results:
+        for length in lengths:
+            rows += one_length(length, Clock(backend, repeats, config.limit_s), results)
+        results.finish()
+    Console(width=130).print(table_of(rows))
+
+
+def one_length(length: int, clock: Clock, results: Results) -> list[Row]:
+    """The rows of one length, and its figures."""
+    work = Work(length, group=2, key_heads=8, width=128, batch=1)
+    ways = (way for way in ways_of("train", tuple(KINDS)) if way.name in TIMED)
+    rows = measured(ways, work, "train", clock=clock)
+    for row in rows:
+        results.add(**row)
+    able = {row["way"]: row for row in rows if row["status"] == "OK"}
+    dense = min((row for row in able.values() if row["is_dense"]), key=lambda row: row["p50_s"])
+    for kind, name in KINDS.items():
+        sparse = able.get(f"{kind} flex")
+        if sparse is not None:
+            pairs = zip(dense["samples"], sparse["samples"], strict=True)
+            figure = Figure(f"{name}_over_dense_{length // 1024}k", "x", GOALS[kind, length])
+            record(results.path, figure, [a / b for a, b in pairs], digits=2)
+    return rows
+
+
+@app.command
+def step(
+    *,
+    out: Path,
+    shape: str = "qwen3-0.6b",
+    device: str = "auto",
+    seq_len: int = 32768,
+    steps: int = 6,
+    rounds: int = 1,
+) -> None:
+    """Time a whole step of distillation into frozen codes, dense and swapped, one sequence a step.
+
+    The figure is that of `nsa-merged`; the row of `nsa` stands beside it.
+    """
+    configure()
+    config = settled(**FROZEN, **EXACT, device=device, seq_len=seq_len, steps=steps, batch_size=1)
+    kinds = ("dense", *reversed(KINDS))
+    found: dict[str, list[Timing | None]] = {kind: [] for kind in kinds}
+    with results_in(out, config) as results:
+        setting, student = prepare(config, shape)
+        for number in range(rounds):
+            for kind in kinds[:: -1 if number % 2 else 1]:
+                if kind != "dense":
+                    swap_attention(student.model, PRESETS[kind])
+                timing = time_ours(setting, Ours(student, config), config.batch_size)
+                if kind != "dense":
+                    unswap_attention(student.model)
+                found[kind].append(timing)
+                results.add(**timed_row(setting, kind, timing, kind="round", round=number))
+        results.finish()
+    show(results.rows, ("Attention", "case", "{}"))
+    pairs = zip(found["dense"], found["nsa-merged"], strict=True)
+    ratios = [
+        merged.tokens_per_s / dense.tokens_per_s for dense, merged in pairs if dense and merged
+    ]
+    if ratios:
+        record(results.path, STEP, ratios, digits=2)
+
+
+if __name__ == "__main__":
+    app()
