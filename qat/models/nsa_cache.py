@@ -61,20 +61,22 @@ def attend_cached(
         return layer.extend(module, heads, gates, angles)
     rows = Rows(None, None) if padding is None else rows_of_mask(padding)
     inputs = module.inputs(heads, gates, angles, rows)
-    selection = select(inputs, module.nsa.config)
+    config = module.nsa.config
+    query = inputs.query
     route = router.choose(
-        module.nsa.config,
+        config,
         length=inputs.length,
         group=inputs.group,
-        head_dim=inputs.query.shape[-1],
-        device=inputs.query.device,
+        head_dim=query.shape[-1],
+        device=query.device,
     )
-    out = router.attend(inputs, module.nsa.config, route, selection)
+    # it selects for itself: given a selection it would compile anew for every length
+    out = router.attend(inputs, config, route)
     B, S = heads.value.shape[0], heads.value.shape[2]
     lengths = [S] * B if padding is None else padding.sum(1).tolist()
     layer.begin(lengths, inputs.key, S)
-    decode.fill(layer.kept, inputs, selection)
-    if module.nsa.config.cmp_rope == "pre":
+    decode.fill(layer.kept, inputs, select(inputs, config))
+    if config.cmp_rope == "pre":
         layer.unrotated = Unrotated.of(heads.unrotated_key, angles, rows, layer)
     return rows.back(out, 1)
 
