@@ -26,13 +26,22 @@ def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tens
         config: the sizes.
         weights: `(K, compress_block)`.
     """
-    B, K, S, D = keys.shape
-    if S < config.compress_block:
+    l, d = config.compress_block, config.compress_stride
+    C = config.num_compressed(keys.shape[2])
+    if C == 0:
         return keys[:, :, :0]
-    blocks = keys.unfold(2, config.compress_block, config.compress_stride)
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    # every key is read once, and its gradient written once: blocks overlap, strides do not
+    strides = keys[:, :, : (C - 1) * d + l].unflatten(2, (-1, d)).to(wide)
     if weights is None:
-        return blocks.mean(-1)
-    return (blocks * weights[:, None, None].to(keys.dtype)).sum(-1)
+        sums = strides.sum(3) / l
+        parts = [sums[:, :, start : start + C] for start in range(l // d)]
+    else:
+        parts = [
+            (strides[:, :, start : start + C] * weight[:, None, :, None].to(wide)).sum(3)
+            for start, weight in enumerate(weights.unflatten(1, (-1, d)).unbind(1))
+        ]
+    return sum(parts).to(keys.dtype)
 
 
 def overlap(
