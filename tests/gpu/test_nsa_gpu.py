@@ -1,6 +1,7 @@
 """Sparse attention's kernels against its reference on equal selections. Run with `-m gpu`."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from nsa_case import nsa_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from qat.bench.attention.run import run_attention
+from qat.bench.config import AttentionConfig
 from qat.kernels.nsa import fla, flex, reference, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
@@ -138,3 +141,13 @@ def test_fla_is_the_reference() -> None:
     found = results(lambda i: fla.attend(i, config, selection), inputs, config)
     exact = results(lambda i: reference.attend(i, selection, config), wide(inputs), config)
     assert_close(found, exact)
+
+
+def test_the_bench_times_flex_and_decoding(tmp_path: Path) -> None:
+    config = AttentionConfig(
+        lengths="3000", groups="2", attention="nsa-merged", passes="forward,decode", repeats=2
+    )
+    rows = {row["case"].split(",")[0]: row for row in run_attention(config, tmp_path / "out").rows}
+    for name in ("dense cudnn", "nsa-merged flex", "nsa-merged decode"):
+        assert rows[name]["status"] == "OK", rows[name]
+        assert rows[name]["p50_s"] > 0

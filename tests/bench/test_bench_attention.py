@@ -1,0 +1,86 @@
+"""`qat bench attention` on a CPU: rows, what cannot run, and where sparse begins to pay."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat.bench.attention.run import crossovers, run_attention
+from qat.bench.attention.ways import ways_of
+from qat.bench.attention.work import Work, call_of, inputs_of, layer_of
+from qat.bench.config import AttentionConfig
+from qat.errors import ConfigError
+from qat.kernels.nsa.config import PRESETS
+
+TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
+
+
+def test_every_way_has_a_row_that_says_how_fast_or_why_not(tmp_path: Path) -> None:
+    report = run_attention(AttentionConfig(**TINY, attention="nsa"), tmp_path / "out")
+    rows = {(row["way"], row["pass"]): row for row in report.rows}
+    assert len(rows) == 2 * 6 + 4
+    for which in ("forward", "train"):
+        flex, reference = rows["nsa flex", which], rows["nsa reference", which]
+        assert flex["status"] == "UNSUPPORTED" and "no kernels for cpu" in flex["reason"]
+        assert reference["status"] == "OK"
+        best = min(rows[f"dense {name}", which]["p50_s"] for name in ("flash", "math"))
+        assert reference["over_dense"] == pytest.approx(best / reference["p50_s"])
+        assert reference["compile_s"] > 0 and len(reference["samples"]) == 5
+    assert rows["nsa decode", "decode"]["status"] == "OK"
+    whole = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert whole["crossovers"] == report.crossovers
+    assert {row["way"] for row in report.crossovers} == {"nsa reference", "nsa decode"}
+
+
+def row(length: int, over_dense: float | None, **more: object) -> dict:
+    common = {"way": "nsa flex", "pass": "train", "heads": 16, "key_heads": 8, "status": "OK"}
+    return {**common, "is_dense": False, "length": length, "over_dense": over_dense, **more}
+
+
+def test_sparse_pays_from_where_it_always_does() -> None:
+    rows = [row(512, 1.1), row(1024, 0.9), row(4096, 1.2), row(2048, 1.1)]
+    rows += [row(8192, 2.0, way="dense cudnn", is_dense=True)]
+    rows += [row(512, 0.5, heads=32), row(1024, None, heads=64), row(99, 9.0, status="OOM")]
+    found = {found["heads"]: found["length"] for found in crossovers(rows)}
+    assert found == {16: 2048, 32: None, 64: None}
+
+
+@pytest.mark.parametrize("which", ["forward", "decode"])
+def test_ways_to_attend_agree_where_every_key_is_selected(which: str) -> None:
+    work = Work(length=100, group=2, key_heads=2, width=16, batch=2)
+    layer = layer_of(work, which, device=torch.device("cpu"), dtype=torch.float32)
+    names = {"dense math", "nsa-merged reference", "nsa-merged decode"}
+    ways = [way for way in ways_of(which, ("nsa-merged",)) if way.name in names]
+    found = [call_of(way.prepare(layer, work), layer, which)() for way in ways]
+    assert len(found) == 2
+    torch.testing.assert_close(*found)
+
+
+def test_gradients_reach_the_whole_layer() -> None:
+    work = Work(length=80, group=2, key_heads=1, width=16, batch=1)
+    layer = layer_of(work, "train", device=torch.device("cpu"), dtype=torch.float32)
+    way = next(way for way in ways_of("train", ("nsa",)) if way.name == "nsa reference")
+    assert all(gradient.any() for gradient in call_of(way.prepare(layer, work), layer, "train")())
+
+
+@pytest.mark.parametrize("preset", ["nsa", "nsa-paper"])
+def test_gates_are_the_modes_own(preset: str) -> None:
+    work = Work(length=64, group=1, key_heads=1, width=8, batch=1)
+    layer = layer_of(work, "forward", device=torch.device("cpu"), dtype=torch.float32)
+    gates = inputs_of(layer, PRESETS[preset]).gates
+    assert gates.shape == (1, 64, 1, 3)
+    assert (gates > 0).all() == (preset == "nsa-paper")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": "nsa,linear"}, "'linear' is unknown; use any of nsa,nsa-merged,nsa-paper"),
+        ({"passes": "backward"}, "'backward' is unknown; use any of forward,train,decode"),
+        ({"lengths": ""}, "at least one size"),
+    ],
+)
+def test_settings_that_mean_nothing(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AttentionConfig.parse({**TINY, **changes}, "flags")
