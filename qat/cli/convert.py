@@ -1,5 +1,6 @@
-"""`qat convert`: float weights to look-up tables, or to smaller ones."""
+"""`qat convert`: float weights to look-up tables, or to smaller ones; dense attention to sparse."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,7 @@ def convert(
     from_: Annotated[Foreign | None, Parameter(name="--from")] = None,
     target: Annotated[TargetName | None, Parameter(name="--for")] = None,
 ) -> dict[str, object]:
-    """Quantize SOURCE without training and write a packed checkpoint.
+    """Quantize SOURCE, or change its attention, without training; write a checkpoint.
 
     Args:
         source: hub id or directory of a float or packed model; with --from a .pt file or its
@@ -69,13 +70,18 @@ def convert(
         linears=len(report.modules) - report.num_tables,
         tables=report.num_tables,
         kept=report.kept,
-        bits_per_weight=round(report.bits_per_weight, 4),
+        bits_per_weight=_rounded(report.bits_per_weight),
         whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
         megabytes=round(report.megabytes, 3),
         **_spending(report),
         seconds=round(report.seconds, 2),
         **verdicts,
     )
+
+
+def _rounded(bits: float) -> float | None:
+    """For the last line; None if nothing is quantized."""
+    return None if math.isnan(bits) else round(bits, 4)
 
 
 def _shipping(target: TargetName | None) -> "Shipping | None":
@@ -103,7 +109,9 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     from rich.table import Table
 
     console = Console()
-    title = f"{report.plan}: {report.bits_per_weight:.3f} bits per weight, {report.seconds:.1f} s"
+    bits = f"{report.bits_per_weight:.3f} bits per weight"
+    bits = "nothing quantized" if math.isnan(report.bits_per_weight) else bits
+    title = f"{report.plan}: {bits}, {report.seconds:.1f} s"
     table = Table("linear", "format", "bits/weight", "error", "output error", "s", title=title)
     for module in report.modules:
         scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
@@ -117,7 +125,8 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             output_error,
             f"{module.seconds:.1f}",
         )
-    console.print(table)
+    if report.modules:
+        console.print(table)
     if report.budget is not None:
         _show_budget(report.budget, console)
     if report.kept:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.config import TargetName
+from qat.models.shipping import check_attention
 from qat.models.stored_state import quantized_modules
 from qat.models.tables import weight_shape
 from qat.nn.lut_embedding import FrozenLutTable
@@ -88,6 +89,7 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
         ExportError: the first module that would lose something, why, and what to do.
     """
     target = load_target(name)
+    check_attention(name, model)
     target.check(model)
     for module_name, module in quantized_modules(model).items():
         reason = _lost(name, target, module)

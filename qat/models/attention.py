@@ -3,6 +3,7 @@
 Registered under the name `qat`, it stands in for `sdpa` in every model that a `LanguageModel`
 holds. A forward that hands `document_positions` on has packed documents and no padding, so they
 say all of the mask; any other call (generation with its cache and padding) is transformers' own.
+Where every layer is sparse no mask over pairs of positions is ever made.
 """
 
 import torch
@@ -12,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qat.kernels.attention import fits_tile, tile_attention
+from qat.models.nsa_swap import is_all_sparse
 
 NAME = "qat"
 
@@ -26,9 +28,20 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     return config._attn_implementation == NAME
 
 
-def causal_mask(length: int, device: torch.device) -> Tensor:
-    """`(1, 1, S, S)` bool, lower triangular."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+def no_mask(device: torch.device) -> Tensor:
+    """`(1, 1, 1, 1)`, for layers that read none: transformers makes another where it gets None."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def make_mask(*args: object, **kwargs: object) -> Tensor | None:
+    """As `sdpa_mask` of transformers; the mask of tokens `(B, N)` itself if all layers are sparse.
+
+    None says that all of them are tokens.
+    """
+    config, mask = kwargs.get("config"), kwargs.get("attention_mask")
+    if config is None or not is_all_sparse(config):
+        return sdpa_mask(*args, **kwargs)
+    return None if mask is None or mask.all() else mask
 
 
 def attend(
@@ -57,4 +70,4 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, make_mask)

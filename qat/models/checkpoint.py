@@ -16,7 +16,8 @@ from qat.errors import CheckpointError, ConfigError
 from qat.models.checksums import check_checksums, write_checksums
 from qat.models.directory import atomic_directory
 from qat.models.hf_quantizer import QUANT_METHOD, QatConfig, QatHfQuantizer
-from qat.models.stored_state import packed_state_dict, stored_dtype
+from qat.models.nsa_swap import nsa_config
+from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
 
 
 def save_checkpoint(
@@ -56,7 +57,8 @@ def write_checkpoint(
             nothing here reads a weight, and another thread may go on to train it.
 
     Raises:
-        CheckpointError: the model has no quantized linear, or a scale is not finite as stored.
+        CheckpointError: nothing of the model is quantized or sparse, or a scale is not finite as
+            stored.
     """
     packed = packed_state_dict(model) if packed is None else packed
     model.hf_quantizer = QatHfQuantizer(QatConfig.of(model))
@@ -66,9 +68,34 @@ def write_checkpoint(
             model.save_pretrained(directory)
     finally:
         model.hf_quantizer.packed = None
+    _finish(directory, tokenizer, stored_dtype(packed))
+
+
+def write_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """As `write_checkpoint`, or an ordinary directory where nothing of `model` needs `qat`.
+
+    Raises:
+        CheckpointError: a scale is not finite as stored.
+    """
+    if quantized_modules(model) or nsa_config(model) is not None:
+        write_checkpoint(model, tokenizer, directory)
+        return
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    state = packed_state_dict(model)
+    with quiet_transformers():
+        model.save_pretrained(directory, state_dict=state)
+    _finish(directory, tokenizer, stored_dtype(state))
+
+
+def _finish(directory: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype) -> None:
+    """Write what lies beside the tensors, which are of that dtype."""
     # transformers names the dtype that the model computes in, which may be wider than the file's
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(stored_dtype(packed)).removeprefix("torch.")
+    config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         _save_tokenizer(tokenizer, directory)

@@ -8,8 +8,11 @@ from qat.config import Settings
 
 
 class ConvertConfig(Settings):
-    """How to quantize a model without training it."""
+    """How to quantize a model, and how it is to attend, without training it."""
 
+    attention: str | None = None
+    """dense, nsa, nsa-merged, nsa-paper, or a TOML file with settings of sparse attention; as the
+    source has it if not given. Without --to nothing is quantized."""
     to: str | None = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
     bits_budget: float | None = Field(None, gt=0)

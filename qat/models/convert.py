@@ -1,6 +1,7 @@
 """`qat convert`: from a model directory to a packed checkpoint with fewer bits per weight."""
 
 import json
+import math
 import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.config import Settings
 from qat.data.cache import MANIFEST
@@ -19,13 +20,14 @@ from qat.data.sources import open_source
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
 from qat.files import check_free
-from qat.models.bits_budget import plan_within_budget
+from qat.models.bits_budget import BudgetReport, plan_within_budget
 from qat.models.calibrate import TokenBatch
-from qat.models.checkpoint import write_checkpoint
+from qat.models.checkpoint import write_model
 from qat.models.config import ConvertConfig
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.models.nsa_swap import change_attention, nsa_config, read_attention
 from qat.models.quantize import QuantizeReport, quantize_model
 from qat.models.shipping import Shipping
 from qat.models.tables import with_tables
@@ -36,6 +38,7 @@ PLAN_NAME = "plan.toml"
 BATCH = 16
 ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=by_group(2)),))
 """Which linears share a budget of bits where no plan says so."""
+NOTHING = QuantPlan(name="none", rules=())
 
 
 class PlanFile(Settings):
@@ -46,12 +49,15 @@ class PlanFile(Settings):
 
 
 def read_plan(config: ConvertConfig) -> QuantPlan:
-    """The plan that `config.to` names, else all linears, with its group size if one is given.
+    """The plan that `config.to` names, with its group size if one is given.
+
+    Else all linears for a budget, and nothing without one.
 
     Raises:
         ConfigError: neither a preset nor a readable plan file.
     """
-    plan = PRESETS.get(config.to) if config.to is not None else ALL_LINEARS
+    unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
+    plan = PRESETS.get(config.to) if config.to is not None else unnamed
     if plan is None:
         path = Path(config.to)
         if not path.is_file():
@@ -82,7 +88,8 @@ def convert_checkpoint(
 ) -> QuantizeReport:
     """Quantize the model `source` by the plan of `config` and write it to `out` with its report.
 
-    With `shipping` the plan is bent to what that target holds without loss.
+    Its attention becomes what `config` says before anything is quantized. With `shipping` the plan
+    is bent to what that target holds without loss.
 
     Raises:
         ConfigError, CheckpointError, CacheError, ExportError: see their messages.
@@ -90,9 +97,12 @@ def convert_checkpoint(
     check_free(out)
     check_budget(config)
     plan = read_plan(config)
+    attention = None if config.attention is None else read_attention(config.attention)
     how = {"device": config.device, "dtype": "fp32", "trust_remote_code": config.trust_remote_code}
     student = load_model(source, **how)
     tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+    if config.attention is not None:
+        change_attention(student.model, attention)
     if shipping is not None:  # refuses before any work
         bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
         shipping.plan(with_tables(plan, student.model, bits), student.model)
@@ -104,15 +114,7 @@ def convert_checkpoint(
         calibration = calibration_batches(config, student, tokenizer)
     budget = None
     if config.bits_budget is not None:
-        plan, budget = plan_within_budget(
-            base or student,
-            plan,
-            config.bits_budget,
-            calibration,
-            with_tables=config.embedding_bits == "auto",
-            wider_groups=config.to is None and config.group_size is None,
-            bend=None if shipping is None else shipping.bend,
-        )
+        plan, budget = _budgeted(plan, config, base or student, calibration, shipping=shipping)
     if config.embedding_bits in {4, 8}:
         plan = with_tables(plan, student.model, config.embedding_bits)
     if shipping is not None:
@@ -122,26 +124,57 @@ def convert_checkpoint(
     )
     report = replace(report, budget=budget)
     with atomic_directory(out) as partial:
-        write_checkpoint(student.model, tokenizer, partial)
+        write_model(student.model, tokenizer, partial)
         values = {"source": source, "trust_remote_code": config.trust_remote_code}
-        values |= asdict(report)
-        (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
+        _write_report(student.model, report, partial, values)
         if budget is not None:
             rules = tomli_w.dumps(plan.model_dump(exclude_none=True))
             (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
     return report
 
 
+def _budgeted(
+    plan: QuantPlan,
+    config: ConvertConfig,
+    teacher: LanguageModel,
+    calibration: list[TokenBatch],
+    *,
+    shipping: Shipping | None,
+) -> tuple[QuantPlan, BudgetReport]:
+    """A plan of the linears of `plan` that keeps to `config`'s bits, and how they were spent."""
+    return plan_within_budget(
+        teacher,
+        plan,
+        config.bits_budget,
+        calibration,
+        with_tables=config.embedding_bits == "auto",
+        wider_groups=config.to is None and config.group_size is None,
+        bend=None if shipping is None else shipping.bend,
+    )
+
+
+def _write_report(
+    model: PreTrainedModel, report: QuantizeReport, directory: Path, values: dict[str, object]
+) -> None:
+    """`values` and what the conversion did, as JSON."""
+    sparse = nsa_config(model)
+    values["nsa"] = None if sparse is None else sparse.model_dump(mode="json")
+    values |= asdict(report)
+    if math.isnan(report.bits_per_weight):
+        values["bits_per_weight"] = None
+    (directory / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
+
+
 def check_budget(config: ConvertConfig) -> None:
-    """Refuse settings that name no bits, or a budget without what it needs.
+    """Refuse settings that name nothing to do, or a budget without what it needs.
 
     Raises:
         ConfigError: see above.
     """
-    if config.to is None and config.bits_budget is None:
+    if config.to is None and config.bits_budget is None and config.attention is None:
         raise ConfigError(
             "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
-            "--bits-budget BITS"
+            "--bits-budget BITS (or --attention to change that alone)"
         )
     if config.bits_budget is not None and config.calibration is None:
         raise ConfigError(

@@ -8,7 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
+from qat.models.nsa_swap import nsa_config
 from qat.models.swap import linear_names
 
 
@@ -56,7 +58,7 @@ def token_flops(
         linears += per_weight * linear.out_features * linear.in_features
     V, D = student.head.out_features, student.head.in_features
     rows = K if set(config.losses) == {"candidates"} else V
-    return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student.config, S))
+    return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student, S))
 
 
 def forward_flops(model: LanguageModel, S: int) -> float:
@@ -66,12 +68,20 @@ def forward_flops(model: LanguageModel, S: int) -> float:
         linear = model.model.get_submodule(name)
         weights += linear.out_features * linear.in_features
     head = model.head.out_features * model.head.in_features
-    return 2.0 * (weights + head) + _attention_flops(model.config, S)
+    return 2.0 * (weights + head) + _attention_flops(model, S)
 
 
-def _attention_flops(settings: object, S: int) -> float:
-    """Scores and weighted sums of a forward pass, per position."""
-    keys = sum(_mean_keys(settings, layer, S) for layer in range(settings.num_hidden_layers))
+def _attention_flops(model: LanguageModel, S: int) -> float:
+    """Scores and weighted sums of a forward pass, per position.
+
+    Of sparse attention those of its branches; the few queries that select are left out.
+    """
+    settings, sparse = model.config, nsa_config(model.model)
+    layers = range(settings.num_hidden_layers)
+    swapped = () if sparse is None else layers if sparse.layers is None else sparse.layers
+    keys = sum(_mean_keys(settings, layer, S) for layer in layers if layer not in swapped)
+    if sparse is not None:
+        keys += len(swapped) * _mean_sparse_keys(sparse, S)
     heads = settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
     return 4.0 * heads * head_dim * keys
@@ -82,5 +92,19 @@ def _mean_keys(settings: object, layer: int, S: int) -> float:
     kinds = getattr(settings, "layer_types", None)
     window = getattr(settings, "sliding_window", None)
     is_local = kinds is not None and kinds[layer] == "sliding_attention" and window
-    reach = min(S, window) if is_local else S
+    return _mean_within(window if is_local else S, S)
+
+
+def _mean_sparse_keys(config: NSAConfig, S: int) -> float:
+    """Keys, pooled ones among them, that a query of sparse attention sees on average."""
+    selected = _mean_within(config.reach, S)
+    if config.mode == "merged":
+        return selected
+    compressed = sum(config.num_compressed(length) for length in range(1, S + 1)) / S
+    return selected + _mean_within(config.window, S) + compressed
+
+
+def _mean_within(reach: int, S: int) -> float:
+    """Keys of the last `reach` that a causal query sees on average."""
+    reach = min(S, reach)
     return (reach * (reach + 1) / 2 + (S - reach) * reach) / S

@@ -33,6 +33,9 @@ if TYPE_CHECKING:  # this file is imported while transformers itself still is
 
 QUANT_METHOD = "qat"
 FORMAT = 1
+SPARSE_FORMAT = 2
+"""The same, of a model with sparse attention, whose definition config.json has under `nsa`; it may
+have no quantized module."""
 LORA_RANK = "lora_rank"
 """Key of a module with an adapter, beside those of its spec."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
@@ -44,34 +47,38 @@ class QatConfig(QuantizationConfigMixin):
 
     def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
         others.pop("quant_method", None)
-        if format != FORMAT:
+        if format not in {FORMAT, SPARSE_FORMAT}:
             raise CheckpointError(
-                f"quantization_config has format={format}, expected format={FORMAT}; use the "
-                "version of qat that wrote this checkpoint, or convert the model anew"
+                f"quantization_config has format={format}, expected format={FORMAT} or "
+                f"{SPARSE_FORMAT}; use the version of qat that wrote this checkpoint, or convert "
+                "the model anew"
             )
-        if others or not modules:
+        if others or not (modules or format == SPARSE_FORMAT):
             raise CheckpointError(
                 f"quantization_config has keys {sorted(others)} and {len(modules or {})} modules, "
                 "expected only format and a table of modules; convert the model anew"
             )
         self.quant_method = QUANT_METHOD
         self.format = format
-        self.modules = modules
+        self.modules = modules or {}
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """What to write about `model` as it is now.
 
         Raises:
-            CheckpointError: it has no quantized linear or table.
+            CheckpointError: it has no quantized linear or table, and dense attention.
         """
-        modules = quantized_modules(model)
-        if not modules:
+        from qat.models.nsa_swap import nsa_config
+
+        modules, is_sparse = quantized_modules(model), nsa_config(model) is not None
+        if not modules and not is_sparse:
             raise CheckpointError(
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
                 "'qat convert' first"
             )
-        return cls(FORMAT, {name: _entry(m) for name, m in modules.items()})
+        format = SPARSE_FORMAT if is_sparse else FORMAT
+        return cls(format, {name: _entry(m) for name, m in modules.items()})
 
     def specs(self) -> dict[str, LutSpec]:
         """Each quantized module's spec.
@@ -126,6 +133,7 @@ class QatHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
+        self._swap_attention(model)
         tables = table_names(model)
         for name, spec in self.quantization_config.specs().items():
             if name in tables:
@@ -136,6 +144,26 @@ class QatHfQuantizer(HfQuantizer):
             set_empty_adapter(name, model.get_submodule(name), rank)
         if checkpoint_files is not None:
             check_tensors(model, checkpoint_files)
+
+    def _swap_attention(self, model: PreTrainedModel) -> None:
+        """Make room for what sparse attention learned.
+
+        Raises:
+            CheckpointError: config.json says one thing of the attention and another elsewhere.
+        """
+        from qat.models.nsa_swap import KEY, nsa_config, swap_attention  # they need transformers
+
+        config, found = nsa_config(model), self.quantization_config.format
+        expected = FORMAT if config is None else SPARSE_FORMAT
+        if found != expected:
+            kinds = {FORMAT: "dense", SPARSE_FORMAT: "sparse"}
+            raise CheckpointError(
+                f"the checkpoint was written with {kinds[found]} attention (format={found}), but "
+                f"{KEY!r} of its config.json makes it {kinds[expected]}; put back the config.json "
+                "that it came with, or change its attention with 'qat convert --attention'"
+            )
+        if config is not None:
+            swap_attention(model, config)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         for linear in quant_linears(model).values():

@@ -8,7 +8,8 @@ from qat.backend import Backend
 from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
-from qat.models.attention import causal_mask, use_packed_attention
+from qat.models.attention import no_mask, use_packed_attention
+from qat.models.nsa_swap import is_all_sparse
 from qat.models.tables import embedding_dtype, module_device
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 
@@ -62,9 +63,8 @@ class LanguageModel:
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
         """The mask, made here: transformers would ask the device whether rows are packed."""
-        mask = document_mask(position_ids) if is_packed else None
-        if mask is None:
-            mask = causal_mask(position_ids.shape[1], position_ids.device)
+        is_read = is_packed and not is_all_sparse(self.model.config)
+        mask = document_mask(position_ids) if is_read else no_mask(position_ids.device)
         return {
             "attention_mask": mask,
             "document_positions": position_ids,
@@ -73,7 +73,12 @@ class LanguageModel:
         }
 
     def attention(self, length: int, dtype: torch.dtype) -> str:
-        """How packed sequences of `length` attend in `dtype`: `tile`, our kernel, or `sdpa`."""
+        """How packed sequences of `length` attend in `dtype`.
+
+        `nsa` where every layer is sparse; else `tile`, our kernel, or `sdpa`.
+        """
+        if is_all_sparse(self.model.config):
+            return "nsa"
         positions = torch.arange(length, device=self.device)[None]
         heads = torch.empty(1, 1, length, self._head_width(), dtype=dtype, device=self.device)
         is_tile = self._is_plain and self._tile_fits(positions) and fits_tile(heads, heads)

@@ -24,6 +24,7 @@ from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.checksums import check_checksums
 from qat.models.language_model import LanguageModel
+from qat.models.nsa_swap import KEY, nsa_config
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,11 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
         raise CheckpointError(
             f"{source} misses {len(missing)} tensors (such as {missing[0]}), expected a whole "
             "model; copy or download it anew"
+        )
+    if nsa_config(model) is not None:
+        raise CheckpointError(
+            f"{source} holds a dense model, but its config.json defines sparse attention under "
+            f"{KEY!r}; remove that key, and swap with 'qat convert --attention'"
         )
     return model
 

@@ -8,6 +8,7 @@ Shapes: B rows, S positions, H query heads, K key-value heads, D head width.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.llama.modeling_llama import (
@@ -20,8 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from qat.errors import ConfigError
 from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.reference import attend
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.router import Route, attend, choose
 from qat.models.nsa_rows import Rows, padding_of, rows_of_mask, rows_of_positions
 from qat.nn.nsa import NSAParts
 
@@ -91,8 +91,22 @@ class NSAAttention(nn.Module):
             rows: where their tokens lie.
         """
         inputs = self.inputs(heads, gates, position_embeddings, rows)
-        config = self.nsa.config
-        return rows.back(attend(inputs, select(inputs, config), config), 1)
+        route = self.route(inputs.length, inputs.query.device)
+        return rows.back(attend(inputs, self.nsa.config, route), 1)
+
+    def route(self, length: int, device: torch.device) -> Route:
+        """The backend that computes rows of `length` positions.
+
+        Raises:
+            ConfigError: the one that is asked for cannot.
+        """
+        return choose(
+            self.nsa.config,
+            length=length,
+            group=self.num_key_value_groups,
+            head_dim=self.head_dim,
+            device=device,
+        )
 
     def inputs(
         self,

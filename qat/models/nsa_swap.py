@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from qat.errors import CheckpointError, ConfigError
-from qat.kernels.nsa.config import NSAConfig
+from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.models.nsa_attention import SWAPPED, NSAAttention
 from qat.models.swap import decoder_layers
 from qat.models.tables import embedding_dtype
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 KEY = "nsa"
 """What config.json calls the definition; absent: dense."""
+DENSE_NAME = "dense"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = {swapped: dense for dense, swapped in SWAPPED.items()}
 
@@ -78,6 +81,53 @@ def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
         return NSAConfig.parse(values, f"{KEY!r} of config.json")
     except ConfigError as error:
         raise CheckpointError(f"{error}; convert the model anew") from None
+
+
+def is_all_sparse(config: PreTrainedConfig) -> bool:
+    """Whether every layer of the model with that configuration attends sparsely."""
+    found = nsa_config(config)
+    if found is None:
+        return False
+    layers = range(config.get_text_config().num_hidden_layers)
+    return found.layers is None or set(layers) <= set(found.layers)
+
+
+def read_attention(name: str) -> NSAConfig | None:
+    """The definition that `name` means: a preset or a TOML file of its settings; None: `dense`.
+
+    Raises:
+        ConfigError: it is neither, or a setting is out of range.
+    """
+    if name == DENSE_NAME:
+        return None
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        known = ", ".join((DENSE_NAME, *PRESETS))
+        raise ConfigError(f"attention={name} is neither a file nor known; use one of {known}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"attention={path} is not TOML ({error}), expected settings of sparse attention; mend "
+            "that line"
+        ) from None
+    return NSAConfig.parse(values, str(path))
+
+
+def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
+    """Let `model` attend as `config` defines, None for densely; nothing where it does already.
+
+    Raises:
+        CheckpointError, ConfigError: as `swap_attention`.
+    """
+    if nsa_config(model) == config:
+        return
+    if config is None:
+        unswap_attention(model)
+    else:
+        swap_attention(model, config)
 
 
 def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:

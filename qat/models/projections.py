@@ -17,18 +17,22 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
 from qat.models.attention import attend
+from qat.models.nsa_attention import NSAAttention
 from qat.nn.step import join_linears, part_linears
 
 ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)
+QKV = ("q_proj", "k_proj", "v_proj")
 SILUS = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def join_projections(model: PreTrainedModel) -> None:
     """Join what reads the same input in `model`, as far as it is quantized."""
     for module in [*model.modules()]:
-        if type(module) in ATTENTIONS:
-            join_linears(module, "qkv", ("q_proj", "k_proj", "v_proj"))
+        if isinstance(module, NSAAttention):
+            join_linears(module, "qkv", QKV)
+        elif type(module) in ATTENTIONS:
+            join_linears(module, "qkv", QKV)
             module.forward = MethodType(_attention, module)
         elif type(module) in MLPS:
             join_linears(module, "gate_up", ("gate_proj", "up_proj"))

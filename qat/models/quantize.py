@@ -68,7 +68,7 @@ class QuantizeReport:
     plan: str
     seconds: float
     bits_per_weight: float
-    """Over all quantized linears."""
+    """Over all quantized linears; NaN without any."""
     whole_bits_per_weight: float
     """Over the whole model: tables, norms and everything else included."""
     megabytes: float

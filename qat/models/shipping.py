@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from transformers import PreTrainedModel
 
 from qat.errors import ExportError
+from qat.models.nsa_swap import nsa_config
 from qat.models.stored_state import quantized_modules
 from qat.models.swap import linear_names
 from qat.models.tables import table_names, weight_shape
@@ -28,6 +29,23 @@ class Holder(Protocol):
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse an architecture that cannot be written."""
+
+
+KEEPS_ATTENTION = "packed"
+"""The one target that holds sparse attention: the checkpoint itself."""
+
+
+def check_attention(name: str, model: PreTrainedModel) -> None:
+    """Refuse a model whose sparse attention the target called `name` would lose.
+
+    Raises:
+        ExportError: see above.
+    """
+    if name != KEEPS_ATTENTION and nsa_config(model) is not None:
+        raise ExportError(
+            f"{name} cannot hold sparse attention, expected dense attention; swap it out with 'qat "
+            f"convert --attention dense', or export --to {KEEPS_ATTENTION}"
+        )
 
 
 class Shipping(NamedTuple):
@@ -62,6 +80,7 @@ class Shipping(NamedTuple):
                 module outside of the plan has already.
             ConfigError: a pattern of the plan matches nothing.
         """
+        check_attention(self.name, model)
         self.target.check(model)
         tables = table_names(model)
         specs = plan.assign(linear_names(model), tables)

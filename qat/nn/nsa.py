@@ -50,13 +50,14 @@ class NSAParts(nn.Module):
                 weights.fill_(1 / self.config.compress_block)
 
     def gates_of(self, hidden: Tensor) -> Tensor | None:
-        """`(B, S, H, 3)` for the layer's input `(B, S, hidden_size)`; None: merged.
+        """`(B, S, H, 3)` float32 for the layer's input `(B, S, hidden_size)`; None: merged.
 
         `residual`: `(tanh b, 1 + tanh a, tanh c)`; `sigmoid`: the sigmoid of each.
         """
         if self.gates is None:
             return None
         raw = self.gates(hidden).unflatten(-1, (-1, NUM_BRANCHES))
+        raw = raw if raw.dtype == torch.float64 else raw.float()
         if self.config.mode == "sigmoid":
             return raw.sigmoid()
         return raw.tanh() + raw.new_tensor([0.0, 1.0, 0.0])

@@ -324,7 +324,7 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, r"format=2, expected format=1"),
+        ({"format": 3}, r"format=3, expected format=1 or 2"),
         ({"spare": 1}, r"keys \['spare'\]"),
         ({"modules": {}}, r"0 modules"),
         ({"modules": {NAME: {"bits": 9}}}, rf"{NAME}.*bits=9"),
