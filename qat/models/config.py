@@ -13,6 +13,9 @@ class ConvertConfig(Settings):
     attention: str | None = None
     """dense, nsa, nsa-merged, nsa-paper, or a TOML file with settings of sparse attention; as the
     source has it if not given. Without --to nothing is quantized."""
+    attention_steps: int = Field(100, ge=0)
+    """With --attention and --calibration: steps in which gates and pooling come closer to dense
+    attention, layer by layer; 0 for none."""
     to: str | None = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
     bits_budget: float | None = Field(None, gt=0)

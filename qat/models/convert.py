@@ -1,6 +1,7 @@
 """`qat convert`: from a model directory to a packed checkpoint with fewer bits per weight."""
 
 import json
+import logging
 import math
 import tomllib
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from qat.data.sources import open_source
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
 from qat.files import check_free
+from qat.kernels.nsa.config import NSAConfig
 from qat.models.bits_budget import BudgetReport, plan_within_budget
 from qat.models.calibrate import TokenBatch
 from qat.models.checkpoint import write_model
@@ -27,11 +29,14 @@ from qat.models.config import ConvertConfig
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.models.nsa_fit import LayerFit, fit_attention
 from qat.models.nsa_swap import change_attention, nsa_config, read_attention
 from qat.models.quantize import QuantizeReport, quantize_model
 from qat.models.shipping import Shipping
 from qat.models.tables import with_tables
 from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
+
+logger = logging.getLogger(__name__)
 
 REPORT_NAME = "convert_report.json"
 PLAN_NAME = "plan.toml"
@@ -112,6 +117,7 @@ def convert_checkpoint(
     calibration = []
     if config.calibration is not None:
         calibration = calibration_batches(config, student, tokenizer)
+    fits = [] if attention is None else _fitted(student, attention, calibration, config)
     budget = None
     if config.bits_budget is not None:
         plan, budget = _budgeted(plan, config, base or student, calibration, shipping=shipping)
@@ -126,11 +132,39 @@ def convert_checkpoint(
     with atomic_directory(out) as partial:
         write_model(student.model, tokenizer, partial)
         values = {"source": source, "trust_remote_code": config.trust_remote_code}
+        values["attention_fit"] = [asdict(fit) for fit in fits]
         _write_report(student.model, report, partial, values)
         if budget is not None:
             rules = tomli_w.dumps(plan.model_dump(exclude_none=True))
             (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
     return report
+
+
+def _fitted(
+    student: LanguageModel,
+    attention: NSAConfig,
+    calibration: list[TokenBatch],
+    config: ConvertConfig,
+) -> list[LayerFit]:
+    """Bring the gates and pooling of new sparse attention closer to dense attention."""
+    if not calibration or not config.attention_steps or attention.mode == "merged":
+        return []
+    length = calibration[0].input_ids.shape[1]
+    if length <= attention.reach:
+        logger.warning(
+            "gates are not fitted: calibration rows have %d tokens, and sparse attention reads "
+            "rows of up to %d whole; raise --calibration-length",
+            length,
+            attention.reach,
+        )
+        return []
+    fits = fit_attention(student, calibration, steps=config.attention_steps)
+    before, after = (
+        sum(getattr(fit, name) for fit in fits) / len(fits)
+        for name in ("error_before", "error_after")
+    )
+    logger.info("attention differs from dense by %.4f, before the fit by %.4f", after, before)
+    return fits
 
 
 def _budgeted(

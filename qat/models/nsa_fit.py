@@ -16,7 +16,7 @@ from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.nsa_attention import NSAAttention
 from qat.models.nsa_swap import nsa_modules
-from qat.models.nsa_watch import Call, attending_with, route_of
+from qat.models.nsa_watch import Call, attending_with
 from qat.quant.weight import rms
 
 LR = 1e-2
@@ -128,7 +128,7 @@ def _train(
 
 def _sparse(call: Call) -> Tensor:
     inputs, config = call.inputs(), call.module.nsa.config
-    return router.attend(inputs, config, route_of(call.module, inputs))
+    return router.attend(inputs, config, call.module.route(inputs.length, inputs.query.device))
 
 
 def _squares(module: NSAAttention, sparse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

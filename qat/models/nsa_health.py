@@ -16,7 +16,7 @@ from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import masked_softmax, select
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_watch import Call, attending_with, route_of
+from qat.models.nsa_watch import Call, attending_with
 from qat.models.regions import as_written
 
 ALMOST_ALL = 0.95
@@ -79,7 +79,10 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
 
     def look(call: Call) -> Tensor:
         inputs, config = call.inputs(), call.module.nsa.config
-        route, selection = route_of(call.module, inputs), select(inputs, config)
+        route, selection = (
+            call.module.route(inputs.length, inputs.query.device),
+            select(inputs, config),
+        )
         found.append(
             LayerHealth(
                 layer=call.module.layer_idx,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from qat.kernels.nsa import router
 from qat.kernels.nsa.inputs import Inputs
 from qat.models.nsa_attention import Heads, NSAAttention
 from qat.models.nsa_rows import Rows
@@ -73,14 +72,3 @@ def _divert(module: NSAAttention, attend: Attend) -> None:
         return rows.back(attend(Call(module, seen.pop(), heads, gates, angles, rows)), 1)
 
     module.forward, module.attend = noting, instead
-
-
-def route_of(module: NSAAttention, inputs: Inputs) -> router.Route:
-    """Which backend computes `inputs` for `module`."""
-    return router.choose(
-        module.nsa.config,
-        length=inputs.length,
-        group=inputs.group,
-        head_dim=inputs.query.shape[-1],
-        device=inputs.query.device,
-    )

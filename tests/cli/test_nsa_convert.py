@@ -64,6 +64,7 @@ def test_with_bits_and_calibration(place: Path, tmp_path: Path, monkeypatch, cap
     (tmp_path / "all.toml").write_text(TOML)
     flags = ["--to", "q2a4", "--attention", tmp_path / "all.toml", "--device", "cpu"]
     text = ["--calibration", place / "text.txt", "--calibration-length", 100]
+    text += ["--attention-steps", 0]  # else it is no longer dense up to its reach
     out = tmp_path / "q2"
     assert call(monkeypatch, "convert", place / "dense", *flags, *text, "--out", out) == 0
     assert last_line(capsys)["linears"] == 14
@@ -120,3 +121,22 @@ def test_swapping_twice_is_refused(place: Path, tmp_path: Path, monkeypatch, cap
     flags = ["--attention", "nsa", "--device", "cpu", "--out", tmp_path / "again"]
     assert call(monkeypatch, "convert", sparse, *flags) == 1
     assert "already, expected dense attention; swap it out first" in capsys.readouterr().err
+
+
+def test_gates_are_fitted_to_a_text_that_they_act_on(
+    place: Path, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    flags = ["--attention", place / "small.toml", "--calibration", place / "text.txt"]
+    flags += ["--calibration-sequences", 4, "--attention-steps", 30, "--device", "cpu"]
+    for length in (100, SMALL.reach):
+        out = tmp_path / f"sparse_{length}"
+        again = ["--calibration-length", length, "--out", out]
+        assert call(monkeypatch, "convert", place / "dense", *flags, *again) == 0
+        report = json.loads((out / "convert_report.json").read_text())
+        if length == 100:
+            (fit,) = report["attention_fit"]
+            assert fit["name"] == "model.layers.1.self_attn"
+            assert fit["error_after"] < fit["error_before"]
+        else:
+            assert report["attention_fit"] == []
+            assert "rows have 64 tokens" in caplog.text
