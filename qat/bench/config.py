@@ -26,6 +26,8 @@ class MeasureConfig(StepConfig):
 
     to: str = "q2a4"
     """Preset that a student given by a shape's name is quantized by."""
+    attention: str | None = None
+    """How the student attends, as 'qat convert --attention' names it; as it is if not given."""
     cache_dir: Path | None = None
     """Teacher cache for real batches; without one they are random."""
     seq_len: int | None = Field(None, ge=2)

@@ -31,7 +31,7 @@ from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)
 
-FACTS = (*StepConfig.model_fields, "to")
+FACTS = (*StepConfig.model_fields, "to", "attention")
 """Settings that every row repeats."""
 SAFE_SHARE = 0.9
 """Of the memory of a machine that overcommits: a search stays within it."""

@@ -17,6 +17,7 @@ from qat.models.convert import read_plan
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
+from qat.models.nsa_swap import change_attention, read_attention
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.quant.codebook import fixed_grid
@@ -30,16 +31,21 @@ def open_student(source: str, config: MeasureConfig) -> LanguageModel:
     """The quantized student that `source` names, on `config.device`, in float32 and eval mode.
 
     A shape's name gives a model of that shape with random weights and codes in the formats of
-    preset `config.to`; nothing is fitted, so it is there at once.
+    preset `config.to`; nothing is fitted, so it is there at once. Either attends as
+    `config.attention` says.
 
     Raises:
         ConfigError: `source` or the preset has no such name.
         CheckpointError: the checkpoint is damaged.
     """
+    attention = None if config.attention is None else read_attention(config.attention)
     if Path(source).exists() or "/" in source:
-        return load_model(source, device=config.device, dtype="fp32")
-    model = random_model(source, config).float()
-    quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
+        model = load_model(source, device=config.device, dtype="fp32").model
+    else:
+        model = random_model(source, config).float()
+        quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
+    if config.attention is not None:
+        change_attention(model, attention)
     return LanguageModel(model)
 
 

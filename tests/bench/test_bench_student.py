@@ -8,7 +8,9 @@ from qat.bench.config import BenchConfig
 from qat.bench.shapes import SHAPES, shape_called
 from qat.bench.student import WEIGHT_RMS, open_student
 from qat.errors import ConfigError
+from qat.kernels.nsa.config import PRESETS as ATTENTION
 from qat.models.hf_quantizer import QatConfig
+from qat.models.nsa_swap import nsa_config
 from qat.nn.step import quant_linears
 from qat.quant.spec import PRESETS
 
@@ -43,6 +45,12 @@ def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
         rms = linear.quantized_weight().pow(2).mean().sqrt().item()
         assert rms == pytest.approx(WEIGHT_RMS, rel=0.25)
     assert set(QatConfig.of(model).modules) == set(linears)
+
+
+def test_a_student_attends_as_it_is_told() -> None:
+    dense = open_student("tiny", BenchConfig(device="cpu")).model
+    sparse = open_student("tiny", BenchConfig(device="cpu", attention="nsa-merged")).model
+    assert nsa_config(dense) is None and nsa_config(sparse) == ATTENTION["nsa-merged"]
 
 
 def test_a_student_computes_and_is_the_same_under_one_seed() -> None:

@@ -8,7 +8,8 @@ from qat.bench.sweep.config import read_recipe
 from qat.bench.sweep.plan import fill_command, make_groups, make_runs
 from qat.errors import ConfigError
 
-RECIPES = sorted((Path(__file__).parents[2] / "speedrun" / "recipes").glob("sweep_*.toml"))
+FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
+RECIPES = sorted(FOLDER.glob("sweep_*.toml"))
 
 BASE = """
 name = "s"
@@ -145,6 +146,11 @@ def test_mistakes_in_what_it_comes_down_to(text: str, message: str, tmp_path: Pa
 def test_a_missing_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a TOML file; check the path"):
         read_recipe(tmp_path / "no.toml")
+
+
+def test_the_runbook_of_ranks_comes_down_to_runs() -> None:
+    groups = make_groups(read_recipe(FOLDER / "nsa_runbook_ranks.toml"))
+    assert len(groups) == 3 * 2 * 4
 
 
 @pytest.mark.parametrize("tiny", [False, True])
