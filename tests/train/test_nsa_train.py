@@ -1,0 +1,159 @@
+"""Runs of students with sparse attention: what learns, what is said of it, and how they go on."""
+
+import csv
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import TOKENIZER, WORDS, build
+from quantized import SPECS, tiny_quantized
+from tiny import tiny_model
+from train_case import assert_same_end, config
+
+from qat.errors import ConfigError
+from qat.kernels.nsa.config import NSAConfig
+from qat.logs import read_json_lines
+from qat.models.checkpoint import save_checkpoint, write_model
+from qat.models.directory import atomic_directory
+from qat.models.load import load_model
+from qat.models.nsa_swap import nsa_config, swap_attention
+from qat.report.health import health
+from qat.report.runs import read_directory
+from qat.train.check import examine
+from qat.train.optim import Optimizer
+from qat.train.start import TrainReport, train_student
+
+SPARSE = NSAConfig(
+    compress_block=4,
+    compress_stride=2,
+    select_block=8,
+    num_selected=4,
+    window=8,
+    select_tile=8,
+    pooling="weighted",
+)
+LENGTH = 64
+
+
+class Stop(Exception):
+    """A crash, in the test's own words."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_seeded: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of rows that sparse attention does not read whole, and students of two kinds."""
+    folder = tmp_path_factory.mktemp("sparse")
+    rng = random.Random(5)
+    documents = [" ".join(rng.choices(WORDS, k=rng.randrange(40, 90))) for _ in range(30)]
+    build(folder / "cache", sequence_length=LENGTH, documents=documents)
+    torch.manual_seed(7)
+    packed = tiny_quantized("qwen3", SPECS["lut2"])
+    swap_attention(packed, SPARSE)
+    save_checkpoint(packed, TOKENIZER, folder / "student")
+    plain = tiny_model(use_cache=False)
+    swap_attention(plain, SPARSE)
+    with atomic_directory(folder / "float") as partial:
+        write_model(plain, TOKENIZER, partial)
+    return folder
+
+
+def run(
+    place: Path, out: Path, *, student: str = "student", resume: bool = False, **values: object
+) -> TrainReport:
+    chosen = {"learn": "scales,gates", "lr_gates": 3e-2, **values}
+    return train_student(config(place, **chosen), str(place / student), out, resume=resume)
+
+
+def losses(out: Path) -> list[float]:
+    lines = read_json_lines(out / "metrics.jsonl")
+    return [line["loss_nats"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("student", "values"),
+    [
+        ("student", {"learn": "scales,gates"}),
+        ("student", {"learn": "weights,gates", "mlp_only": True}),
+        ("float", {"learn": "gates,norms"}),
+    ],
+)
+def test_gates_and_pools_learn(place: Path, tmp_path: Path, student: str, values: dict) -> None:
+    report = run(place, tmp_path / "run", student=student, max_steps=8, eval_every=8, **values)
+    before = dict(load_model(str(place / student), device="cpu").model.named_parameters())
+    after = load_model(str(report.final), device="cpu").model
+    assert nsa_config(after) == SPARSE
+    moved = {n for n, p in after.named_parameters() if not torch.equal(p, before[n])}
+    new = {name for name in before if ".nsa." in name}
+    assert len(new) == 2 * 4 and new <= moved
+    kinds = {"scales": ".scales", "norms": "norm.weight", "weights": "nothing that is kept"}
+    learning = [kinds[kind] for kind in values["learn"].split(",") if kind != "gates"]
+    assert all(name.endswith(tuple(learning)) for name in moved - new)
+
+
+def test_the_first_step_of_a_float_student_makes_it_no_worse(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "run", student="float", learn="gates", max_steps=16, eval_every=16)
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    first, last = (line for line in lines if line["kind"] == "eval")
+    assert last["kl_tail_nats"] < first["kl_tail_nats"]
+
+
+def test_evaluations_say_how_sparse_attention_fares(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "run")
+    evals = [
+        line
+        for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")
+        if line["kind"] == "eval"
+    ]
+    first, last = evals[0], evals[-1]
+    assert first["nsa_selected_frac"] == 1.0 and last["nsa_selected_frac"] < 1.0
+    assert [layer["layer"] for layer in last["nsa_layers"]] == [0, 1]
+    assert 0 < last["nsa_limit_frac"] < 1 and 0 < last["nsa_recall_least_frac"] < 1
+    with (tmp_path / "run" / "val.csv").open() as file:
+        header = next(csv.reader(file))
+    assert "nsa_recall_frac" in header and "nsa_layers" not in header
+    names = {check.name for check in health(read_directory(tmp_path / "run"))}
+    assert {"block recall", "selected branch", "attention fallbacks"} <= names
+
+
+def test_recomputed_layers_learn_the_same(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "plain")
+    run(place, tmp_path / "recomputed", gradient_checkpointing=True)
+    assert losses(tmp_path / "recomputed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path, monkeypatch) -> None:
+    values = {"learn": "scales,codebook,gates", "max_steps": 5, "save_every": 1}
+    whole = run(place, tmp_path / "whole", **values)
+    real = Optimizer.step
+
+    def stopping(self: Optimizer, step: int) -> torch.Tensor:
+        if step == 3:
+            raise Stop
+        return real(self, step)
+
+    monkeypatch.setattr(Optimizer, "step", stopping)
+    with pytest.raises(Stop):
+        run(place, tmp_path / "stopped", **values)
+    monkeypatch.undo()
+    report = run(place, tmp_path / "stopped", resume=True, **values)
+    assert_same_end((tmp_path / "whole", whole), tmp_path / "stopped", report)
+
+
+def test_the_preflight_knows_sparse_attention(place: Path, tmp_path: Path) -> None:
+    found = examine(
+        config(place, learn="scales"), str(place / "student"), tmp_path / "run"
+    ).findings
+    codes = {finding.code: finding for finding in found}
+    assert "nsa_dense" not in codes and "nsa_gates" in codes
+    assert codes["nsa_backend"].found == "sparse attention runs as reference"
+
+
+def test_a_float_student_has_no_scales(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no quantized linears in scope e2e"):
+        run(place, tmp_path / "run", student="float", learn="scales,gates")
