@@ -32,6 +32,8 @@ from qat.models.nsa_swap import swap_attention
 app = App(help=__doc__)
 FILLERS, QUESTIONS = 128, 8
 """Kinds of filler; needles, and questions, in a row."""
+JUDGED_ON = 32
+"""Rows, of so many questions each."""
 LR, LR_LONG, LR_SWAPPED = 2e-3, 5e-4, 3e-4
 """Of the first length, of the longer ones, and of the distillation."""
 TOKEN = {"backend": "reference", "select_tile": 1}
@@ -155,7 +157,8 @@ def _train(model: LanguageModel, task: Task, stage: Stage, lr: float, loss_of: A
         optimizer.zero_grad()
         if step % 100 == 0 or step == stage.steps - 1:
             seconds = time.perf_counter() - began
-            print(f"  {stage.length}: step {step + 1}, loss {loss.item():.4f}, {seconds:.0f} s")
+            found = f"loss {loss.item():.4f}, {seconds:.0f} s"
+            print(f"  {stage.length}: step {step + 1}, {found}", flush=True)
 
 
 def new_model(task: Task, *, width: int, seed: int) -> LanguageModel:
@@ -240,8 +243,7 @@ def run(  # noqa: PLR0917
 
 def judged(model: LanguageModel, task: Task, lengths: list[int], when: str) -> dict[str, float]:
     """The accuracy at each length."""
-    rows = {length: max(16, 2**18 // length) for length in lengths}
-    return {f"accuracy_{n}_{when}": accuracy(model, task, n, rows[n]) for n in lengths}
+    return {f"accuracy_{n}_{when}": accuracy(model, task, n, JUDGED_ON) for n in lengths}
 
 
 def write(out: Path, rows: list[dict[str, Any]], longest: int, *, small: bool) -> None:
