@@ -9,7 +9,7 @@ from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import no_mask, use_packed_attention
-from qat.models.nsa_swap import is_all_sparse
+from qat.models.nsa_swap import is_all_sparse, say_route
 from qat.models.tables import embedding_dtype, module_device
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 
@@ -63,6 +63,7 @@ class LanguageModel:
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
         """The mask, made here: transformers would ask the device whether rows are packed."""
+        say_route(self.model, position_ids.shape[1], position_ids.device)
         is_read = is_packed and not is_all_sparse(self.model.config)
         mask = document_mask(position_ids) if is_read else no_mask(position_ids.device)
         return {

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from qat.errors import CheckpointError, ConfigError
@@ -81,6 +82,18 @@ def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
         return NSAConfig.parse(values, f"{KEY!r} of config.json")
     except ConfigError as error:
         raise CheckpointError(f"{error}; convert the model anew") from None
+
+
+def say_route(model: PreTrainedModel, length: int, device: torch.device) -> None:
+    """Log and count the backend that computes rows of `length`: compiled layers cannot themselves.
+
+    Raises:
+        ConfigError: the backend that is asked for cannot compute them.
+    """
+    layers = (getattr(layer, "self_attn", None) for layer in decoder_layers(model))
+    sparse = next((module for module in layers if isinstance(module, NSAAttention)), None)
+    if sparse is not None:
+        sparse.route(length, device)
 
 
 def is_all_sparse(config: PreTrainedConfig) -> bool:
