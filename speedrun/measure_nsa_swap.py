@@ -1,13 +1,16 @@
 """How exactly a model with Native Sparse Attention swapped in is what it should be, in float32.
 
 Up to the reach of its selection it is the dense model; nowhere does a token show in what is said
-before it.
+before it. The dense model attends in plain PyTorch (`eager`), whose sums the reference repeats;
+what SDPA makes of the same model is printed beside, to show how far rounding alone reaches.
 
 python speedrun/measure_nsa_swap.py --figures FILE.jsonl
+python speedrun/measure_nsa_swap.py --model DIR --text FILE.txt --figures FILE.jsonl
 """
 
 import argparse
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -20,23 +23,28 @@ from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.router import routes_taken
+from qat.models.load import load_model, load_tokenizer
 from qat.models.nsa_swap import nsa_modules, swap_attention
 
 GOAL = 1e-5
 LEAK_LENGTH = 1300
+LONGEST = max(config.reach for config in PRESETS.values())
 
 
 def main() -> None:
     """Print both differences and record them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a dense model to swap; else a tiny random one")
+    parser.add_argument("--text", type=Path, help="what it reads; else random tokens")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--small", action="store_true", help="shorter rows, to try the script")
     parser.add_argument("--figures", type=Path)
     asked = parser.parse_args()
-    device = str(select(asked.device).device)
+    dense = opened(asked.model, str(select(asked.device).device))
+    ids = read(asked.model, asked.text, dense)
     with torch.no_grad():
-        difference = max(swap_differences(device))
-        leak = max(leaks(device, 300 if asked.small else LEAK_LENGTH))
+        difference = max(swap_differences(dense, ids))
+        leak = max(leaks(dense, ids[:, : 300 if asked.small else LEAK_LENGTH]))
     for route, count in routes_taken().items():
         print(f"{route.backend} (asked: {route.requested}): {count} layers")
     print(f"swap_max_logit_diff: {difference:.3g} (goal <= {GOAL}); future_leak: {leak} (goal 0)")
@@ -45,33 +53,56 @@ def main() -> None:
         record(asked.figures, "future_leak", leak, "logits", "0")
 
 
-def swap_differences(device: str) -> Iterator[float]:
+def opened(source: str | None, device: str) -> PreTrainedModel:
+    """The dense model in float32."""
+    if source is None:
+        return told_apart(device)
+    model = load_model(source, device=device, dtype="fp32").model
+    model.config.use_cache = False
+    return model
+
+
+def read(source: str | None, text: Path | None, model: PreTrainedModel) -> Tensor:
+    """`(1, LONGEST)` token ids."""
+    if text is None:
+        torch.manual_seed(2)
+        return torch.randint(500, (1, LONGEST), device=model.device)
+    words = text.read_text(encoding="utf-8")[: 20 * LONGEST]
+    ids = load_tokenizer(source)(words)["input_ids"][:LONGEST]
+    return torch.tensor([ids], device=model.device)
+
+
+def swap_differences(dense: PreTrainedModel, ids: Tensor) -> Iterator[float]:
     """Of logits from the dense model's, at lengths about every boundary up to the reach."""
+    plain = deepcopy(dense)
+    plain.set_attn_implementation("eager")
     for name in ("nsa", "nsa-merged"):
         config = PRESETS[name].model_copy(update={"backend": "reference"})
-        dense, model = told_apart(device), told_apart(device)
+        model = deepcopy(dense)
         swap_attention(model, config)
         reach = config.reach
         for length in (1, 31, 32, 33, 127, 128, 129, 511, 512, 513, reach - 1, reach):
-            ids = torch.randint(500, (1, length), device=device)
-            found = largest(model(ids).logits, dense(ids).logits)
-            print(f"{name}, {length} tokens: {found:.3g}", flush=True)
+            row = ids[:, :length]
+            expected = plain(row).logits
+            found, rounding = (largest(m(row).logits, expected) for m in (model, dense))
+            print(f"{name}, {length} tokens: {found:.3g} (SDPA {rounding:.3g})", flush=True)
             yield found
 
 
-def leaks(device: str, length: int) -> Iterator[float]:
+def leaks(dense: PreTrainedModel, ids: Tensor) -> Iterator[float]:
     """Of logits from those of the same row with other tokens from some place on, before it."""
     sizes = {"compress_block": 8, "compress_stride": 4, "select_block": 16, "num_selected": 4}
     small = NSAConfig(**sizes, window=24, select_tile=32, pooling="weighted", cmp_rope="pre")
+    length = ids.shape[1]
+    # kernels where the device has them
+    backends = ("reference",) if ids.device.type == "cpu" else ("auto", "reference")
     for config in (*PRESETS.values(), small):
-        # kernels where the device has them
-        for backend in ("auto", "reference"):
-            model = told_apart(device)
+        for backend in backends:
+            model = deepcopy(dense)
             swap_attention(model, config.model_copy(update={"backend": backend}))
             for module in nsa_modules(model).values():
                 for parameter in module.nsa.parameters():
                     nn.init.normal_(parameter, std=0.5)
-            ids = torch.randint(500, (1, length), device=device)
             before = model(ids).logits
             for place in (1, 31, 128, 129, length // 2, length - 1):
                 changed = ids.clone()
