@@ -36,13 +36,13 @@ JUDGED_ON = 32
 """Rows, of so many questions each."""
 LR, LR_LONG, LR_SWAPPED = 2e-3, 5e-4, 3e-4
 """Of the first length, of the longer ones, and of the distillation."""
-TOKEN = {"backend": "reference", "select_tile": 1}
+TILES = {"": 128, ", a choice for 16 tokens": 16, ", for each token": 1}
 VARIANTS: dict[str, NSAConfig] = {
-    "nsa": PRESETS["nsa"],
-    "nsa-merged": PRESETS["nsa-merged"],
-    "nsa, a choice for each token": PRESETS["nsa"].model_copy(update=TOKEN),
-    "nsa-merged, for each token": PRESETS["nsa-merged"].model_copy(update=TOKEN),
+    name + tile: PRESETS[name].model_copy(update={"backend": "reference", "select_tile": size})
+    for name in ("nsa", "nsa-merged")
+    for tile, size in TILES.items()
 }
+"""The presets with finer choices; a kernel would compile anew for each of few calls."""
 SMALL_SIZES = {"compress_block": 4, "compress_stride": 2, "select_block": 8, "num_selected": 6}
 SMALL_SIZES |= {"window": 16, "local_blocks": 2}
 
@@ -228,7 +228,7 @@ def run(  # noqa: PLR0917
 ) -> dict[str, Any]:
     """Swap, judge, distil, judge."""
     if small:
-        tile = 1 if config.select_tile == 1 else 8
+        tile = {128: 8, 16: 4, 1: 1}[config.select_tile]
         config = config.model_copy(update={**SMALL_SIZES, "select_tile": tile})
     student = LanguageModel(Qwen3ForCausalLM(dense.model.config).to(task.device))
     student.model.load_state_dict(dense.model.state_dict())

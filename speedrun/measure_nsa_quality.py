@@ -38,8 +38,9 @@ SIZES: dict[str, Any] = {
     "num_selected": 16,
     "window": 64,
     "select_tile": 16,
+    "backend": "reference",
 }
-"""Reaches 256 positions."""
+"""Reaches 256 positions; a kernel would compile anew for every variant."""
 SMALL_SIZES = {"num_selected": 6, "compress_block": 4, "select_block": 8, "window": 16}
 SMALL_SIZES |= {"select_tile": 8}
 MERGED = {"mode": "merged", "local_blocks": 5}

@@ -1,39 +1,22 @@
 """Runs of students with sparse attention: what learns, what is said of it, and how they go on."""
 
 import csv
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from cache_case import TOKENIZER, WORDS, build
-from quantized import SPECS, tiny_quantized
-from tiny import tiny_model
+from nsa_train_case import SPARSE, make_sparse_place
 from train_case import assert_same_end, config
 
 from qat.errors import ConfigError
-from qat.kernels.nsa.config import NSAConfig
 from qat.logs import read_json_lines
-from qat.models.checkpoint import save_checkpoint, write_model
-from qat.models.directory import atomic_directory
 from qat.models.load import load_model
-from qat.models.nsa_swap import nsa_config, swap_attention
+from qat.models.nsa_swap import nsa_config
 from qat.report.health import health
 from qat.report.runs import read_directory
 from qat.train.check import examine
 from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student
-
-SPARSE = NSAConfig(
-    compress_block=4,
-    compress_stride=2,
-    select_block=8,
-    num_selected=4,
-    window=8,
-    select_tile=8,
-    pooling="weighted",
-)
-LENGTH = 64
 
 
 class Stop(Exception):
@@ -47,20 +30,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of rows that sparse attention does not read whole, and students of two kinds."""
-    folder = tmp_path_factory.mktemp("sparse")
-    rng = random.Random(5)
-    documents = [" ".join(rng.choices(WORDS, k=rng.randrange(40, 90))) for _ in range(30)]
-    build(folder / "cache", sequence_length=LENGTH, documents=documents)
-    torch.manual_seed(7)
-    packed = tiny_quantized("qwen3", SPECS["lut2"])
-    swap_attention(packed, SPARSE)
-    save_checkpoint(packed, TOKENIZER, folder / "student")
-    plain = tiny_model(use_cache=False)
-    swap_attention(plain, SPARSE)
-    with atomic_directory(folder / "float") as partial:
-        write_model(plain, TOKENIZER, partial)
-    return folder
+    return make_sparse_place(tmp_path_factory.mktemp("sparse"))
 
 
 def run(
