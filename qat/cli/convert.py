@@ -67,6 +67,7 @@ def convert(
     return dict(
         out=out,
         plan=report.plan,
+        attention=config.attention,
         linears=len(report.modules) - report.num_tables,
         tables=report.num_tables,
         kept=report.kept,

@@ -1,0 +1,95 @@
+"""A swapped model by kernels and by the reference, compiled or not. Run with `-m gpu`."""
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor, nn
+
+from qat.kernels.nsa.config import NSAConfig
+from qat.kernels.nsa.router import routes_taken
+from qat.models.language_model import LanguageModel
+from qat.models.nsa_swap import swap_attention
+from qat.models.regions import Regions
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+B, S = 2, 700
+TOLERANCE = 2e-2
+"""Of the norm of the reference's result, in bfloat16; one layer, so that both select alike."""
+SHAPE = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "num_hidden_layers": 1,
+    "initializer_range": 0.1,
+}
+MODES = {
+    "residual": {"num_selected": 4},
+    "merged": {"mode": "merged", "num_selected": 4},
+    "weighted": {"num_selected": 4, "pooling": "weighted", "cmp_rope": "pre"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> None:
+    torch.compiler.reset()
+
+
+def swapped(mode: str, backend: str) -> LanguageModel:
+    """A model of one layer, all of whose branches say something."""
+    model = tiny_model(use_cache=False, **SHAPE)
+    swap_attention(model, NSAConfig(window=256, backend=backend, **MODES[mode]))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".nsa." in name:
+            nn.init.normal_(parameter, std=0.2)
+    return LanguageModel(model.to(DEVICE))
+
+
+def results(model: LanguageModel, *, is_packed: bool) -> dict[str, Tensor]:
+    """The hidden state and all gradients."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(320, (B, S), generator=generator).to(DEVICE)
+    positions = torch.arange(S).expand(B, S) % (257 if is_packed else S)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        hidden = model.hidden(ids, positions.to(DEVICE), is_packed=is_packed)
+    hidden.float().square().sum().backward()
+    layer = model.model.model.layers[0]
+    found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    model.model.zero_grad()
+    return {"hidden": hidden.detach(), **found}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_kernels_and_the_reference_agree(mode: str, is_packed: bool, is_compiled: bool) -> None:
+    expected = results(swapped(mode, "reference"), is_packed=is_packed)
+    model = swapped(mode, "flex")
+    regions = Regions(model.model, is_compiled=is_compiled, recompute_every=1)
+    regions.install()
+    actual = results(model, is_packed=is_packed)
+    regions.remove()
+    assert any(route.backend == "flex" for route in routes_taken())
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (actual[name].float() - value.float()).norm() / value.float().norm()
+        assert error < TOLERANCE, name
+
+
+@torch.no_grad()
+def test_a_padded_row_equals_the_row_alone() -> None:
+    model = swapped("residual", "auto").model
+    ids = torch.randint(320, (1, 600), device=DEVICE)
+    mask = torch.ones(2, S, dtype=torch.long, device=DEVICE)
+    mask[0, :100] = mask[1, 600:] = 0
+    padded = torch.zeros_like(mask)
+    padded[mask.bool()] = ids.expand(2, -1).flatten()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    found = model(padded, attention_mask=mask, position_ids=positions).logits
+    alone = model(ids).logits[0]
+    for row, real in zip(found, mask.bool(), strict=True):
+        torch.testing.assert_close(row[real], alone, rtol=0, atol=1e-2)
