@@ -21,6 +21,7 @@ from qat.models.checkpoint import is_packed, load_checkpoint
 from qat.models.count import model_bits_per_weight, quantized_parameter_count
 from qat.models.directory import atomic_directory
 from qat.models.load import load_tokenizer, resolve
+from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,11 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
             "'qat convert'"
         )
     model = load_checkpoint(path, DTYPES.get(config.dtype, "auto"))
+    if not quantized_modules(model):
+        raise ExportError(
+            f"{source} holds no quantized weight, expected some; quantize it with 'qat convert "
+            "--to', or make it an ordinary directory with 'qat convert --attention dense'"
+        )
     check_model(config.to, model)
     tokenizer = load_tokenizer(str(path)) if (path / "tokenizer_config.json").is_file() else None
     with atomic_directory(out) as partial:

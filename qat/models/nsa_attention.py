@@ -22,7 +22,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from qat.errors import ConfigError
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.router import Route, attend, choose
-from qat.models.nsa_rows import Rows, padding_of, rows_of_mask, rows_of_positions
+from qat.models.nsa_rows import (
+    Rows,
+    padding_of,
+    rows_of_documents,
+    rows_of_mask,
+    rows_of_positions,
+)
 from qat.nn.nsa import NSAParts
 
 
@@ -177,7 +183,7 @@ def _rows(
 ) -> Rows:
     """Of a call without cache: positions tell documents apart where no mask does."""
     if document_positions is not None:
-        return rows_of_positions(document_positions) if is_packed else Rows(None, None)
+        return rows_of_documents(document_positions) if is_packed else Rows(None, None)
     if attention_mask is not None:
         return rows_of_mask(attention_mask)
     return Rows(None, None) if position_ids is None else rows_of_positions(position_ids)

@@ -31,10 +31,19 @@ class Rows(NamedTuple):
 
 
 def rows_of_positions(positions: Tensor) -> Rows:
-    """Of rows without padding whose positions `(B, S)` restart with each packed document."""
+    """Of rows without padding: a document begins where positions `(B, S)` do not go on by one.
+
+    What transformers goes by where it is given no mask.
+    """
     places = torch.arange(positions.shape[1], device=positions.device)
     is_start = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
     return Rows(None, torch.where(is_start, places, 0).cummax(1).values)
+
+
+def rows_of_documents(positions: Tensor) -> Rows:
+    """Of rows without padding, in which positions `(B, S)` count from 0 in each document."""
+    places = torch.arange(positions.shape[1], device=positions.device)
+    return Rows(None, (places - positions).clamp(min=0))
 
 
 def rows_of_mask(mask: Tensor) -> Rows:

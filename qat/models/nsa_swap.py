@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,8 @@ def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
             "attention; swap it out first, with --attention dense"
         )
     layers = decoder_layers(model)
-    for index in config.layers or ():
-        if not 0 <= index < len(layers):
-            raise ConfigError(
-                f"layers names {index}, but the model's layers are 0 ... {len(layers) - 1}; mend it"
-            )
     chosen = range(len(layers)) if config.layers is None else config.layers
+    _check_layers(chosen, len(layers))
     modules = [_attention_of(model, layers[index]) for index in chosen]
     for module in modules:
         module.nsa = _parts(model, module, config)
@@ -141,6 +138,19 @@ def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
         unswap_attention(model)
     else:
         swap_attention(model, config)
+
+
+def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
+    """Refuse indices that are not of `num_layers`, none, or one twice."""
+    for index in chosen:
+        if not 0 <= index < num_layers:
+            raise ConfigError(
+                f"layers names {index}, but the model's layers are 0 ... {num_layers - 1}; mend it"
+            )
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ConfigError(
+            f"layers={list(chosen)} names no layer or one twice, expected some, once each; mend it"
+        )
 
 
 def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:

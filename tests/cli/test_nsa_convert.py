@@ -54,6 +54,9 @@ def test_there_and_back(place: Path, tmp_path: Path, monkeypatch, capsys) -> Non
     report = json.loads((sparse / "convert_report.json").read_text())
     assert report["nsa"] == expected.model_dump(mode="json")
     torch.testing.assert_close(logits(sparse), logits(place / "dense"), rtol=0, atol=1e-5)
+    packed = ["--to", "packed", "--out", tmp_path / "packed"]
+    assert call(monkeypatch, "export", sparse, *packed) == 1
+    assert "holds no quantized weight, expected some; quantize it" in capsys.readouterr().err
     flags = ["--attention", "dense", "--device", "cpu"]
     assert call(monkeypatch, "convert", sparse, *flags, "--out", dense) == 0
     assert not is_packed(dense)

@@ -80,6 +80,9 @@ def test_what_cannot_be_swapped_is_refused() -> None:
         swap_attention(sparse_model(), SMALL)
     with pytest.raises(ConfigError, match=r"layers names 2, but the model's layers are 0 ... 1"):
         swap_attention(tiny_model(), small(layers=(0, 2)))
+    for layers in ((), (1, 1)):
+        with pytest.raises(ConfigError, match="names no layer or one twice, expected some, once"):
+            swap_attention(tiny_model(), small(layers=layers))
     with pytest.raises(CheckpointError, match="has Gemma3Attention in layers of .*sliding"):
         swap_attention(tiny_model("gemma3"), SMALL)
     model = tiny_model()
