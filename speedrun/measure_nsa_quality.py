@@ -81,7 +81,7 @@ class Options:
     """Of the per-layer stage before the distillation."""
     batch_size: int = 8
     """Rows of a step."""
-    lr: float = 5e-4
+    lr: float = 2e-4
     """Relative: a step moves a tensor by about this share of its size."""
     rows: int = 1200
     """To train on."""

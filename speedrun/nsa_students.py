@@ -21,7 +21,7 @@ from qat.quant.weight import rms
 
 PAIRS = (("question", "answer"), ("instruction", "output"), ("prompt", "completion"))
 """Fields of a row that hold what is asked and what is answered."""
-LR_GATES = 1e-2
+LR_GATES = 3e-3
 """Of gates and pooling weights, relative to their natural size."""
 WARM_UP = 20
 EVAL_ROWS = 4

@@ -67,13 +67,14 @@ def fit_attention(
 
 
 def natural_size(name: str, parameter: Tensor) -> float:
-    """How large a parameter of `NSAParts` is: so that inputs of size 1 make gates of 1.
+    """How large a parameter of `NSAParts` is: so that a step at rate r moves gates by about r.
 
-    Weights of a pool are as large as they are.
+    All weights of a gate move at once, and mostly together: each is one of as many as there are
+    inputs. Weights of a pool are as large as they are.
     """
     if not name.endswith(("gates.weight", "gates.bias")):
         return rms(parameter)
-    return 1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
+    return 1.0 if parameter.dim() == 1 else 1 / parameter.shape[1]
 
 
 def attention_errors(

@@ -119,7 +119,7 @@ class TrainConfig(StepConfig):
     """Peak learning rate of the adapters, relative to an adapter as large as its weight."""
     lr_norms: float = Field(1e-3, ge=0)
     """Peak learning rate of the normalisation weights."""
-    lr_gates: float = Field(1e-2, ge=0)
+    lr_gates: float = Field(3e-3, ge=0)
     """Peak learning rate of sparse attention's gates and pooling weights."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""

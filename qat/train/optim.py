@@ -290,7 +290,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     Its root mean square; one for a norm, whose weight scales by itself or by one more than itself.
     A factor of an adapter may be zero: its size is that of factors whose product is as large as the
     weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
-    Gates may begin at zero: the size of their weight is that of a fresh linear layer.
+    Gates may begin at zero: see `qat.models.nsa_fit.natural_size`.
     """
     linears, parameters = quant_linears(model), dict(model.named_parameters())
     size_of = {

@@ -73,7 +73,7 @@ def test_without_parameters_or_beyond_need_nothing_is_fitted() -> None:
     assert fits[0].error_before < 1e-6
 
 
-def test_gates_are_as_large_as_makes_gates_of_one() -> None:
-    assert natural_size("self_attn.nsa.gates.weight", torch.zeros(6, 64)) == 1 / 8
+def test_a_step_moves_gates_by_about_its_rate() -> None:
+    assert natural_size("self_attn.nsa.gates.weight", torch.zeros(6, 64)) == 1 / 64
     assert natural_size("self_attn.nsa.gates.bias", torch.zeros(6)) == 1.0
     assert natural_size("self_attn.nsa.pool_key", torch.full((2, 4), 0.25)) == 0.25
