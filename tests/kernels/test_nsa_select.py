@@ -98,6 +98,7 @@ def test_presets() -> None:
         ({"select_tile": 64, "num_selected": 5}, "num_selected=5, but 6 blocks are forced"),
         ({"num_selected": 0}, "num_selected=0: Input should be greater than or equal to 1"),
         ({"window": 0}, "window=0: Input should be greater than or equal to 1"),
+        ({"mode": "merged", "pooling": "weighted"}, "pooling=weighted learns, but merged branches"),
         ({"mode": "dense"}, "mode='dense': Input should be 'residual', 'sigmoid' or 'merged'"),
     ],
 )

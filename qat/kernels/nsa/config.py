@@ -96,6 +96,11 @@ class NSAConfig(Settings):
                 f"num_selected={self.num_selected}, but {self.num_forced} blocks are forced (first,"
                 " local and those of the tile); raise num_selected"
             )
+        if self.mode == "merged" and self.pooling == "weighted":
+            raise ValueError(
+                "pooling=weighted learns, but merged branches have no parameters; use pooling=mean "
+                "or another mode"
+            )
         return self
 
 
