@@ -1,25 +1,23 @@
 """What the rest of the code may ask of a device; no other file names one.
 
-CPU and CUDA are implemented here; MPS works through the same code.
+CPU and CUDA are implemented here; MPS works through the same code. XLA has a file of its own.
 """
 
-import ctypes
-import gc
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.copying import Copying
+from qat.device_memory import DeviceMemory
 from qat.errors import ConfigError
 from qat.nvml import UNKNOWN, gpu_health
-from qat.process import available_gib, data_limit, process_gib, restart_peak
 
 DTYPES = {
     "fp32": torch.float32,
@@ -27,14 +25,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-GIB = 2**30
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-"""What plain runtime errors say when memory ran out outside PyTorch's own device allocator."""
+OTHER_KINDS = {"xla": "qat.backend_xla"}
+"""Where the backends of devices live that need a package of their own."""
 T = TypeVar("T")
 
 
@@ -62,10 +54,8 @@ def launched() -> Launch:
 
 
 @dataclass(frozen=True)
-class Backend:
+class Backend(DeviceMemory):
     """One device and the things that differ between devices."""
-
-    device: torch.device
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of tensors in the compute dtype called `name` (see `dtype_name`).
@@ -149,6 +139,39 @@ class Backend:
         """
         return 0 if self.device.type == "cpu" else 4
 
+    def load_map(self) -> dict[str, torch.device] | None:
+        """Where transformers is to put the weights that it reads; None: on the host."""
+        return None if self.device.type == "cpu" else {"": self.device}
+
+    def place(self, model: nn.Module) -> None:
+        """Bring a model that was read as `load_map` says to the device, its ties kept."""
+
+    def checkpoint_fn(self) -> Callable | None:
+        """What recomputes a function of tensors in backward; None: PyTorch's own can."""
+        return None
+
+    def step_end(self) -> None:
+        """Give the device what is recorded since the last call, where operators only record.
+
+        Values are read after it: read before, they would be computed by themselves.
+        """
+
+    def read(self, tensors: Sequence[Tensor]) -> list[float | int | bool]:
+        """The values of scalars; waits for the device. Those of a step after its `step_end`."""
+        return [tensor.item() for tensor in tensors]
+
+    def equal(self, a: Tensor, b: Tensor) -> bool:
+        """Whether all values of two tensors are the same; waits for the device."""
+        return torch.equal(a, b)
+
+    def fixed_shapes(self) -> bool:
+        """Whether a new shape costs so much that work is filled up to one that was there."""
+        return False
+
+    def compares(self) -> bool:
+        """Whether a search in a few sorted numbers is best done by comparing with each."""
+        return False
+
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory that the device can copy from while it computes."""
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
@@ -221,106 +244,15 @@ class Backend:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def peak_memory_gib(self) -> float | None:
-        """Most memory held since `reset_peak_memory`: by tensors, or by the process on a CPU.
-
-        None where nobody counts.
-        """
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / GIB
-        return process_gib("VmHWM") if self.device.type == "cpu" else None
-
-    def reset_peak_memory(self) -> None:
-        """Let `peak_memory_gib` count from here."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        elif self.device.type == "cpu":
-            restart_peak()
-
-    def free_memory(self) -> None:
-        """Give back what dead objects and the allocator still hold."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        elif sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
-
-    def held_memory_gib(self) -> float | None:
-        """Memory held now, counted as `peak_memory_gib` does."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) / GIB
-        return process_gib("VmRSS") if self.device.type == "cpu" else None
-
-    def reserved_memory_gib(self) -> float | None:
-        """Memory that PyTorch took from a GPU, in use or not; None elsewhere."""
-        is_gpu = self.device.type == "cuda"
-        return torch.cuda.memory_reserved(self.device) / GIB if is_gpu else None
-
     def health(self) -> dict[str, float | None]:
         """Load (%), power (W) and temperature (C) of a GPU; takes milliseconds."""
         if self.device.type != "cuda":
             return UNKNOWN
         return gpu_health(str(torch.cuda.get_device_properties(self.device).uuid))
 
-    def memory_gib(self) -> float | None:
-        """Memory that this process could hold if it took all that is free; None if unknown."""
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            return (free + torch.cuda.memory_reserved(self.device)) / GIB
-        free = available_gib() if self.device.type == "cpu" else None
-        return None if free is None else free + process_gib("VmRSS")
-
-    @contextmanager
-    def limit_memory(self, gib: float) -> Iterator[float]:
-        """Let the process hold no more than `gib` inside the block; beyond it runs out of memory.
-
-        The block gets `gib`.
-
-        Raises:
-            ConfigError: that much is held already, or more is asked for than there is.
-        """
-        held, there = self.held_memory_gib(), self.memory_gib()
-        if held is None or there is None:
-            raise ConfigError(
-                f"memory_limit={gib:.4g}GiB, but memory is not counted on {self.name()}; use "
-                "--device cpu or cuda"
-            )
-        if not held < gib <= there * 1.001:
-            raise ConfigError(
-                f"memory_limit={gib:.4g}GiB, but {held:.4g} GiB are held already and {there:.4g} "
-                "GiB can be had; choose a limit between them"
-            )
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory / GIB
-            index = self.device.index  # a bare `cuda` has none, and the limit wants one
-            index = torch.cuda.current_device() if index is None else index
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), index)
-            try:
-                yield gib
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0, index)
-            return
-        with data_limit(process_gib("VmData") + gib - held):
-            yield gib
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error` says that memory ran out: the device's, or the process's on a CPU."""
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
-
-    def overcommits(self) -> bool:
-        """Whether the system promises memory that it has not got, and kills who uses it."""
-        return self.device.type == "cpu"
-
     def workers(self) -> int:
         """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
         return (os.cpu_count() or 1) if self.device.type == "cpu" else 1
-
-    def name(self) -> str:
-        """What a record calls this device."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every random generator that a step may draw from."""
@@ -337,7 +269,7 @@ class Backend:
 
 
 def select(device: str = "auto") -> Backend:
-    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`).
+    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`).
 
     Under a launcher `cuda` is the GPU of this process's number on its host.
 
@@ -347,6 +279,8 @@ def select(device: str = "auto") -> Backend:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
+    if device in OTHER_KINDS:
+        return import_module(OTHER_KINDS[device]).open_backend()
     if device == "cuda" and launched().world > 1:
         index = str(launched().local_rank)
         device = f"cuda:{index}"
@@ -356,7 +290,7 @@ def select(device: str = "auto") -> Backend:
         "mps": int(torch.backends.mps.is_available()),
     }
     if kind not in present or not (index or "0").isdecimal():
-        raise ConfigError(f"device={device} is unknown; use auto, cpu, cuda, cuda:N or mps")
+        raise ConfigError(f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps or xla")
     if int(index or 0) >= present[kind]:
         raise ConfigError(
             f"device={device}, but {present[kind]} {kind.upper()} devices are visible here; use "
@@ -365,6 +299,12 @@ def select(device: str = "auto") -> Backend:
     if kind == "cuda" and index:
         torch.cuda.set_device(int(index))  # where kernels are launched
     return Backend(torch.device(device))
+
+
+def on(device: torch.device) -> Backend:
+    """The backend of a tensor's device."""
+    module = OTHER_KINDS.get(device.type)
+    return Backend(device) if module is None else import_module(module).backend_on(device)
 
 
 def devices(name: str) -> tuple[str, ...]:

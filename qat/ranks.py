@@ -127,7 +127,7 @@ class Ranks:
         if self.size == 1:
             return None
         sums = [self._sums.popleft() for _ in range(len(self._sums))]
-        return sum(backends.Backend(self.device).seconds_between(*marks) for marks in sums)
+        return sum(backends.on(self.device).seconds_between(*marks) for marks in sums)
 
     def copy_from_first(self, values: Tensor) -> Tensor:
         """The first rank's `values`; all ranks give a tensor of its shape and dtype."""
@@ -197,7 +197,7 @@ class Ranks:
     @contextmanager
     def _noted(self, given: Tensor, times: int = 1) -> Iterator[None]:
         """A block in which so many times `given` is exchanged."""
-        backend = backends.Backend(given.device)
+        backend = backends.on(given.device)
         before = backend.mark()
         yield
         self._sums.append((before, backend.mark()))

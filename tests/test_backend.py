@@ -1,9 +1,11 @@
 """What the backend says of a CPU, and that seeds and generator states come back."""
 
+import re
+
 import pytest
 import torch
 
-from qat import backend
+from qat import backend, backend_xla
 from qat.errors import ConfigError
 
 
@@ -124,3 +126,21 @@ def test_work_spreads_over_all_gpus_where_none_is_named(monkeypatch) -> None:
     assert devices("auto") == devices("cuda") == ("cuda:0", "cuda:1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert devices("auto") == ("auto",)
+
+
+def test_xla_that_is_not_there_or_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_xla.open_backend.cache_clear()
+    monkeypatch.setattr(backend_xla, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="torch_xla is not installed; install it with pip"):
+        backend.select("xla")
+    monkeypatch.setattr(backend_xla, "find_spec", lambda _: "there")
+    monkeypatch.setattr(backend_xla, "version", lambda _: "1.9.0")
+    expected = rf"torch_xla 1.9.0 is not made for torch {re.escape(torch.__version__)}"
+    with pytest.raises(ConfigError, match=expected):
+        backend.select("xla")
+
+
+@pytest.mark.parametrize("name", ["fp16", "tf32"])
+def test_xla_refuses_dtypes_that_it_lacks(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"dtype={name}, but XLA devices have no such units"):
+        backend_xla.XlaBackend(torch.device("xla")).dtype(name)

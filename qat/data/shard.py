@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from qat.backend import Backend
+from qat.backend import on
 from qat.data import noise
 from qat.data.bits import pack_bits
 from qat.data.codec import encode_draws, encode_top_k, id_bits
@@ -50,7 +50,7 @@ def make_plan(
 
     A shard's batches are equally large but for rounding.
     """
-    backend = Backend(teacher.device)
+    backend = on(teacher.device)
     limit = batch_size or max(1, backend.tokens_at_once() // settings.sequence_length)
     num_batches = -(-settings.shard_size // limit)
     chunk = max(1, backend.logits_at_once() // vocab_size)
@@ -78,7 +78,7 @@ def examine(block: Block, plan: Plan) -> list[Answer]:
     try:
         return [_examine_batch(block, tokens_NS, positions_NS, plan=plan, first=i) for i in firsts]
     except (MemoryError, RuntimeError) as error:
-        if not Backend(plan.teacher.device).is_out_of_memory(error):
+        if not on(plan.teacher.device).is_out_of_memory(error):
             raise
         raise ConfigError(
             f"batch_size={plan.batch_size} sequences of {tokens_NS.shape[1]} tokens are more than "
@@ -103,7 +103,7 @@ def _examine_batch(
         first_place=(block.first_sequence + first) * S,
     )
     tensors = _encode(signals, count, S, plan.vocab_size)
-    backend = Backend(signals.is_sound.device)
+    backend = on(signals.is_sound.device)
     on_host = {name: backend.to_host(tensor) for name, tensor in tensors.items()}
     return Answer(on_host, backend.finished())
 

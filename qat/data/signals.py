@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend import Backend
+from qat.backend import on
 from qat.data.noise import uniforms
 from qat.data.teacher import Teacher
 from qat.kernels.draw import draw_tokens
@@ -85,7 +85,7 @@ def ask(
     Logits exist for `request.chunk` tokens at a time. The draws of the i-th token depend on its
     logits, the request's stream and `first_place + i`, on nothing that ran before.
     """
-    backend = Backend(teacher.device)
+    backend = on(teacher.device)
     hidden = teacher.hidden(backend.to_device(tokens), backend.to_device(positions))
     tops, draws, is_sound, place = [], [], [], first_place
     for hidden_TD in hidden.flatten(0, 1).split(request.chunk):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import Backend
+from qat.backend import Backend, on
 from qat.kernels.decode_attention import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS
 from qat.models.decode_step import DecodeStep
@@ -74,12 +74,12 @@ class Decoder:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.step = model, DecodeStep(model)
-        self._backend = Backend(model.device)
+        self._backend = on(model.device)
 
     @staticmethod
     def fits(model: LanguageModel) -> bool:
         """Whether the model's family is known and its device is one that this is made for."""
-        return Backend(model.device).records() and DecodeStep.fits(model)
+        return on(model.device).records() and DecodeStep.fits(model)
 
     def generate(
         self,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.backend import on
 from qat.data.batch import Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate.targets import to_targets
@@ -70,7 +71,7 @@ def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Diver
     totals: Counter[str] = Counter()
     with judging(student):
         for batch in batches:
-            _add(totals, _cached_sums(student, batch.to(student.device)))
+            _add(totals, _cached_sums(student, batch), student.device)
     num_tokens = _num_tokens(totals)
 
     def mean(name: str) -> float | None:
@@ -101,7 +102,7 @@ def exact_divergence(
     totals: Counter[str] = Counter()
     with judging(student), judging(teacher):
         for batch in batches:
-            _add(totals, _exact_sums(student, teacher, batch.to(student.device)))
+            _add(totals, _exact_sums(student, teacher, batch), student.device)
     num_tokens = _num_tokens(totals)
     return ExactDivergence(
         num_tokens=num_tokens,
@@ -125,18 +126,18 @@ def judging(model: LanguageModel) -> Iterator[None]:
 
 
 def _cached_sums(student: LanguageModel, batch: Batch) -> list[dict[str, Tensor]]:
-    targets, valid = _valid_targets(batch)
+    targets, valid, has_tail = _valid_targets(batch, student.device)
     chunks = zip(_logits(student, batch, valid), _split(targets), strict=True)
-    return [_sums_by_cache(logits, rows) for logits, rows in chunks]
+    return [_sums_by_cache(logits, rows, has_tail) for logits, rows in chunks]
 
 
-def _sums_by_cache(logits: Tensor, rows: Targets) -> dict[str, Tensor]:
+def _sums_by_cache(logits: Tensor, rows: Targets, has_tail: bool) -> dict[str, Tensor]:
     sums = _label_sums(logits, rows, "label_ce")
     if rows.topk_ids.shape[1] > 0:
         sums["kd"] = _loss("candidates", logits, rows, KD_TEMPERATURE)
-        if not rows.tail_logprob.isnan().any():
+        if has_tail:
             sums["kl_tail"] = _loss("tail", logits, rows)
-        sums["top1"] = (logits.argmax(1) == rows.topk_ids[:, 0]).sum()
+        sums["top1"] = ((logits.argmax(1) == rows.topk_ids[:, 0]) & rows.mask).sum()
     if rows.sample_ids.shape[1] > 0:
         sums["sampled_ce"] = _loss("sampled", logits, rows)
     return sums
@@ -145,7 +146,7 @@ def _sums_by_cache(logits: Tensor, rows: Targets) -> dict[str, Tensor]:
 def _exact_sums(
     student: LanguageModel, teacher: LanguageModel, batch: Batch
 ) -> list[dict[str, Tensor]]:
-    targets, valid = _valid_targets(batch)
+    targets, valid, _ = _valid_targets(batch, student.device)
     sides = _logits(student, batch, valid), _logits(teacher, batch, valid)
     return [_sums_by_teacher(*chunk) for chunk in zip(*sides, _split(targets), strict=True)]
 
@@ -161,15 +162,15 @@ def _sums_by_teacher(logits: Tensor, teacher_logits: Tensor, rows: Targets) -> d
     return {
         **_label_sums(logits, rows, "label_ce"),
         **_label_sums(teacher_logits, rows, "teacher_label_ce"),
-        "kl": (log_p.exp() * (log_p - log_q)).sum(),
-        "top1": (logits.argmax(1) == teacher_logits.argmax(1)).sum(),
+        "kl": (log_p.exp() * (log_p - log_q)).masked_fill(~rows.mask[:, None], 0.0).sum(),
+        "top1": ((logits.argmax(1) == teacher_logits.argmax(1)) & rows.mask).sum(),
     }
 
 
 def _label_sums(logits: Tensor, rows: Targets, name: str) -> dict[str, Tensor]:
     return {
         "tokens": rows.mask.sum(),
-        "labels": (rows.labels != NO_LABEL).sum(),
+        "labels": ((rows.labels != NO_LABEL) & rows.mask).sum(),
         name: _loss("hard_ce", logits, rows),
     }
 
@@ -178,29 +179,38 @@ def _loss(name: str, logits: Tensor, rows: Targets, temperature: float = 1.0) ->
     return loss_from_logits(logits, rows, {name: 1.0}, temperature=temperature)[name]
 
 
-def _valid_targets(batch: Batch) -> tuple[Targets, Tensor]:
-    """The targets of the valid tokens, and which of the `B * S` rows those are, `(T,)`."""
+def _valid_targets(batch: Batch, device: torch.device) -> tuple[Targets, Tensor, bool]:
+    """The valid tokens' targets, their `(T,)` places in `B * S`, and whether all tails are known.
+
+    On `device`; chosen where the batch lies. Masked rows follow where shapes should not vary.
+    """
     targets = to_targets(batch)
     valid = targets.mask.nonzero()[:, 0]
-    return Targets(*(value[valid] for value in targets)), valid
+    has_tail = not targets.tail_logprob[valid].isnan().any()
+    if on(device).fixed_shapes():
+        valid = torch.cat([valid, (~targets.mask).nonzero()[:, 0]])
+    chosen = Targets(*(value[valid].to(device) for value in targets))
+    return chosen, valid.to(device), has_tail
 
 
 def _logits(model: LanguageModel, batch: Batch, valid: Tensor) -> Iterator[Tensor]:
-    """Logits of the valid rows in pieces of `CHUNK_TOKENS`, on the batch's device."""
-    batch_device, inputs = batch.mask.device, batch.to(model.device)
-    hidden = model.hidden(inputs.input_ids, inputs.position_ids).flatten(0, 1)
+    """Logits of the valid rows in pieces of `CHUNK_TOKENS`, where `valid` lies."""
+    ids, positions = batch.input_ids.to(model.device), batch.position_ids.to(model.device)
+    hidden = model.hidden(ids, positions).flatten(0, 1)
     for rows in hidden[valid.to(hidden.device)].split(CHUNK_TOKENS):
-        yield model.logits(rows).to(batch_device)
+        yield model.logits(rows).to(valid.device)
 
 
 def _split(targets: Targets) -> Iterator[Targets]:
     return map(Targets, *(value.split(CHUNK_TOKENS) for value in targets))
 
 
-def _add(totals: Counter[str], chunks: list[dict[str, Tensor]]) -> None:
-    """Add device sums in the host's double precision."""
+def _add(totals: Counter[str], chunks: list[dict[str, Tensor]], device: torch.device) -> None:
+    """Add the device's sums in the host's double precision."""
+    backend = on(device)
+    backend.step_end()
     for sums in chunks:
-        totals.update({name: value.item() for name, value in sums.items()})
+        totals.update(dict(zip(sums, backend.read([*sums.values()]), strict=True)))
 
 
 def _num_tokens(totals: Counter[str]) -> int:

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
+from qat.backend import on
 from qat.errors import ConfigError
 from qat.evaluate.decode import Decoder, Sampling, until_end
 from qat.evaluate.divergence import judging
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
+
+FILLED = 64
+"""Where shapes should not vary, rows are filled up to a multiple of it."""
 
 
 class Generated(NamedTuple):
@@ -76,6 +80,8 @@ def _continue(
     model: LanguageModel, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None" = None
 ) -> list[list[int]]:
     """The new tokens of each row, without what pads rows that ended early."""
+    if on(model.device).fixed_shapes():
+        return _continue_filled(model, ids, config, streamer)
     ids = ids.to(model.device)
     # a compiled layer would be compiled again for every length
     with judging(model), as_written(model.model), _generating_by(model, config):
@@ -84,6 +90,41 @@ def _continue(
         )
     ends = _ends(config)
     return [until_end(row, ends) for row in answers[:, ids.shape[1] :].tolist()]
+
+
+def _continue_filled(
+    model: LanguageModel, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None"
+) -> list[list[int]]:
+    """As `_continue`, by forwards over rows filled up to the end: one shape, and no cache."""
+    backend, ends, (B, N) = on(model.device), _ends(config), ids.shape
+    length = -(-(N + config.max_new_tokens) // FILLED) * FILLED
+    rows = torch.nn.functional.pad(ids, (0, length - N))
+    positions = torch.arange(length).expand(B, length).to(model.device)
+    if streamer is not None:
+        streamer.put(ids)  # which it skips
+    with judging(model), as_written(model.model):
+        for place in range(N, N + config.max_new_tokens):
+            hidden = model.hidden(rows.to(model.device), positions, is_packed=False)
+            last = torch.tensor([place - 1]).to(model.device)
+            logits = model.logits(hidden.index_select(1, last))[:, 0].float()
+            backend.step_end()
+            rows[:, place] = _drawn(backend.to_host(logits), config)
+            if streamer is not None:
+                streamer.put(rows[:1, place])
+            if all(ends & set(row) for row in rows[:, N : place + 1].tolist()):
+                break
+    if streamer is not None:
+        streamer.end()
+    return [until_end(row, ends) for row in rows[:, N : place + 1].tolist()]
+
+
+def _drawn(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """The next token of each row, `(B,)`, from `(B, V)` logits on the host."""
+    if not config.do_sample:
+        return logits.argmax(1)
+    probs, ids = (logits / config.temperature).softmax(1).sort(1, descending=True)
+    probs = probs.masked_fill(probs.cumsum(1) - probs >= config.top_p, 0.0)
+    return ids.gather(1, torch.multinomial(probs, 1))[:, 0]
 
 
 def _decode(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.backend import Backend
+from qat.backend import on
 from qat.kernels.dispatch import use_triton
 from qat.quant.pack import Packed, unpack
 from qat.quant.spec import LutSpec
@@ -264,4 +264,4 @@ def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
 def _has_mma(source: Packed, device: torch.device) -> bool:
     """Whether tensor cores can read a matrix of that format there."""
     is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
-    return is_format and (device.type != "cuda" or Backend(device).has_bf16())
+    return is_format and (device.type != "cuda" or on(device).has_bf16())

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from qat.backend import Backend
+from qat.backend import on
 from qat.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -104,7 +104,7 @@ def forget_tables() -> None:
 
 @cache
 def _from_table(kernel: str, key: Key, default: C, device: torch.device) -> C | None:
-    path = table_path(Backend(device).name())
+    path = table_path(on(device).name())
     fields = read_table(path).get(kernel, {}).get(named(key))
     if fields is None:
         return None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.backend import Backend
+from qat.backend import on
 from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
@@ -87,7 +87,7 @@ class LanguageModel:
 
     def _tile_fits(self, position_ids: Tensor) -> bool:
         """Whether the device has room for the tile of such sequences."""
-        room = Backend(position_ids.device).shared_memory_bytes()
+        room = on(position_ids.device).shared_memory_bytes()
         return tile_bytes(position_ids.shape[1], self._head_width()) <= room
 
     def _head_width(self) -> int:

@@ -181,8 +181,7 @@ class _How(NamedTuple):
 
     def placement(self) -> str | dict[str, torch.device] | None:
         """What `from_pretrained` is told of devices."""
-        on_device = {"": self.backend.device} if self.backend.device.type != "cpu" else None
-        return self.device_map or on_device
+        return self.device_map or self.backend.load_map()
 
 
 def _open(source: str, how: _How) -> LanguageModel:
@@ -193,6 +192,8 @@ def _open(source: str, how: _How) -> LanguageModel:
         model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
         model = _load_float(path, how)
+    if how.device_map is None:
+        how.backend.place(model)
     language_model = LanguageModel(model.eval())
     language_model.check_split()
     return language_model

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.backend import on
+
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
     """Let `model` compute in `dtype` (under autocast, which casts what stays float32).
@@ -26,7 +28,7 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad
         if is_fixed and parameter.dtype != dtype:
             cast = parameter.detach().to(dtype)
-            if torch.equal(cast.to(parameter.dtype), parameter):
+            if on(cast.device).equal(cast.to(parameter.dtype), parameter):
                 parameter.data = cast
 
     def in_compute_dtype(_module: nn.Module, _args: tuple, embedded: Tensor) -> Tensor:

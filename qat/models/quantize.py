@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat.backend import Backend
+from qat.backend import on
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
@@ -170,7 +170,7 @@ class _Conversion:
         self.model = model
         self.specs = specs
         self.base = base
-        self.workers = workers or Backend(next(model.parameters()).device).workers()
+        self.workers = workers or on(next(model.parameters()).device).workers()
         self.ticker = ticker
         self.fitted: dict[str, _Fitted] = {}
 

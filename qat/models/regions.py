@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from qat.backend import on
 from qat.models.projections import join_projections, part_projections
 from qat.models.swap import decoder_layers
 
@@ -58,11 +60,18 @@ class Regions:
             if every is None or index % every:
                 layer.forward = self._compiled(layer.forward)
                 continue
-            # compiled together with its recomputation, which then leaves out what nobody reads
-            recomputing = self._compiled(MethodType(_checkpointed, layer))
+            recomputing = self._recomputing(layer)
             layer.forward = _InSlices(recomputing, self._compiled(layer.forward))
         for norm in _last_norm(self._model):
             norm.forward = self._compiled(norm.forward)
+
+    def _recomputing(self, layer: nn.Module) -> Callable:
+        """The layer's forward, of which backward finds nothing but the input."""
+        own = on(next(layer.parameters()).device).checkpoint_fn()
+        if own is not None:
+            return partial(own, layer.forward)
+        # compiled together with its recomputation, which then leaves out what nobody reads
+        return self._compiled(MethodType(_checkpointed, layer))
 
     def _compiled(self, forward: Callable) -> Callable:
         if not self.is_compiled:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from qat.backend import on
 from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
@@ -103,7 +104,8 @@ def to_latent(model: nn.Module, names: list[str], ranks: Ranks = ALONE) -> None:
         made_of = dequantize(quantized), quantized, frozen.bias, frozen.spec
         latent = LutLinear(*made_of)
         latent.set_lora(frozen.lora())
-        if not torch.equal(latent.quantized_weight(), frozen.quantized_weight()):
+        weights = latent.quantized_weight(), frozen.quantized_weight()
+        if not on(latent.codebook.device).equal(*weights):
             raise CheckpointError(
                 f"{name}: two levels of its codebook are too close for a latent weight to choose "
                 "between them; convert it anew or train it without weights"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.backend import on
 from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
 
 STORED_DTYPES = {
@@ -105,7 +106,11 @@ def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
     `levels` ascend. Where `S` is zero the choice does not matter and is the one for a zero weight.
     """
     scaled = torch.where(S == 0, 0.0, weight / S)
-    return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+    bounds = (levels[1:] + levels[:-1]) / 2
+    if on(weight.device).compares():
+        above = (scaled > bound for bound in bounds)
+        return sum(above, torch.zeros_like(scaled, dtype=torch.uint8))
+    return torch.bucketize(scaled, bounds).to(torch.uint8)
 
 
 def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from qat.backend import on
 from qat.nn.lut_linear import LutLinear
 from qat.nn.step import quant_linears
 from qat.quant.pack import pack, unpack
@@ -32,7 +33,12 @@ class CodeWatch:
                 flipped.append((indices != before).sum())
                 codes += indices.numel()
             self._last[name] = pack(indices, bits)
-        return torch.stack(flipped).sum().item() / codes if flipped else None
+        if not flipped:
+            return None
+        total = torch.stack(flipped).sum()
+        backend = on(total.device)
+        backend.step_end()
+        return backend.read([total])[0] / codes
 
     def state(self) -> dict[str, Tensor]:
         """The codes that it remembers, for a checkpoint."""

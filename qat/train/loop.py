@@ -7,9 +7,9 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from qat import backend as backends
 from qat.data.batch import Batch
@@ -74,8 +74,6 @@ class Trainer:
         self.best = math.inf
         self.skipped: list[str] = []
         """Damaged checkpoints that were newer than the one the run goes on from."""
-        self._trouble: Tensor | float = 0.0
-        """NaN once any gradient norm was not finite; stays on the device between checks."""
 
     def train(self) -> None:
         """Run until `max_steps`, from wherever the run stands.
@@ -140,16 +138,15 @@ class Trainer:
     ) -> None:
         """One step, and what is due after it."""
         result = self.take_step(batches, self.step, stop=self.stops.wanted())
-        self._trouble = self._trouble + 0.0 * result.grad_norm
         self.step += 1
         pulse.stepped(self.step, result.positions)
         is_logged = self._is_due(self.config.log_every)
         is_pause = self._is_due(self.config.eval_every, self.config.save_every)
         if is_logged or is_pause:
-            result = result.over_ranks(self.ranks)
-            self._check_finite(result, pulse)
+            said = self._read(result)
+            self._check_finite(said, pulse)
         if is_logged:
-            ticker.note(self._log(metrics, pulse, result))
+            ticker.note(self._log(metrics, pulse, said))
         ticker.advance()
         if is_pause:
             with pulse.pause():
@@ -170,25 +167,31 @@ class Trainer:
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
-    def _log(self, metrics: Metrics | None, pulse: Pulse, result: StepResult) -> str:
+    def _read(self, result: StepResult) -> "_Said":
+        """What a step says to the host, over all ranks, which call this together."""
+        result = result.over_ranks(self.ranks)
+        told = (result.valid_tokens, result.grad_norm, self.take_step.trouble)
+        *sums, valid, norm, trouble = self.backend.read([*result.sums.values(), *told])
+        count = max(valid, 1)
+        means = {f"{k}_nats": part / count for k, part in zip(result.sums, sums, strict=True)}
+        return _Said(means, valid, norm, math.isfinite(means["loss_nats"] + trouble))
+
+    def _log(self, metrics: Metrics | None, pulse: Pulse, said: "_Said") -> str:
         """Write the step's lines; returns what the progress line shows."""
-        valid_tokens = int(result.valid_tokens)
-        count = max(valid_tokens, 1)
-        means = {f"{name}_nats": part.item() / count for name, part in result.sums.items()}
-        grad_norm = result.grad_norm.item()
+        means = said.means
         if metrics is not None:
             metrics.write(
                 kind="train",
                 step=self.step,
                 **means,
-                grad_norm=grad_norm,
+                grad_norm=said.grad_norm,
                 lr_share=self.optimizer.lr_share(self.step - 1),
-                valid_tokens=valid_tokens,
+                valid_tokens=said.valid_tokens,
             )
         tokens_per_s = pulse.beat(
             self.step,
             loss_nats=means["loss_nats"],
-            grad_norm=grad_norm,
+            grad_norm=said.grad_norm,
             facts=self.take_step.compile_facts(),
         )
         return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
@@ -224,7 +227,7 @@ class Trainer:
 
     def _stop(self, result: StepResult, pulse: Pulse) -> None:
         """Save, and end the run with who wanted it."""
-        self._check_finite(result.over_ranks(self.ranks), pulse)
+        self._check_finite(self._read(result), pulse)
         if self.saver.saved != self.step:
             self.saver.save(self.step, self.best, is_best=False)
         self.saver.finish()
@@ -238,19 +241,30 @@ class Trainer:
             EXIT_CODES.get(wish, 1),
         )
 
-    def _check_finite(self, result: StepResult, pulse: Pulse) -> None:
-        loss = result.sums["loss"].item() / max(int(result.valid_tokens), 1)
-        if math.isfinite(loss + self._trouble):
+    def _check_finite(self, said: "_Said", pulse: Pulse) -> None:
+        if said.is_finite:
             return
+        loss = said.means["loss_nats"]
         pulse.event("not_finite", step=self.step, loss_nats=loss)
         self.saver.finish()
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(
             f"not every loss and gradient up to step {self.step} is finite (there: loss "
-            f"{loss:.4g}, gradient norm {result.grad_norm.item():.4g}), expected numbers; {kept}: "
+            f"{loss:.4g}, gradient norm {said.grad_norm:.4g}), expected numbers; {kept}: "
             "lower --lr and its kin, or --clip-grad-norm, and start anew"
         )
+
+
+class _Said(NamedTuple):
+    """The numbers of one step, on the host."""
+
+    means: dict[str, float]
+    """Nats per valid token, by loss and `_nats`."""
+    valid_tokens: int
+    grad_norm: float
+    is_finite: bool
+    """The loss, and every gradient up to this step."""
 
 
 @contextmanager

@@ -241,7 +241,7 @@ class Optimizer:
 
         To be read after a wait for the device (`Backend.to_host`).
         """
-        host, found = backend.Backend(self._device).to_host, {}
+        host, found = backend.on(self._device).to_host, {}
         for key, rows in self._state().items():
             if owner := self._owner(key, rows):
                 whole = owner.whole(rows)

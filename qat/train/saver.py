@@ -133,9 +133,9 @@ class Saver:
         What does not learn is copied once, by the first save, which waits for it; on the host it is
         its own copy.
         """
-        learning = {p.data_ptr() for p in self._optimizer.parameters.values()}
+        learning = {MODEL + name for name in self._optimizer.parameters}
         own = {MODEL + name: tensor for name, tensor in raw.own.items()}
-        still = {name: tensor for name, tensor in own.items() if tensor.data_ptr() not in learning}
+        still = {name: tensor for name, tensor in own.items() if name not in learning}
         missing = self._kept.missing(still)
         if missing:
             elsewhere = {

@@ -92,6 +92,8 @@ class TrainingStep:
             self._regions.append(beside)
         self._before = compile_facts()
         self._taken = 0
+        self.trouble: Tensor | float = 0.0
+        """NaN once any gradient norm was not finite, else 0; stays on the device."""
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self._is_stop_agreed = False
         self._graph: _Graph | None = None
@@ -121,8 +123,10 @@ class TrainingStep:
             sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
         norm = self.optimizer.step(step)
         self._taken += 1
+        self.trouble = self.trouble + 0.0 * norm
         names = (*self.config.losses, "loss")
         by_name = dict(zip(names, sums.unbind(), strict=True))
+        self.backend.step_end()
         positions = ranks.size * sum(batch.mask.numel() for batch in batches)
         return StepResult(by_name, norm, valid, positions)
 

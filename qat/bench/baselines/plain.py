@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.backend import DTYPES, Backend
+from qat.backend import DTYPES, on
 from qat.bench.baselines.textbook import ChunkedLoss
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
@@ -95,7 +95,7 @@ class PlainStep:
         return valid, torch.stack(sums).sum()
 
     def _mixed_precision(self, device: torch.device) -> AbstractContextManager:
-        return nullcontext() if self._autocast is None else Backend(device).autocast(self._autocast)
+        return nullcontext() if self._autocast is None else on(device).autocast(self._autocast)
 
     def forget_gradients(self) -> None:
         """Drop the gradients."""

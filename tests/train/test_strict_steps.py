@@ -1,0 +1,90 @@
+"""Nothing reads a value of a step before the step's end, wherever a run may look."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from strict_backend import Book, inside, make_strict
+from train_case import config, make_place, make_trainer
+
+from qat.logs import read_json_lines
+from qat.train.loop import Trainer
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("strict"))
+
+
+def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
+    return make_trainer(config(place, **values), place / "student", out / "run")
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Book:
+    return make_strict(monkeypatch)
+
+
+ALL = "weights,codebook,scales,norms"
+
+
+def _but_sample(line: dict) -> dict[str, float]:
+    return {key: value for key, value in line.items() if key not in ("kind", "sample")}
+
+
+@pytest.mark.parametrize(
+    ("losses", "learn"), [("tail", ALL), ("candidates", "codebook,scales"), ("sampled", "norms")]
+)
+def test_a_step_reads_nothing(
+    place: Path,
+    tmp_path: Path,
+    strict: Book,
+    losses: str,
+    learn: str,
+) -> None:
+    trainer = trainer_of(place, tmp_path, loss=losses, learn=learn, gradient_checkpointing=True)
+    parts = [trainer.cache.batch(np.arange(4) + start) for start in (0, 4)]
+    with inside(strict, trainer.student.model):
+        for step in range(2):
+            trainer.take_step(parts, step)
+    assert (strict.step_ends, strict.reads) == (2, 0)
+
+
+def test_a_run_reads_after_ends_of_steps_alone(
+    place: Path,
+    tmp_path: Path,
+    strict: Book,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = {"max_steps": 4, "log_every": 2, "eval_every": 4, "save_every": 4}
+    values |= {"grad_accum_steps": 2, "batch_size": 2}
+    monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 4)
+    trainer = trainer_of(place, tmp_path, **values)
+    with inside(strict, trainer.student.model):
+        trainer.train()
+    lines = read_json_lines(tmp_path / "run/metrics.jsonl")
+    monkeypatch.undo()
+    monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 4)
+    plain = trainer_of(place, tmp_path / "plain", **values)
+    plain.train()
+    expected = read_json_lines(tmp_path / "plain/run/metrics.jsonl")
+    assert [line["kind"] for line in lines] == ["eval", "train", "train", "eval"]
+    assert [_but_sample(line) for line in lines] == [
+        pytest.approx(_but_sample(line), rel=1e-5) for line in expected
+    ]
+    assert [line.get("sample") for line in lines] == [line.get("sample") for line in expected]
+    assert strict.step_ends > 4
+
+
+def test_what_it_forbids(strict: Book) -> None:
+    layer = torch.nn.Linear(2, 2)
+    with inside(strict, layer):
+        y = layer(torch.ones(1, 2)).detach()
+        for read in (lambda: y.sum().item(), y.tolist, lambda: bool((y > 0).all()), y.cpu):
+            with pytest.raises(AssertionError, match="before the step's end"):
+                read()
+        with pytest.raises(AssertionError, match="needs values"):
+            y[y > 0]
+        strict.end()
+        y.tolist()
