@@ -169,7 +169,10 @@ class Backend(DeviceMemory):
         return False
 
     def compares(self) -> bool:
-        """Whether a search in a few sorted numbers is best done by comparing with each."""
+        """Whether bits of floats cannot be looked at, nor sorted numbers be searched, over here.
+
+        Then comparing does it.
+        """
         return False
 
     def pinned(self, tensor: Tensor) -> Tensor:

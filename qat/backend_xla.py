@@ -162,21 +162,6 @@ class XlaBackend(Backend):
 
         return f"xla {runtime.device_type().lower()}"
 
-    def rng_state(self) -> dict[str, Tensor]:
-        """See `Backend`."""
-        import torch_xla
-
-        seed = torch_xla._XLAC._xla_get_rng_seed()
-        return {"cpu": torch.get_rng_state(), "xla": torch.tensor(seed, dtype=torch.int64)}
-
-    def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """See `Backend`."""
-        import torch_xla
-
-        torch.set_rng_state(state["cpu"])
-        if "xla" in state:
-            torch_xla._XLAC._xla_set_rng_seed(int(state["xla"]))
-
     def compile_count(self) -> int:
         """Graphs compiled so far in this process."""
         return _times("CompileTime")

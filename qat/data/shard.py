@@ -60,7 +60,7 @@ def make_plan(
         vocab_size=vocab_size,
         batch_size=-(-settings.shard_size // num_batches),
         chunk=2 ** (chunk.bit_length() - 1),
-        fills_up=backend.compiles(),
+        fills_up=backend.compiles() or backend.fixed_shapes(),
     )
 
 
@@ -104,6 +104,7 @@ def _examine_batch(
     )
     tensors = _encode(signals, count, S, plan.vocab_size)
     backend = on(signals.is_sound.device)
+    backend.step_end()
     on_host = {name: backend.to_host(tensor) for name, tensor in tensors.items()}
     return Answer(on_host, backend.finished())
 

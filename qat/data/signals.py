@@ -96,7 +96,7 @@ def ask(
         total_T = tops[-1].log_sum_exp if request.top_k else log_sum_exp(blocks)
         is_sound.append(total_T.isfinite().all())
         if request.draws:
-            places_T = torch.arange(place, place + len(logits), device=logits.device)
+            places_T = torch.arange(len(logits), device=logits.device) + place
             numbers_T = uniforms(request.stream, places_T, 1)[:, 0]
             draws.append(draw_tokens(logits, blocks, numbers_T, request.draws))
         place += len(logits)

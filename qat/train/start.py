@@ -113,7 +113,7 @@ def _check_ranks(opened: "_Opened", config: TrainConfig, ranks: Ranks) -> None:
         code=git_commit(),
         step=str(opened.begin.step),
         student_fingerprint=str(opened.identity["student_fingerprint"]),
-        student=digest(opened.begin.optimizer.replicated()),
+        student=digest(opened.begin.optimizer.replicated()) if ranks.size > 1 else "",
     )
 
 
