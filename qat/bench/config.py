@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from qat.bench.tpu_plan.topologies import Topology, split_names
 from qat.config import Settings
 from qat.train.config import StepConfig
 
@@ -62,7 +63,8 @@ class BenchConfig(MeasureConfig):
     find_max_batch: bool = False
     """Search the largest batch that fits into memory."""
     plan: bool | str = False
-    """Predict other devices from this run: all, or those named, joined by commas."""
+    """Predict other devices from this run: all, or those named, joined by commas; for v4, v5e, v5p
+    and v6e the step is compiled, without a TPU (needs the extra tpu-plan)."""
     strict: bool = False
     """Fail if something else ran than was asked for: another dtype, uncompiled layers, ..."""
 
@@ -78,11 +80,16 @@ class BenchConfig(MeasureConfig):
         return parse_sizes(self.batch_sizes)
 
     @property
+    def topologies(self) -> tuple[Topology, ...]:
+        """TPUs that the step is to be compiled for."""
+        return split_names(self.plan.split(","))[1] if isinstance(self.plan, str) else ()
+
+    @property
     def planned(self) -> tuple[str, ...] | None:
         """Names of the devices to predict; empty means all, None no prediction."""
-        if self.plan is False:
-            return None
-        return () if self.plan is True else tuple(self.plan.split(","))
+        if isinstance(self.plan, bool):
+            return () if self.plan else None
+        return split_names(self.plan.split(","))[0] or None
 
 
 class BaselinesConfig(MeasureConfig):

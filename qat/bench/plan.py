@@ -27,6 +27,8 @@ class Prediction:
     dtype: str
     max_batch: int | None
     """None where no memory model was measured."""
+    peak_gib: float | None
+    """At that batch, what the driver takes included."""
     tokens_per_s: float
 
 
@@ -63,7 +65,8 @@ def predict(measured: Measured, device: Device) -> Prediction:
     copy_bytes = copy_share * device.bandwidth
     matmul_s = measured.matmul_s * roofline.matmul_flops / matmul_flops
     rest_s = measured.rest_s * roofline.copy_bytes / copy_bytes
-    largest = None
+    largest = peak_gib = None
     if measured.memory is not None:
         largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
-    return Prediction(device.name, device.dtype, largest, 1 / (matmul_s + rest_s))
+        peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
+    return Prediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))

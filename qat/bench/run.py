@@ -19,6 +19,8 @@ from qat.bench.results import Results, environment
 from qat.bench.roofline import Roofline, measure_roofline
 from qat.bench.student import open_student
 from qat.bench.subject import Ours, Subject
+from qat.bench.tpu_plan.run import plan_tpus
+from qat.bench.tpu_plan.search import Planned
 from qat.data.batch import Batch
 from qat.errors import ConfigError
 from qat.models.count import parameter_count
@@ -117,6 +119,8 @@ class BenchReport:
     fit: CostFit | None
     search: Search | None
     predictions: tuple[Prediction, ...]
+    planned: tuple[Planned, ...]
+    """TPUs that the step was compiled for."""
 
 
 def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:
@@ -126,6 +130,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
         ConfigError, CacheError, CheckpointError: see their messages.
     """
     devices = () if config.planned is None else devices_named(config.planned)
+    asked = config  # a TPU's own dtype is not this device's
     config, backend = check_dtype(config), select(config.device)
     with Results(out, environment(backend, config)) as results:
         began = time.perf_counter()
@@ -143,10 +148,11 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
                 bench.measure_all(config.sizes or (config.batch_size,))
             if devices:
                 predictions = bench.plan(devices, search)
+        planned = plan_tpus(asked, student, asked.topologies, results)
         fit = bench.fit()
         found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
         results.finish(**found, roofline=asdict(setting.roofline))
-    return BenchReport(results.path, results.rows, load_s, fit, search, predictions)
+    return BenchReport(results.path, results.rows, load_s, fit, search, predictions, planned)
 
 
 def prepare(config: MeasureConfig, student: str) -> tuple[Setting, LanguageModel]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from qat.bench.plan import Prediction
     from qat.bench.quality.run import QualityReport
     from qat.bench.run import BenchReport
+    from qat.bench.tpu_plan.search import Planned
 
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
 SUMMARY_DIGITS = 6
@@ -52,14 +53,19 @@ def bench(
         out: directory for the results; by default runs/bench/TIME.
     """
     from qat.bench.run import run_bench
+    from qat.bench.tpu_plan.run import run_tpu_plan
 
+    if config.topologies and config.planned is None:
+        plan = run_tpu_plan(config, student, config.topologies, out)
+        _console().print(_predicted((), plan.planned))
+        return dict(out=plan.path, planned=_planned(plan.planned))
     report = run_bench(config, student, out)
     console = _console()
     console.print(_table([row for row in report.rows if row["kind"] != "predicted"]))
     for line in _findings(report):
         console.print(line, markup=False, highlight=False)
-    if report.predictions:
-        console.print(_predicted(report.predictions))
+    if report.predictions or report.planned:
+        console.print(_predicted(report.predictions, report.planned))
     return _summary(report)
 
 
@@ -192,15 +198,35 @@ def _findings(report: "BenchReport") -> list[str]:
     return lines
 
 
-def _predicted(predictions: "Sequence[Prediction]") -> "Table":
+def _predicted(predictions: "Sequence[Prediction]", planned: "Sequence[Planned]") -> "Table":
     from rich.table import Table
 
-    table = Table("Device", "dtype", "Max batch", "t/s", title="PREDICTED, not measured")
+    titles = ("dtype", "Checkpointing", "Max batch", "Memory", "t/s", "How")
+    table = Table("Device", *titles, title="PREDICTED, not measured")
     for found in predictions:
-        table.add_row(
-            found.device, found.dtype, _cell(found.max_batch, "{:,}"), f"{found.tokens_per_s:,.0f}"
-        )
+        batch, peak = _cell(found.max_batch, "{:,}"), _cell(found.peak_gib, "{:.1f} GiB")
+        speed = f"{found.tokens_per_s:,.0f}"
+        table.add_row(found.device, found.dtype, "-", batch, peak, speed, "memory model")
+    for tpu in planned:
+        needed = tpu.best.peak_gib if tpu.best else tpu.trials[0].needed_gib
+        memory = f"{_cell(needed, '{:.1f}')} of {tpu.memory_gib:.1f} GiB"
+        recomputes = "yes" if tpu.gradient_checkpointing else "no"
+        batch = f"{tpu.max_batch:,}"
+        table.add_row(tpu.device, tpu.dtype, recomputes, batch, memory, "-", "compiled")
     return table
+
+
+def _planned(planned: "Sequence[Planned]") -> list[dict[str, object]]:
+    """The largest batch of each TPU, for the last line."""
+    return [
+        {
+            "device": tpu.device,
+            "gradient_checkpointing": tpu.gradient_checkpointing,
+            "max_batch": tpu.max_batch,
+            "peak_gib": _rounded(tpu.best.peak_gib) if tpu.best else None,
+        }
+        for tpu in planned
+    ]
 
 
 def _summary(report: "BenchReport") -> dict[str, object]:

@@ -6,7 +6,7 @@ Memory is what a driver reports to programs, a little less than the name on the 
 
 Sources: NVIDIA data sheets of T4, L4, A10, A100 (2021), H100 (SXM5 and PCIe), H200, HGX B200;
 NVIDIA white papers GA102, Ada and RTX Blackwell, appendix tables; Google Cloud's
-documentation of TPU v5e and v6e. A dash there is None here: no native units.
+documentation of TPU v4, v5e, v5p and v6e. A dash there is None here: no native units.
 """
 
 from dataclasses import dataclass
@@ -59,6 +59,8 @@ DEVICES = (
     Device("H200", ("h200",), 139.8, _peaks(67, 494.7, 989.4, 989.4), 4800, "bf16"),
     Device("B200", ("b200",), 178.4, _peaks(75, 1125, 2250, 2250), 7700, "bf16"),
     Device("TPU-v5e", ("tpu v5 lite",), 15.7, _peaks(None, None, 197, None), 819, "bf16"),
+    Device("TPU-v4", ("tpu v4",), 31.2, _peaks(None, None, 275, None), 1228, "bf16"),
+    Device("TPU-v5p", ("tpu v5p",), 94.7, _peaks(None, None, 459, None), 2765, "bf16"),
     Device("TPU-v6e", ("tpu v6 lite",), 31.2, _peaks(None, None, 918, None), 1640, "bf16"),
 )
 
@@ -86,6 +88,6 @@ def devices_named(names: tuple[str, ...]) -> tuple[Device, ...]:
         if name.strip().lower() not in known:
             raise ConfigError(
                 f"plan={name} is no device of the table; choose among "
-                f"{', '.join(device.name for device in DEVICES)}"
+                f"{', '.join(device.name for device in DEVICES)}, or compile for v4, v5e, v5p, v6e"
             )
     return tuple(known[name.strip().lower()] for name in names) or DEVICES

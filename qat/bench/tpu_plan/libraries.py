@@ -1,0 +1,36 @@
+"""The one place where jax and torchax are imported; whoever imports this has the extra.
+
+jax computes on the CPU; libtpu compiles for a TPU that is only described, and asks no network.
+"""
+
+import warnings
+
+from qat.backend import keep_libtpu_offline
+from qat.bench.tpu_plan.needed import check_installed
+
+check_installed()
+keep_libtpu_offline()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchax's own
+    import jax
+    import torchax
+    from jax import lax
+    from jax import numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+    from torchax import interop
+    from torchax.ops.ops_registry import register_torch_dispatch_op
+
+jax.config.update("jax_platforms", "cpu")
+
+__all__ = [
+    "SingleDeviceSharding",
+    "interop",
+    "jax",
+    "jnp",
+    "lax",
+    "register_torch_dispatch_op",
+    "topologies",
+    "torchax",
+]

@@ -1,0 +1,364 @@
+"""The training step of one student, cut where its layers repeat: traced once, not once a layer.
+
+Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws, L layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, BenchConfig
+from qat.bench.shapes import shape_called
+from qat.bench.subject import Ours, standing_still
+from qat.bench.tpu_plan.graphs import AnyNumber, end_of_forward, split, trace, tracing
+from qat.data.batch import Batch
+from qat.errors import ConfigError
+from qat.evaluate.targets import to_targets
+from qat.kernels import head as head_kernels
+from qat.losses.from_hidden import loss_from_hidden
+from qat.losses.targets import Targets
+from qat.models.config import ConvertConfig
+from qat.models.convert import read_plan
+from qat.models.hf_quantizer import empty_linear
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model
+from qat.models.regions import SLICE_TOKENS
+from qat.models.swap import decoder_layers, linear_names, replace_module
+from qat.nn.step import quant_linears
+from qat.train.adamw import TorchAdamW
+
+LR = 1e-4
+"""A learning rate above zero, so that no compiler leaves the update out."""
+
+
+class _Reached(Exception):
+    """Carries the inputs of the first layer out of the model."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Graphs over flat lists of tensors; `tensors` are always those of one layer, then of none."""
+
+    prelude: fx.GraphModule
+    """`(*outside, ids, positions)` to the first layer's hidden state and what all layers share."""
+    form: fx.GraphModule
+    """`(*layer)` to the formed weights."""
+    layer: fx.GraphModule
+    """`(hidden, *context, *formed, *layer, g_out)` to the hidden state behind the layer, the
+    gradients of the hidden state before it, of the formed weights that learn, and of the layer's
+    other parameters that learn."""
+    forward: fx.GraphModule
+    """The first half of `layer`: to its first output and what the second half reads."""
+    backward: fx.GraphModule
+    """The second half of `layer`."""
+    pull_back: fx.GraphModule
+    """`(*layer, *g_formed)` to the gradients of what learns of the formed weights."""
+    head: fx.GraphModule
+    """`(*outside, hidden, *targets, valid)` to the losses and the gradient of some tokens."""
+    move: fx.GraphModule
+    """`(*learned, *moments, *gradients, factor)` to the new `learned` and `moments`."""
+
+
+class Traceable:
+    """One student whose step is to be planned; its tensors have shapes and no values."""
+
+    def __init__(self, config: BenchConfig, source: str) -> None:
+        self.config = config
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = _with_fakes(_model(config, source), self.fake)
+        with tracing(self.fake):
+            ours = Ours(LanguageModel(model), config)
+            self.step = ours.subject()
+        self.student, self.dtype = ours.student, self.step.dtype
+        self.clip_grad_norm = standing_still(config).clip_grad_norm
+        self.learners = [
+            learner for mover in ours.optimizer._movers for learner in mover._learners.values()
+        ]
+        self.layers = list(decoder_layers(model))
+        check_alike(self.layers)
+        self.layer = self.layers[0]
+        self.names, self.tensors = map(list, zip(*_tensors(self.layer).items(), strict=True))
+        inside = {id(t) for layer in self.layers for t in _tensors(layer).values()}
+        every = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.outside = [tensor for tensor in every.values() if id(tensor) not in inside]
+        self.linears = list(quant_linears(self.layer).values())
+        of_linears = {id(p) for linear in self.linears for p in linear.weight_parameters().values()}
+        learned = [tensor for tensor in self.tensors if tensor.requires_grad]
+        self.learned_formed = [t for t in learned if id(t) in of_linears]
+        self.learned_plain = [t for t in learned if id(t) not in of_linears]
+        if any(tensor.requires_grad for tensor in self.outside):
+            raise ConfigError(
+                "plan: something outside the layers learns, which is not planned for a TPU; drop "
+                "norms from --learn"
+            )
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """What learns of a layer: what weights are formed of, then the rest."""
+        return [*self.learned_formed, *self.learned_plain]
+
+    @property
+    def learned_places(self) -> list[int]:
+        """Where `learned` lie among `tensors`."""
+        place = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        return [place[id(tensor)] for tensor in self.learned]
+
+    def batch(self, batch_size: int) -> Batch:
+        """A batch without values."""
+        config, B, S = self.config, batch_size, self.config.seq_len or DEFAULT_LENGTH
+        K = min(config.top_k or DEFAULT_TOP_K, self.student.config.vocab_size - 1)
+        D = DEFAULT_DRAWS if "sampled" in config.losses else 0
+        kinds = {"mask": torch.bool}
+        kinds |= dict.fromkeys(("topk_logprobs", "tail_logprob", "sample_counts"), torch.float32)
+        widths = {
+            "topk_ids": (K,),
+            "topk_logprobs": (K,),
+            "sample_ids": (D,),
+            "sample_counts": (D,),
+        }
+        with self.fake:
+            return Batch(
+                **{
+                    name: torch.empty(
+                        B, S, *widths.get(name, ()), dtype=kinds.get(name, torch.int64)
+                    )
+                    for name in Batch._fields
+                }
+            )
+
+    def rows(self, batch_size: int) -> int:
+        """Sequences that a recomputed layer takes at a time."""
+        if not self.config.gradient_checkpointing:
+            return batch_size
+        return min(batch_size, max(1, SLICE_TOKENS // (self.config.seq_len or DEFAULT_LENGTH)))
+
+    def pieces(self, batch_size: int) -> Pieces:
+        """The step at one batch size."""
+        rows = self.rows(batch_size)
+        prelude = self._prelude(self.batch(batch_size))
+        layer = self._layer(self.batch(rows))
+        forward, backward = split(layer)
+        tokens = min(head_kernels.BLOCK_TOKENS, self.batch(batch_size).mask.numel())
+        return Pieces(
+            prelude=prelude,
+            form=self._trace(self._formed, self.tensors),
+            layer=layer,
+            forward=forward,
+            backward=backward,
+            pull_back=self._pull_back(),
+            head=self._head(tokens),
+            move=self._move(),
+        )
+
+    def _trace(self, run: object, inputs: Sequence[Tensor]) -> fx.GraphModule:
+        return trace(run, inputs, self.fake)
+
+    def _formed(self) -> list[Tensor]:
+        return [linear.quantized_weight(self.dtype) for linear in self.linears]
+
+    def _reach(self, batch: Batch) -> tuple[tuple, dict]:
+        """What the first layer gets."""
+
+        def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            raise _Reached(args, kwargs)
+
+        hook = self.layer.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            with torch.no_grad(), self.step.backend.autocast(self.dtype):
+                self.student.hidden(batch.input_ids, batch.position_ids)
+        except _Reached as reached:
+            return reached.args
+        finally:
+            hook.remove()
+        raise ConfigError("plan: the student's layers cannot be told apart; choose another shape")
+
+    def _prelude(self, batch: Batch) -> fx.GraphModule:
+        def run() -> list[Tensor]:
+            leaves = pytree.tree_leaves(self._reach(batch))
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        return self._trace(run, [*self.outside, batch.input_ids, batch.position_ids])
+
+    def context(self, batch_size: int) -> list[Tensor]:
+        """What all layers share at such a batch."""
+        batch = self.batch(batch_size)
+        with tracing(self.fake):
+            leaves = pytree.tree_leaves(self._reach(batch))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)][1:]
+
+    def _layer(self, batch: Batch) -> fx.GraphModule:
+        with tracing(self.fake):
+            (hidden, *rest), kwargs = self._reach(batch)
+            leaves, form = pytree.tree_flatten((rest, kwargs))
+            context = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            hidden = torch.empty_like(hidden).requires_grad_()
+            g_out = torch.empty_like(hidden)
+            for linear in self.linears:
+                shape = linear.out_features, linear.in_features
+                linear.formed = torch.empty(shape, dtype=self.dtype, requires_grad=linear.learns())
+        formed = [linear.formed for linear in self.linears]
+        wanted = [hidden, *(W for W in formed if W.requires_grad), *self.learned_plain]
+
+        def run() -> list[Tensor]:
+            rest, kwargs = pytree.tree_unflatten(leaves, form)
+            with self.step.backend.autocast(self.dtype):
+                out = self.layer(hidden, *rest, **kwargs)
+            end = end_of_forward(out.detach())
+            return [end, *torch.autograd.grad(out, wanted, g_out)]
+
+        found = self._trace(run, [hidden, *context, *formed, *self.tensors, g_out])
+        for linear in self.linears:
+            linear.release_()
+        return found
+
+    def _pull_back(self) -> fx.GraphModule:
+        learning = [linear for linear in self.linears if linear.learns()]
+        with self.fake:
+            gradients = [
+                torch.empty(m.out_features, m.in_features, dtype=self.dtype) for m in learning
+            ]
+
+        def run() -> list[Tensor]:
+            found = {}
+            for linear, dW in zip(learning, gradients, strict=True):
+                wanted = {n: p for n, p in linear.weight_parameters().items() if p.requires_grad}
+                for name, gradient in linear.pulled_back(dW, wanted.keys()).items():
+                    found[id(wanted[name])] = gradient.to(wanted[name].dtype)
+            return [found[id(parameter)] for parameter in self.learned_formed]
+
+        return self._trace(run, [*self.tensors, *gradients])
+
+    def _head(self, tokens: int) -> fx.GraphModule:
+        config, norm = self.config, self.student.model.base_model.norm
+        with self.fake:
+            width = self.student.config.hidden_size
+            hidden = torch.empty(1, tokens, width, dtype=self._stream()).requires_grad_()
+            valid = torch.empty((), dtype=torch.int64)
+            whole = to_targets(self.batch(1))
+            targets = Targets(*(t.new_empty(tokens, *t.shape[1:]) for t in whole))
+
+        def run() -> list[Tensor]:
+            with self.step.backend.autocast(self.dtype):
+                last = norm(hidden)
+            parts = loss_from_hidden(
+                last.flatten(0, 1).to(self.dtype),
+                self.student.head_in(self.dtype),
+                targets,
+                config.losses,
+                temperature=config.temperature,
+            )
+            (g_hidden,) = torch.autograd.grad(parts["loss"] / valid, [hidden])
+            return [*(part.detach() for part in parts.values()), g_hidden]
+
+        with _whole_vocabulary(self.student.config.vocab_size):
+            return self._trace(run, [*self.outside, hidden, *targets, valid])
+
+    def _stream(self) -> torch.dtype:
+        """The dtype of the residual stream."""
+        batch = self.batch(1)
+        with tracing(self.fake):
+            return self._reach(batch)[0][0].dtype
+
+    def _move(self) -> fx.GraphModule:
+        """AdamW over each tensor of all layers at once: it treats every element alike."""
+        L, by_id = len(self.layers), {id(x.parameter): x for x in self.learners}
+        with tracing(self.fake):
+            stacks = [nn.Parameter(t.detach().new_empty(L, *t.shape)) for t in self.learned]
+            gradients = [torch.empty_like(stack, requires_grad=False) for stack in stacks]
+            moments = [torch.empty_like(g) for g in gradients for _ in range(2)]
+            factor = torch.empty(())
+            learners = {
+                str(i): by_id[id(t)]._replace(parameter=stack, lr=LR)
+                for i, (t, stack) in enumerate(zip(self.learned, stacks, strict=True))
+            }
+            mover = TorchAdamW(learners, SimpleNamespace(beta2=self._beta2()), is_fused=False)
+            state = {f"step.{i}": torch.zeros(()) for i in learners}
+            for i in range(len(stacks)):
+                state |= {f"exp_avg.{i}": moments[2 * i], f"exp_avg_sq.{i}": moments[2 * i + 1]}
+            mover.load(state)
+        # the moments that the mover holds are those of `moments`, which the trace replaces
+
+        def run() -> list[Tensor]:
+            for stack, gradient in zip(stacks, gradients, strict=True):
+                stack.grad = gradient
+            mover.move(0, 1.0, factor)
+            return [*(stack.detach() for stack in stacks), *moments]
+
+        return self._trace(run, [*stacks, *moments, *gradients, factor])
+
+    def _beta2(self) -> float:
+        return standing_still(self.config).beta2
+
+
+def check_alike(layers: Sequence[nn.Module]) -> None:
+    """Refuse layers that differ in more than their values.
+
+    Raises:
+        ConfigError: naming the first that differs.
+    """
+    first = _kind(layers[0])
+    for number, layer in enumerate(layers):
+        if _kind(layer) != first:
+            raise ConfigError(
+                f"plan: layer {number} differs from layer 0 in shapes or formats, expected equal "
+                "layers for a TPU; choose a shape or preset that treats all alike"
+            )
+
+
+def _kind(layer: nn.Module) -> tuple:
+    tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in _tensors(layer).items()]
+    kinds = [getattr(m, "attention_type", None) for m in layer.modules()]
+    return tensors, [linear.spec for linear in quant_linears(layer).values()], kinds
+
+
+def _tensors(layer: nn.Module) -> dict[str, Tensor]:
+    return dict(layer.named_parameters()) | dict(layer.named_buffers())
+
+
+def _model(config: BenchConfig, source: str) -> PreTrainedModel:
+    """The quantized model: a checkpoint's, or a published shape's on the meta device."""
+    if Path(source).exists() or "/" in source:
+        return load_model(source, device="cpu", dtype="fp32").model
+    settings = AutoConfig.for_model(**shape_called(source))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+    for name, spec in read_plan(ConvertConfig(to=config.to)).assign(linear_names(model)).items():
+        replace_module(model, name, empty_linear(model, name, spec).eval())
+    return model
+
+
+def _with_fakes(model: PreTrainedModel, fake: FakeTensorMode) -> PreTrainedModel:
+    """The model with a fake tensor in the place of every tensor; what is tied stays tied."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def replaced(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            made[id(tensor)] = new, tensor  # kept, so that no other takes its id
+        return made[id(tensor)][0]
+
+    with fake, AnyNumber():
+        for module in model.modules():
+            for store in (module._parameters, module._buffers):
+                store.update({n: replaced(t) for n, t in store.items() if t is not None})
+    return model
+
+
+@contextmanager
+def _whole_vocabulary(size: int) -> Iterator[None]:
+    """Let the head's second matmul run over all words at once: TPUs need no smaller tiles."""
+    before, head_kernels.BLOCK_WORDS = head_kernels.BLOCK_WORDS, size
+    try:
+        yield
+    finally:
+        head_kernels.BLOCK_WORDS = before
