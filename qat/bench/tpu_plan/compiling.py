@@ -1,14 +1,10 @@
 """One student's step, compiled for one TPU at any batch size."""
 
-from typing import TYPE_CHECKING
-
 from qat.bench.config import BenchConfig
+from qat.bench.tpu_plan.compiled import Compiled
 from qat.bench.tpu_plan.needed import check_installed
 from qat.bench.tpu_plan.topologies import Topology
 from qat.errors import ConfigError
-
-if TYPE_CHECKING:
-    from qat.bench.tpu_plan.xla import Compiled
 
 
 class Planner:
@@ -24,7 +20,7 @@ class Planner:
         on_cpu = {"device": "cpu", "dtype": self.dtype, "compile": "off"}
         self._student = Traceable(config.model_copy(update=on_cpu), source)
 
-    def compile(self, batch_size: int) -> "Compiled":
+    def compile(self, batch_size: int) -> Compiled:
         """The whole step at `batch_size`: form, forward, loss, backward, pull back, AdamW."""
         from qat.bench.tpu_plan.step import arguments, build
         from qat.bench.tpu_plan.xla import compile_for, shape_of

@@ -1,16 +1,16 @@
 """Traced graphs as jax functions, and steps made of them compiled for a TPU that is not there."""
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from qat.backend import GIB
+from qat.bench.tpu_plan.compiled import Compiled, used_gib
 from qat.bench.tpu_plan.libraries import (
     SingleDeviceSharding,
     interop,
@@ -22,22 +22,7 @@ from qat.bench.tpu_plan.libraries import (
 from qat.bench.tpu_plan.operators import DTYPES, aten, teach_torchax
 from qat.bench.tpu_plan.topologies import Topology
 
-GIB = 2**30
-_UNITS = "KMGT"
-
 teach_torchax()
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler says of a step."""
-
-    peak_gib: float | None
-    """None if the step does not fit into the memory of the device."""
-    needed_gib: float | None
-    """What it would take; the peak if it fits."""
-    seconds: float
-    """Of the compiler alone."""
 
 
 def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[object]]:
@@ -94,12 +79,6 @@ def compile_for(
         return Compiled(None, used_gib(str(error)), perf_counter() - began)
     peak = memory.peak_memory_in_bytes / GIB
     return Compiled(peak, peak, perf_counter() - began)
-
-
-def used_gib(message: str) -> float | None:
-    """What the compiler says that a step would take: `Used 48.66G of 15.75G hbm`."""
-    found = re.search(rf"Used ([\d.]+)([{_UNITS}]) of [\d.]+[{_UNITS}] hbm", message)
-    return None if found is None else float(found[1]) * 1024.0 ** (_UNITS.index(found[2]) - 2)
 
 
 class _Interpreter(fx.Interpreter):
