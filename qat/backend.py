@@ -334,7 +334,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def keep_libtpu_offline() -> None:
-    """Let libtpu, when it loads, ask no metadata server which TPU this machine is."""
+    """Let libtpu, when it loads, look for no TPU: no metadata server, no lock on a chip."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans may run beside each other
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
