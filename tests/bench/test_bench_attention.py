@@ -16,6 +16,7 @@ from qat.kernels.nsa.config import PRESETS
 TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
 
 
+@pytest.mark.slow
 def test_every_way_has_a_row_that_says_how_fast_or_why_not(tmp_path: Path) -> None:
     report = run_attention(AttentionConfig(**TINY, attention="nsa"), tmp_path / "out")
     rows = {(row["way"], row["pass"]): row for row in report.rows}

@@ -149,7 +149,7 @@ def test_a_missing_recipe(tmp_path: Path) -> None:
 
 
 def test_the_runbook_of_ranks_comes_down_to_runs() -> None:
-    groups = make_groups(read_recipe(FOLDER / "nsa_runbook_ranks.toml"))
+    groups = make_groups(read_recipe(FOLDER / "sweep_nsa_runbook_ranks.toml"))
     assert len(groups) == 3 * 2 * 4
 
 
