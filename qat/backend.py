@@ -150,6 +150,13 @@ class Backend(DeviceMemory):
         """What recomputes a function of tensors in backward; None: PyTorch's own can."""
         return None
 
+    def divided(self, tensor: Tensor) -> Tensor:
+        """A tensor of one row per sequence, its rows shared out where one process has many devices.
+
+        To be called on what comes from the host; what is computed of it follows.
+        """
+        return tensor
+
     def step_end(self) -> None:
         """Give the device what is recorded since the last call, where operators only record.
 

@@ -41,10 +41,23 @@ def open_backend() -> "XlaBackend":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     import torch_xla
 
+    _share_devices()
     device = torch_xla.device()
     # float32 means float32, also where units multiply in bfloat16
     torch_xla._XLAC._xla_set_mat_mul_precision("highest")
     return XlaBackend(device)
+
+
+def _share_devices() -> None:
+    """Let several devices work on one batch: the compiler divides what the program says once."""
+    from torch_xla import runtime
+    from torch_xla.distributed import spmd
+
+    count = runtime.global_runtime_device_count()
+    if count == 1:
+        return
+    runtime.use_spmd()
+    spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
 
 
 def backend_on(device: torch.device) -> "XlaBackend":
@@ -100,6 +113,26 @@ class XlaBackend(Backend):
     def checkpoint_fn(self) -> Callable:
         """See `Backend`: with barriers, else the compiler joins the recomputation again."""
         return _recomputed
+
+    def divided(self, tensor: Tensor) -> Tensor:
+        """See `Backend`: over all devices if there are several, whose number divides the rows.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        from torch_xla.distributed import spmd
+
+        mesh = spmd.get_global_mesh()
+        if mesh is None or tensor.numel() == 0:
+            return tensor
+        count = mesh.size()
+        if tensor.shape[0] % count:
+            raise ConfigError(
+                f"{tensor.shape[0]} sequences in a batch, expected a multiple of the {count} XLA "
+                "devices; choose another --batch-size"
+            )
+        spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.dim() - 1)))
+        return tensor
 
     def step_end(self) -> None:
         """See `Backend`; the host does not wait for what it gives."""
@@ -168,7 +201,7 @@ class XlaBackend(Backend):
 
     def execution_count(self) -> int:
         """Graphs executed so far in this process."""
-        return _times("ExecuteTime")
+        return _times("ExecuteTime") + _times("ExecuteReplicatedTime")
 
     def host_fallbacks(self) -> dict[str, int]:
         """Operators that XLA lacks and the host computed, and how often, in this process."""

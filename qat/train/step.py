@@ -109,7 +109,9 @@ class TrainingStep:
         """
         ranks = self.optimizer.ranks
         is_packed = any(map(_is_packed, batches))
-        batches = [batch.to(self.student.device) for batch in batches]
+        batches = [
+            Batch(*map(self.backend.divided, batch.to(self.student.device))) for batch in batches
+        ]
         valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
         if ranks.size > 1:
             shared = torch.stack([valid, torch.full_like(valid, stop is not None)])

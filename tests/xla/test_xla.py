@@ -1,0 +1,106 @@
+"""On XLA's CPU client: the CPU's numbers, one graph a step, and nothing of a step on the host."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
+
+from cache_case import build, teacher
+from tiny import tiny_model
+from train_case import config
+from xla_case import STEPS, course, largest_difference, make_short_place, over_devices
+
+from qat.backend import select
+from qat.data.reader import TeacherCache
+from qat.logs import read_json_lines
+from qat.train.optim import Optimizer
+from qat.train.start import train_student
+
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32"),
+]
+XLA = select("xla")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_short_place(tmp_path_factory.mktemp("xla"))
+
+
+@pytest.mark.parametrize(
+    ("values", "most"),
+    [
+        ({"loss": "tail", "learn": "weights,codebook,scales,norms"}, 1e-5),
+        ({"loss": "candidates", "learn": "codebook,scales", "gradient_checkpointing": True}, 1e-5),
+        ({"loss": "sampled", "learn": "weights", "grad_accum_steps": 2}, 1e-5),
+        ({"loss": "tail", "dtype": "bf16"}, 1e-3),
+    ],
+)
+def test_twenty_steps_are_the_cpus(
+    place: Path, tmp_path: Path, values: dict[str, object], most: float
+) -> None:
+    ours, theirs = (course(place, tmp_path, device, **values) for device in ("xla", "cpu"))
+    assert largest_difference(ours, theirs) <= most
+    assert (ours.compiles, ours.executions, ours.fallbacks) == (2, STEPS, {})
+
+
+def test_placing_keeps_ties() -> None:
+    model = tiny_model(tie_word_embeddings=True, num_hidden_layers=1)
+    names = [name for name, _ in model.named_parameters()]
+    XLA.place(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+class Stop(Exception):
+    """A crash."""
+
+
+def test_a_run_and_one_that_was_resumed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 3)
+    values = {"max_steps": 4, "save_every": 2, "eval_every": 4, "device": "xla"}
+
+    def run(name: str, *, resume: bool = False, **others: object) -> list[dict]:
+        settings = config(place, **{**values, **others})
+        train_student(settings, str(place / "student"), tmp_path / name, resume=resume)
+        return read_json_lines(tmp_path / name / "metrics.jsonl")
+
+    whole = run("whole")
+    real = Optimizer.step
+
+    def dying(self: Optimizer, number: int) -> torch.Tensor:
+        if number == 3:
+            raise Stop
+        return real(self, number)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Optimizer, "step", dying)
+        run("stopped")
+    assert run("stopped", resume=True) == whole
+    for ours, theirs in zip(whole, run("cpu", device="cpu"), strict=True):
+        keys = ours.keys() - {"kind", "sample"}
+        assert {k: ours[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=1e-4)
+        assert ours.get("sample") == theirs.get("sample")
+
+
+def test_a_cache_says_what_the_cpus_does(place: Path, tmp_path: Path) -> None:
+    placed = teacher()
+    XLA.place(placed.model)
+    build(tmp_path / "cache", teacher=placed, draws=0)
+    ours, theirs = (
+        TeacherCache.open(path / "cache").batch(range(10)) for path in (tmp_path, place)
+    )
+    assert torch.equal(ours.topk_ids, theirs.topk_ids)
+    for name in ("topk_logprobs", "tail_logprob"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=0)
+
+
+def test_four_devices_are_one(place: Path, tmp_path: Path) -> None:
+    ours = over_devices(4, place, tmp_path)
+    assert (ours.compiles, ours.executions, ours.fallbacks) == (2, STEPS, {})
+    assert largest_difference(ours, course(place, tmp_path, "cpu")) <= 1e-6

@@ -1,0 +1,87 @@
+"""A course of steps on the CPU or on XLA; run as a script, over four devices of the CPU client."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from cache_case import TOKENIZER, build
+from quantized import SPECS, tiny_quantized
+from train_case import config, make_trainer
+
+from qat.backend import select
+from qat.backend_xla import XlaBackend
+from qat.models.checkpoint import save_checkpoint
+
+STEPS = 20
+
+
+def make_short_place(place: Path) -> Path:
+    """A cache, and a student of one layer: graphs take seconds to compile."""
+    build(place / "cache")
+    torch.manual_seed(7)
+    student = tiny_quantized("qwen3", SPECS["lut2"], num_hidden_layers=1)
+    save_checkpoint(student, TOKENIZER, place / "student")
+    return place
+
+
+class Course(NamedTuple):
+    """What a course of steps gave, and what XLA did meanwhile."""
+
+    losses: list[float]
+    """Nats per token, step by step."""
+    compiles: int
+    executions: int
+    fallbacks: dict[str, int]
+    """Operators that the host computed."""
+
+
+def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: object) -> Course:
+    """Steps over as many micro-batches as the settings say."""
+    settings = config(place, device=device, max_steps=steps, **values)
+    trainer = make_trainer(settings, place / "student", out / device)
+    xla = select("xla")
+    xla.synchronize()
+    compiles, executions, fallbacks = _counts(xla)
+    losses = []
+    for step in range(steps):
+        rows = range(settings.grad_accum_steps)
+        parts = [trainer.cache.batch(np.arange(4) + 4 * row + step % 5) for row in rows]
+        result = trainer.take_step(parts, step)
+        loss, valid = trainer.backend.read([result.sums["loss"], result.valid_tokens])
+        losses.append(loss / valid)
+    xla.synchronize()
+    now = _counts(xla)
+    new = {name: count for name, count in now[2].items() if count != fallbacks.get(name)}
+    return Course(losses, now[0] - compiles, now[1] - executions, new)
+
+
+def _counts(xla: XlaBackend) -> tuple[int, int, dict[str, int]]:
+    return xla.compile_count(), xla.execution_count(), xla.host_fallbacks()
+
+
+def over_devices(count: int, place: Path, out: Path) -> Course:
+    """The default course over virtual devices, in a process of its own."""
+    told = subprocess.run(
+        [sys.executable, __file__, place, out],
+        env={**os.environ, "CPU_NUM_DEVICES": str(count)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return Course(**json.loads(told.stdout.splitlines()[-1]))
+
+
+def largest_difference(ours: Course, theirs: Course) -> float:
+    """Between the losses of the same step."""
+    return max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+
+
+if __name__ == "__main__":
+    select("xla")
+    found = course(Path(sys.argv[1]), Path(sys.argv[2]), "xla")
+    print(json.dumps(found._asdict()))  # noqa: T201
