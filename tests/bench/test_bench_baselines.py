@@ -128,6 +128,7 @@ def test_gathered_candidates_are_our_candidates_loss() -> None:
     torch.testing.assert_close(GatheredCandidates(head)(hidden, targets), expected)
 
 
+@pytest.mark.slow
 def test_cases_take_turns_and_land_in_one_table(tmp_path: Path) -> None:
     config = BaselinesConfig(
         device="cpu",

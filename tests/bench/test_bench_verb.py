@@ -78,6 +78,7 @@ def test_nothing_learns_while_it_is_measured(tmp_path: Path) -> None:
     assert losses[0]["loss_nats"] == losses[1]["loss_nats"]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> None:
     held = backend.select("cpu").held_memory_gib()
     config = BenchConfig(
@@ -97,6 +98,7 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
     assert report.rows[-1]["batch_size"] == report.search.largest
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tmp_path) -> None:
     from qat.bench.run import Setting
 

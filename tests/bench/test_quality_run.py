@@ -82,6 +82,7 @@ def test_rows_a_table_and_pictures(place: Path, monkeypatch, capsys) -> None:
     assert len(runs) == 2 + 2 * 2 and not list(Path("out/runs").glob("**/trainer"))
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
     write({"name": "a"})
     assert call(monkeypatch) == 0
@@ -122,6 +123,7 @@ def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     assert (stage / "metrics.jsonl").read_bytes() == metrics  # trained once
 
 
+@pytest.mark.slow
 def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
     seconds = {"slow": 3.0, "fast": 1.0}
     monkeypatch.setattr(run, "time_plan", lambda _, plan: [[seconds[plan.name]]])
@@ -134,6 +136,7 @@ def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
     assert call(monkeypatch) == 0
 
 
+@pytest.mark.slow
 def test_step_times_are_those_of_training(place: Path) -> None:
     from qat.bench.quality.prepare import Workshop
     from qat.bench.quality.step_timer import STRETCHES, time_plan

@@ -169,6 +169,7 @@ def test_docstrings_of_module_class_and_function() -> None:
     assert list(docstrings(source)) == ["M.", "C.\n  c", "F."]
 
 
+@pytest.mark.slow
 def test_stdlib_documents_are_unique_stable_and_long_enough() -> None:
     texts = list(stdlib_documents())
     assert len(texts) == len(set(texts)) > 2000

@@ -54,6 +54,7 @@ def test_weighted_pools_and_spare_room(path: str) -> None:
     assert not kept.pooled_values[:, :, C:].any()
 
 
+@pytest.mark.slow
 def test_rows_of_different_lengths_are_each_their_own(path: str) -> None:
     config = small()
     inputs = nsa_inputs(config, 80, dtype=torch.float32)

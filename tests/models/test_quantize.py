@@ -220,6 +220,7 @@ def divergence(teacher: PreTrainedModel, model: PreTrainedModel, said: Tensor) -
     return F.kl_div(q, p, log_target=True, reduction="sum").item() / said[144:].numel()
 
 
+@pytest.mark.slow
 def test_aiming_at_the_teacher_brings_the_whole_model_closer(
     trained: PreTrainedModel, said: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def pair(tmp_path: Path) -> dict[str, str]:
     return {**names, "text": str(text), "device": "cpu"}
 
 
+@pytest.mark.slow
 def test_angles_shrink_with_what_a_cache_holds(pair: dict, tmp_path: Path, monkeypatch) -> None:
     import measure_gradient_angle as script
 

@@ -48,6 +48,7 @@ def test_figures_have_the_names_that_are_asked_for(tmp_path: Path) -> None:
         measure_ranks.report("gpu", [1.0], [3.0], size=3, figures=figures)
 
 
+@pytest.mark.slow
 def test_both_ways_to_hold_latent_weights_are_measured(tmp_path: Path) -> None:
     import measure_ranks
     from speed_case import EXACT, LATENT, settled

@@ -87,6 +87,7 @@ def test_a_search_that_was_cut_off_gives_what_had_fitted(tmp_path: Path) -> None
     assert "30 fitted, of 35 did not" in line["note"]
 
 
+@pytest.mark.slow
 def test_a_point_is_measured_once_for_all_its_panels(tmp_path: Path, capsys) -> None:
     import measure_scaling
 
@@ -104,6 +105,7 @@ def test_a_point_is_measured_once_for_all_its_panels(tmp_path: Path, capsys) -> 
     assert "L = 128" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_larger_batches_than_one_that_does_not_fit_are_left_out(tmp_path, monkeypatch) -> None:
     import measure_scaling
 

@@ -72,6 +72,7 @@ def test_three_ranks_with_rows_that_do_not_divide_train_as_one_process(place, al
         torch.testing.assert_close(ours[name], whole[name], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_divided_or_not_on_any_number_of_ranks(place, alone, tmp_path):
     out = tmp_path / "run"
     stages = [(2, True, 2), (1, True, 3), (2, False, 4), (3, True, 5)]
