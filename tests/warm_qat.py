@@ -12,10 +12,12 @@ import pkgutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import qat
 from qat.cli import main
+from qat.errors import ConfigError
 
 PROGRAM = """#!{python} -SE
 import array, json, os, socket, sys
@@ -57,7 +59,8 @@ def serve(listener: socket.socket) -> None:
     """Answer for ever, one command after the other."""
     for module in pkgutil.walk_packages(qat.__path__, "qat."):
         if not module.name.endswith(("_triton", "__main__")):
-            importlib.import_module(module.name)
+            with suppress(ConfigError):  # of an extra that is not installed
+                importlib.import_module(module.name)
     while True:
         connection, _ = listener.accept()
         _, files, _, _ = socket.recv_fds(connection, 1, 3)

@@ -14,7 +14,7 @@ from train_case import make_place
 
 from qat.bench.sweep import drive
 from qat.bench.sweep import run as sweep_run
-from qat.bench.sweep.config import SweepConfig
+from qat.bench.sweep.config import SweepConfig, read_recipe
 from qat.bench.sweep.job import run_job
 from qat.bench.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.bench.sweep.work import leak_facts
@@ -22,7 +22,11 @@ from qat.cli import main
 from qat.errors import ConfigError, TrainingError
 from qat.logs import read_json_lines
 
-RECIPES = sorted((Path(__file__).parents[2] / "speedrun" / "recipes").glob("sweep_*.toml"))
+FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
+RECIPES = [
+    path for path in sorted(FOLDER.glob("sweep_*.toml")) if read_recipe(path).verb != "command"
+]
+"""Commands have no tiny form: they name students that a user makes."""
 COMMAND = """
 name = "{name}"
 verb = "command"
