@@ -28,7 +28,7 @@ import torch
 from figures import record
 from kill_case import build, make_student
 
-from qat.bench.leak import FIRST_LOOK, WARM_UP_SHARE, memory_trend
+from qat.bench.leak import FIRST_LOOK, memory_trend
 from qat.logs import read_json_lines
 from qat.train import loop
 from qat.train.config import TrainConfig
@@ -204,10 +204,12 @@ def judged(looks: Sequence[Look], hours: float, problems: list[str]) -> tuple[fl
               name, next(rates), unit, *rates))  # fmt: skip
     if low > 0 and trend.drift_mib > 1.0:
         problems.append(f"memory grew by {trend.drift_mib:.1f} MiB")
-    handles = [each.handles for each in looks[int(WARM_UP_SHARE * len(looks)) :]]
+    # a cache's files are opened as they are first read, all of them by the half of a run
+    handles = [each.handles for each in looks[len(looks) // 2 :]]
     tenth = max(1, len(handles) // 10)
-    first, last = max(handles[:tenth]), max(handles[-tenth:])
-    print(f"open files: at most {first:.0f} in the first tenth, {last:.0f} in the last")
+    # the least: a save behind the step has files open for a moment, a leak for good
+    first, last = min(handles[:tenth]), min(handles[-tenth:])
+    print(f"open files: at least {first:.0f} when half was done, {last:.0f} at the end")
     if last > first + OPENED_LATE:
         problems.append(f"open files grew from {first:.0f} to {last:.0f}")
     return slope, (high - low) / 2

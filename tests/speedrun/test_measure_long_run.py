@@ -18,14 +18,15 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_grows_is_told() -> None:
     from measure_long_run import Look, judged
 
-    flat = [Look(100.0 + step % 7, 12) for step in range(400)]
+    saving = {370: 3, 371: 2}
+    flat = [Look(100.0 + step % 7, 12 + saving.get(step, 0)) for step in range(400)]
     problems: list[str] = []
     slope, half_width = judged(flat, 24.0, problems)
     assert problems == [] and abs(slope) <= half_width + 1e-9
-    leak = [Look(100.0 + step / 4 + step % 7, 12 + step // 100) for step in range(400)]
+    leak = [Look(100.0 + step / 4 + step % 7, 12 + step // 50) for step in range(400)]
     slope, _ = judged(leak, 10.0, problems)
     assert slope == pytest.approx(10.0, rel=0.05)  # a quarter MiB a look, 40 looks an hour
-    assert problems == ["memory grew by 80.0 MiB", "open files grew from 13 to 15"]
+    assert problems == ["memory grew by 80.0 MiB", "open files grew from 16 to 19"]
     with pytest.raises(ValueError, match="take more steps"):
         judged(flat[:10], 1.0, [])
 
@@ -51,7 +52,8 @@ def test_looking_itself_keeps_nothing() -> None:
     for _ in range(900):
         looks.append(look())
     after = look()
-    assert after.blocks - before.blocks < 90 and len(looks.all()) == 901
+    assert after.blocks - before.blocks < 450  # other threads keep some; one a look were 900
+    assert len(looks.all()) == 901
     assert looks.all()[-1].heap_mib == pytest.approx(after.heap_mib, abs=0.1)
 
 
