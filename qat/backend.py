@@ -25,7 +25,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-OTHER_KINDS = {"xla": "qat.backend_xla"}
+OTHER_KINDS = {"xla": "qat.backend_xla", "tpu": "qat.backend_tpu"}
 """Where the backends of devices live that need a package of their own."""
 T = TypeVar("T")
 
@@ -175,6 +175,13 @@ class Backend(DeviceMemory):
         """Whether a new shape costs so much that work is filled up to one that was there."""
         return False
 
+    def numbers_compile(self) -> bool:
+        """Whether an operator compiles anew for each number of the host among its arguments.
+
+        Then what changes from step to step is a tensor.
+        """
+        return False
+
     def compares(self) -> bool:
         """Whether bits of floats cannot be looked at, nor sorted numbers be searched, over here.
 
@@ -279,7 +286,7 @@ class Backend(DeviceMemory):
 
 
 def select(device: str = "auto") -> Backend:
-    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`).
+    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`, `tpu`).
 
     Under a launcher `cuda` is the GPU of this process's number on its host.
 
@@ -300,7 +307,9 @@ def select(device: str = "auto") -> Backend:
         "mps": int(torch.backends.mps.is_available()),
     }
     if kind not in present or not (index or "0").isdecimal():
-        raise ConfigError(f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps or xla")
+        raise ConfigError(
+            f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps, xla or tpu"
+        )
     if int(index or 0) >= present[kind]:
         raise ConfigError(
             f"device={device}, but {present[kind]} {kind.upper()} devices are visible here; use "
@@ -338,11 +347,3 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
-
-
-def keep_libtpu_offline() -> None:
-    """Let libtpu, when it loads, look for no TPU: no metadata server, no lock on a chip."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans may run beside each other
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

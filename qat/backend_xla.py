@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from qat.backend import Backend
 from qat.copying import Copying
 from qat.errors import ConfigError
+from qat.libtpu import ask_nobody_without_a_tpu
 
 HOST_READS = ("aten::_local_scalar_dense",)
 """Counted by PyTorch/XLA like operators that it lacks, though reading a scalar is none."""
@@ -37,8 +38,7 @@ def open_backend() -> "XlaBackend":
     _check_versions()
     # else a number that happens to be 0 or 1, such as a learning rate, makes another graph
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
-    if "TPU_ACCELERATOR_TYPE" not in os.environ and os.environ.get("PJRT_DEVICE") == "CPU":
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    ask_nobody_without_a_tpu()
     import torch_xla
 
     _share_devices()

@@ -31,6 +31,7 @@ from qat.cli.result import print_result
 from qat.cli.train import train
 from qat.config import explain
 from qat.errors import QatError
+from qat.libtpu import before_torch
 from qat.secrets import Scrub, scrubbed
 
 SCRUB = Scrub()
@@ -108,6 +109,7 @@ def main() -> None:
     """Run the verb named on the command line; a user's mistake is one line and exit code 1."""
     # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
     os.environ.pop("MPLBACKEND", None)  # noqa: TID251
+    before_torch()
     try:
         app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except QatError as error:

@@ -41,27 +41,44 @@ class TorchAdamW:
     """`torch.optim.AdamW`; its fused kernel applies the factor and skips a step by itself."""
 
     def __init__(
-        self, learners: dict[str, Learner], config: TrainConfig, *, is_fused: bool
+        self,
+        learners: dict[str, Learner],
+        config: TrainConfig,
+        *,
+        is_fused: bool,
+        is_on_device: bool = False,
     ) -> None:
+        """See `Mover`; `is_on_device` keeps step counts and learning rates there, as tensors."""
         self._learners = learners
         self._is_fused = is_fused
+        self._is_on_device = is_on_device
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for parameter, *rates in learners.values():
             groups.setdefault(tuple(rates), []).append(parameter)
         self._adamw = torch.optim.AdamW(
             [
-                {"params": parameters, "peak_lr": lr, "lr": lr, "weight_decay": decay}
+                {
+                    "params": parameters,
+                    "peak_lr": lr,
+                    "lr": torch.tensor(lr, device=parameters[0].device) if is_on_device else lr,
+                    "weight_decay": decay,
+                }
                 for (lr, decay), parameters in groups.items()
             ],
             betas=(BETA1, config.beta2),
             eps=EPS,
             fused=is_fused,
+            capturable=is_on_device,
         )
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
         """See `Mover`; without the fused kernel, gradients that are not finite spoil all."""
         for group in self._adamw.param_groups:
-            group["lr"] = group["peak_lr"] * share
+            lr = group["peak_lr"] * share
+            if self._is_on_device:
+                group["lr"].copy_(torch.tensor(lr))
+            else:
+                group["lr"] = lr
         if self._is_fused:
             # where torch.amp.GradScaler leaves them for fused optimizers
             self._adamw.grad_scale = 1 / factor
@@ -77,11 +94,11 @@ class TorchAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
+        counts_there = self._is_fused or self._is_on_device
         for name, (parameter, *_) in self._learners.items():
             device = parameter.device
             self._adamw.state[parameter] = {
-                # the step count lives on the device only for the fused kernel
-                "step": state[f"step.{name}"].to(device if self._is_fused else "cpu"),
+                "step": state[f"step.{name}"].to(device if counts_there else "cpu"),
                 "exp_avg": state[f"exp_avg.{name}"].to(device),
                 "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(device),
             }

@@ -1,0 +1,190 @@
+"""torch_tpu, Google's eager `tpu` device, behind the protocol of `qat.backend`. EXPERIMENTAL.
+
+Written from the documentation and the Python sources of torch_tpu 0.2.0. It never ran on a TPU: its
+tests run on a CPU that stands in for one. `qat.backend_xla` is the way whose device code CI runs.
+
+As torch_tpu does by default (its `DEFER_NEVER`), operators are given to the chip one by one and the
+host goes on; each is compiled once for its shapes, types and numbers of the host that it is given.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from qat.backend import Backend, launched
+from qat.copying import Copying
+from qat.device_memory import GIB
+from qat.errors import ConfigError
+from qat.libtpu import torch_tpu_obstacle, tpu_name
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=1)
+def open_backend() -> "TpuBackend":
+    """The backend of this process's TPU chip.
+
+    Raises:
+        ConfigError: torch_tpu, its libtpu or a TPU is missing, torch is of another release, or
+            there are several processes.
+    """
+    obstacle = torch_tpu_obstacle()
+    if obstacle is not None:
+        raise ConfigError(f"device=tpu, but {obstacle}")
+    world = launched().world
+    if world > 1:
+        raise ConfigError(
+            f"device=tpu, but {world} processes were launched, expected one, which uses one chip; "
+            "for several chips use one process with --device xla"
+        )
+    device = _loaded()
+    logger.warning("--device tpu is experimental: written without a TPU, it never ran on one")
+    return TpuBackend(device)
+
+
+def _loaded() -> torch.device:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type == "tpu":
+        return device
+    name = tpu_name()
+    if name is None:
+        raise ConfigError(
+            "device=tpu, but this machine has no TPU on its PCI bus; use --device cpu, or a "
+            "machine with a TPU (docs/tpu.md)"
+        )
+    raise ConfigError(
+        f"device=tpu, but torch_tpu did not load with torch beside the {name} that is here; unset "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD and PJRT_DEVICE, and see that no other process uses the chip"
+    )
+
+
+def backend_on(device: torch.device) -> "TpuBackend":
+    """The backend of a tensor on a TPU."""
+    return TpuBackend(device)
+
+
+@dataclass(frozen=True)
+class TpuBackend(Backend):
+    """One TPU chip, to which operators are given one by one. Never ran on one."""
+
+    def dtype_name(self, name: str) -> str:
+        """See `Backend`; `auto` is bf16, which TPUs multiply in."""
+        if name in ("fp16", "tf32"):
+            raise ConfigError(f"dtype={name}, but TPUs have no such units; use --dtype bf16")
+        return "bf16" if name == "auto" else name
+
+    def has_bf16(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def load_map(self) -> None:
+        """See `Backend`: weights are read on the host, for moving them may break ties."""
+
+    def place(self, model: nn.Module) -> None:
+        """See `Backend`."""
+        model.to(self.device)
+        model.tie_weights()
+
+    def numbers_compile(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def fixed_shapes(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def compares(self) -> bool:
+        """See `Backend`: nobody tried the others."""
+        return True
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """See `Backend`; waits for the copy, as the host may use its memory again."""
+        return tensor.to(self.device)
+
+    def read(self, tensors: Sequence[Tensor]) -> list[float | int | bool]:
+        """See `Backend`: all copies are under way before the host waits."""
+        copies = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+        self.synchronize()
+        return [copy.item() for copy in copies]
+
+    def equal(self, a: Tensor, b: Tensor) -> bool:
+        """See `Backend`: compared on the host."""
+        return torch.equal(a.cpu(), b.cpu())
+
+    def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
+        """See `Backend`; the copies are there when it returns."""
+        sources = {id(tensor): tensor.detach() for tensor in tensors.values()}
+        copies = {key: tensor.to("cpu", copy=True) for key, tensor in sources.items()}
+        copied = {name: copies[id(tensor)] for name, tensor in tensors.items()}
+        return copied, Copying(torch.device("cpu"), [])
+
+    def finished(self) -> Callable[[], None]:
+        """See `Backend`."""
+        return self.synchronize
+
+    def synchronize(self) -> None:
+        """See `Backend`."""
+        torch.accelerator.synchronize()
+
+    def rng_state(self) -> dict[str, Tensor]:
+        """See `Backend`."""
+        return {"cpu": torch.get_rng_state(), "tpu": _generator().get_state()}
+
+    def set_rng_state(self, state: dict[str, Tensor]) -> None:
+        """See `Backend`."""
+        torch.set_rng_state(state["cpu"])
+        if "tpu" in state:
+            _generator().set_state(state["tpu"])
+
+    def name(self) -> str:
+        """See `Backend`: such as `TPU v6e`."""
+        return tpu_name() or "TPU"
+
+    def peak_memory_gib(self) -> float:
+        """See `Backend`."""
+        return torch.accelerator.max_memory_allocated() / GIB
+
+    def reset_peak_memory(self) -> None:
+        """See `Backend`."""
+        torch.accelerator.reset_peak_memory_stats()
+
+    def held_memory_gib(self) -> float:
+        """See `Backend`."""
+        return torch.accelerator.memory_allocated() / GIB
+
+    def memory_gib(self) -> float:
+        """See `Backend`: all of the chip's, which one process has to itself."""
+        return torch.tpu.get_device_properties().total_memory / GIB
+
+    @contextmanager
+    def limit_memory(self, gib: float) -> Iterator[float]:
+        """See `Backend`.
+
+        Raises:
+            ConfigError: always; torch_tpu has no such limit.
+        """
+        raise ConfigError(
+            f"memory_limit={gib:.4g}GiB, but torch_tpu cannot limit a TPU's memory; use --device "
+            "cpu or cuda, or plan with --plan v6e --memory-limit"
+        )
+        yield gib
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """See `Backend`: a compiler that finds no room says so too."""
+        is_ours = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        return is_ours or super().is_out_of_memory(error)
+
+    def compile_count(self) -> int:
+        """Operators compiled so far in this process: what its cache did not have."""
+        stats = torch.tpu._get_cache_stats()
+        return stats.num_cache_reqs - stats.num_cache_hits
+
+
+def _generator() -> torch.Generator:
+    # `torch.tpu.get_rng_state` serves torch alone, and what it tells others to take is not in 2.13
+    return torch.tpu.default_generators[torch.accelerator.current_device_index()]

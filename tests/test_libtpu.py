@@ -1,0 +1,92 @@
+"""torch_tpu loads with torch only where that can work, and libtpu asks nobody where no TPU is."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from qat import libtpu
+
+AUTOLOAD, ASKING = "TORCH_DEVICE_BACKEND_AUTOLOAD", "TPU_SKIP_MDS_QUERY"
+
+
+def put(bus: Path, slot: str, vendor: str, device: str) -> None:
+    (bus / slot).mkdir()
+    (bus / slot / "vendor").write_text(f"{vendor}\n")
+    (bus / slot / "device").write_text(f"{device}\n")
+
+
+@pytest.fixture
+def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PCI bus of this machine, with a network card that Google made."""
+    monkeypatch.setattr(libtpu, "PCI", tmp_path)
+    for name in (AUTOLOAD, ASKING, "PJRT_DEVICE"):
+        monkeypatch.setenv(name, "set, so that it is put back")
+        monkeypatch.delenv(name)
+    put(tmp_path, "0", "0x1ae0", "0x0042")
+    return tmp_path
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *names: str, torch: str = "2.13.0+cpu") -> None:
+    """From now on these packages are the ones installed, beside torch."""
+    monkeypatch.setattr(libtpu, "find_spec", lambda name: name in names or None)
+    monkeypatch.setattr(libtpu, "version", {"torch": torch, "torch_tpu": "0.2.0"}.__getitem__)
+    monkeypatch.setattr(libtpu, "requires", lambda _: ["numpy>=2", "torch>=2.11.0,<=2.15.0"])
+
+
+def variables() -> tuple[str | None, str | None]:
+    """What `before_torch` says to torch, and to libtpu."""
+    libtpu.before_torch()
+    return os.environ.get(AUTOLOAD), os.environ.get(ASKING)
+
+
+def test_a_tpu_is_told_from_google_s_other_devices(bus: Path) -> None:
+    assert libtpu.tpu_name() is None
+    put(bus, "1", "0x10de", "0x006f")
+    assert libtpu.tpu_name() is None
+    put(bus, "2", "0x1ae0", "0x006f")
+    assert libtpu.tpu_name() == "TPU v6e"
+
+
+def test_nothing_is_set_where_torch_tpu_is_not(bus: Path, monkeypatch) -> None:
+    install(monkeypatch)
+    assert variables() == (None, None)
+
+
+def test_it_loads_where_a_tpu_is(bus: Path, monkeypatch) -> None:
+    put(bus, "1", "0x1ae0", "0x0063")
+    install(monkeypatch, "torch_tpu", "libtpu")
+    assert variables() == (None, None)
+
+
+def test_without_a_tpu_it_does_not_load_and_libtpu_asks_nobody(bus: Path, monkeypatch) -> None:
+    install(monkeypatch, "torch_tpu", "libtpu")
+    assert variables() == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("packages", "torch", "why"),
+    [
+        ((), "2.13.0", r"torch_tpu is not installed; install it with pip install 'qat\[tpu\]'"),
+        (("torch_tpu",), "2.13.0", "0.2.0 is installed without libtpu, without which it ends the"),
+        (
+            ("torch_tpu", "libtpu"),
+            "2.9.0+cpu",
+            r"0.2.0 is not made for torch 2.9.0\+cpu, expected torch<=2.15.0,>=2.11.0; install",
+        ),
+    ],
+)
+def test_what_keeps_it_from_loading(
+    bus: Path, monkeypatch, packages: tuple[str, ...], torch: str, why: str
+) -> None:
+    put(bus, "1", "0x1ae0", "0x0063")
+    install(monkeypatch, *packages, torch=torch)
+    assert re.search(why, libtpu.torch_tpu_obstacle())
+    assert variables() == ("0" if packages else None, None)
+
+
+def test_a_machine_that_is_said_to_have_a_tpu_may_ask(bus: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    install(monkeypatch, "torch_tpu", "libtpu")
+    assert variables() == ("0", None)
