@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import TOKENIZER, build
+from crash import stopped_at
 from quantized import SPECS, random_weight, tiny_quantized
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, tiny_model
@@ -193,31 +194,19 @@ def test_groups_of_a_table_divide_its_width(width: int, four: int, eight: int) -
     assert table_spec(8, width) == LutSpec(bits=8, group_size=eight)
 
 
-class Stop(Exception):
-    """A crash, in the test's own words."""
-
-
 @TIED
-def test_a_student_trains_goes_on_and_speaks(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_student_trains_goes_on_and_speaks(tied: bool, tmp_path: Path) -> None:
     build(tmp_path / "cache")
     student = with_random_tables(8, tie_word_embeddings=tied)
     save_checkpoint(student, TOKENIZER, tmp_path / "student")
-    settings, step = train_config(tmp_path), Optimizer.step
-
-    def crash(self: Optimizer, number: int) -> Tensor:
-        if number == 4:
-            raise Stop
-        return step(self, number)
+    settings = train_config(tmp_path)
 
     def end(out: Path, *, resume: bool = False) -> PreTrainedModel:
         report = train_student(settings, str(tmp_path / "student"), out, resume=resume)
         return load_model(str(report.final), device="cpu", dtype="fp32").model
 
     whole = end(tmp_path / "whole")
-    with monkeypatch.context() as patched, pytest.raises(Stop):
-        patched.setattr(Optimizer, "step", crash)
+    with stopped_at(Optimizer, "step", 4):
         end(tmp_path / "broken")
     assert torch.equal(logits(end(tmp_path / "broken", resume=True)), logits(whole))
     for name, table in lut_tables(student).items():

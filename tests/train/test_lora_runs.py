@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crash import stopped_at
 from quantized import SPECS, tiny_adapted, tiny_quantized
 from train_case import config, make_place
 from transformers import PreTrainedModel
@@ -21,10 +22,6 @@ from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student
-
-
-class Stop(Exception):
-    """A crash, in the test's own words."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,20 +66,11 @@ def test_a_run_moves_what_learns_and_nothing_else(place: Path, tmp_path: Path, l
     assert held_out[-1] < held_out[0]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
     values = {"learn": "lora,scales,codebook", "max_steps": 5, "save_every": 1}
     whole = run(place, tmp_path / "whole", **values)
-    real = Optimizer.step
-
-    def stopping(self: Optimizer, step: int) -> torch.Tensor:
-        if step == 3:
-            raise Stop
-        return real(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Optimizer, "step", stopping)
-        with pytest.raises(Stop):
-            run(place, tmp_path / "stopped", **values)
+    with stopped_at(Optimizer, "step", 3):
+        run(place, tmp_path / "stopped", **values)
     torch.rand(7)
     again = run(place, tmp_path / "stopped", resume=True, **values)
     assert final_bytes(again) == final_bytes(whole)

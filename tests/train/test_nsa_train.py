@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crash import stopped_at
 from nsa_train_case import SPARSE, make_sparse_place
 from train_case import assert_same_end, config
 
@@ -17,10 +18,6 @@ from qat.report.runs import read_directory
 from qat.train.check import examine
 from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student
-
-
-class Stop(Exception):
-    """A crash, in the test's own words."""
 
 
 @pytest.fixture(autouse=True)
@@ -97,20 +94,11 @@ def test_recomputed_layers_learn_the_same(place: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "recomputed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
     values = {"learn": "scales,codebook,gates", "max_steps": 5, "save_every": 1}
     whole = run(place, tmp_path / "whole", **values)
-    real = Optimizer.step
-
-    def stopping(self: Optimizer, step: int) -> torch.Tensor:
-        if step == 3:
-            raise Stop
-        return real(self, step)
-
-    monkeypatch.setattr(Optimizer, "step", stopping)
-    with pytest.raises(Stop):
+    with stopped_at(Optimizer, "step", 3):
         run(place, tmp_path / "stopped", **values)
-    monkeypatch.undo()
     report = run(place, tmp_path / "stopped", resume=True, **values)
     assert_same_end((tmp_path / "whole", whole), tmp_path / "stopped", report)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crash import stopped_at
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_tokenizer
 from train_case import assert_same_end, config, make_place
@@ -21,10 +22,6 @@ from qat.train.proof import MANIFEST, STATE, STATE_TENSORS, problem
 from qat.train.resume import best_of, choose, load_training_state
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student
-
-
-class Stop(Exception):
-    """A crash."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +41,8 @@ def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> Tr
 
 def crash(place: Path, out: Path, step: int, **values: object) -> None:
     """A run that dies in optimizer step number `step`."""
-    real = Optimizer.step
-
-    def dying(self: Optimizer, number: int) -> torch.Tensor:
-        if number == step:
-            raise Stop
-        return real(self, number)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Optimizer, "step", dying)
-        with pytest.raises(Stop):
-            run(place, out, **values)
+    with stopped_at(Optimizer, "step", step):
+        run(place, out, **values)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import build, info
+from crash import stopped_at
 from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from train_case import assert_same_end, config, make_place
@@ -31,10 +32,6 @@ from qat.train.optim import Optimizer
 from qat.train.resume import load_training_state
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student
-
-
-class Stop(Exception):
-    """A crash, in the test's own words."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,35 +57,17 @@ def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return out, run(place, out)
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int) -> None:
-    """Let call number `call` (from 0) of `owner.name` end in `Stop`."""
-    real, count = getattr(owner, name), 0
-
-    def counted(*arguments: object, **named: object) -> object:
-        nonlocal count
-        count += 1
-        if count == call + 1:
-            raise Stop
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(owner, name, counted)
-
-
 @pytest.mark.parametrize("step", [0, 1, 3, random.Random(5).randrange(2, 7), 6])
 def test_a_run_stopped_in_a_step_goes_on_bit_for_bit(
-    place: Path, tmp_path: Path, whole, monkeypatch, step: int
+    place: Path, tmp_path: Path, whole, step: int
 ) -> None:
-    with monkeypatch.context() as patch:
-        stop_at(patch, Optimizer, "step", step)
-        with pytest.raises(Stop):
-            run(place, tmp_path)
+    with stopped_at(Optimizer, "step", step):
+        run(place, tmp_path)
     torch.rand(step + 1)  # a new process has another random state
     assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
 
 
-def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(
-    place: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(place: Path, tmp_path: Path) -> None:
     frozen = {"learn": "scales,codebook", "lr_codebook": 0.5, "save_every": 1}
     whole = tmp_path / "whole", run(place, tmp_path / "whole", **frozen)
     state, _ = load_training_state(tmp_path / "whole/checkpoints/step-000006")
@@ -96,17 +75,13 @@ def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(
         t for name, t in state.items() if name.startswith("parameter.") and "codebook" in name
     ]
     assert any((levels.diff() < 0).any() for levels in codebooks), "no two levels have crossed"
-    with monkeypatch.context() as patch:
-        stop_at(patch, Optimizer, "step", 6)
-        with pytest.raises(Stop):
-            run(place, tmp_path / "stopped", **frozen)
+    with stopped_at(Optimizer, "step", 6):
+        run(place, tmp_path / "stopped", **frozen)
     report = run(place, tmp_path / "stopped", resume=True, **frozen)
     assert_same_end(whole, tmp_path / "stopped", report)
 
 
-def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     place = make_place(tmp_path, SPECS["lut2_s8"])
     whole = tmp_path / "whole", run(place, tmp_path / "whole", lr_scales=1e-3)
     state, _ = load_training_state(Run(tmp_path / "whole").pointed("latest"))
@@ -114,10 +89,8 @@ def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(
     assert any(not torch.equal(state[n], nearest_e5m3(state[n])) for n in names)
     final = quant_linears(load_checkpoint(whole[1].final))
     assert all(torch.equal(m.scales, nearest_e5m3(m.scales)) for m in final.values())
-    with monkeypatch.context() as patch:
-        stop_at(patch, Optimizer, "step", 3)
-        with pytest.raises(Stop):
-            run(place, tmp_path / "stopped", lr_scales=1e-3)
+    with stopped_at(Optimizer, "step", 3):
+        run(place, tmp_path / "stopped", lr_scales=1e-3)
     report = run(place, tmp_path / "stopped", resume=True, lr_scales=1e-3)
     assert_same_end(whole, tmp_path / "stopped", report)
 
@@ -150,13 +123,11 @@ def test_a_prompt_without_tokens_is_refused_before_the_directory_is_made(
     ],
 )
 def test_a_run_stopped_while_saving_goes_on_bit_for_bit(
-    place: Path, tmp_path: Path, whole, monkeypatch, owner: type, name: str, call: int
+    place: Path, tmp_path: Path, whole, owner: type, name: str, call: int
 ) -> None:
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_at(patch, owner, name, call)
-        with pytest.raises(Stop):
-            run(place, out)
+    with stopped_at(owner, name, call):
+        run(place, out)
     assert_same_end(whole, out, run(place, out, resume=True))
 
 
@@ -165,12 +136,10 @@ def test_a_half_written_recipe_is_in_nobodys_way(place: Path, tmp_path: Path, wh
     assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
 
 
-def test_several_stops_and_torn_metrics(place: Path, tmp_path: Path, whole, monkeypatch) -> None:
+def test_several_stops_and_torn_metrics(place: Path, tmp_path: Path, whole) -> None:
     for call in (3, 2, 2):
-        with monkeypatch.context() as patch:
-            stop_at(patch, Optimizer, "step", call)
-            with pytest.raises(Stop):
-                run(place, tmp_path, resume=True)
+        with stopped_at(Optimizer, "step", call):
+            run(place, tmp_path, resume=True)
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"kind": "train", "st')
     assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
@@ -449,15 +418,13 @@ def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypat
     np.testing.assert_array_equal(np.concatenate(asked), np.concatenate(expected))
 
 
-def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path) -> None:
     made = Run(tmp_path)
     for step in (1, 2):
         (made.checkpoint_path(step) / "trainer").mkdir(parents=True)
     made.point("latest", made.checkpoint_path(2))
-    stop_at(monkeypatch, shutil, "rmtree", 0)
-    with pytest.raises(Stop):
+    with stopped_at(shutil, "rmtree", 0):
         made.remove_old(keep=1)
     assert made.checkpoints() == [made.checkpoint_path(2)]
-    monkeypatch.undo()
     made.remove_leavings()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
