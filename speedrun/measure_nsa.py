@@ -10,7 +10,6 @@ python speedrun/measure_nsa.py step --out runs/nsa_step
 from pathlib import Path
 
 from cyclopts import App
-from rich.console import Console
 from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, show, timed_row
 
 from qat.backend import select
@@ -23,7 +22,8 @@ from qat.bench.measure import Timing
 from qat.bench.results import Results
 from qat.bench.run import prepare, time_ours
 from qat.bench.subject import Ours
-from qat.cli.bench_attention import table_of
+from qat.cli.bench_attention import COLUMNS, WIDTH
+from qat.cli.tables import row_table, wide_console
 from qat.kernels.nsa.config import PRESETS
 from qat.logs import configure
 from qat.models.nsa_swap import swap_attention, unswap_attention
@@ -54,7 +54,7 @@ def attention(
         for length in lengths:
             rows += one_length(length, Clock(backend, repeats, config.limit_s), results)
         results.finish()
-    Console(width=130).print(table_of(rows))
+    wide_console(WIDTH).print(row_table(COLUMNS, rows))
 
 
 def one_length(length: int, clock: Clock, results: Results) -> list[Row]:

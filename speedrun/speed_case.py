@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import figures
-from rich.console import Console
-from rich.table import Table
 
 from qat.backend import select
 from qat.bench.batches import open_source
@@ -16,6 +14,7 @@ from qat.bench.config import MeasureConfig
 from qat.bench.measure import Timing
 from qat.bench.results import Results, environment
 from qat.bench.run import Setting
+from qat.cli.tables import row_table, wide_console
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.optim import linears_in_scope
@@ -90,13 +89,8 @@ def record(out: Path, figure: Figure, values: Sequence[float], *, digits: int = 
 
 def show(rows: Sequence[Row], *first: Column, columns: Sequence[Column] = SPEED_COLUMNS) -> None:
     """Print rows as one table; a key that a row lacks is a dash."""
-    chosen = (*first, *columns)
-    table = Table(*(title for title, _, _ in chosen))
-    for row in rows:
-        values = [(row.get(key), form) for _, key, form in chosen]
-        table.add_row(*("-" if value is None else form.format(value) for value, form in values))
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(table)
+    chosen = [(*column, 1) for column in (*first, *columns)]
+    wide_console(WIDTH).print(row_table(chosen, rows))
 
 
 def timed_row(setting: Setting, case: str, timing: Timing | None, **more: object) -> Row:

@@ -13,11 +13,11 @@ from qat.cli.bench_guard import guard
 from qat.cli.bench_kernels import kernels
 from qat.cli.bench_record import record
 from qat.cli.bench_sweep import sweep
+from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
     from rich.table import Table
 
     from qat.bench.plan import Prediction
@@ -57,10 +57,10 @@ def bench(
 
     if config.topologies and config.planned is None:
         plan = run_tpu_plan(config, student, config.topologies, out)
-        _console().print(_predicted((), plan.planned))
+        wide_console(FILE_WIDTH).print(_predicted((), plan.planned))
         return dict(out=plan.path, planned=_planned(plan.planned))
     report = run_bench(config, student, out)
-    console = _console()
+    console = wide_console(FILE_WIDTH)
     console.print(_table([row for row in report.rows if row["kind"] != "predicted"]))
     for line in _findings(report):
         console.print(line, markup=False, highlight=False)
@@ -86,7 +86,9 @@ def baselines(
     from qat.bench.baselines.run import run_baselines
 
     report = run_baselines(config, student, out)
-    _console().print(_table(report.rows, first=("Case", "case"), last=("x ours", "ours_over_this")))
+    wide_console(FILE_WIDTH).print(
+        _table(report.rows, first=("Case", "case"), last=("x ours", "ours_over_this"))
+    )
     return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
 
 
@@ -111,7 +113,7 @@ def quality(
     from qat.bench.quality.table import best
 
     report = run_quality(config, recipe, out)
-    _console(QUALITY_WIDTH).print(_quality_table(report))
+    wide_console(QUALITY_WIDTH).print(_quality_table(report))
     report.check()
     found, text = best(report.lines), report.texts[0]
     if found is None:
@@ -132,14 +134,6 @@ def _quality_table(report: "QualityReport") -> "Table":
     for row in body:
         table.add_row(*row)
     return table
-
-
-def _console(file_width: int = FILE_WIDTH) -> "Console":
-    """As wide as the terminal, or as our widest table needs where the output is a file."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=file_width)
 
 
 def _table(

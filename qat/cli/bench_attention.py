@@ -1,16 +1,12 @@
 """`qat bench attention`: dense against sparse attention, and from which length on it pays."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from qat.bench.config import AttentionConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
+from qat.cli.tables import row_table, wide_console
 
 WIDTH = 130
 COLUMNS = (
@@ -26,7 +22,6 @@ COLUMNS = (
     ("First call", "compile_s", "{:.1f} s", 1),
     ("Status", "status", "{}", 1),
 )
-"""Title, key of a row, format, factor."""
 
 
 def attention(
@@ -40,30 +35,14 @@ def attention(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from rich.console import Console
-
     from qat.bench.attention.run import run_attention
 
     report = run_attention(config, out)
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
-    console.print(table_of(report.rows))
+    console = wide_console(WIDTH)
+    console.print(row_table(COLUMNS, report.rows))
     for row in report.crossovers:
         console.print(_said(row), markup=False, highlight=False)
     return dict(out=report.path, crossovers=report.crossovers)
-
-
-def table_of(rows: "Sequence[dict]") -> "Table":
-    """One line a row, with dashes for what it lacks."""
-    from rich.table import Table
-
-    table = Table(*(title for title, *_ in COLUMNS))
-    for row in rows:
-        values = [(row.get(key), form, factor) for _, key, form, factor in COLUMNS]
-        table.add_row(
-            *("-" if v is None else form.format(v * factor) for v, form, factor in values)
-        )
-    return table
 
 
 def _said(row: dict) -> str:

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from qat.cli.result import print_result
+from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,13 +38,10 @@ def compare(
         after: the same of what is judged.
         threshold: share of the first median that a difference must exceed.
     """
-    from rich.console import Console
-
     from qat.bench.compare import compare_files
 
     found = compare_files(before, after, threshold)
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
+    console = wide_console(WIDTH)
     console.print(comparison_table(found))
     for line in remarks(found):
         console.print(line, markup=False, highlight=False)

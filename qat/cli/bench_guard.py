@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from qat.cli.tables import wide_console
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -23,14 +25,11 @@ def guard(*, update: Annotated[bool, Parameter(negative=())] = False) -> dict[st
     Args:
         update: let what was measured be what later runs are held against.
     """
-    from rich.console import Console
-
     from qat.bench.guard.run import run_guard, write_ratios
     from qat.bench.results import cpu_name
 
     found = run_guard()
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(guard_table(found))
+    wide_console(WIDTH).print(guard_table(found))
     if update:
         write_ratios(found, cpu_name())
     slower = [each.name for each in found if each.verdict == "slower"]

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qat.bench.config import KernelsConfig
+from qat.cli.tables import row_table, wide_console
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
     from qat.bench.kernels.run import KernelsReport
 
 WIDTH = 150
@@ -31,7 +28,6 @@ COLUMNS = (
     ("x reference", "over_reference", "{:.1f}", 1),
     ("Status", "status", "{}", 1),
 )
-"""Title, key of a row, format, factor."""
 
 
 def kernels(
@@ -45,34 +41,16 @@ def kernels(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from rich.console import Console
-
     from qat.bench.kernels.run import run_kernels
 
     report = run_kernels(config, out)
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
-    console.print(_table(report.rows))
+    console = wide_console(WIDTH)
+    console.print(row_table(COLUMNS, report.rows))
     for line in _remarks(report):
         console.print(line, markup=False, highlight=False)
     report.check()
     figures = {name: value for name, value, *_ in report.figures()}
     return dict(out=report.path, kernels=len(report.rows), **figures)
-
-
-def _table(rows: "Sequence[dict]") -> "Table":
-    from rich.table import Table
-
-    table = Table(COLUMNS[0][0])
-    for title, *_ in COLUMNS[1:]:
-        table.add_column(title, justify="right")
-    for row in rows:
-        cells = []
-        for _, key, form, factor in COLUMNS:
-            value = row.get(key)
-            cells.append("-" if value is None else form.format(value * factor))
-        table.add_row(*cells)
-    return table
 
 
 def _remarks(report: "KernelsReport") -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qat.bench.sweep.config import SweepConfig
+from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,12 +32,9 @@ def sweep(
         config: settings.
         out: directory for rows, logs and results; by default runs/sweep/NAME of the recipe.
     """
-    from rich.console import Console
-
     from qat.bench.sweep.run import plan_sweep, run_sweep
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
+    console = wide_console(WIDTH)
     if config.dry_run:
         _, runs = plan_sweep(config, recipe, out)
         for run in runs:

@@ -1,0 +1,34 @@
+"""Tables of rows on a terminal or in a file."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Column = tuple[str, str, str, float]
+"""Title, key of a row, format, factor."""
+
+
+def wide_console(file_width: int) -> "Console":
+    """As wide as the terminal, or `file_width` where the output is a file."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=file_width)
+
+
+def row_table(columns: Sequence[Column], rows: Sequence[dict]) -> "Table":
+    """One line a row, numbers to the right, with dashes for what it lacks."""
+    from rich.table import Table
+
+    table = Table(columns[0][0])
+    for title, *_ in columns[1:]:
+        table.add_column(title, justify="right")
+    for row in rows:
+        values = [(row.get(key), form, factor) for _, key, form, factor in columns]
+        table.add_row(
+            *("-" if v is None else form.format(v * factor) for v, form, factor in values)
+        )
+    return table
