@@ -76,7 +76,6 @@ def attend(
     new = {"dtype": torch.float32, "device": query.device}
     parts = torch.empty(B * H, splits, D, **new)
     peaks, sums = torch.empty(2, B * H, splits, **new)
-    out = torch.empty(B, H, D, dtype=query.dtype, device=query.device)
     _split_kernel[(B * K, splits)](
         parts,
         peaks,
@@ -109,12 +108,24 @@ def attend(
         POOL_STRIDE=config.compress_stride,
         **_launch(query),
     )
+    gates = None if gates is None else gates.contiguous()
+    return _added_up(query, (parts, peaks, sums), gates, (selected, window, compressed))
+
+
+def _added_up(
+    query: Tensor,
+    found: tuple[Tensor, Tensor, Tensor],
+    gates: Tensor | None,
+    programs: tuple[int, int, int],
+) -> Tensor:
+    """One softmax a branch out of its programs' parts, peaks and sums; the branches added up."""
+    B, H, D = query.shape
+    out = torch.empty(B, H, D, dtype=query.dtype, device=query.device)
+    selected, window, compressed = programs
     _merge_kernel[(B * H,)](
         out,
-        parts,
-        peaks,
-        sums,
-        None if gates is None else gates.contiguous(),
+        *found,
+        gates,
         D=D,
         WIDTH=triton.next_power_of_2(D),
         SELECTED=selected,
