@@ -21,7 +21,7 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-NEEDS = {"needs-gpu", "needs-drive", "needs-network"}
+NEEDS = {"needs-gpu", "needs-tpu", "needs-drive", "needs-network"}
 """Tags of cells that only some machines can run."""
 CHECK = "assert not get_ipython().user_ns.get('_exit_code'), 'the command above failed'"
 TEACHER = "checkpoints/tiny-qwen3"
@@ -53,6 +53,19 @@ TINY: dict[str, dict[str, str]] = {
         "STEPS": "1",
         "WARMUP": "1",
     },
+    "sr007_tpu": {
+        "ON": "--device cpu",
+        "STUDENT": "tiny",
+        "LENGTH": "8",
+        "BATCHES": "1",
+        "TIMED": "1",
+        "WARMUP": "1",
+        "TEACHER": TEACHER,
+        "SEQUENCES": "64",
+        "CALIBRATION": "8",
+        "STEPS": "2",
+        "BATCH": "2",
+    },
     "export_coreml": {"MODEL": TEACHER},
 }
 """Values of the parameters that tests take; in this order, as later ones read what earlier made."""
@@ -64,7 +77,7 @@ def main() -> None:
     parser.add_argument("--figures", type=Path)
     parser.add_argument("--only", choices=TINY)
     parser.add_argument(
-        "--has", default="", help="tags this machine can run: needs-gpu,needs-drive"
+        "--has", default="", help="tags this machine can run: needs-gpu,needs-tpu,..."
     )
     arguments = parser.parse_args()
     has = frozenset(arguments.has.split(",")) & NEEDS

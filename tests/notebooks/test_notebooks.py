@@ -95,10 +95,14 @@ def test_tiny_values_are_of_its_parameters(path: Path) -> None:
 
 @each_notebook
 def test_its_verbs_and_flags_exist(path: Path) -> None:
-    for cell in code(read(path)):
+    cells = code(read(path))
+    told = (re.match(r"%env (\w+)=(--.*)", line) for cell in cells for line in lines(cell))
+    given = {f"${found[1]}": found[2] for found in told if found}  # parameters that are flags
+    for cell in cells:
         for line in lines(cell):
             if line.startswith("!qat "):
-                words = shlex.split(line)[1:]
+                words = " ".join(given.get(word, word) for word in line.split())
+                words = shlex.split(words)[1:]
                 names, verb, _ = app.parse_commands(words)
                 assert names, line
                 known = {
