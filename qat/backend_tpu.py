@@ -142,7 +142,7 @@ class TpuBackend(Backend):
             _generator().set_state(state["tpu"])
 
     def name(self) -> str:
-        """See `Backend`: such as `TPU v6e`."""
+        """See `Backend`: such as `TPU v6 lite`."""
         return tpu_name() or "TPU"
 
     def peak_memory_gib(self) -> float:

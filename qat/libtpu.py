@@ -19,11 +19,12 @@ CHIPS: Mapping[str, str] = {
     "0x0056": "TPU v4",
     "0x005e": "TPU v4",
     "0x0062": "TPU v5p",
-    "0x0063": "TPU v5e",
-    "0x006f": "TPU v6e",
+    "0x0063": "TPU v5 lite",
+    "0x006f": "TPU v6 lite",
     "0x0076": "TPU v7",
 }
-"""Which device it is, as torch_xla 2.9 and torch_tpu 0.2 tell TPUs on the PCI bus."""
+"""Which device it is, as torch_xla 2.9 and torch_tpu 0.2 tell TPUs apart, and what drivers call it:
+`lite` is what is sold as v5e and v6e."""
 
 
 def tpu_name() -> str | None:

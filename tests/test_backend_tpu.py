@@ -16,6 +16,7 @@ from xla_case import make_short_place
 
 from qat import backend, backend_tpu
 from qat.errors import ConfigError
+from qat.models.devices import device_called
 
 CPU = torch.device("cpu")
 
@@ -58,7 +59,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(torch, "accelerator", stand_in)
     monkeypatch.setattr(torch, "tpu", stand_in, raising=False)
     monkeypatch.setattr(backend_tpu, "torch_tpu_obstacle", lambda: None)
-    monkeypatch.setattr(backend_tpu, "tpu_name", lambda: "TPU v6e")
+    monkeypatch.setattr(backend_tpu, "tpu_name", lambda: "TPU v6 lite")
     backend_tpu.open_backend.cache_clear()
     yield stand_in
     backend_tpu.open_backend.cache_clear()
@@ -67,7 +68,8 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def test_it_says_that_it_is_experimental(chip: StandIn, caplog) -> None:
     tpu = backend.select("tpu")
     assert tpu.device is chip.device
-    assert tpu.name() == "TPU v6e"
+    assert tpu.name() == "TPU v6 lite"
+    assert device_called(tpu.name()).name == "TPU-v6e"  # so its peak is known
     assert caplog.messages == [
         "--device tpu is experimental: written without a TPU, it never ran on one"
     ]
@@ -77,7 +79,7 @@ def test_it_says_that_it_is_experimental(chip: StandIn, caplog) -> None:
     ("name", "why"),
     [
         (None, r"this machine has no TPU on its PCI bus; use --device cpu"),
-        ("TPU v6e", r"torch_tpu did not load with torch beside the TPU v6e that is here; unset"),
+        ("TPU v4", r"torch_tpu did not load with torch beside the TPU v4 that is here; unset"),
     ],
 )
 def test_no_tpu_that_torch_sees(chip: StandIn, monkeypatch, name: str | None, why: str) -> None:

@@ -46,7 +46,7 @@ def test_a_tpu_is_told_from_google_s_other_devices(bus: Path) -> None:
     put(bus, "1", "0x10de", "0x006f")
     assert libtpu.tpu_name() is None
     put(bus, "2", "0x1ae0", "0x006f")
-    assert libtpu.tpu_name() == "TPU v6e"
+    assert libtpu.tpu_name() == "TPU v6 lite"
 
 
 def test_nothing_is_set_where_torch_tpu_is_not(bus: Path, monkeypatch) -> None:
