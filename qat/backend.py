@@ -5,7 +5,7 @@ CPU and CUDA are implemented here; MPS works through the same code. XLA has a fi
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from qat.compiling import Compiling
 from qat.copying import Copying
-from qat.device_memory import DeviceMemory
 from qat.errors import ConfigError
 from qat.nvml import UNKNOWN, gpu_health
 
@@ -54,7 +54,7 @@ def launched() -> Launch:
 
 
 @dataclass(frozen=True)
-class Backend(DeviceMemory):
+class Backend(Compiling):
     """One device and the things that differ between devices."""
 
     def dtype(self, name: str) -> torch.dtype:
@@ -171,9 +171,21 @@ class Backend(DeviceMemory):
         """Whether all values of two tensors are the same; waits for the device."""
         return torch.equal(a, b)
 
-    def fixed_shapes(self) -> bool:
-        """Whether a new shape costs so much that work is filled up to one that was there."""
-        return False
+    def undoing(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
+        """What gives tensors back the values of now, which wait on the host."""
+        named = {str(place): tensor.detach() for place, tensor in enumerate(tensors)}
+        copies, copying = self.copied_to_host(named)
+        copying.wait()
+
+        def undo() -> None:
+            for name, tensor in named.items():
+                tensor.copy_(copies[name])
+
+        return undo
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A seeded generator of what may be made on the device, else on the host."""
+        return torch.Generator(self.device).manual_seed(seed)
 
     def numbers_compile(self) -> bool:
         """Whether an operator compiles anew for each number of the host among its arguments.
@@ -238,8 +250,11 @@ class Backend(DeviceMemory):
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         return min(2**31 - 1, total_bytes // 16 // torch.float32.itemsize)
 
-    def mark(self) -> "torch.cuda.Event | float":
-        """This moment in the course of the device's work; `seconds_between` compares two."""
+    def mark(self, after: Tensor | None = None) -> "torch.cuda.Event | float":
+        """This moment in the course of the device's work; `seconds_between` compares two.
+
+        A device without a clock of its own takes the moment when `after` is computed.
+        """
         if self.device.type != "cuda":
             self.synchronize()
             return time.perf_counter()
@@ -255,6 +270,12 @@ class Backend(DeviceMemory):
             return last - first
         last.synchronize()
         return first.elapsed_time(last) / 1e3
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """Device time of what `run` gives the device."""
+        first = self.mark()
+        run()
+        return self.seconds_between(first, self.mark())
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given, but for copies beside its work."""

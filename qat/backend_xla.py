@@ -4,26 +4,35 @@ One step is one graph. Whatever reads a value before `step_end` makes a graph of
 new shape compiles anew; `compile_count`, `execution_count` and `host_fallbacks` tell.
 """
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qat.backend import Backend
+from qat.compiling import Graphs, Teller
 from qat.copying import Copying
+from qat.device_memory import RuntimeMemory
 from qat.errors import ConfigError
 from qat.libtpu import ask_nobody_without_a_tpu
 
+logger = logging.getLogger(__name__)
+
 HOST_READS = ("aten::_local_scalar_dense",)
 """Counted by PyTorch/XLA like operators that it lacks, though reading a scalar is none."""
+SHORTEST, MOST_SEQUENCES = 64, 2**14
+"""The shortest row that shorter ones are filled up to; the largest batch that a search tries."""
 
 
 @lru_cache(maxsize=1)
@@ -79,8 +88,91 @@ def _check_versions() -> None:
 
 
 @dataclass(frozen=True)
-class XlaBackend(Backend):
+class XlaBackend(RuntimeMemory, Backend):
     """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
+
+    @contextmanager
+    def session(self, cache_dir: Path | None) -> Iterator[None]:
+        """See `Backend`; at its end the counters are told.
+
+        Raises:
+            ConfigError: something was compiled already, without `cache_dir`.
+        """
+        if cache_dir is not None:
+            self._keep_compiled(cache_dir)
+        with _TELLER.telling():
+            try:
+                yield
+            finally:
+                self._tell_counts()
+
+    def _keep_compiled(self, cache_dir: Path) -> None:
+        import torch_xla
+        from torch_xla import runtime
+
+        if self.is_host():
+            logger.warning(
+                "xla_cache_dir=%s: the CPU client cannot read back what it compiled, so nothing is "
+                "kept there; a TPU's is",
+                cache_dir,
+            )
+            return
+        directory = str(cache_dir.resolve())
+        if os.environ.get("XLA_PERSISTENT_CACHE_PATH") == directory:
+            return
+        if torch_xla._XLAC._xla_computation_cache_is_initialized():
+            raise ConfigError(
+                f"xla_cache_dir={cache_dir}, but this process has compiled already and keeps it "
+                "elsewhere, expected it before any work; start a new process"
+            )
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        runtime.initialize_cache(directory)
+
+    def _tell_counts(self) -> None:
+        counts = self.counts()
+        logger.info(
+            "XLA: %d graphs compiled in %.1f s, %d executions",
+            *(counts[name] for name in ("xla_compiles", "xla_compile_s", "xla_executions")),
+        )
+        fallbacks = self.host_fallbacks()
+        if fallbacks:
+            names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
+            logger.warning(
+                "XLA lacks %s: the host computed it, and the device waited each time; use other "
+                "operators there",
+                names,
+            )
+
+    def waiting_for(self, what: str) -> AbstractContextManager[None]:
+        """See `Backend`."""
+        return _TELLER.about(what)
+
+    def counts(self) -> dict[str, object]:
+        """See `Backend`."""
+        return {
+            "xla_compiles": self.compile_count(),
+            "xla_compile_s": _metric("CompileTime")[1] / 1e9,
+            "xla_executions": self.execution_count(),
+            "xla_kept_graphs": _counter("PersistentCacheHit"),
+            "host_fallbacks": self.host_fallbacks(),
+        }
+
+    def told(self) -> dict[str, int] | None:
+        """See `RuntimeMemory`; of the first device."""
+        from torch_xla.core import xla_model
+
+        try:
+            return xla_model.get_memory_info(self.device)
+        except RuntimeError as error:
+            if "UNIMPLEMENTED" not in str(error):
+                raise
+            return None
+
+    def is_host(self) -> bool:
+        """See `RuntimeMemory`."""
+        from torch_xla import runtime
+
+        return runtime.device_type() == "CPU"
 
     def dtype_name(self, name: str) -> str:
         """See `Backend`; `auto` is bf16, which TPUs multiply in."""
@@ -173,13 +265,49 @@ class XlaBackend(Backend):
         """See `Backend`."""
         return True
 
+    def filled_length(self, length: int) -> int:
+        """See `Backend`: 64, 96, 128, 192, 256, 384, ..."""
+        filled = SHORTEST
+        while filled < length:
+            filled *= 2
+        return filled * 3 // 4 if SHORTEST < filled and length <= filled * 3 // 4 else filled
+
+    def sizes_tried(self) -> tuple[int, ...]:
+        """See `Backend`: four an octave, over all devices."""
+        from torch_xla.distributed import spmd
+
+        mesh = spmd.get_global_mesh()
+        count = 1 if mesh is None else mesh.size()
+        parts = {part * 2**power // 4 for part in (4, 5, 6, 7) for power in range(32)}
+        return tuple(size for size in sorted(parts) if size <= MOST_SEQUENCES and not size % count)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """See `Backend`: the host's."""
+        return torch.Generator().manual_seed(seed)
+
     def compares(self) -> bool:
         """See `Backend`: `bucketize` would run on the host."""
         return True
 
-    def mark(self) -> float:
-        """See `Backend`: the host's time, which waits for nothing."""
-        return time.perf_counter()
+    def mark(self, after: Tensor | None = None) -> "Future[float]":
+        """See `Backend`; a thread waits for `after`, which no step may overwrite."""
+        if after is not None:
+            return _WAITER.submit(_time_of, after)
+        now: Future[float] = Future()
+        now.set_result(time.perf_counter())
+        return now
+
+    def seconds_between(self, first: "Future[float]", last: "Future[float]") -> float:
+        """See `Backend`."""
+        return last.result() - first.result()
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """See `Backend`."""
+        self.synchronize()
+        began = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - began
 
     def synchronize(self) -> None:
         """See `Backend`."""
@@ -196,26 +324,47 @@ class XlaBackend(Backend):
         return f"xla {runtime.device_type().lower()}"
 
     def compile_count(self) -> int:
-        """Graphs compiled so far in this process."""
-        return _times("CompileTime")
+        """See `Backend`."""
+        return _metric("CompileTime")[0]
 
     def execution_count(self) -> int:
         """Graphs executed so far in this process."""
-        return _times("ExecuteTime") + _times("ExecuteReplicatedTime")
+        return sum(_metric(name)[0] for name in ("ExecuteTime", "ExecuteReplicatedTime"))
 
     def host_fallbacks(self) -> dict[str, int]:
-        """Operators that XLA lacks and the host computed, and how often, in this process."""
+        """See `Backend`."""
         from torch_xla.debug import metrics
 
         names = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return {name: metrics.counter_value(name) for name in names if name not in HOST_READS}
 
 
-def _times(metric: str) -> int:
+def _metric(name: str) -> tuple[int, float]:
+    """How often something was measured, and the total, in nanoseconds."""
     from torch_xla.debug import metrics
 
-    found = metrics.metric_data(metric)
-    return 0 if found is None else found[0]
+    return (metrics.metric_data(name) or (0, 0.0))[:2]
+
+
+def _counter(name: str) -> int:
+    from torch_xla.debug import metrics
+
+    return metrics.counter_value(name) or 0
+
+
+def _graphs() -> Graphs:
+    return Graphs(_counter("UncachedCompile"), _metric("CompileTime")[0])
+
+
+def _time_of(computed: Tensor) -> float:
+    import torch_xla
+
+    torch_xla._XLAC._xla_get_cpu_tensors([computed.detach()])
+    return time.perf_counter()
+
+
+_TELLER = Teller(_graphs)
+_WAITER = ThreadPoolExecutor(1, "qat-xla-mark")
 
 
 def _recomputed(forward: Callable, hidden: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401

@@ -4,6 +4,7 @@ A verb has one `Settings` class; its fields are its flags and the keys of its ta
 """
 
 import json
+from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -32,6 +33,15 @@ class Settings(BaseModel):
     def fingerprint(self) -> str:
         """12 hex digits that change exactly when a field does."""
         return fingerprint(self.model_dump(mode="json"))
+
+
+class DeviceSettings(Settings):
+    """Where a verb computes."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps, xla or tpu."""
+    xla_cache_dir: Path | None = None
+    """With --device xla: keep what is compiled in this directory, for later processes."""
 
 
 def fingerprint(values: object) -> str:

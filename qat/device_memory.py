@@ -4,7 +4,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,11 @@ OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED",
+    "Out of memory allocating",
 )
-"""What plain runtime errors say when memory ran out outside PyTorch's own device allocator."""
+"""What plain runtime errors say when memory ran out outside PyTorch's own device allocator; the
+last two are XLA's, whose compiler may say so before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +121,67 @@ class DeviceMemory:
     def name(self) -> str:
         """What a record calls this device."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+
+@dataclass(frozen=True)
+class RuntimeMemory(DeviceMemory):
+    """One device whose memory its runtime counts, if anybody; or a CPU's, which is the process's.
+
+    A runtime's peak is that of the whole process: what held less than before says nothing.
+    """
+
+    def told(self) -> dict[str, int] | None:
+        """`bytes_used`, `peak_bytes_used` and `bytes_limit`; None if the runtime does not say."""
+        raise NotImplementedError
+
+    def is_host(self) -> bool:
+        """Whether the device computes in the process's own memory."""
+        raise NotImplementedError
+
+    def peak_memory_gib(self) -> float | None:
+        """See `DeviceMemory`; None too where it stayed below an earlier peak."""
+        if self.is_host():
+            return HOST.peak_memory_gib()
+        peak = (self.told() or {}).get("peak_bytes_used", 0)
+        return peak / GIB if peak > PEAKS.get(self.device, 0) else None
+
+    def reset_peak_memory(self) -> None:
+        """See `DeviceMemory`."""
+        if self.is_host():
+            HOST.reset_peak_memory()
+        else:
+            PEAKS[self.device] = (self.told() or {}).get("peak_bytes_used", 0)
+
+    def held_memory_gib(self) -> float | None:
+        """See `DeviceMemory`; of a CPU nobody knows which of it is the device's."""
+        told = None if self.is_host() else self.told()
+        return None if told is None else told["bytes_used"] / GIB
+
+    def memory_gib(self) -> float | None:
+        """See `DeviceMemory`."""
+        if self.is_host():
+            return HOST.memory_gib()
+        told = self.told()
+        return None if told is None else told["bytes_limit"] / GIB
+
+    def limit_memory(self, gib: float) -> AbstractContextManager[float]:
+        """See `DeviceMemory`; for a CPU alone.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if self.is_host():
+            return HOST.limit_memory(gib)
+        raise ConfigError(
+            f"memory_limit={gib:.4g}GiB, but no limit can be set on {self.name()}; ask what fits "
+            "with --plan, such as --plan v6e --memory-limit 16GiB"
+        )
+
+    def overcommits(self) -> bool:
+        """See `DeviceMemory`."""
+        return self.is_host()
+
+
+HOST = DeviceMemory(torch.device("cpu"))
+PEAKS: dict[torch.device, int] = {}
+"""Bytes of a device's peak when `reset_peak_memory` was called."""

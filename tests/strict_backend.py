@@ -121,7 +121,8 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
 
         def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple:
             book.end()
-            return super().copied_to_host(tensors)
+            copies, copying = super().copied_to_host(tensors)
+            return {name: book.on_host(copy.clone()) for name, copy in copies.items()}, copying
 
         def fixed_shapes(self) -> bool:
             return True

@@ -51,7 +51,7 @@ class Source:
             total = self.cache.num_sequences("train")
             indices = sequence_indices(self.seed, step, batch_size, total)
             return self.cache.batch(indices)
-        generator = torch.Generator(backend.device).manual_seed(self.seed + step)
+        generator = backend.generator(self.seed + step)
         return random_batch(self, batch_size, generator).to(torch.device("cpu"))
 
 

@@ -76,15 +76,15 @@ def time_steps(
     marks = [backend.mark()]
     for step in range(warmup, warmup + steps):
         result = subject(batches, step)
-        marks.append(backend.mark())
+        marks.append(backend.mark(result.grad_norm))
     backend.synchronize()
     pairs = zip(marks, marks[1:], strict=False)
-    valid = int(result.valid_tokens)
+    valid, loss = backend.read([result.valid_tokens, result.sums["loss"]])
     return Timing(
         warmup_s=backend.seconds_between(began, marks[0]),
         steps_s=tuple(backend.seconds_between(first, last) for first, last in pairs),
         peak_gib=backend.peak_memory_gib(),
-        loss_nats=float(result.sums["loss"]) / max(valid, 1),
+        loss_nats=loss / max(valid, 1),
         valid_tokens=valid,
         positions=result.positions,
         compiler=subject.compile_facts(),

@@ -33,7 +33,7 @@ from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)
 
-FACTS = (*StepConfig.model_fields, "to", "attention")
+FACTS = (*(name for name in StepConfig.model_fields if name != "xla_cache_dir"), "to", "attention")
 """Settings that every row repeats."""
 SAFE_SHARE = 0.9
 """Of the memory of a machine that overcommits: a search stays within it."""
@@ -143,7 +143,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
         search, predictions = None, ()
         with setting.memory_limit(is_searched=config.find_max_batch) as limit:
             if config.find_max_batch:
-                search = bench.find_max(config.sizes, limit)
+                search = bench.find_max(config.sizes or backend.sizes_tried(), limit)
             else:
                 bench.measure_all(config.sizes or (config.batch_size,))
             if devices:
@@ -175,10 +175,8 @@ def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
     """Our step, compiled anew for this size; None if it does not fit into memory."""
 
     def steps() -> Timing:
-        try:
+        with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
             return setting.time(ours.subject(), batch_size)
-        finally:
-            ours.forget_gradients()
 
     compile_anew()
     return unless_out_of_memory(steps, setting.backend)
@@ -186,12 +184,12 @@ def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
 
 def step_once(setting: Setting, ours: Ours, batch_size: int) -> None:
     """One step of ours, as a trial of `batch_size`; what was compiled before is used again."""
-    subject = ours.subject()
-    try:
-        subject(setting.batches(batch_size), 0)
-    finally:
-        subject.close()
-        ours.forget_gradients()
+    with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
+        subject = ours.subject()
+        try:
+            subject(setting.batches(batch_size), 0)
+        finally:
+            subject.close()
 
 
 class _Bench:

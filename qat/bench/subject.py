@@ -1,11 +1,13 @@
 """What a benchmark measures: anything that takes optimizer steps, ours first of all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from qat.backend import on
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
@@ -60,6 +62,9 @@ class Ours:
         torch.manual_seed(config.seed)
         self.optimizer = Optimizer(student.model, by_kind, standing_still(config), ranks=ranks)
         self._make_moments()
+        backend = on(student.device)
+        state = self.optimizer.state().values()
+        self._undo = backend.undoing(state) if backend.fixed_shapes() else None
 
     def subject(self) -> TrainingStep:
         """A training step that has compiled and recorded nothing yet."""
@@ -67,9 +72,24 @@ class Ours:
         return TrainingStep(self.student, self.optimizer, self.config)
 
     def forget_gradients(self) -> None:
-        """Drop what a step that failed has left in the parameters."""
+        """Drop the parameters' gradients."""
         for parameter in self.optimizer.parameters.values():
             parameter.grad = None
+
+    @contextmanager
+    def mended(self) -> Iterator[None]:
+        """A block of steps that leaves no gradients and, if it fails, all as it was before.
+
+        A compiled step that fails has given away what it would have replaced.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError):
+            if self._undo is not None:
+                self._undo()
+            raise
+        finally:
+            self.forget_gradients()
 
     def _make_moments(self) -> None:
         """Let the optimizer make its state now, so that the first step holds what all others do."""

@@ -52,6 +52,7 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
+    from qat.backend import select
     from qat.bench.run import run_bench
     from qat.bench.tpu_plan.run import run_tpu_plan
 
@@ -59,7 +60,8 @@ def bench(
         plan = run_tpu_plan(config, student, config.topologies, out)
         wide_console(FILE_WIDTH).print(_predicted((), plan.planned))
         return dict(out=plan.path, planned=_planned(plan.planned))
-    report = run_bench(config, student, out)
+    with select(config.device).session(config.xla_cache_dir):
+        report = run_bench(config, student, out)
     console = wide_console(FILE_WIDTH)
     console.print(_table([row for row in report.rows if row["kind"] != "predicted"]))
     for line in _findings(report):

@@ -32,11 +32,13 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
+    from qat.backend import select
     from qat.data.share import open_shared
     from qat.models.teacher_cache import build_teacher_cache
     from qat.ranks import joined
 
-    with joined(config.device) as ranks:
+    session = select(config.device).session(config.xla_cache_dir)
+    with session, joined(config.device) as ranks:
         source = open_shared(config, ranks)
         out = out or CACHES / suggested_name(config, source)
         manifest = build_teacher_cache(config, source, out, ranks=ranks)

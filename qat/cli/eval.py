@@ -24,9 +24,11 @@ def evaluate(
         student: model directory, run directory or hub id.
         config: settings.
     """
+    from qat.backend import select
     from qat.evaluate.judge import judge
 
-    verdict = judge(student, config)
+    with select(config.device).session(config.xla_cache_dir):
+        verdict = judge(student, config)
     _show(verdict, student, config)
     return dict(student=student, **verdict.numbers())
 

@@ -20,27 +20,28 @@ def generate(
         model: model directory, run directory or hub id.
         config: settings.
     """
-    from qat.backend import seeded
+    from qat.backend import seeded, select
     from qat.evaluate.decode import open_speaker
     from qat.evaluate.generation import generate_text
 
-    speaker, tokenizer = open_speaker(model, device=config.device, dtype=config.dtype)
-    if config.raw or not tokenizer.chat_template:
-        _write(config.prompt)
-    start = time.perf_counter()
-    with seeded(config.seed):
-        said = generate_text(
-            speaker,
-            tokenizer,
-            config.prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            raw=config.raw,
-            stream=_write,
-        )
-    seconds = time.perf_counter() - start
-    _write("\n")
+    with select(config.device).session(config.xla_cache_dir):
+        speaker, tokenizer = open_speaker(model, device=config.device, dtype=config.dtype)
+        if config.raw or not tokenizer.chat_template:
+            _write(config.prompt)
+        start = time.perf_counter()
+        with seeded(config.seed):
+            said = generate_text(
+                speaker,
+                tokenizer,
+                config.prompt,
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                raw=config.raw,
+                stream=_write,
+            )
+        seconds = time.perf_counter() - start
+        _write("\n")
     tokens_per_s = round(said.num_tokens / seconds, 1)
     return dict(model=model, prompt=config.prompt, **said._asdict(), tokens_per_s=tokens_per_s)
 

@@ -45,11 +45,13 @@ def train(
             speaks against it, and leave nothing behind.
         force: train in spite of the preflight's errors (recorded in run.json).
     """
+    from qat.backend import select
     from qat.ranks import joined
     from qat.track.follow import follow
     from qat.train.start import train_student
 
-    with joined(config.device) as ranks:
+    session = select(config.device).session(config.xla_cache_dir)
+    with session, joined(config.device) as ranks:
         if dry_run:
             return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
         forced = []

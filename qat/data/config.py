@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from qat.config import Settings
+from qat.config import DeviceSettings, Settings
 from qat.errors import ConfigError
 
 DataFormat = Literal["auto", "plain", "alpaca", "messages", "sharegpt"]
@@ -54,13 +54,11 @@ class CacheSettings(Settings):
         return self
 
 
-class CacheConfig(CacheSettings):
+class CacheConfig(CacheSettings, DeviceSettings):
     """Flags of `qat cache`."""
 
     teacher: str
     """Directory or hub id of the teacher, which also brings the tokenizer."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The teacher's precision; auto is bf16 where it is native, fp16 on other GPUs, else fp32."""
     batch_size: int = Field(0, ge=0)

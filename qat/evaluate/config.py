@@ -5,11 +5,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from qat.config import Settings
+from qat.config import DeviceSettings
 from qat.data.config import Location
 
 
-class EvalConfig(Settings):
+class EvalConfig(DeviceSettings):
     """What to judge a student against: a cache, a teacher, a text, tasks."""
 
     cache_dir: Location | None = None
@@ -36,13 +36,11 @@ class EvalConfig(Settings):
     """Sequences in one forward."""
     max_sequences: int = Field(0, ge=0)
     """Judge on the first so many sequences of the split; 0 for all."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype; auto is bf16 where it is native."""
 
 
-class GenerateConfig(Settings):
+class GenerateConfig(DeviceSettings):
     """How to continue a prompt."""
 
     prompt: str = "Once upon a time"
@@ -57,7 +55,5 @@ class GenerateConfig(Settings):
     """Seed of the sampling."""
     raw: bool = False
     """Continue the prompt as it is, without the tokenizer's chat template."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype; auto is bf16 where it is native."""

@@ -15,9 +15,6 @@ from qat.evaluate.divergence import judging
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 
-FILLED = 64
-"""Where shapes should not vary, rows are filled up to a multiple of it."""
-
 
 class Generated(NamedTuple):
     """What a model said."""
@@ -97,7 +94,7 @@ def _continue_filled(
 ) -> list[list[int]]:
     """As `_continue`, by forwards over rows filled up to the end: one shape, and no cache."""
     backend, ends, (B, N) = on(model.device), _ends(config), ids.shape
-    length = -(-(N + config.max_new_tokens) // FILLED) * FILLED
+    length = backend.filled_length(N + config.max_new_tokens)
     rows = torch.nn.functional.pad(ids, (0, length - N))
     positions = torch.arange(length).expand(B, length).to(model.device)
     if streamer is not None:

@@ -55,6 +55,7 @@ def health(run: Run) -> list[Check]:
         *(_events(run, *kind) for kind in EVENTS),
         _skipped(run),
         _recompiles(beats),
+        _on_host(beats),
         _temperature(beats),
         *_sparse(run),
         _resumes(run),
@@ -142,6 +143,14 @@ def _recompiles(beats: list[dict]) -> Check | None:
         return Check("compiler", "look", "layers run as written", "compiled")
     count = last["recompiles"]
     return Check("compiler", "look" if count else "ok", f"{count} graphs made anew", "none")
+
+
+def _on_host(beats: list[dict]) -> Check | None:
+    """Operators that an XLA device lacks."""
+    if not beats or "host_fallbacks" not in beats[-1]:
+        return None
+    names = ", ".join(beats[-1]["host_fallbacks"])
+    return Check("on the host", "look" if names else "ok", names or "nothing", "nothing")
 
 
 def _temperature(beats: list[dict]) -> Check | None:

@@ -30,6 +30,9 @@ class Mover(Protocol):
         A factor that is not finite means gradients that are not: nothing moves.
         """
 
+    def begin(self) -> None:
+        """Make the moments now, if there are none, and not in the first step."""
+
     def state(self) -> dict[str, Tensor]:
         """Step counts and moments, by name of parameter."""
 
@@ -87,6 +90,14 @@ class TorchAdamW:
             scale_gradients_(self._learners, factor)
         self._adamw.step()
 
+    def begin(self) -> None:
+        """See `Mover`; as PyTorch makes them."""
+        for p, *_ in self._learners.values():
+            if not self._adamw.state[p]:
+                step = torch.zeros((), device=p.device if self._is_fused else "cpu")
+                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                self._adamw.state[p] = {"step": step, **moments}
+
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""
         states = {name: self._adamw.state[p] for name, (p, *_) in self._learners.items()}
@@ -136,6 +147,9 @@ class StochasticAdamW:
             rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
             moving = Moving(p.detach(), p.grad, *self._moments[index])
             stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
+
+    def begin(self) -> None:
+        """See `Mover`; they are there."""
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""

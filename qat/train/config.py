@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.config import Settings
+from qat.config import DeviceSettings
 from qat.data.config import Location
 from qat.losses.config import parse_losses
 
@@ -14,7 +14,7 @@ KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates")
 Scope = Literal["mlp", "attention", "e2e"]
 
 
-class StepConfig(Settings):
+class StepConfig(DeviceSettings):
     """What decides one optimizer step: what learns, from which loss, in which shape and dtype."""
 
     mlp_only: bool = False
@@ -49,8 +49,6 @@ class StepConfig(Settings):
     """Compile the decoder layers; auto does so on a GPU."""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Compute dtype; auto is bf16, or fp16 on a GPU without bf16, or fp32 on a CPU."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
     seed: int = Field(0, ge=0)
     """Decides the order of the data and the samples."""
 

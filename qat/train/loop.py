@@ -5,6 +5,7 @@ It asks for batches ahead of time, takes steps, and every so often logs, judges 
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import NamedTuple
@@ -112,7 +113,9 @@ class Trainer:
             self.take_step.close()
 
     def _begin(self, metrics: Metrics | None, pulse: Pulse) -> None:
-        """Judge the untrained student, or tell that the run goes on."""
+        """Compile, judge the untrained student, or tell that the run goes on."""
+        with pulse.pause():
+            self._warm_up()
         if self.step == 0:
             with pulse.pause():
                 self._evaluate(metrics)
@@ -120,6 +123,19 @@ class Trainer:
             pulse.event("resumed", step=self.step, world_size=self.ranks.size)
         for name in self.skipped:
             pulse.event("fallback_checkpoint", step=self.step, damaged=name)
+
+    def _warm_up(self) -> None:
+        """Compile the step before the first one, where that takes long."""
+        if not self.backend.fixed_shapes() or self.step == self.config.max_steps:
+            return
+        began = time.monotonic()
+        with self.backend.waiting_for("the training step"):
+            self.take_step.warm_up(self._micro_batches(self.step), self.step)
+        logger.info(
+            "the training step was compiled before the clock: %d graphs, %.1f s",
+            self.take_step.compile_facts()["graphs"],
+            time.monotonic() - began,
+        )
 
     def _flops_share(self) -> float | None:
         """What one position a second is of the device's peak; None for an unknown device."""
@@ -139,7 +155,7 @@ class Trainer:
         """One step, and what is due after it."""
         result = self.take_step(batches, self.step, stop=self.stops.wanted())
         self.step += 1
-        pulse.stepped(self.step, result.positions)
+        pulse.stepped(self.step, result.positions, result.grad_norm)
         is_logged = self._is_due(self.config.log_every)
         is_pause = self._is_due(self.config.eval_every, self.config.save_every)
         if is_logged or is_pause:
@@ -209,8 +225,9 @@ class Trainer:
         All ranks form the weights; the first judges, and the others wait for its number.
         """
         form_weights(self.student.model, self.dtype)
-        flipped = self.codes.flipped_frac()
-        verdict = self.judge.verdict(self.dtype) if metrics is not None else {}
+        with self.backend.waiting_for("the evaluation"):
+            flipped = self.codes.flipped_frac()
+            verdict = self.judge.verdict(self.dtype) if metrics is not None else {}
         now = math.inf
         if metrics is not None:
             if flipped is not None:

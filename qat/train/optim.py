@@ -1,5 +1,8 @@
 """Which parameters learn, and AdamW with a learning rate for each kind of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -211,6 +214,26 @@ class Optimizer:
         """Numbers that learn, over all ranks."""
         rows = sum(owner.weight_count() for owner in self.sharded.values())
         return rows + sum(p.numel() for p in self.replicated())
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """A block of steps after which parameters and moments are what they were before.
+
+        They wait on the host. A device that compiles finds the same tensors in steps inside and
+        behind the block, so their graphs are the same: the moments are made before.
+        """
+        here = backend.on(self._device)
+        for mover in self._movers:
+            mover.begin()
+        undo = here.undoing(self.parameters.values())
+        moments = {key: t for mover in self._movers for key, t in mover.state().items()}
+        kept, _ = here.copied_to_host(moments)
+        try:
+            yield
+        finally:
+            undo()
+            for mover in self._movers:
+                mover.load(kept)
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""

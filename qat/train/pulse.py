@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 import psutil
+from torch import Tensor
 
 from qat.backend import Backend
 from qat.logs import JsonLines, events_file, heartbeat_file
@@ -105,11 +106,14 @@ class Pulse:
             self._waited_s += self._waits[-1]
             yield item
 
-    def stepped(self, step: int, positions: int) -> None:
-        """Optimizer step number `step` was given to the device: `positions` tokens on all ranks."""
+    def stepped(self, step: int, positions: int, last: Tensor | None = None) -> None:
+        """Optimizer step number `step` was given to the device: `positions` tokens on all ranks.
+
+        `last` is something that it computes last.
+        """
         self._steps += 1
         self._positions += positions
-        self._ends.append(self._backend.mark())
+        self._ends.append(self._backend.mark(last))
         pace = self._pace
         pace.since, pace.step, pace.taken = self._clock(), step, pace.taken + 1
 

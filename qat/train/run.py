@@ -29,6 +29,7 @@ LEAVINGS = (".*.partial", ".*.partial-*", ".*.old-*")
 STEP_NAME = re.compile(r"step-\d{6,}")
 FREE_TO_CHANGE = {
     "device",
+    "xla_cache_dir",
     "keep",
     "save_every",
     "milestone_every",

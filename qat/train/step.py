@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qat import backend as backends
+from qat.compiling import Steadiness
 from qat.data.batch import Batch
 from qat.evaluate.targets import to_targets
 from qat.kernels.attention import MAX_TILE
@@ -94,6 +95,7 @@ class TrainingStep:
         self._taken = 0
         self.trouble: Tensor | float = 0.0
         """NaN once any gradient norm was not finite, else 0; stays on the device."""
+        self._steadiness = Steadiness(self.backend.compile_count, self.backend.host_fallbacks)
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self._is_stop_agreed = False
         self._graph: _Graph | None = None
@@ -106,7 +108,25 @@ class TrainingStep:
 
         The batches may lie in pinned host memory or on the device. `stop` is why this rank would
         like to stop, if it does.
+
+        Raises:
+            ConfigError: steps are compiled one after the other, without end.
         """
+        with self._steadiness.step(tuple(batches[0].mask.shape)):
+            return self._take(batches, step, stop)
+
+    def warm_up(self, batches: Sequence[Batch], step: int) -> None:
+        """Let the device compile what steps over such batches run; nothing else changes."""
+        with self.backend.matmul_precision(self.config.dtype):
+            form_moved_weights(self.student.model, self.dtype)
+        self.trouble = none = torch.zeros((), device=self.student.device)
+        with self.optimizer.rehearsing():
+            for _ in range(EAGER_STEPS):
+                self(batches, step)
+        self.trouble = none
+        self.backend.synchronize()
+
+    def _take(self, batches: Sequence[Batch], step: int, stop: str | None) -> StepResult:
         ranks = self.optimizer.ranks
         is_packed = any(map(_is_packed, batches))
         batches = [
@@ -204,10 +224,11 @@ class TrainingStep:
         found = compile_facts()
         return {
             "compiled": self._is_compiled,
-            "graphs": found.graphs - self._before.graphs,
-            "recompiles": found.recompiles - self._before.recompiles,
+            "graphs": found.graphs - self._before.graphs + self._steadiness.compiled,
+            "recompiles": found.recompiles - self._before.recompiles + self._steadiness.anew,
             "cuda_graph": self._graph is not None,
             "fallback": self.fallback,
+            **self.backend.counts(),
         }
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
         "best_nats": best,
         **_times(beats),
         **_speed(beats),
+        **_compiler(beats),
         "events": _events(path),
         **{name: facts.get(name) for name in COPIED},
         "final": final.name,
@@ -73,6 +74,16 @@ def _speed(beats: list[dict]) -> dict[str, float | int | None]:
         "tokens_per_s": statistics.median(b["tokens_per_s"] for b in warm) if warm else None,
         "peak_gib": max(peaks, default=None),
     }
+
+
+def _compiler(beats: list[dict]) -> dict[str, float]:
+    """What a device that compiles told: graphs, seconds and host fallbacks, over all processes."""
+    last = {beat.get("pid"): beat for beat in beats if "xla_compiles" in beat}.values()
+    if not last:
+        return {}
+    fallbacks = sum((Counter(beat["host_fallbacks"]) for beat in last), Counter())
+    names = ("xla_compiles", "xla_compile_s", "xla_executions")
+    return {n: sum(beat[n] for beat in last) for n in names} | {"host_fallbacks": dict(fallbacks)}
 
 
 def _events(path: Path) -> dict[str, int]:

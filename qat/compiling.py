@@ -1,0 +1,188 @@
+"""Devices whose work is compiled shape by shape: what to do while the program waits for that."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from qat.device_memory import DeviceMemory
+from qat.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between looks at the compiler."""
+FIRST_S, EVERY_S = 10.0, 30.0
+"""Seconds of one graph after which it is told of, and between further lines."""
+MOST_IN_A_ROW = 4
+"""Steps that may compile one after the other: a first one, one over made moments, and as many."""
+
+
+@dataclass(frozen=True)
+class Compiling(DeviceMemory):
+    """One device as something to compile for; here, one whose operators run as they come."""
+
+    @contextmanager
+    def session(self, cache_dir: Path | None) -> Iterator[None]:
+        """All that a verb computes here; `cache_dir` keeps what is compiled for later processes.
+
+        Raises:
+            ConfigError: this device keeps nothing that it compiles.
+        """
+        if cache_dir is not None:
+            raise ConfigError(
+                f"xla_cache_dir={cache_dir} is for XLA devices, but device={self.device}; drop it "
+                "or use --device xla"
+            )
+        yield
+
+    def waiting_for(self, what: str) -> AbstractContextManager[None]:
+        """A block in which `what` may have to be compiled, as progress then calls it."""
+        return nullcontext()
+
+    def compile_count(self) -> int:
+        """Graphs compiled so far in this process; 0 where work need not be compiled."""
+        return 0
+
+    def host_fallbacks(self) -> dict[str, int]:
+        """Operators that the device lacks and the host computed, and how often, in this process."""
+        return {}
+
+    def counts(self) -> dict[str, object]:
+        """For records: what compiling and running came to in this process, if somebody counts."""
+        return {}
+
+    def fixed_shapes(self) -> bool:
+        """Whether a new shape costs so much that work is filled up to one that was there."""
+        return False
+
+    def filled_length(self, length: int) -> int:
+        """How long a row of `length` should be: the same, or one of few lengths above."""
+        return length
+
+    def sizes_tried(self) -> tuple[int, ...]:
+        """Batch sizes that a search tries, ascending; none for any, where one costs a moment."""
+        return ()
+
+
+class Graphs(NamedTuple):
+    """What a compiler has been asked for in this process so far."""
+
+    begun: int
+    done: int
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the program waits for a graph now."""
+        return self.begun > self.done
+
+
+class Teller:
+    """Tells, from a thread of its own, which graph the program waits for and how long already.
+
+    Args:
+        graphs: what the compiler was asked for; called by the thread.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, graphs: Callable[[], Graphs], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._graphs = graphs
+        self._clock = clock
+        self._what = "a graph"
+        self._begun = 0
+        self._since: float | None = None
+        self._next_s = FIRST_S
+
+    @contextmanager
+    def about(self, what: str) -> Iterator[None]:
+        """Graphs that are compiled inside the block are for `what`."""
+        before, self._what = self._what, what
+        try:
+            yield
+        finally:
+            self._what = before
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell inside the block."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(LOOK_S):
+                self.look()
+
+        thread = threading.Thread(target=watch, name="qat-compiling", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def look(self) -> None:
+        """Look once at the compiler."""
+        graphs, now = self._graphs(), self._clock()
+        if self._since is not None and (not graphs.is_under_way or graphs.begun != self._begun):
+            if now - self._since >= FIRST_S:
+                logger.info("compiled %s in %.0f s", self._what, now - self._since)
+            self._since = None
+        if not graphs.is_under_way:
+            return
+        if self._since is None:
+            self._since, self._begun, self._next_s = now, graphs.begun, FIRST_S
+        if now - self._since >= self._next_s:
+            seconds = now - self._since
+            logger.info("compiling %s: %.0f s so far (graph %d)", self._what, seconds, graphs.begun)
+            self._next_s = seconds + EVERY_S
+
+
+class Steadiness:
+    """Refuses steps each of which compiles a graph of its own.
+
+    Args:
+        count: graphs compiled so far.
+        fallbacks: names of operators that the host computed in the compiler's place.
+    """
+
+    def __init__(self, count: Callable[[], int], fallbacks: Callable[[], dict[str, int]]) -> None:
+        self._count = count
+        self._fallbacks = fallbacks
+        self._in_a_row = 0
+        self._is_settled = False
+        self.compiled = 0
+        """Graphs that were compiled in steps."""
+        self.anew = 0
+        """Of these, those that came after a step without."""
+
+    @contextmanager
+    def step(self, shape: tuple[int, ...]) -> Iterator[None]:
+        """A block of one step over sequences of that shape.
+
+        Raises:
+            ConfigError: this was one step too many that compiled.
+        """
+        before = self._count()
+        yield
+        new = self._count() - before
+        self.compiled += new
+        self.anew += new * self._is_settled
+        self._is_settled |= new == 0
+        self._in_a_row = self._in_a_row + 1 if new else 0
+        if self._in_a_row > MOST_IN_A_ROW:
+            raise ConfigError(self._complaint(shape))
+
+    def _complaint(self, shape: tuple[int, ...]) -> str:
+        names = ", ".join(self._fallbacks())
+        ran = f", with {names} on the host" if names else ""
+        return (
+            f"each of the last {self._in_a_row} steps compiled a graph of its own (the last over "
+            f"{' x '.join(map(str, shape))} tokens{ran}), expected one graph for all; give all "
+            "steps one batch size and length, and let no shape or operator of a loss depend on "
+            "values (torch.where in the place of a boolean mask)"
+        )
