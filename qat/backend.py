@@ -163,6 +163,11 @@ class Backend(Compiling):
         Values are read after it: read before, they would be computed by themselves.
         """
 
+    def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Ends the step and gives what came of it on the host, as `to_host` does."""
+        self.step_end()
+        return {name: self.to_host(tensor) for name, tensor in tensors.items()}
+
     def read(self, tensors: Sequence[Tensor]) -> list[float | int | bool]:
         """The values of scalars; waits for the device. Those of a step after its `step_end`."""
         return [tensor.item() for tensor in tensors]
@@ -197,7 +202,7 @@ class Backend(Compiling):
     def compares(self) -> bool:
         """Whether bits of floats cannot be looked at, nor sorted numbers be searched, over here.
 
-        Then comparing does it.
+        Then comparing does it; `exp2` is missing too.
         """
         return False
 

@@ -232,6 +232,10 @@ class XlaBackend(RuntimeMemory, Backend):
 
         torch_xla.sync()
 
+    def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Backend`: one graph, also for views, which `step_end` leaves for another; waits."""
+        return dict(zip(tensors, self._on_host([*tensors.values()]), strict=True))
+
     def read(self, tensors: Sequence[Tensor]) -> list[float | int | bool]:
         """See `Backend`: one transfer for all."""
         return [tensor.item() for tensor in self._on_host(tensors)]
@@ -286,7 +290,7 @@ class XlaBackend(RuntimeMemory, Backend):
         return torch.Generator().manual_seed(seed)
 
     def compares(self) -> bool:
-        """See `Backend`: `bucketize` would run on the host."""
+        """See `Backend`: such operators would run on the host."""
         return True
 
     def mark(self, after: Tensor | None = None) -> "Future[float]":

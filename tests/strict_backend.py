@@ -22,6 +22,8 @@ from qat.data.batch import Batch
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 UNKNOWN_SHAPES = {aten.nonzero, aten.masked_select, aten.bucketize, aten.repeat_interleave}
+MISSING = {aten.searchsorted, aten.exp2}
+"""What XLA has not got; the host would compute it."""
 METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
 
 
@@ -87,6 +89,8 @@ class _Operators(TorchDispatchMode):
             self._book.check_known(inputs, func)
         by_mask = kind is aten.index and any(t.dtype == torch.bool for t in _tensors(args[1]))
         assert not (is_device and (kind in UNKNOWN_SHAPES or by_mask)), f"{func} needs values"
+        is_missing = kind in MISSING or func is aten.view.dtype
+        assert not (is_device and is_missing), f"{func} is missing"
         out = func(*args, **(kwargs or {}))
         self._book.note(_tensors(out), is_device=is_device)
         return out

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat.backend import on
 from qat.data.bits import pack_bits, packed_bytes, unpack_bits, unpack_flags
 from qat.data.signals import TopK
 from qat.errors import CacheError
@@ -173,4 +174,6 @@ def _encode_range(distances: Tensor) -> Tensor:
 
 
 def _decode_range(code: Tensor) -> Tensor:
-    return MAX_DISTANCE * torch.exp2((code - 255) / STEPS_PER_OCTAVE)
+    octaves = (code - 255) / STEPS_PER_OCTAVE
+    lacks_exp2 = on(code.device).compares()
+    return MAX_DISTANCE * (torch.pow(2.0, octaves) if lacks_exp2 else torch.exp2(octaves))

@@ -11,6 +11,7 @@ Shapes: T tokens, V vocabulary, N blocks, n draws, B columns of a block.
 import torch
 from torch import Tensor
 
+from qat.backend import on
 from qat.kernels.topk import Blocks, candidates, masses
 
 UNIT = 2.0**40
@@ -68,5 +69,8 @@ def _units(weights: Tensor) -> Tensor:
 
 def _first_above(sums: Tensor, wanted: Tensor) -> Tensor:
     """The first place of `(..., N)` cumulative sums that exceeds what is wanted."""
-    places = torch.searchsorted(sums, wanted, right=True)
+    if on(sums.device).compares():
+        places = (sums[..., None, :] <= wanted[..., None]).sum(-1)
+    else:
+        places = torch.searchsorted(sums, wanted, right=True)
     return places.clamp_(max=sums.shape[-1] - 1)  # of a row that holds a NaN

@@ -192,10 +192,10 @@ def _open(source: str, how: _How) -> LanguageModel:
         model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
         model = _load_float(path, how)
+    language_model = LanguageModel(model.eval())
+    language_model.check_split()  # where it was read: on another device it would be compiled
     if how.device_map is None:
         how.backend.place(model)
-    language_model = LanguageModel(model.eval())
-    language_model.check_split()
     return language_model
 
 

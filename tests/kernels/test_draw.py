@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qat.backend import Backend
 from qat.data.noise import uniforms
 from qat.kernels.draw import draw_tokens
 from qat.kernels.topk import BLOCK, summarize
@@ -114,3 +115,11 @@ def test_a_spoilt_row_draws_something_and_spoils_no_other() -> None:
         draws = drawn(spoilt, 9)
         assert torch.equal(drawn(logits, 9)[::2], draws[::2])
         assert 0 <= draws.min() <= draws.max() < 200
+
+
+@pytest.mark.parametrize("V", [1, 5, 700])
+def test_comparing_finds_what_searching_does(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 2 * torch.randn(200, V)
+    expected = drawn(logits, 33)
+    monkeypatch.setattr(Backend, "compares", lambda _: True)
+    assert torch.equal(drawn(logits, 33), expected)

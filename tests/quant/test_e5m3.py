@@ -4,6 +4,7 @@ import pytest
 import torch
 from quantized import e5m3_values, nearest_e5m3
 
+from qat.backend import Backend
 from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
 
 HALVES = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
@@ -66,3 +67,13 @@ def test_any_layout() -> None:
     rounded = round_to_e5m3(values)
     assert torch.equal(rounded, nearest_e5m3(values))
     assert torch.equal(decode(encode(rounded)), rounded)
+
+
+def test_comparing_finds_what_bits_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.cat([HALVES, HALVES * 1.0001, -HALVES, torch.tensor([65520.0, torch.inf])])
+    expected = round_to_e5m3(values)
+    monkeypatch.setattr(Backend, "compares", lambda _: True)
+    found = round_to_e5m3(values)
+    assert torch.equal(found, expected)
+    assert not found.signbit().any()
+    assert round_to_e5m3(torch.tensor(torch.nan)).isnan()

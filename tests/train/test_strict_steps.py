@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cache_case import build, teacher
 from strict_backend import Book, inside, make_strict
 from train_case import config, make_place, make_trainer
 
+from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.train.loop import Trainer
 
@@ -74,6 +76,18 @@ def test_a_run_reads_after_ends_of_steps_alone(
         pytest.approx(_but_sample(line), rel=1e-5) for line in expected
     ]
     assert [line.get("sample") for line in lines] == [line.get("sample") for line in expected]
+    assert strict.step_ends > 4
+
+
+def test_a_cache_reads_after_ends_of_steps_alone(place: Path, tmp_path: Path, strict: Book) -> None:
+    asked = teacher()
+    with inside(strict, asked.model):
+        build(tmp_path / "strict", teacher=asked)
+    ours, theirs = (
+        TeacherCache.open(path).batch(range(10)) for path in (tmp_path / "strict", place / "cache")
+    )
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0, equal_nan=True)
     assert strict.step_ends > 4
 
 
