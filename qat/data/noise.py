@@ -31,8 +31,11 @@ def uniforms(stream: int, places: Tensor, count: int) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """A right shift that fills with zeros."""
-    return (bits >> count) & (2 ** (64 - count) - 1)
+    """A right shift that fills with zeros.
+
+    The sign goes by itself: XLA's shift of a negative number divides, and rounds up.
+    """
+    return (bits & (2**63 - 1)) >> count | (bits < 0) * 2 ** (63 - count)
 
 
 def _signed(number: int) -> int:

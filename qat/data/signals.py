@@ -87,7 +87,9 @@ def ask(
     """
     backend = on(teacher.device)
     hidden = teacher.hidden(backend.to_device(tokens), backend.to_device(positions))
-    tops, draws, is_sound, place = [], [], [], first_place
+    # not as a number: XLA takes equal numbers for one, which makes another graph
+    first = backend.to_device(torch.tensor([first_place]))
+    tops, draws, is_sound, place = [], [], [], 0
     for hidden_TD in hidden.flatten(0, 1).split(request.chunk):
         logits = teacher.logits(hidden_TD)
         blocks = summarize(logits)
@@ -96,7 +98,7 @@ def ask(
         total_T = tops[-1].log_sum_exp if request.top_k else log_sum_exp(blocks)
         is_sound.append(total_T.isfinite().all())
         if request.draws:
-            places_T = torch.arange(len(logits), device=logits.device) + place
+            places_T = torch.arange(place, place + len(logits), device=logits.device) + first
             numbers_T = uniforms(request.stream, places_T, 1)[:, 0]
             draws.append(draw_tokens(logits, blocks, numbers_T, request.draws))
         place += len(logits)

@@ -59,7 +59,14 @@ def _points(totals: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tenso
     first_T1 = torch.minimum(floor_T1.long(), totals - 1)
     above_Tn = totals % count * places_n + first_T1
     rest_Tn = (above_Tn % count + (scaled_T1 - floor_T1)) / count
-    return totals // count * places_n + above_Tn // count, rest_Tn
+    return _quotient(totals, count) * places_n + _quotient(above_Tn, count), rest_Tn
+
+
+def _quotient(numbers: Tensor, count: int) -> Tensor:
+    """`numbers // count` of int64."""
+    if on(numbers.device).compares():  # where `//` goes through float32
+        return ((numbers - numbers % count).double() / count).round().long()
+    return numbers // count
 
 
 def _units(weights: Tensor) -> Tensor:

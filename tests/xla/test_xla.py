@@ -7,13 +7,11 @@ import torch
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
 
-from cache_case import build, teacher
 from tiny import tiny_model
 from train_case import config
 from xla_case import STEPS, course, largest_difference, make_short_place, over_devices
 
 from qat.backend import select
-from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.train.optim import Optimizer
 from qat.train.start import train_student
@@ -86,18 +84,6 @@ def test_a_run_and_one_that_was_resumed(
         keys = ours.keys() - {"kind", "sample"}
         assert {k: ours[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=1e-4)
         assert ours.get("sample") == theirs.get("sample")
-
-
-def test_a_cache_says_what_the_cpus_does(place: Path, tmp_path: Path) -> None:
-    placed = teacher()
-    XLA.place(placed.model)
-    build(tmp_path / "cache", teacher=placed, draws=0)
-    ours, theirs = (
-        TeacherCache.open(path / "cache").batch(range(10)) for path in (tmp_path, place)
-    )
-    assert torch.equal(ours.topk_ids, theirs.topk_ids)
-    for name in ("topk_logprobs", "tail_logprob"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=0)
 
 
 def test_four_devices_are_one(place: Path, tmp_path: Path) -> None:
