@@ -43,6 +43,7 @@ def open_backend() -> "TpuBackend":
             "for several chips use one process with --device xla"
         )
     device = _loaded()
+    torch.set_float32_matmul_precision("highest")  # else it would be multiplied as bfloat16
     logger.warning("--device tpu is experimental: written without a TPU, it never ran on one")
     return TpuBackend(device)
 
@@ -158,8 +159,9 @@ class TpuBackend(Backend):
         return torch.accelerator.memory_allocated() / GIB
 
     def memory_gib(self) -> float:
-        """See `Backend`: all of the chip's, which one process has to itself."""
-        return torch.tpu.get_device_properties().total_memory / GIB
+        """See `Backend`."""
+        free, _ = torch.accelerator.get_memory_info()
+        return free / GIB + self.held_memory_gib()
 
     @contextmanager
     def limit_memory(self, gib: float) -> Iterator[float]:

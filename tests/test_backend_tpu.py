@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """What `torch.accelerator` and `torch.tpu` would say of a TPU with 16 GiB, 2 of them taken."""
+    """What `torch.accelerator` and `torch.tpu` would say of a TPU with 16 GiB, of which we hold 2."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -46,8 +46,8 @@ class StandIn:
     def max_memory_allocated(self) -> int:
         return 3 * 2**30
 
-    def get_device_properties(self) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=16 * 2**30)
+    def get_memory_info(self) -> tuple[int, int]:
+        return 13 * 2**30, 16 * 2**30
 
     def _get_cache_stats(self) -> SimpleNamespace:
         return SimpleNamespace(num_cache_reqs=50, num_cache_hits=43)
@@ -65,8 +65,11 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     backend_tpu.open_backend.cache_clear()
 
 
-def test_it_says_that_it_is_experimental(chip: StandIn, caplog) -> None:
+def test_it_says_that_it_is_experimental(chip: StandIn, caplog, monkeypatch) -> None:
+    precisions = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
     tpu = backend.select("tpu")
+    assert precisions == ["highest"]
     assert tpu.device is chip.device
     assert tpu.name() == "TPU v6 lite"
     assert device_called(tpu.name()).name == "TPU-v6e"  # so its peak is known
@@ -130,7 +133,7 @@ def test_its_generator_comes_back(chip: StandIn) -> None:
 
 def test_memory_is_counted_but_not_limited(chip: StandIn) -> None:
     tpu = backend_tpu.TpuBackend(CPU)
-    assert (tpu.held_memory_gib(), tpu.peak_memory_gib(), tpu.memory_gib()) == (2, 3, 16)
+    assert (tpu.held_memory_gib(), tpu.peak_memory_gib(), tpu.memory_gib()) == (2, 3, 15)
     assert tpu.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: 17 GiB of 16"))
     assert not tpu.is_out_of_memory(RuntimeError("INTERNAL"))
     refused = pytest.raises(ConfigError, match="memory_limit=4GiB, but torch_tpu cannot limit a")
