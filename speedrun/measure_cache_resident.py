@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from figures import record
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qat.backend import select
@@ -30,6 +29,7 @@ from qat.data.codec import encode_draws, encode_top_k, id_bits
 from qat.data.config import CacheSettings
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
+from qat.data.rows import shard_content
 from qat.data.signals import TopK
 from qat.files import sha256_file
 
@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
 def synthesise(directory: Path, gib: float) -> None:
     """A complete cache of at least `gib` GiB in `directory`."""
     first = directory / "train-00000.safetensors"
-    save_file({name: repeated(rows) for name, rows in encoded_block().items()}, first)
+    first.write_bytes(shard_content({n: repeated(rows) for n, rows in encoded_block().items()}))
     size, digest = first.stat().st_size, sha256_file(first)
     shards = []
     for number in range(-(-int(gib * GIB) // size)):

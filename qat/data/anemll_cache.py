@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 import xxhash
-from safetensors.torch import save
 from torch import Tensor
 
 from qat.config import fingerprint
@@ -29,6 +28,7 @@ from qat.data.bits import pack_bits
 from qat.data.cache import MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
 from qat.data.codec import encode_top_k, id_bits
 from qat.data.config import CacheSettings
+from qat.data.rows import shard_content
 from qat.data.signals import TopK
 from qat.errors import CacheError
 from qat.logs import progress
@@ -121,7 +121,7 @@ def _tensors(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
 def _write_shard(
     path: Path, split: Split, shard: ForeignShard, tensors: dict[str, Tensor]
 ) -> Shard:
-    raw = save(tensors)
+    raw = shard_content(tensors)
     write_atomic(path, raw)
     tokens, starts, mask = _sequences(shard)
     content = tokens.int().numpy().tobytes() + starts.numpy().tobytes()

@@ -13,7 +13,7 @@ from qat.data.config import CacheSettings
 from qat.errors import CacheError
 from qat.files import sha256_file
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 
@@ -65,7 +65,7 @@ class Shard(_Part):
 class Manifest(_Part):
     """What a cache is: everything that is needed to read it, and to know whether it fits."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     state: Literal["building", "complete"]
     fingerprint: str
     """12 hex digits of settings, teacher, tokenizer and sampling."""

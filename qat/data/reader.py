@@ -19,8 +19,10 @@ from qat.data.bits import unpack_bits, unpack_flags
 from qat.data.cache import Manifest, Shard, Split, raise_if_damaged, read_manifest
 from qat.data.codec import TOP_K_ROWS, decode_draws, decode_top_k, id_bits
 from qat.data.packing import labels, position_ids
+from qat.data.places import Places
 from qat.data.resident import Resident
-from qat.data.shard_file import OPEN_SHARDS, Rows, ShardFile, Shelf, promised_rows
+from qat.data.rows import promised_layout
+from qat.data.shard_file import OPEN_SHARDS, ShardFile, Shelf
 from qat.errors import CacheError
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
@@ -44,8 +46,8 @@ class TeacherCache:
         """
         self.directory = directory
         self.manifest = manifest
-        self._kinds = promised_rows(manifest)
-        shelf = Shelf(directory, self._kinds, Resident(open_shards or OPEN_SHARDS), fetch)
+        self._layout = promised_layout(manifest)
+        shelf = Shelf(directory, self._layout, Resident(open_shards or OPEN_SHARDS), fetch)
         self._files: dict[str, list[ShardFile]] = {}
         self._ends: dict[str, np.ndarray] = {}
         for split in ("train", "held_out"):
@@ -122,14 +124,13 @@ class TeacherCache:
             IndexError: an index outside the split.
             CacheError: a shard is missing or damaged, or holds what no teacher can have said.
         """
-        place = self._place(indices, split)
-        place.expect(self._names(targets))
+        has_draws = "draws" in targets and self._layout.has_draws
+        rows, drawn = self._read(indices, split, self._names(targets), drawn=has_draws)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
-        rows = self._rows(place, "tokens", "starts", "mask")
         input_ids = self._words(unpack_bits(rows["tokens"], id_bits(V), S).long())
         starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
-        topk_ids, topk_logprobs, tail_logprob = self._top_k(place, "topk" in targets)
-        sample_ids, sample_counts = self._draws(place, "draws" in targets)
+        topk_ids, topk_logprobs, tail_logprob = self._top_k(rows)
+        sample_ids, sample_counts = self._draws(rows, drawn)
         return Batch(
             input_ids=input_ids,
             position_ids=position_ids(starts),
@@ -144,7 +145,8 @@ class TeacherCache:
 
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
-        return self._read(indices, split, "log_sum_exp")["log_sum_exp"]
+        rows, _ = self._read(indices, split, ["log_sum_exp"])
+        return rows["log_sum_exp"]
 
     def negatives(
         self, indices: Sequence[int] | np.ndarray, split: Split = "train"
@@ -157,53 +159,54 @@ class TeacherCache:
         if R == 0:
             nothing = torch.zeros(len(indices), S - 1, 0)
             return nothing.long(), nothing.half()
-        rows = self._read(indices, split, "negative_ids", "negative_logits")
+        rows, _ = self._read(indices, split, ["negative_ids", "negative_logits"])
         bits = id_bits(self.manifest.teacher.vocab_size)
         ids = self._words(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
         return ids.view(-1, S - 1, R), rows["negative_logits"]
 
     def _names(self, targets: Collection[str]) -> list[str]:
-        """The tensors that a batch with these targets is made of, but for `sample_ids`."""
-        of_target = {"topk": TOP_K_ROWS, "draws": ("sample_lengths", "sample_marks")}
+        """The fields that a batch with these targets is made of."""
+        of_target = {"topk": TOP_K_ROWS, "draws": ("sample_marks",)}
         wanted = [name for target in targets for name in of_target[target]]
-        return ["tokens", "starts", "mask", *(name for name in wanted if name in self._kinds)]
+        return ["tokens", "starts", "mask", *(n for n in wanted if n in self._layout.fields)]
 
-    def _top_k(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-        settings, N, S = self.manifest.settings, len(place), self.sequence_length
-        if settings.top_k == 0 or not is_wanted:
+    def _top_k(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        N, S, V = len(rows["tokens"]), self.sequence_length, self.manifest.teacher.vocab_size
+        if "topk_ids" not in rows:
             nothing = torch.zeros(N, S, 0)
             return nothing.long(), nothing, torch.zeros(N, S)
-        rows, V = self._rows(place, *TOP_K_ROWS), self.manifest.teacher.vocab_size
-        ids, logprobs = decode_top_k(rows, length=S, k=settings.top_k, vocab_size=V)
+        ids, logprobs = decode_top_k(rows, length=S, k=self.manifest.settings.top_k, vocab_size=V)
         tail = rows["tail_logprob"]
         if not (tail <= 0).all():
             raise self._impossible("a tail that is no probability")
         self._words(ids)
         return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
 
-    def _draws(self, place: "_Place", is_wanted: bool) -> tuple[Tensor, Tensor]:
-        settings, N, S = self.manifest.settings, len(place), self.sequence_length
-        if settings.draws == 0 or not is_wanted:
-            nothing = torch.zeros(N, S, 0)
+    def _draws(self, rows: dict[str, Tensor], drawn: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+        S = self.sequence_length
+        if "sample_marks" not in rows:
+            nothing = torch.zeros(len(rows["tokens"]), S, 0)
             return nothing.long(), nothing
         ids, counts = decode_draws(
-            self._rows(place, "sample_marks")["sample_marks"],
-            place.sample_ids(),
+            rows["sample_marks"],
+            drawn,
             length=S,
-            num_draws=settings.draws,
+            num_draws=self.manifest.settings.draws,
             vocab_size=self.manifest.teacher.vocab_size,
         )
         return self._words(ids), counts
 
     def _read(
-        self, indices: Sequence[int] | np.ndarray, split: Split, *names: str
-    ) -> dict[str, Tensor]:
-        place = self._place(indices, split)
-        place.expect(names)
-        return self._rows(place, *names)
-
-    def _rows(self, place: "_Place", *names: str) -> dict[str, Tensor]:
-        return place.rows({name: self._kinds[name] for name in names})
+        self,
+        indices: Sequence[int] | np.ndarray,
+        split: Split,
+        names: Sequence[str],
+        *,
+        drawn: bool = False,
+    ) -> tuple[dict[str, Tensor], list[np.ndarray]]:
+        """Encoded fields of sequences and, if asked for, the bytes of each one's drawn ids."""
+        places = self._places(indices, split)
+        return places.read(names, drawn=drawn)
 
     def _words(self, ids: Tensor) -> Tensor:
         """The same ids, all of them inside the vocabulary."""
@@ -218,7 +221,7 @@ class TeacherCache:
             "made it"
         )
 
-    def _place(self, indices: Sequence[int] | np.ndarray, split: Split) -> "_Place":
+    def _places(self, indices: Sequence[int] | np.ndarray, split: Split) -> Places:
         """Where the sequences `indices` of a split are."""
         indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
         if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
@@ -228,7 +231,7 @@ class TeacherCache:
         ends = self._ends[split]
         owners_B = np.searchsorted(ends, indices_B, side="right")
         firsts = np.concatenate([[0], ends])
-        return _Place(self._files[split], owners_B, indices_B - firsts[owners_B])
+        return Places(self._files[split], owners_B, indices_B - firsts[owners_B], self._layout)
 
 
 def check_promises(manifest: Manifest, where: Path | str) -> None:
@@ -246,48 +249,3 @@ def check_promises(manifest: Manifest, where: Path | str) -> None:
         else:
             continue
         raise CacheError(f"{where} names {what}; rebuild the cache, or ask whoever made it")
-
-
-class _Place:
-    """Where sequences are: in which of the files, and in which row of it."""
-
-    def __init__(self, files: list[ShardFile], owners_B: np.ndarray, rows_B: np.ndarray) -> None:
-        self._owners, self._rows = owners_B.tolist(), rows_B.tolist()
-        self._shards = {owner: files[owner].open() for owner in sorted(set(self._owners))}
-        is_next = (np.diff(owners_B) == 0) & (np.diff(rows_B) == 1)
-        cuts = [0, *(np.flatnonzero(~is_next) + 1).tolist(), len(rows_B)]
-        self._runs = list(zip(cuts, cuts[1:], strict=False))
-        """First and end of what lies side by side in one file, and is read at once."""
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def expect(self, names: Sequence[str]) -> None:
-        """Have the disk begin with all rows that will be read: they are waited for together."""
-        for first, end in self._runs:
-            self._shards[self._owners[first]].expect(names, self._rows[first], end - first)
-
-    def rows(self, kinds: dict[str, Rows]) -> dict[str, Tensor]:
-        """Encoded rows of the tensors called so, in the order asked for."""
-        found = {
-            name: np.empty((len(self), *rows.shape), rows.dtype) for name, rows in kinds.items()
-        }
-        octets = [
-            (name, rows.stride, memoryview(found[name].reshape(-1)).cast("B"))
-            for name, rows in kinds.items()
-        ]
-        for first, end in self._runs:
-            shard, row = self._shards[self._owners[first]], self._rows[first]
-            for name, stride, out in octets:
-                shard.read(name, row, out[first * stride : end * stride])
-        return {name: torch.from_numpy(array) for name, array in found.items()}
-
-    def sample_ids(self) -> list[np.ndarray]:
-        """The bytes of each sequence's drawn ids."""
-        runs = []
-        for first, end in self._runs:
-            shard = self._shards[self._owners[first]]
-            runs.append((shard, shard.samples(self._rows[first], end - first)))
-        for shard, samples in runs:
-            shard.expect_samples(samples)
-        return [octets for shard, samples in runs for octets in shard.read_samples(samples)]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from qat.backend import on
@@ -16,6 +15,7 @@ from qat.data.bits import pack_bits
 from qat.data.codec import encode_draws, encode_top_k, id_bits
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
+from qat.data.rows import shard_content
 from qat.data.signals import Request, Signals, TopK, ask
 from qat.data.stream import Block
 from qat.data.teacher import Teacher
@@ -144,7 +144,7 @@ def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> bytes:
     draws = joined.pop("draws", None)
     if draws is not None:
         tensors |= encode_draws(draws, mask, vocab_size)
-    return save(tensors | joined)
+    return shard_content(tensors | joined)
 
 
 def _check_tokens(tokens: Tensor, vocab_size: int) -> None:

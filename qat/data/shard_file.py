@@ -1,93 +1,36 @@
-"""One shard of a cache, read row by row: of its bytes nothing stays in memory.
+"""One shard of a cache, read row by row (`qat.data.rows`): of its bytes nothing stays in memory.
 
-An open shard keeps a file handle, where each tensor begins, and 8 bytes for every 128 sequences.
+An open shard keeps a file handle and where each row begins, 8 bytes a sequence.
 
-Shapes: N sequences of the shard, S positions, K teacher tokens kept, R random tokens.
+Shapes: N sequences of the shard.
 """
 
 import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from qat.data.bits import packed_bytes
-from qat.data.cache import Manifest, Shard, raise_if_damaged
-from qat.data.codec import CODE_BITS, id_bits
+from qat.data.cache import Shard, raise_if_damaged
 from qat.data.resident import Resident
+from qat.data.rows import Layout, Read
 from qat.errors import CacheError
 
 OPEN_SHARDS = 256
 """Shards that are open at once: file handles, and a header each."""
 HEADER_LIMIT = 2**20
 """Bytes of the longest header that is read; ours have about a thousand."""
-INDEX_STEP, STRETCH = 128, 2**20
-"""Sequences from one known beginning of drawn ids to the next, and those indexed at once."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a tensor holds for one sequence."""
-
-    code: str
-    """The element's dtype as safetensors names it."""
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The element's dtype."""
-        return DTYPES[self.code]
-
-    @cached_property
-    def stride(self) -> int:
-        """Bytes of one sequence."""
-        return self.dtype.itemsize * prod(self.shape)
-
-
-DTYPES = {
-    "U8": np.dtype("u1"),
-    "I32": np.dtype("<i4"),
-    "F16": np.dtype("<f2"),
-    "F32": np.dtype("<f4"),
-}
-
-
-def promised_rows(manifest: Manifest) -> dict[str, Rows]:
-    """What every shard of a cache holds for a sequence, from the cache's settings alone."""
-    settings, R = manifest.settings, manifest.negatives
-    S, K, bits = settings.sequence_length, settings.top_k, id_bits(manifest.teacher.vocab_size)
-    flags = Rows("U8", (packed_bytes(S, 1),))
-    rows = {"tokens": Rows("U8", (packed_bytes(S, bits),)), "starts": flags, "mask": flags}
-    if K:
-        rows |= {
-            "topk_ids": Rows("U8", (packed_bytes(S * K, bits),)),
-            "topk_codes": Rows("U8", (packed_bytes(S * (K - 1), CODE_BITS),)),
-            "topk_range": Rows("U8", (S,)),
-            "log_sum_exp": Rows("F32", (S,)),
-            "tail_logprob": Rows("F32", (S,)),
-        }
-    if settings.draws:
-        marks = packed_bytes(S * settings.draws, 1)
-        rows |= {"sample_marks": Rows("U8", (marks,)), "sample_lengths": Rows("I32", ())}
-    if R:
-        rows["negative_ids"] = Rows("U8", (packed_bytes((S - 1) * R, bits),))
-        rows["negative_logits"] = Rows("F16", (S - 1, R))
-    return rows
 
 
 class Shelf(NamedTuple):
     """What the shards of one cache share."""
 
     directory: Path
-    rows: dict[str, Rows]
+    layout: Layout
     opened: "Resident[str, OpenShard]"
     fetch: Callable[[Shard], None]
     """Makes sure that the file is in the directory, where it comes from elsewhere."""
@@ -116,7 +59,7 @@ class ShardFile:
                 if self._proven is None or self._proven != self._stamp():
                     raise_if_damaged(shelf.directory, shard, deep=True)
                     self._proven = self._stamp()
-                opened = OpenShard(shelf.directory / shard.file, shard, shelf.rows)
+                opened = OpenShard(shelf.directory / shard.file, shard, shelf.layout)
                 shelf.opened.put(shard.file, opened)
             return opened
 
@@ -129,137 +72,89 @@ class ShardFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Samples(NamedTuple):
-    """Drawn ids of neighbouring sequences in a file."""
-
-    begin: int
-    """The first one's place in the file."""
-    lengths: list[int]
-    """Bytes of each sequence."""
-
-
 class OpenShard:
     """A safetensors file whose header fits the manifest; closed when nobody holds it any more."""
 
-    def __init__(self, path: Path, shard: Shard, rows: dict[str, Rows]) -> None:
-        self._path, self._shard, self._rows = path, shard, rows
+    def __init__(self, path: Path, shard: Shard, layout: Layout) -> None:
+        self._path, self._shard = path, shard
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self._begins = self._read_header()
-        if "sample_lengths" in rows:
-            self._sample_begins = self._index_samples()
+        self.begins = self._row_begins(layout)
+        """Where each row begins in the file, and the last one ends."""
 
-    def read(self, name: str, row: int, out: memoryview) -> None:
-        """Fill `out`, bytes, with the rows of a tensor from `row` on."""
-        self._fill(out, self._begins[name] + row * self._rows[name].stride)
+    def expect(self, read: Read) -> None:
+        """Have the system read a part of the file into its own memory, if it can be told."""
+        if read.size and hasattr(os, "posix_fadvise"):  # of no bytes would mean: up to the end
+            os.posix_fadvise(self._file, read.begin, read.size, os.POSIX_FADV_WILLNEED)
 
-    def samples(self, row: int, count: int) -> "Samples":
-        """Where the drawn ids of `count` sequences from `row` on are."""
-        block = row // INDEX_STEP
-        lengths = self._lengths(block * INDEX_STEP, row + count)
-        before = len(lengths) - count
-        first = int(self._sample_begins[block]) + int(lengths[:before].sum())
-        return Samples(self._begins["sample_ids"] + first, lengths[before:].tolist())
+    def fill(self, read: Read) -> None:
+        """Fill what a read is for."""
+        outs, begin = [out for out in read.outs if len(out)], read.begin
+        while outs:
+            count = os.preadv(self._file, outs, begin)
+            if count == 0:
+                raise self._wrong("it ends early")
+            begin += count
+            while outs and count >= len(outs[0]):
+                count -= len(outs.pop(0))
+            if count:
+                outs[0] = outs[0][count:]
 
-    def read_samples(self, samples: "Samples") -> list[np.ndarray]:
-        """The bytes of each of these sequences' drawn ids."""
-        found = np.empty(sum(samples.lengths), np.uint8)
-        self._fill(memoryview(found), samples.begin)
-        ends = list(accumulate(samples.lengths))
-        return [
-            found[end - length : end] for length, end in zip(samples.lengths, ends, strict=True)
-        ]
+    def _row_begins(self, layout: Layout) -> np.ndarray:
+        header, data = self._read_header()
+        first, size = self._place(header, "rows", None, data)
+        table, _ = self._place(header, "row_begins", self._shard.sequences + 1, data)
+        begins = np.empty(self._shard.sequences + 1, "<i8")
+        octets = memoryview(begins).cast("B")
+        self.fill(Read(table, len(octets), [octets]))
+        shortest, longest = np.diff(begins).min(), np.diff(begins).max()
+        is_sound = begins[0] == 0 and begins[-1] == size == begins.max()
+        is_sound &= shortest >= layout.width and (layout.has_draws or longest == layout.width)
+        if not is_sound:
+            raise self._wrong(f"row_begins does not cut {size} bytes into rows of {layout.width}")
+        return begins + first
 
-    def expect(self, names: Iterable[str], row: int, count: int) -> None:
-        """Have the system begin to read rows of these tensors; does not wait."""
-        for name in names:
-            stride = self._rows[name].stride
-            _will_need(self._file, self._begins[name] + row * stride, count * stride)
-
-    def expect_samples(self, samples: "Samples") -> None:
-        """The same for drawn ids."""
-        _will_need(self._file, samples.begin, sum(samples.lengths))
-
-    def _read_header(self) -> dict[str, int]:
-        """Where the promised tensors begin."""
+    def _read_header(self) -> tuple[dict, int]:
+        """What the file says of its tensors, and where their bytes begin."""
         prefix = bytearray(8)
-        self._fill(memoryview(prefix), 0)
+        self.fill(Read(0, 8, [memoryview(prefix)]))
         length = int.from_bytes(prefix, "little")
         if not 0 < length <= min(HEADER_LIMIT, self._shard.bytes - 8):
             raise self._wrong(f"its header has {length} bytes")
         raw = bytearray(length)
-        self._fill(memoryview(raw), 8)
+        self.fill(Read(8, length, [memoryview(raw)]))
         try:
             header = json.loads(raw)
         except (ValueError, RecursionError):
             raise self._wrong("its header is not JSON") from None
         if not isinstance(header, dict):
             raise self._wrong("its header is not a table of tensors")
-        N, names = self._shard.sequences, list(self._rows)
-        shapes = {name: [N, *self._rows[name].shape] for name in names}
-        room = self._shard.bytes - 8 - length
-        begins = {name: self._begin(header, name, shapes[name], room) for name in names}
-        if "sample_lengths" in self._rows:
-            begins["sample_ids"] = self._begin(header, "sample_ids", None, room)
-            self._sample_bytes = header["sample_ids"]["shape"][0]
-        return {name: 8 + length + begin for name, begin in begins.items()}
+        return header, 8 + length
 
-    def _begin(self, header: dict, name: str, shape: list[int] | None, room: int) -> int:
-        """Where a tensor begins in the `room` behind the header; without a shape it is bytes."""
-        entry = header.get(name)
-        code = self._rows[name].code if shape else "U8"
+    def _place(self, header: dict, name: str, count: int | None, data: int) -> tuple[int, int]:
+        """Where a tensor of `count` int64 begins, or of bytes, any number, and its size in bytes.
+
+        `data` is where the header ends.
+        """
+        entry, room = header.get(name), self._shard.bytes - data
+        code, itemsize = ("U8", 1) if count is None else ("I64", 8)
         if not isinstance(entry, dict) or entry.get("dtype") != code:
             raise self._wrong(f"it has no tensor {name} of {code}")
         offsets = entry.get("data_offsets")
         if not (isinstance(offsets, list) and [type(each) for each in offsets] == [int, int]):
             raise self._wrong(f"{name} is nowhere")
         begin, end = offsets
-        shape = shape or [end - begin]
+        shape = [end - begin if count is None else count]
         if entry.get("shape") != shape:
             raise self._wrong(f"{name} has shape {str(entry.get('shape'))[:60]}, not {shape}")
-        if begin < 0 or end - begin != DTYPES[code].itemsize * prod(shape):
+        if begin < 0 or end - begin != itemsize * shape[0]:
             raise self._wrong(f"{name} reaches from {begin} to {end}, which is not its size")
         if end > room:
             raise self._wrong(f"{name} reaches to {end}, beyond its {room} bytes")
-        return begin
-
-    def _index_samples(self) -> np.ndarray:
-        """Where the drawn ids of every 128th sequence begin."""
-        N, sums = self._shard.sequences, [0]
-        for first in range(0, N, STRETCH):
-            lengths = self._lengths(first, min(first + STRETCH, N))
-            if lengths.min() < 0:
-                raise self._wrong("sample_lengths has negative ones")
-            sums += np.add.reduceat(lengths, np.arange(0, len(lengths), INDEX_STEP)).tolist()
-        begins = np.cumsum(sums)
-        if begins[-1] != self._sample_bytes:
-            raise self._wrong(f"sample_lengths sum to {begins[-1]}, not {self._sample_bytes} bytes")
-        return begins
-
-    def _lengths(self, first: int, end: int) -> np.ndarray:
-        """Bytes of the drawn ids of some sequences, int64."""
-        lengths = np.empty(end - first, "<i4")
-        self.read("sample_lengths", first, memoryview(lengths).cast("B"))
-        return lengths.astype(np.int64)
-
-    def _fill(self, out: memoryview, begin: int) -> None:
-        """Fill `out` with the bytes from `begin` on."""
-        while out:
-            count = os.preadv(self._file, [out], begin)
-            if count == len(out):
-                return
-            if count == 0:
-                raise self._wrong("it ends early")
-            out, begin = out[count:], begin + count
+        return data + begin, end - begin
 
     def _wrong(self, what: str) -> CacheError:
         return CacheError(
             f"{self._path}: {what}, expected what the manifest promises; restore it, or delete it "
             "and run the same 'qat cache' command again"
         )
-
-
-def _will_need(file: int, begin: int, size: int) -> None:
-    """Have the system read a part of a file into its own memory, where it lets itself be told."""
-    if size and hasattr(os, "posix_fadvise"):  # of no bytes would mean: up to the end
-        os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)

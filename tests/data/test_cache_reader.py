@@ -131,7 +131,7 @@ def test_missing_and_foreign_directories_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_format_is_refused(copy: Path) -> None:
     values = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**values, "format": 1}))
-    with pytest.raises(CacheError, match="says format=1, this version reads format=2"):
+    with pytest.raises(CacheError, match="says format=1, this version reads format=3"):
         TeacherCache.open(copy)
 
 

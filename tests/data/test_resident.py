@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,12 @@ from cache_case import build
 from safetensors.torch import load_file, save_file
 
 from qat.data import shard_file
+from qat.data.bits import packed_bytes
 from qat.data.cache import MANIFEST, Manifest, read_manifest
+from qat.data.codec import id_bits
 from qat.data.reader import TeacherCache
 from qat.data.resident import Resident
-from qat.data.shard_file import ShardFile, promised_rows
+from qat.data.rows import BRIDGE, MOST_BUFFERS, promised_layout, reads
 from qat.errors import CacheError
 from qat.files import sha256_file
 
@@ -50,50 +51,81 @@ def first_shard(directory: Path) -> Path:
     return directory / "train-00000.safetensors"
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(first_shard(directory))
-    change(tensors)
-    save_file(tensors, first_shard(directory))
-    sealed(directory)
-
-
 def everything(directory: Path) -> None:
     cache = TeacherCache.open(directory)
     cache.batch(range(cache.num_sequences("train")))
 
 
-def test_rows_are_those_of_the_file(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_file, "INDEX_STEP", 4)
-    manifest = read_manifest(built)
-    rows = promised_rows(manifest)
-    shelf = shard_file.Shelf(built, rows, Resident(1), lambda shard: None)
-    for shard in manifest.shards:
-        whole, opened = load_file(built / shard.file), ShardFile(shelf, shard).open()
-        assert set(whole) == {*rows, "sample_ids"}
-        for name, kind in rows.items():
-            found = np.empty((shard.sequences - 2, *kind.shape), kind.dtype)
-            opened.read(name, 2, memoryview(found.reshape(-1)).cast("B"))
-            assert torch.equal(torch.from_numpy(found), whole[name][2:])
-        for step in (1, 3, shard.sequences):  # the last goes beyond a known beginning
-            places = [
-                (row, min(step, shard.sequences - row)) for row in range(0, shard.sequences, step)
-            ]
-            ids = [one for place in places for one in opened.read_samples(opened.samples(*place))]
-            assert [len(one) for one in ids] == whole["sample_lengths"].tolist()
-            assert torch.equal(torch.from_numpy(np.concatenate(ids)), whole["sample_ids"])
+def rows_of(directory: Path) -> list[torch.Tensor]:
+    tensors = load_file(first_shard(directory))
+    return [*tensors["rows"].split(tensors["row_begins"].diff().tolist())]
+
+
+def test_a_row_holds_all_of_a_sequence(built: Path) -> None:
+    layout = promised_layout(read_manifest(built))
+    cache, seen = TeacherCache.open(built), []
+    assert [*layout.fields][0] == "log_sum_exp" and layout.has_draws
+    for place, row in enumerate(rows_of(built)):
+        field = layout.offsets["log_sum_exp"], layout.fields["log_sum_exp"].stride
+        lse = row[field[0] : sum(field)].clone().view(torch.float32)
+        assert torch.equal(lse, cache.log_sum_exp([place])[0])
+        batch = cache.batch([place])
+        counted = int((batch.sample_counts > 0).sum())
+        bits = id_bits(cache.manifest.teacher.vocab_size)
+        assert len(row) - layout.width == packed_bytes(counted, bits)
+        seen.append(len(row))
+    assert len(set(seen)) > 1
+
+
+@pytest.mark.parametrize("targets", [(), ("topk",), ("draws",), ("topk", "draws")])
+def test_rows_side_by_side_and_scattered_are_the_same(built: Path, targets: tuple) -> None:
+    cache = TeacherCache.open(built)
+    count = cache.num_sequences("train")
+    together = cache.batch(range(count), targets=targets)
+    order = np.random.default_rng(0).permutation(count)
+    for one, other in zip(together, cache.batch(order, targets=targets), strict=True):
+        width = one.shape[-1] if one.ndim < 3 else min(one.shape[-1], other.shape[-1])
+        assert torch.equal(one[order][..., :width], other[..., :width])
+
+
+def test_reads_jump_over_long_gaps_and_fill_few_buffers() -> None:
+    out = memoryview(bytearray(10))
+    near, far = [(0, out), (10, out), (25, out)], (25 + 10 + BRIDGE + 1, out)
+    first, second = reads([*near, far])
+    assert (first.begin, first.size, [len(each) for each in first.outs]) == (0, 35, [10, 10, 5, 10])
+    assert (second.begin, second.size, len(second.outs)) == (far[0], 10, 1)
+    many = list(reads((20 * place, out) for place in range(3000)))
+    assert sum(read.size for read in many) < 20 * 3000
+    assert all(len(read.outs) <= MOST_BUFFERS for read in many) and len(many) == 6
+    assert list(reads([])) == []
+
+
+def test_a_read_that_stops_half_way_goes_on(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, real = TeacherCache.open(built), os.preadv
+    expected = cache.batch([25, 3, 4, 11])
+
+    def short(file: int, outs: list[memoryview], begin: int) -> int:
+        return real(file, [outs[0][:7]], begin)
+
+    monkeypatch.setattr(os, "preadv", short)
+    for one, other in zip(cache.batch([25, 3, 4, 11]), expected, strict=True):
+        assert torch.equal(one, other)
+    monkeypatch.setattr(os, "preadv", lambda file, outs, begin: 0)
+    with pytest.raises(CacheError, match="it ends early"):
+        cache.batch([25])
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
-def test_rows_are_asked_for_together_before_any_is_read(
+def test_each_row_is_one_read_and_all_are_asked_for_first(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, calls = TeacherCache.open(built), []
     expected = cache.batch([25, 3, 4, 11])  # proves the shards
     read, advise = os.preadv, os.posix_fadvise
 
-    def note_read(file: int, out: list[memoryview], begin: int) -> int:
-        calls.append(("read", file, begin, len(out[0])))
-        return read(file, out, begin)
+    def note_read(file: int, outs: list[memoryview], begin: int) -> int:
+        calls.append(("read", file, begin, sum(map(len, outs))))
+        return read(file, outs, begin)
 
     def note_advice(file: int, begin: int, size: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
@@ -104,12 +136,8 @@ def test_rows_are_asked_for_together_before_any_is_read(
     monkeypatch.setattr(os, "posix_fadvise", note_advice)
     for one, other in zip(cache.batch([25, 3, 4, 11]), expected, strict=True):
         assert torch.equal(one, other)
-    runs, columns = 3, 9
-    assert {what for what, *_ in calls[: runs * columns]} == {"ask"}
-    asked = {tuple(place) for what, *place in calls if what == "ask"}
-    read_places = [tuple(place) for what, *place in calls if what == "read"]
-    assert len(asked) == runs * (columns + 1)  # and the drawn ids
-    assert sum(place not in asked for place in read_places) <= runs  # lengths, of some before too
+    assert [what for what, *_ in calls] == ["ask"] * 3 + ["read"] * 3  # 3 and 4 are neighbours
+    assert [place for _, *place in calls[:3]] == [place for _, *place in calls[3:]]
 
 
 def test_only_the_shards_used_last_stay_open(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +200,21 @@ def write(path: Path, header: bytes, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("name", "values", "message"),
     [
-        ({"shape": [7, 3]}, r"tokens has shape \[7, 3\], not"),
-        ({"dtype": "F32"}, "no tensor tokens of U8"),
-        ({"dtype": ["U8"]}, "no tensor tokens of U8"),
-        ({"data_offsets": [0]}, "tokens is nowhere"),
-        ({"data_offsets": [0, True]}, "tokens is nowhere"),
-        ({"data_offsets": [-60, 0]}, "tokens reaches from -60"),
-        ({"data_offsets": [10**30, 10**30 + 60]}, "which is not its size"),
+        ("rows", {"shape": [7, 3]}, r"rows has shape \[7, 3\], not"),
+        ("rows", {"dtype": "F32"}, "no tensor rows of U8"),
+        ("rows", {"dtype": ["U8"]}, "no tensor rows of U8"),
+        ("rows", {"data_offsets": [0]}, "rows is nowhere"),
+        ("rows", {"data_offsets": [0, True]}, "rows is nowhere"),
+        ("rows", {"data_offsets": [-60, 0], "shape": [60]}, "rows reaches from -60"),
+        ("row_begins", {"shape": [3]}, r"row_begins has shape \[3\], not"),
+        ("row_begins", {"data_offsets": [10**30, 10**30 + 60]}, "which is not its size"),
     ],
 )
-def test_a_header_that_lies_is_one_line(copy: Path, values: dict, message: str) -> None:
+def test_a_header_that_lies_is_one_line(copy: Path, name: str, values: dict, message: str) -> None:
     header, data = header_of(first_shard(copy))
-    header["tokens"] |= values
+    header[name] |= values
     write(first_shard(copy), json.dumps(header).encode(), data)
     sealed(copy)
     with pytest.raises(CacheError, match=message) as caught:
@@ -193,7 +222,7 @@ def test_a_header_that_lies_is_one_line(copy: Path, values: dict, message: str) 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tokens", "sample_ids"])
+@pytest.mark.parametrize("name", ["rows", "row_begins"])
 @pytest.mark.parametrize("by", [1, 2**70])
 def test_a_tensor_beyond_the_end_is_one_line(copy: Path, name: str, by: int) -> None:
     header, data = header_of(first_shard(copy))
@@ -217,26 +246,61 @@ def test_a_header_that_is_none_is_one_line(copy: Path, header: bytes, message: s
         everything(copy)
 
 
+def said(directory: Path, name: str, value: torch.Tensor) -> None:
+    """Fill a field of the first row, or its drawn ids, with a value."""
+    layout = promised_layout(read_manifest(directory))
+    tensors = load_file(first_shard(directory))
+    begin, end = layout.width, int(tensors["row_begins"][1])
+    if name in layout.fields:
+        begin = layout.offsets[name]
+        end = begin + layout.fields[name].stride
+    octets = value[None].view(torch.uint8)
+    tensors["rows"][begin:end] = octets.repeat((end - begin) // len(octets))
+    save_file(tensors, first_shard(directory))
+    sealed(directory)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "value", "message"),
     [
-        (lambda t: t["tokens"].fill_(255), "holds token"),
-        (lambda t: t["topk_ids"].fill_(255), "holds token"),
-        (lambda t: t["sample_ids"].fill_(255), "holds token"),
-        (lambda t: t["tail_logprob"].fill_(torch.nan), "no probability"),
-        (lambda t: t["tail_logprob"].fill_(1.0), "no probability"),
-        (lambda t: t["sample_marks"].fill_(255), "drawn ids take"),
-        (lambda t: t["sample_lengths"].fill_(-1), "negative"),
-        (lambda t: t["sample_lengths"].fill_(2**31 - 1), "sum to"),
-        (lambda t: t.update(sample_ids=t["sample_ids"][:1].clone()), "sum to"),
+        ("tokens", torch.tensor(255, dtype=torch.uint8), "holds token"),
+        ("topk_ids", torch.tensor(255, dtype=torch.uint8), "holds token"),
+        ("drawn ids", torch.tensor(255, dtype=torch.uint8), "holds token"),
+        ("tail_logprob", torch.tensor(torch.nan), "no probability"),
+        ("tail_logprob", torch.tensor(1.0), "no probability"),
+        ("sample_marks", torch.tensor(255, dtype=torch.uint8), "drawn ids take"),
     ],
 )
 def test_what_no_teacher_can_have_said_is_one_line(
-    copy: Path, change: Callable, message: str
+    copy: Path, name: str, value: torch.Tensor, message: str
 ) -> None:
-    rewrite(copy, change)
+    said(copy, name, value)
     with pytest.raises(CacheError, match=message):
         everything(copy)
+
+
+@pytest.mark.parametrize(
+    ("place", "by"), [(0, 1), (1, -(2**40)), (1, 2**62), (2, -440), (-1, 1), (-1, -1)]
+)
+def test_rows_that_lie_nowhere_are_one_line(copy: Path, place: int, by: int) -> None:
+    tensors = load_file(first_shard(copy))
+    tensors["row_begins"][place] += by
+    save_file(tensors, first_shard(copy))
+    sealed(copy)
+    with pytest.raises(CacheError, match="row_begins does not cut"):
+        everything(copy)
+
+
+def test_without_draws_all_rows_are_equally_long(tmp_path: Path) -> None:
+    build(tmp_path, draws=0)
+    tensors = load_file(first_shard(tmp_path))
+    assert len(set(tensors["row_begins"].diff().tolist())) == 1
+    tensors["rows"] = torch.cat([tensors["rows"], tensors["rows"][:3]])
+    tensors["row_begins"][-1] += 3
+    save_file(tensors, first_shard(tmp_path))
+    sealed(tmp_path)
+    with pytest.raises(CacheError, match="row_begins does not cut"):
+        everything(tmp_path)
 
 
 @pytest.mark.parametrize(
