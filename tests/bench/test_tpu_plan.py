@@ -25,13 +25,15 @@ class Line:
 
     dtype = "bf16"
 
-    def __init__(self, config: BenchConfig, source: str, topology: object) -> None:
+    def __init__(
+        self, config: BenchConfig, source: str, topology: object, memory_gib: float
+    ) -> None:
         self.per_sequence_gib = 0.01 if config.gradient_checkpointing else 0.05
-        self.hbm_gib = topology.hbm_gib
+        self.memory_gib = memory_gib
 
     def compile(self, batch_size: int) -> Compiled:
         gib = 4 + self.per_sequence_gib * batch_size
-        return Compiled(gib if gib <= self.hbm_gib else None, gib, 0.0)
+        return Compiled(gib if gib <= self.memory_gib else None, gib, 0.0)
 
 
 def test_tpus_are_told_from_devices() -> None:
@@ -99,6 +101,8 @@ def test_what_cannot_be_planned(values: dict, message: str, monkeypatch, tmp_pat
 def test_what_the_compiler_says_of_memory() -> None:
     assert used_gib("Ran out of memory. Used 48.66G of 15.75G hbm.") == pytest.approx(48.66)
     assert used_gib("Used 512.0M of 15.75G hbm") == pytest.approx(0.5)
+    total = "total memory required for HLO temporaries (16.34G) exceeds available HBM (14.40G)"
+    assert used_gib(total) == pytest.approx(16.34)
     assert used_gib("something else") is None
 
 

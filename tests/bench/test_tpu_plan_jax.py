@@ -69,6 +69,6 @@ def test_a_tiny_step_compiles_for_a_v6e_and_checkpointing_saves() -> None:
     peaks = {}
     for recomputes in (False, True):
         config = BenchConfig(seq_len=64, gradient_checkpointing=recomputes)
-        planner = Planner(config, "tiny", TOPOLOGIES[-1])
+        planner = Planner(config, "tiny", TOPOLOGIES[-1], memory_gib=1)
         peaks[recomputes] = planner.compile(256).peak_gib
     assert peaks[True] < peaks[False]

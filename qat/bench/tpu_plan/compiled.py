@@ -19,6 +19,13 @@ class Compiled:
 
 
 def used_gib(message: str) -> float | None:
-    """What the compiler says that a step would take: `Used 48.66G of 15.75G hbm`."""
-    found = re.search(rf"Used ([\d.]+)([{_UNITS}]) of [\d.]+[{_UNITS}] hbm", message)
-    return None if found is None else float(found[1]) * 1024.0 ** (_UNITS.index(found[2]) - 2)
+    """What the compiler says that a step would take, in either of its two ways.
+
+    `Used 48.66G of 15.75G hbm`, or `(16.34G) exceeds available HBM (14.40G)`.
+    """
+    size = rf"([\d.]+)([{_UNITS}])"
+    found = re.search(rf"Used {size} of {size} hbm|\({size}\) exceeds available HBM", message)
+    if found is None:
+        return None
+    number, unit = (found[1], found[2]) if found[1] else (found[5], found[6])
+    return float(number) * 1024.0 ** (_UNITS.index(unit) - 2)

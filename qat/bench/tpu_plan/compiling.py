@@ -10,9 +10,12 @@ from qat.errors import ConfigError
 class Planner:
     """Traces the student once; `compile` takes it from there."""
 
-    def __init__(self, config: BenchConfig, source: str, topology: Topology) -> None:
+    def __init__(
+        self, config: BenchConfig, source: str, topology: Topology, memory_gib: float
+    ) -> None:
         self.dtype = "bf16" if config.dtype == "auto" else config.dtype
         self._topology = topology
+        self._memory_gib = memory_gib
         _check(config)
         check_installed()
         from qat.bench.tpu_plan.pieces import Traceable
@@ -21,14 +24,16 @@ class Planner:
         self._student = Traceable(config.model_copy(update=on_cpu), source)
 
     def compile(self, batch_size: int) -> Compiled:
-        """The whole step at `batch_size`: form, forward, loss, backward, pull back, AdamW."""
+        """The whole step at `batch_size`, in no more than the memory that it was given."""
         from qat.bench.tpu_plan.step import arguments, build
         from qat.bench.tpu_plan.xla import compile_for, shape_of
 
         step = build(self._student, batch_size)
         parts = vars(arguments(self._student, batch_size)).values()
         shapes = tuple([shape_of(tensor) for tensor in part] for part in parts)
-        return compile_for(self._topology, step, shapes, donated=(0, 1))
+        return compile_for(
+            self._topology, step, shapes, donated=(0, 1), memory_gib=self._memory_gib
+        )
 
 
 def _check(config: BenchConfig) -> None:

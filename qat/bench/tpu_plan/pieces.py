@@ -3,11 +3,12 @@
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws, L layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -79,6 +80,7 @@ class Traceable:
             self.step = ours.subject()
         self.student, self.dtype = ours.student, self.step.dtype
         self.clip_grad_norm = standing_still(config).clip_grad_norm
+        self._traced: dict[tuple[str, int], object] = {}
         self.learners = [
             learner for mover in ours.optimizer._movers for learner in mover._learners.values()
         ]
@@ -141,22 +143,26 @@ class Traceable:
         return min(batch_size, max(1, SLICE_TOKENS // (self.config.seq_len or DEFAULT_LENGTH)))
 
     def pieces(self, batch_size: int) -> Pieces:
-        """The step at one batch size."""
+        """The step at one batch size; what another size shares with it is traced once."""
         rows = self.rows(batch_size)
-        prelude = self._prelude(self.batch(batch_size))
-        layer = self._layer(self.batch(rows))
-        forward, backward = split(layer)
         tokens = min(head_kernels.BLOCK_TOKENS, self.batch(batch_size).mask.numel())
+        layer = self._once("layer", rows, lambda: self._layer(self.batch(rows)))
+        forward, backward = self._once("halves", rows, lambda: split(layer))
         return Pieces(
-            prelude=prelude,
-            form=self._trace(self._formed, self.tensors),
+            prelude=self._prelude(self.batch(batch_size)),
+            form=self._once("form", 0, lambda: self._trace(self._formed, self.tensors)),
             layer=layer,
             forward=forward,
             backward=backward,
-            pull_back=self._pull_back(),
-            head=self._head(tokens),
-            move=self._move(),
+            pull_back=self._once("pull_back", 0, self._pull_back),
+            head=self._once("head", tokens, lambda: self._head(tokens)),
+            move=self._once("move", 0, self._move),
         )
+
+    def _once(self, name: str, size: int, make: Callable) -> Any:
+        if (name, size) not in self._traced:
+            self._traced[name, size] = make()
+        return self._traced[name, size]
 
     def _trace(self, run: object, inputs: Sequence[Tensor]) -> fx.GraphModule:
         return trace(run, inputs, self.fake)

@@ -89,7 +89,7 @@ def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
     from qat.bench.tpu_plan.compiling import Planner
 
     memory_gib = memory_for(topology, config)
-    planner = Planner(config, source, topology)
+    planner = Planner(config, source, topology, memory_gib)
     trials: dict[int, PlanTrial] = {}
 
     def fits(size: int) -> bool:

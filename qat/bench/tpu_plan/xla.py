@@ -51,7 +51,12 @@ def shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
 
 
 def compile_for(
-    topology: Topology, step: Callable, shapes: tuple, *, donated: tuple[int, ...]
+    topology: Topology,
+    step: Callable,
+    shapes: tuple,
+    *,
+    donated: tuple[int, ...],
+    memory_gib: float,
 ) -> Compiled:
     """Compile `step` for one chip of a TPU.
 
@@ -60,6 +65,8 @@ def compile_for(
         step: takes trees of arrays.
         shapes: for each of its arguments a tree of `shape_of`.
         donated: numbers of the arguments whose memory the results may take.
+        memory_gib: what the compiler may use; near it, it gives up speed for memory, as it does on
+            a chip of that size.
     """
     bounds = topology.host_bounds
     chips = {} if bounds is None else {"chips_per_host_bounds": bounds}
@@ -70,9 +77,10 @@ def compile_for(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     lowered = jax.jit(step, donate_argnums=donated).lower(*jax.tree.map(placed, shapes))
+    options = {"xla_tpu_max_hbm_size_mib": int(memory_gib * 1024)}
     began = perf_counter()
     try:
-        memory = lowered.compile().memory_analysis()
+        memory = lowered.compile(compiler_options=options).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
