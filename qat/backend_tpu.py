@@ -24,6 +24,9 @@ from qat.libtpu import torch_tpu_obstacle, tpu_name
 
 logger = logging.getLogger(__name__)
 
+FILLED = 64
+"""Rows are filled up to a multiple of it."""
+
 
 @lru_cache(maxsize=1)
 def open_backend() -> "TpuBackend":
@@ -98,6 +101,14 @@ class TpuBackend(Backend):
     def fixed_shapes(self) -> bool:
         """See `Backend`."""
         return True
+
+    def filled_length(self, length: int) -> int:
+        """See `Backend`."""
+        return -(-length // FILLED) * FILLED
+
+    def generator(self, seed: int) -> torch.Generator:
+        """See `Backend`: the host's."""
+        return torch.Generator().manual_seed(seed)
 
     def compares(self) -> bool:
         """See `Backend`: nobody tried the others."""
@@ -176,15 +187,9 @@ class TpuBackend(Backend):
         )
         yield gib
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """See `Backend`: a compiler that finds no room says so too."""
-        is_ours = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-        return is_ours or super().is_out_of_memory(error)
-
     def compile_count(self) -> int:
-        """Operators compiled so far in this process: what its cache did not have."""
-        stats = torch.tpu._get_cache_stats()
-        return stats.num_cache_reqs - stats.num_cache_hits
+        """See `Backend`: operators, each of which its cache did not have."""
+        return torch.tpu._get_cache_misses()
 
 
 def _generator() -> torch.Generator:

@@ -55,6 +55,7 @@ class TorchAdamW:
         self._learners = learners
         self._is_fused = is_fused
         self._is_on_device = is_on_device
+        self._counts_there = is_fused or is_on_device
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for parameter, *rates in learners.values():
             groups.setdefault(tuple(rates), []).append(parameter)
@@ -94,7 +95,7 @@ class TorchAdamW:
         """See `Mover`; as PyTorch makes them."""
         for p, *_ in self._learners.values():
             if not self._adamw.state[p]:
-                step = torch.zeros((), device=p.device if self._is_fused else "cpu")
+                step = torch.zeros((), device=p.device if self._counts_there else "cpu")
                 moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                 self._adamw.state[p] = {"step": step, **moments}
 
@@ -105,11 +106,10 @@ class TorchAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
-        counts_there = self._is_fused or self._is_on_device
         for name, (parameter, *_) in self._learners.items():
             device = parameter.device
             self._adamw.state[parameter] = {
-                "step": state[f"step.{name}"].to(device if counts_there else "cpu"),
+                "step": state[f"step.{name}"].to(device if self._counts_there else "cpu"),
                 "exp_avg": state[f"exp_avg.{name}"].to(device),
                 "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(device),
             }
