@@ -137,8 +137,7 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str]) -> 
     table.add_row("vocabulary", f"{teacher.vocab_size:,}, tokenizer {manifest.tokenizer}")
     table.add_row("sequence length", str(settings.sequence_length))
     table.add_row("top-K", f"{settings.top_k}{'' if manifest.has_tail else ' (tail unknown)'}")
-    draws = f"{settings.draws} ({manifest.sampling})" if settings.draws else "0"
-    table.add_row("draws", draws)
+    table.add_row("draws", str(settings.draws))
     if manifest.negatives:
         table.add_row("random tokens", str(manifest.negatives))
     table.add_row("training sequences", f"{numbers['sequences']:,}")

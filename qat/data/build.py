@@ -231,7 +231,6 @@ def _differences(old: Manifest, new: Manifest) -> list[str]:
         ("teacher", old.teacher.identity, new.teacher.identity),
         ("dtype", old.teacher.dtype, new.teacher.dtype),
         ("tokenizer", old.tokenizer, new.tokenizer),
-        ("sampling", old.sampling, new.sampling),
     ]
     return [f"{name}={a}, now asked for {name}={b}" for name, a, b in pairs if a != b]
 

@@ -17,11 +17,7 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 
-LATER_FIELDS = ("sampling", "has_tail", "negatives")
-"""Fields that the first caches did not have: left out of a manifest where they say nothing new."""
-
 Split = Literal["train", "held_out"]
-Sampling = Literal["independent", "systematic"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
@@ -43,7 +39,7 @@ class TeacherInfo(_Part):
     dtype: str
     """The precision it computed in."""
     remote_code: bool = False
-    """Whether code that came with it was run; written down only where it was."""
+    """Whether code that came with it was run."""
 
 
 class Shard(_Part):
@@ -68,19 +64,17 @@ class Manifest(_Part):
     format: Literal[3] = FORMAT
     state: Literal["building", "complete"]
     fingerprint: str
-    """12 hex digits of settings, teacher, tokenizer and sampling."""
+    """12 hex digits of settings, teacher and tokenizer."""
     settings: CacheSettings
     teacher: TeacherInfo
     tokenizer: str
     """`tokenizer_hash` of the tokenizer that made the tokens."""
-    sampling: Sampling = "independent"
-    """How its tokens were drawn; written down only where it is another than this, the first."""
     has_tail: bool = True
-    """Whether the teacher's mass outside the top K is known; false, and only then written down, in
-    an imported cache, whose log-probabilities are normalised over the K tokens."""
+    """Whether the teacher's mass outside the top K is known; not so in an imported cache,
+    whose log-probabilities are normalised over the K tokens."""
     negatives: int = 0
     """Random tokens kept at every position but the last, with their logits, by an import that was
-    asked to; written down only where there are any."""
+    asked to."""
     shards: list[Shard] = Field(default_factory=list)
 
     def of_split(self, split: Split) -> list[Shard]:
@@ -93,11 +87,7 @@ class Manifest(_Part):
 
     def to_bytes(self) -> bytes:
         """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
-        defaults = {name: type(self).model_fields[name].default for name in LATER_FIELDS}
-        unsaid = {name: True for name, value in defaults.items() if getattr(self, name) == value}
-        if not self.teacher.remote_code:
-            unsaid["teacher"] = {"remote_code"}
-        values = self.model_dump(mode="json", exclude=unsaid)
+        values = self.model_dump(mode="json")
         digest = hashlib.sha256(_json(values)).hexdigest()
         return _json({**values, "sha256": digest})
 
@@ -105,16 +95,12 @@ class Manifest(_Part):
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
     """The manifest of a cache that has no shard yet."""
     identity = [settings.model_dump(mode="json"), teacher.identity, teacher.dtype, tokenizer]
-    sampling: Sampling = "systematic" if settings.draws else "independent"
-    if sampling == "systematic":
-        identity.append(sampling)
     return Manifest(
         state="building",
         fingerprint=fingerprint(identity),
         settings=settings,
         teacher=teacher,
         tokenizer=tokenizer,
-        sampling=sampling,
     )
 
 

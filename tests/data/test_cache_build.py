@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import random
-import shutil
 from pathlib import Path
 
 import cache_case
@@ -14,7 +13,7 @@ from cache_case import build, contents, info, settings, teacher, texts
 from tiny import VOCAB
 
 from qat.backend import Backend
-from qat.data.cache import MANIFEST, read_manifest
+from qat.data.cache import read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.reader import TeacherCache
@@ -235,28 +234,6 @@ def test_other_settings_in_the_same_directory_are_refused(
     with pytest.raises(CacheError, match=message):
         build(whole, **change)
     assert contents(whole) == before
-
-
-@pytest.mark.parametrize("state", ["building", "complete"])
-def test_independent_draws_are_read_and_never_mixed_with_systematic_ones(
-    whole: Path, tmp_path: Path, state: str
-) -> None:
-    """A manifest without `sampling` is of the first caches, whose draws were independent."""
-    out = tmp_path / "c"
-    shutil.copytree(whole, out)
-    assert b'"sampling": "systematic"' in (out / MANIFEST).read_bytes()
-    first = read_manifest(out).model_copy(update={"sampling": "independent", "state": state})
-    (out / MANIFEST).write_bytes(first.to_bytes())
-    assert b"sampling" not in (out / MANIFEST).read_bytes()
-    assert read_manifest(out) == first
-    message = "was built with sampling=independent, now asked for sampling=systematic; choose"
-    with pytest.raises(CacheError, match=message):
-        build(out)
-
-
-def test_a_cache_without_draws_names_no_sampling(tmp_path: Path) -> None:
-    build(tmp_path / "c", documents=texts(3), draws=0)
-    assert b"sampling" not in (tmp_path / "c" / MANIFEST).read_bytes()
 
 
 def test_data_that_changed_under_a_build_is_refused(tmp_path: Path) -> None:
