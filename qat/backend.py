@@ -157,6 +157,12 @@ class Backend(Compiling):
         """
         return tensor
 
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Divide the rows of tensors over the process's devices, if it has several; waits for them.
+
+        What is computed of them, and what is written into them, lies as they do.
+        """
+
     def step_end(self) -> None:
         """Give the device what is recorded since the last call, where operators only record.
 

@@ -226,6 +226,17 @@ class XlaBackend(RuntimeMemory, Backend):
         spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.dim() - 1)))
         return tensor
 
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """See `Backend`; rows that the number of devices does not divide are filled up."""
+        from torch_xla.distributed import spmd
+
+        mesh = spmd.get_global_mesh()
+        if mesh is None:
+            return
+        self.synchronize()
+        for tensor in tensors:
+            spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.dim() - 1)))
+
     def step_end(self) -> None:
         """See `Backend`; the host does not wait for what it gives."""
         import torch_xla

@@ -59,7 +59,7 @@ def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     model = load_model(str(student), device=config.device, dtype="fp32")
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
-        to_latent(model.model, names)
+        to_latent(model.model, names, is_spread=config.shard_latents)
     by_kind = learnable(model.model, names, config.kinds)
     optimizer = Optimizer(model.model, by_kind, config)
     cache, run = TeacherCache.open(config.cache_dir), Run(out)

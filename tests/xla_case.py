@@ -15,7 +15,9 @@ from train_case import config, make_trainer
 
 from qat.backend import select
 from qat.backend_xla import XlaBackend
+from qat.data.batch import Batch
 from qat.models.checkpoint import save_checkpoint
+from qat.train.loop import Trainer
 
 STEPS = 20
 
@@ -49,9 +51,7 @@ def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: ob
     compiles, executions, fallbacks = _counts(xla)
     losses = []
     for step in range(steps):
-        rows = range(settings.grad_accum_steps)
-        parts = [trainer.cache.batch(np.arange(4) + 4 * row + step % 5) for row in rows]
-        result = trainer.take_step(parts, step)
+        result = trainer.take_step(batches_of(trainer, step), step)
         loss, valid = trainer.backend.read([result.sums["loss"], result.valid_tokens])
         losses.append(loss / valid)
     xla.synchronize()
@@ -60,20 +60,32 @@ def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: ob
     return Course(losses, now[0] - compiles, now[1] - executions, new)
 
 
+def batches_of(trainer: Trainer, step: int) -> list[Batch]:
+    """The micro-batches of a step."""
+    rows = range(trainer.config.grad_accum_steps)
+    return [trainer.cache.batch(np.arange(4) + 4 * row + step % 5) for row in rows]
+
+
 def _counts(xla: XlaBackend) -> tuple[int, int, dict[str, int]]:
     return xla.compile_count(), xla.execution_count(), xla.host_fallbacks()
 
 
 def over_devices(count: int, place: Path, out: Path) -> Course:
     """The default course over virtual devices, in a process of its own."""
+    return Course(**told_by(Path(__file__), place, out, devices=count))
+
+
+def told_by(script: Path, place: Path, out: Path, *, devices: int) -> dict:
+    """What a script of ours prints last, over virtual devices."""
     told = subprocess.run(
-        [sys.executable, __file__, place, out],
-        env={**os.environ, "CPU_NUM_DEVICES": str(count)},
+        [sys.executable, script, place, out],
+        env={**os.environ, "CPU_NUM_DEVICES": str(devices)},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    return Course(**json.loads(told.stdout.splitlines()[-1]))
+    assert told.returncode == 0, told.stderr[-4000:]
+    return json.loads(told.stdout.splitlines()[-1])
 
 
 def largest_difference(ours: Course, theirs: Course) -> float:

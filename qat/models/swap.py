@@ -88,12 +88,15 @@ def to_frozen(model: nn.Module) -> None:
             replace_module(model, name, frozen.train(module.training))
 
 
-def to_latent(model: nn.Module, names: list[str], ranks: Ranks = ALONE) -> None:
+def to_latent(
+    model: nn.Module, names: list[str], ranks: Ranks = ALONE, *, is_spread: bool = False
+) -> None:
     """Replace the `FrozenLutLinear` called `names` by `LutLinear` without changing the function.
 
     Each latent weight starts at the quantized value itself: in the middle of its cell, where noise
     flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md).
     Each of several `ranks` keeps some of its rows (`ShardedLutLinear`); they exchange nothing here.
+    With `is_spread` so does each device, where the process has several.
 
     Raises:
         CheckpointError: two levels of a codebook are too close to choose between.
@@ -113,4 +116,6 @@ def to_latent(model: nn.Module, names: list[str], ranks: Ranks = ALONE) -> None:
         if ranks.size > 1:
             latent = ShardedLutLinear(*made_of, ranks=ranks)
             latent.set_lora(frozen.lora())
+        if is_spread:
+            on(latent.codebook.device).spread([latent.weight])
         replace_module(model, name, latent.train(frozen.training))

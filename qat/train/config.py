@@ -149,7 +149,8 @@ class TrainConfig(StepConfig):
     """Sequences in one optimizer step over all ranks; 0 is batch_size x grad_accum_steps x ranks,
     else grad_accum_steps follows from it."""
     shard_latents: bool = False
-    """Divide latent weights, their gradients and moments over the ranks: each holds its rows."""
+    """Divide latent weights, their gradients and moments over the ranks, or over the XLA devices of
+    one process: each holds its rows."""
     price_per_hour: float = Field(0.0, ge=0)
     """What one device costs an hour, for the prediction."""
     stall_s: float = Field(600.0, gt=0)

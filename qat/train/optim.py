@@ -129,6 +129,14 @@ class Optimizer:
         self._movers = self._choose_movers(by_kind)
         if state:
             self._load(state)
+            if config.shard_latents:
+                self._spread_moments(by_kind["weights"])
+
+    def _spread_moments(self, latents: list[str]) -> None:
+        """Let moments that were read lie as the weights do; those of a first step follow them."""
+        held = self._state().items()
+        names = {f"{key}.{name}" for name in latents for key in ("exp_avg", "exp_avg_sq")}
+        backend.on(self._device).spread([tensor for name, tensor in held if name in names])
 
     def _choose_movers(self, by_kind: dict[str, list[str]]) -> list[Mover]:
         """One for the latent weights if they are kept in a way of their own, one for the rest."""

@@ -248,7 +248,8 @@ def _prepare(
     backend = backends.select(config.device)
     names = linears_in_scope(model.model, config.scope, config.kinds)
     if "weights" in config.kinds:
-        to_latent(model.model, names, ranks if config.shard_latents else ALONE)
+        sharers = ranks if config.shard_latents else ALONE
+        to_latent(model.model, names, sharers, is_spread=config.shard_latents)
     if "lora" in config.kinds:
         add_adapters(model.model, names, config.lora_rank, config.seed)
     by_kind = learnable(model.model, names, config.kinds)
