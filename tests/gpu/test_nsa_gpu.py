@@ -18,8 +18,8 @@ from qat.kernels.nsa.select import pool, select
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = 4e-3
-"""Of the norm of the exact result, in bfloat16."""
+WORSE, SLACK = 1.25, 5e-4
+"""What a kernel may err by beside plain PyTorch in bfloat16, of the norm of the exact result."""
 LEARNED = ("query", "key", "value", "gates")
 CASES = {
     "nsa": (dict(num_selected=4, window=300), (4, 2), 1000, False),
@@ -59,7 +59,7 @@ def results(attend: Callable[[Inputs], Tensor], inputs: Inputs, config: NSAConfi
     pooled_value = None if config.mode == "merged" else pool(learned["value"], config)
     out = attend(inputs._replace(**learned, pooled_key=pooled, pooled_value=pooled_value))
     torch.manual_seed(1)
-    weights = torch.randn(out.shape).to(out)
+    weights = torch.randn(out.shape).bfloat16().to(out)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), [*learned.values()])]
 
 
@@ -69,11 +69,24 @@ def wide(inputs: Inputs) -> Inputs:
     )
 
 
-def assert_close(found: list[Tensor], exact: list[Tensor]) -> None:
-    for one, other in zip(found, exact, strict=True):
-        assert one.isfinite().all()
-        error = (one.float() - other).norm() / other.norm()
-        assert error < TOLERANCE, f"{error:.2g}"
+def assert_near(
+    attend: Callable[[Inputs], Tensor], inputs: Inputs, config: NSAConfig, selection: Tensor
+) -> None:
+    """No further from float32 than plain PyTorch in the working dtype is, gradients too."""
+
+    def plain(inputs: Inputs) -> Tensor:
+        return reference.attend(inputs, selection, config)
+
+    exact = results(plain, wide(inputs), config)
+    ours, theirs = (results(way, inputs, config) for way in (attend, plain))
+    for name, *tensors in zip(("out", *LEARNED), ours, theirs, exact, strict=False):
+        mine, other = (distance(tensor, tensors[2]) for tensor in tensors[:2])
+        assert tensors[0].isfinite().all()
+        assert mine <= WORSE * other + SLACK, f"{name}: {mine:.2g}, plain PyTorch {other:.2g}"
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    return ((found.float() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,13 +95,11 @@ def test_flex_is_the_reference(name: str) -> None:
     config = NSAConfig(**sizes)
     inputs = made(config, heads, S, is_packed=is_packed)
     selection = select(inputs, config)
-    found = results(lambda i: flex.attend(i, config, selection), inputs, config)
-    exact = results(lambda i: reference.attend(i, selection, config), wide(inputs), config)
-    assert_close(found, exact)
+    assert_near(lambda i: flex.attend(i, config, selection), inputs, config, selection)
 
 
 def test_flex_inside_another_graph_and_recomputed() -> None:
-    config = NSAConfig(num_selected=4, window=300)
+    config = NSAConfig(num_selected=8, window=300)  # all blocks, for near ties may be rounded apart
     inputs = made(config, (4, 2), 1000, is_packed=False)
 
     def layer(inputs: Inputs) -> Tensor:
@@ -96,8 +107,7 @@ def test_flex_inside_another_graph_and_recomputed() -> None:
         assert route.backend == "flex"
         return checkpoint(router.attend, inputs, config, route, use_reentrant=False)
 
-    found = results(torch.compile(layer, fullgraph=True), inputs, config)
-    assert_close(found, results(lambda i: flex.attend(i, config), wide(inputs), config))
+    assert_near(torch.compile(layer, fullgraph=True), inputs, config, select(inputs, config))
 
 
 def test_the_future_does_not_show() -> None:
@@ -138,9 +148,7 @@ def test_fla_is_the_reference() -> None:
     config = NSAConfig(mode="sigmoid", select_block=64, num_selected=4, select_tile=1, window=128)
     inputs = made(config, (32, 2), 500, is_packed=False)
     selection = select(inputs, config)
-    found = results(lambda i: fla.attend(i, config, selection), inputs, config)
-    exact = results(lambda i: reference.attend(i, selection, config), wide(inputs), config)
-    assert_close(found, exact)
+    assert_near(lambda i: fla.attend(i, config, selection), inputs, config, selection)
 
 
 def test_the_bench_times_flex_and_decoding(tmp_path: Path) -> None:
