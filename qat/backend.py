@@ -157,6 +157,10 @@ class Backend(Compiling):
         """
         return tensor
 
+    def divisions(self) -> int:
+        """Over how many devices `divided` shares rows out."""
+        return 1
+
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Divide the rows of tensors over the process's devices, if it has several; waits for them.
 

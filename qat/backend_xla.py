@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.backend import Backend
+from qat.backend import Backend, launched
 from qat.compiling import Graphs, Teller
 from qat.copying import Copying
 from qat.device_memory import RuntimeMemory
 from qat.errors import ConfigError
-from qat.libtpu import ask_nobody_without_a_tpu
+from qat.libtpu import ask_nobody_without_a_tpu, take_one_chip
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ def open_backend() -> "XlaBackend":
     # else a number that happens to be 0 or 1, such as a learning rate, makes another graph
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     ask_nobody_without_a_tpu()
+    if launched().world > 1:
+        take_one_chip(launched().local_rank)
     import torch_xla
 
     _share_devices()
@@ -212,30 +214,35 @@ class XlaBackend(RuntimeMemory, Backend):
         Raises:
             ConfigError: it does not.
         """
-        from torch_xla.distributed import spmd
-
-        mesh = spmd.get_global_mesh()
-        if mesh is None or tensor.numel() == 0:
+        count = self.divisions()
+        if count == 1 or tensor.numel() == 0:
             return tensor
-        count = mesh.size()
         if tensor.shape[0] % count:
             raise ConfigError(
                 f"{tensor.shape[0]} sequences in a batch, expected a multiple of the {count} XLA "
                 "devices; choose another --batch-size"
             )
-        spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.dim() - 1)))
+        _share_rows(tensor)
         return tensor
+
+    def divisions(self) -> int:
+        """See `Backend`."""
+        from torch_xla.distributed import spmd
+
+        mesh = spmd.get_global_mesh()
+        return 1 if mesh is None else mesh.size()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """See `Backend`; rows that the number of devices does not divide are filled up."""
         from torch_xla.distributed import spmd
 
-        mesh = spmd.get_global_mesh()
-        if mesh is None:
+        if self.divisions() == 1:
             return
         self.synchronize()
         for tensor in tensors:
-            spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.dim() - 1)))
+            spmd.mark_sharding(
+                tensor, spmd.get_global_mesh(), ("data", *[None] * (tensor.dim() - 1))
+            )
 
     def step_end(self) -> None:
         """See `Backend`; the host does not wait for what it gives."""
@@ -352,6 +359,13 @@ class XlaBackend(RuntimeMemory, Backend):
 
         names = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return {name: metrics.counter_value(name) for name in names if name not in HOST_READS}
+
+
+def _share_rows(tensor: Tensor) -> None:
+    from torch_xla.distributed import spmd
+
+    rows = ("data", *[None] * (tensor.dim() - 1))
+    spmd.mark_sharding(tensor, spmd.get_global_mesh(), rows)
 
 
 def _metric(name: str) -> tuple[int, float]:

@@ -51,6 +51,16 @@ def ask_nobody_without_a_tpu() -> None:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
+def take_one_chip(number: int) -> None:
+    """Let libtpu see this host's chip `number` alone, as if nobody had others.
+
+    As `torch_xla._internal.tpu.configure_one_chip_topology` does for the first one.
+    """
+    os.environ.setdefault("TPU_VISIBLE_CHIPS", str(number))
+    os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
+    os.environ.setdefault("TPU_PROCESS_BOUNDS", "1,1,1")
+
+
 def before_torch() -> None:
     """Let torch_tpu load with torch only where it can, and where there is a TPU for it."""
     if find_spec("torch_tpu") is None:

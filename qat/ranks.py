@@ -237,8 +237,11 @@ class Rehearsal(Ranks):
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
     """This process among those that the launcher started; `ALONE` without one.
+
+    Ranks that `exchange` nothing but what lies on the hosts may have XLA devices: those of several
+    processes are not made to meet.
 
     Raises:
         ConfigError: the device is not there, or all ranks would take the same one.
@@ -247,7 +250,12 @@ def joined(device: str) -> Iterator[Ranks]:
     if launch.world == 1:
         yield ALONE
         return
-    if device not in {"auto", "cuda", "cpu"}:
+    if device == "xla" and exchange:
+        raise ConfigError(
+            f"device=xla, but {launch.world} ranks would exchange tensors, expected one process; "
+            "start it without the launcher: the XLA devices that it sees share its batches"
+        )
+    if device not in {"auto", "cuda", "cpu", "xla"}:
         raise ConfigError(
             f"device={device}, but {launch.world} ranks need a device each; use --device auto, "
             "cuda or cpu"

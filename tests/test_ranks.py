@@ -122,3 +122,6 @@ def test_under_a_launcher_every_rank_needs_a_device_of_its_own(monkeypatch):
     with pytest.raises(ConfigError, match="device=cuda:0, but 2 ranks need a device each"):
         with joined("cuda:0"):
             pass
+    with pytest.raises(ConfigError, match="device=xla, but 2 ranks would exchange tensors"):
+        with joined("xla"):
+            pass

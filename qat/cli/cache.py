@@ -38,7 +38,7 @@ def cache(
     from qat.ranks import joined
 
     session = select(config.device).session(config.xla_cache_dir)
-    with session, joined(config.device) as ranks:
+    with session, joined(config.device, exchange=False) as ranks:
         source = open_shared(config, ranks)
         out = out or CACHES / suggested_name(config, source)
         manifest = build_teacher_cache(config, source, out, ranks=ranks)

@@ -48,17 +48,18 @@ def make_plan(
 ) -> Plan:
     """The plan for a device: batches of at most `batch_size`, or of what keeps it busy if 0.
 
-    A shard's batches are equally large but for rounding.
+    A shard's batches are equally large but for rounding; several devices get as many rows each.
     """
     backend = on(teacher.device)
     limit = batch_size or max(1, backend.tokens_at_once() // settings.sequence_length)
     num_batches = -(-settings.shard_size // limit)
+    unit = backend.divisions()
     chunk = max(1, backend.logits_at_once() // vocab_size)
     return Plan(
         teacher=teacher,
         settings=settings,
         vocab_size=vocab_size,
-        batch_size=-(-settings.shard_size // num_batches),
+        batch_size=-(-settings.shard_size // num_batches // unit) * unit,
         chunk=2 ** (chunk.bit_length() - 1),
         fills_up=backend.compiles() or backend.fixed_shapes(),
     )

@@ -86,7 +86,8 @@ def ask(
     logits, the request's stream and `first_place + i`, on nothing that ran before.
     """
     backend = on(teacher.device)
-    hidden = teacher.hidden(backend.to_device(tokens), backend.to_device(positions))
+    asked = (backend.divided(backend.to_device(tensor)) for tensor in (tokens, positions))
+    hidden = teacher.hidden(*asked)
     # not as a number: XLA takes equal numbers for one, which makes another graph
     first = backend.to_device(torch.tensor([first_place]))
     tops, draws, is_sound, place = [], [], [], 0
