@@ -121,6 +121,9 @@ class Trainer:
                 self._evaluate(metrics)
         else:
             pulse.event("resumed", step=self.step, world_size=self.ranks.size)
+            if self.step == self.config.max_steps and math.isinf(self.best):
+                with pulse.pause():  # the best was lost, and no step is left to seek it anew
+                    self._evaluate(metrics)
         for name in self.skipped:
             pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 

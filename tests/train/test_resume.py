@@ -156,6 +156,16 @@ def test_a_damaged_best_one(place: Path, out: Path, caplog) -> None:
     assert Run(out).pointed("best").name == "step-000006" and report.best < 10
 
 
+def test_a_damaged_best_one_of_a_run_that_is_over(place: Path, out: Path) -> None:
+    done = Run(out)
+    run(place, out, resume=True)
+    done.point("best", done.checkpoint_path(5))
+    flip(out / "checkpoints/step-000005/model.safetensors")
+    report = run(place, out, resume=True)
+    assert report.best < 10 and f"_{report.best:.2f}_" in report.final.name
+    assert done.pointed("best").name == "step-000006"
+
+
 def test_other_micro_batches_at_an_equal_global_batch(place: Path, whole, out: Path) -> None:
     report = run(place, out, resume=True, batch_size=2, grad_accum_steps=2)
     lines = read_json_lines(out / "metrics.jsonl")
