@@ -26,6 +26,7 @@ from qat.copying import Copying
 from qat.device_memory import RuntimeMemory
 from qat.errors import ConfigError
 from qat.libtpu import ask_nobody_without_a_tpu, take_one_chip
+from qat.xla_mesh import XlaMesh, share_devices
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +53,11 @@ def open_backend() -> "XlaBackend":
         take_one_chip(launched().local_rank)
     import torch_xla
 
-    _share_devices()
+    share_devices()
     device = torch_xla.device()
     # float32 means float32, also where units multiply in bfloat16
     torch_xla._XLAC._xla_set_mat_mul_precision("highest")
     return XlaBackend(device)
-
-
-def _share_devices() -> None:
-    """Let several devices work on one batch: the compiler divides what the program says once."""
-    from torch_xla import runtime
-    from torch_xla.distributed import spmd
-
-    count = runtime.global_runtime_device_count()
-    if count == 1:
-        return
-    runtime.use_spmd()
-    spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
 
 
 def backend_on(device: torch.device) -> "XlaBackend":
@@ -90,7 +79,7 @@ def _check_versions() -> None:
 
 
 @dataclass(frozen=True)
-class XlaBackend(RuntimeMemory, Backend):
+class XlaBackend(RuntimeMemory, XlaMesh, Backend):
     """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
 
     @contextmanager
@@ -208,42 +197,6 @@ class XlaBackend(RuntimeMemory, Backend):
         """See `Backend`: with barriers, else the compiler joins the recomputation again."""
         return _recomputed
 
-    def divided(self, tensor: Tensor) -> Tensor:
-        """See `Backend`: over all devices if there are several, whose number divides the rows.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        count = self.divisions()
-        if count == 1 or tensor.numel() == 0:
-            return tensor
-        if tensor.shape[0] % count:
-            raise ConfigError(
-                f"{tensor.shape[0]} sequences in a batch, expected a multiple of the {count} XLA "
-                "devices; choose another --batch-size"
-            )
-        _share_rows(tensor)
-        return tensor
-
-    def divisions(self) -> int:
-        """See `Backend`."""
-        from torch_xla.distributed import spmd
-
-        mesh = spmd.get_global_mesh()
-        return 1 if mesh is None else mesh.size()
-
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        """See `Backend`; rows that the number of devices does not divide are filled up."""
-        from torch_xla.distributed import spmd
-
-        if self.divisions() == 1:
-            return
-        self.synchronize()
-        for tensor in tensors:
-            spmd.mark_sharding(
-                tensor, spmd.get_global_mesh(), ("data", *[None] * (tensor.dim() - 1))
-            )
-
     def step_end(self) -> None:
         """See `Backend`; the host does not wait for what it gives."""
         import torch_xla
@@ -359,13 +312,6 @@ class XlaBackend(RuntimeMemory, Backend):
 
         names = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return {name: metrics.counter_value(name) for name in names if name not in HOST_READS}
-
-
-def _share_rows(tensor: Tensor) -> None:
-    from torch_xla.distributed import spmd
-
-    rows = ("data", *[None] * (tensor.dim() - 1))
-    spmd.mark_sharding(tensor, spmd.get_global_mesh(), rows)
 
 
 def _metric(name: str) -> tuple[int, float]:
