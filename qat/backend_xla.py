@@ -142,7 +142,7 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
         """See `Backend`."""
         return {
             "xla_compiles": self.compile_count(),
-            "xla_compile_s": _metric("CompileTime")[1] / 1e9,
+            "xla_compile_s": self.compile_seconds(),
             "xla_executions": self.execution_count(),
             "xla_kept_graphs": _counter("PersistentCacheHit"),
             "host_fallbacks": self.host_fallbacks(),
@@ -301,6 +301,10 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
     def compile_count(self) -> int:
         """See `Backend`."""
         return _metric("CompileTime")[0]
+
+    def compile_seconds(self) -> float:
+        """See `Backend`."""
+        return _metric("CompileTime")[1] / 1e9
 
     def execution_count(self) -> int:
         """Graphs executed so far in this process."""

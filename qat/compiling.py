@@ -48,6 +48,10 @@ class Compiling(DeviceMemory):
         """Graphs compiled so far in this process; 0 where work need not be compiled."""
         return 0
 
+    def compile_seconds(self) -> float:
+        """What these took."""
+        return 0.0
+
     def host_fallbacks(self) -> dict[str, int]:
         """Operators that the device lacks and the host computed, and how often, in this process."""
         return {}
@@ -143,22 +147,18 @@ class Teller:
 
 
 class Steadiness:
-    """Refuses steps each of which compiles a graph of its own.
+    """Refuses steps each of which compiles a graph of its own."""
 
-    Args:
-        count: graphs compiled so far.
-        fallbacks: names of operators that the host computed in the compiler's place.
-    """
-
-    def __init__(self, count: Callable[[], int], fallbacks: Callable[[], dict[str, int]]) -> None:
-        self._count = count
-        self._fallbacks = fallbacks
+    def __init__(self, device: Compiling) -> None:
+        self._device = device
         self._in_a_row = 0
         self._is_settled = False
         self.compiled = 0
         """Graphs that were compiled in steps."""
         self.anew = 0
         """Of these, those that came after a step without."""
+        self.compile_s = 0.0
+        """What the graphs took."""
 
     @contextmanager
     def step(self, shape: tuple[int, ...]) -> Iterator[None]:
@@ -167,9 +167,11 @@ class Steadiness:
         Raises:
             ConfigError: this was one step too many that compiled.
         """
-        before = self._count()
+        device = self._device
+        before, before_s = device.compile_count(), device.compile_seconds()
         yield
-        new = self._count() - before
+        new = device.compile_count() - before
+        self.compile_s += device.compile_seconds() - before_s
         self.compiled += new
         self.anew += new * self._is_settled
         self._is_settled |= new == 0
@@ -177,8 +179,13 @@ class Steadiness:
         if self._in_a_row > MOST_IN_A_ROW:
             raise ConfigError(self._complaint(shape))
 
+    def facts(self) -> dict[str, object]:
+        """For records: what compiling the steps took, and the device's counts, if it has any."""
+        counts = self._device.counts()
+        return {"step_compile_s": self.compile_s, **counts} if counts else {}
+
     def _complaint(self, shape: tuple[int, ...]) -> str:
-        names = ", ".join(self._fallbacks())
+        names = ", ".join(self._device.host_fallbacks())
         ran = f", with {names} on the host" if names else ""
         return (
             f"each of the last {self._in_a_row} steps compiled a graph of its own (the last over "

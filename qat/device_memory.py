@@ -165,16 +165,15 @@ class RuntimeMemory(DeviceMemory):
         return None if told is None else told["bytes_limit"] / GIB
 
     def limit_memory(self, gib: float) -> AbstractContextManager[float]:
-        """See `DeviceMemory`; for a CPU alone.
+        """See `DeviceMemory`; nothing sets one here, and on a CPU the compiler would crash at it.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: always.
         """
-        if self.is_host():
-            return HOST.limit_memory(gib)
         raise ConfigError(
-            f"memory_limit={gib:.4g}GiB, but no limit can be set on {self.name()}; ask what fits "
-            "with --plan, such as --plan v6e --memory-limit 16GiB"
+            f"memory_limit={gib:.4g}GiB, but no limit can be set on {self.name()}, nor a search "
+            "stay within it there; ask what fits with --plan, such as --plan v6e --memory-limit "
+            "16GiB"
         )
 
     def overcommits(self) -> bool:

@@ -39,11 +39,15 @@ Facts = dict[str, object]
 
 
 class Watched:
-    """A subject whose second step (or the only one before the clock) is looked into."""
+    """A subject whose second step (or the only one before the clock) is looked into.
 
-    def __init__(self, subject: Subject, warmup: int) -> None:
+    Not where operators only record (`looks` is false): each tensor that a profiler holds would
+    become a result, and the step another graph.
+    """
+
+    def __init__(self, subject: Subject, warmup: int, *, looks: bool = True) -> None:
         self._subject = subject
-        self._looks_at = min(1, warmup - 1)
+        self._looks_at = min(1, warmup - 1) if looks else None
         self._calls = 0
         self._seen: Facts = {}
         self._taken, self._compiled, self._recomputed = _counters()
@@ -119,6 +123,8 @@ def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
         _other_dtype(wished, effective),
         _not_recomputed(wished, effective),
     ]
+    for name, count in effective.get("host_fallbacks", {}).items():
+        found.append(f"operator {name} ran on the host, {count} times")
     if effective["graph_breaks"]:
         found.append(f"the compiler gave up at {effective['graph_breaks']} places")
     if backend.device.type == "cuda" and MATH in effective.get("attention", ()):

@@ -176,6 +176,8 @@ def _findings(report: "BenchReport") -> list[str]:
         f"data: {timed[0]['data']}; ready after {report.load_s:.1f} s, compiling and warming up "
         f"took {sum(row['warmup_s'] for row in timed):.1f} s more, both outside the clock"
     ]
+    if compiled := [row["step_compile_s"] for row in timed if "step_compile_s" in row]:
+        lines.append(f"compiling the steps alone took {sum(compiled):.1f} s")
     for row in timed:
         lines += [f"batch {row['batch_size']}: {word}" for word in row["fallbacks"]]
     if report.fit:

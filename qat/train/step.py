@@ -95,7 +95,7 @@ class TrainingStep:
         self._taken = 0
         self.trouble: Tensor | float = 0.0
         """NaN once any gradient norm was not finite, else 0; stays on the device."""
-        self._steadiness = Steadiness(self.backend.compile_count, self.backend.host_fallbacks)
+        self._steadiness = Steadiness(self.backend)
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self._is_stop_agreed = False
         self._graph: _Graph | None = None
@@ -228,7 +228,7 @@ class TrainingStep:
             "recompiles": found.recompiles - self._before.recompiles + self._steadiness.anew,
             "cuda_graph": self._graph is not None,
             "fallback": self.fallback,
-            **self.backend.counts(),
+            **self._steadiness.facts(),
         }
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def _compiler(beats: list[dict]) -> dict[str, float]:
     if not last:
         return {}
     fallbacks = sum((Counter(beat["host_fallbacks"]) for beat in last), Counter())
-    names = ("xla_compiles", "xla_compile_s", "xla_executions")
+    names = ("xla_compiles", "xla_compile_s", "step_compile_s", "xla_executions")
     return {n: sum(beat[n] for beat in last) for n in names} | {"host_fallbacks": dict(fallbacks)}
 
 
