@@ -28,12 +28,19 @@ METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
 
 
 class Book:
-    """Which storages are the device's, which of them are pending, and who asked for what."""
+    """Which storages are the device's, which of them are pending, and who asked for what.
+
+    What operators over which shapes were recorded between two ends is a graph; one that was not
+    seen before must be compiled.
+    """
 
     def __init__(self) -> None:
+        self._graph: list[tuple] = []
+        self._known: set[int] = set()
         self._held: dict[int, StorageWeakRef] = {}
         self._pending: set[int] = set()
         self.step_ends = 0
+        self.compiles = 0
         self.reads = 0
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -64,9 +71,17 @@ class Book:
         self._pending.discard(_key(copy).cdata)
         return copy
 
+    def record(self, operator: object, inputs: Iterable[Tensor]) -> None:
+        """This was asked of the device."""
+        self._graph.append((str(operator), *((*t.shape, str(t.dtype)) for t in inputs)))
+
     def end(self) -> None:
         self.step_ends += 1
         self._pending.clear()
+        graph = hash(tuple(self._graph))
+        self.compiles += bool(self._graph) and graph not in self._known
+        self._known.add(graph)
+        self._graph.clear()
 
 
 def _key(tensor: Tensor) -> StorageWeakRef:
@@ -92,6 +107,8 @@ class _Operators(TorchDispatchMode):
         is_missing = kind in MISSING or func is aten.view.dtype
         assert not (is_device and is_missing), f"{func} is missing"
         out = func(*args, **(kwargs or {}))
+        if is_device:
+            self._book.record(func, inputs)
         self._book.note(_tensors(out), is_device=is_device)
         return out
 
@@ -127,6 +144,9 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
             book.end()
             copies, copying = super().copied_to_host(tensors)
             return {name: book.on_host(copy.clone()) for name, copy in copies.items()}, copying
+
+        def compile_count(self) -> int:
+            return book.compiles
 
         def fixed_shapes(self) -> bool:
             return True

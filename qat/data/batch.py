@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 NO_LABEL = -100
 
@@ -36,3 +37,9 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+
+    def filled(self, sequences: int, length: int) -> "Batch":
+        """The same batch with rows and positions that do not count, up to these numbers of them."""
+        B, S = self.mask.shape
+        more = (0, max(0, length - S), 0, max(0, sequences - B))
+        return Batch(*(pad(tensor, (0,) * 2 * (tensor.dim() - 2) + more) for tensor in self))

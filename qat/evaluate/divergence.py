@@ -70,7 +70,7 @@ def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Diver
     """
     totals: Counter[str] = Counter()
     with judging(student):
-        for batch in batches:
+        for batch in _of_one_shape(batches, student.device):
             _add(totals, _cached_sums(student, batch), student.device)
     num_tokens = _num_tokens(totals)
 
@@ -101,7 +101,7 @@ def exact_divergence(
     """
     totals: Counter[str] = Counter()
     with judging(student), judging(teacher):
-        for batch in batches:
+        for batch in _of_one_shape(batches, student.device):
             _add(totals, _exact_sums(student, teacher, batch), student.device)
     num_tokens = _num_tokens(totals)
     return ExactDivergence(
@@ -123,6 +123,17 @@ def judging(model: LanguageModel) -> Iterator[None]:
             yield
     finally:
         model.model.train(was_training)
+
+
+def _of_one_shape(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches; where shapes should not vary, smaller ones are filled up to the first."""
+    if not on(device).fixed_shapes():
+        yield from batches
+        return
+    shape = None
+    for batch in batches:
+        shape = shape or tuple(batch.mask.shape)
+        yield batch.filled(*shape)
 
 
 def _cached_sums(student: LanguageModel, batch: Batch) -> list[dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qat.backend import select
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import judging
@@ -28,6 +29,11 @@ class Tasks:
         Raises:
             ConfigError: lm-eval is not installed, or knows no such task.
         """
+        if select(config.device).fixed_shapes():
+            raise ConfigError(
+                f"tasks={config.tasks}, but device={config.device} compiles a model anew for each "
+                "length, and every question has its own; use --device cpu or cuda"
+            )
         if find_spec("lm_eval") is None:
             raise ConfigError(
                 "--tasks, but the library lm-eval is not installed; expected it beside qat; pip "

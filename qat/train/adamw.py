@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from qat.backend import on
+from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.train.config import TrainConfig
 
@@ -132,6 +134,11 @@ class StochasticAdamW:
         self._betas = BETA1, config.beta2
         parameters = [learner.parameter for learner in learners.values()]
         device = parameters[0].device
+        if on(device).compares():
+            raise ConfigError(
+                f"latent_dtype=bf16, but device={device.type} cannot look at the bits of floats, "
+                "by which such weights are rounded; use --latent-dtype fp32"
+            )
         self._count = torch.zeros((), device=device)
         self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
         self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]

@@ -90,6 +90,7 @@ def test_strict_fails_a_bench_in_which_something_else_ran(tmp_path, monkeypatch)
         ({"dtype": "bf16"}, {}, "dtype=bf16 multiplied in fp32 100%"),
         ({"gradient_checkpointing": True}, {}, "recomputed no layer"),
         ({}, {"graph_breaks": 3}, "gave up at 3 places"),
+        ({}, {"host_fallbacks": {"aten::nonzero": 2}}, "aten::nonzero ran on the host, 2 times"),
     ],
 )
 def test_what_ran_instead_is_named(asked: dict, ran: dict, words: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
+from qat.backend import Backend
 from qat.errors import ConfigError, DataError
 from qat.evaluate.perplexity import text_perplexity
 from qat.evaluate.text import Text, read_text, text_batches, windows
@@ -97,3 +98,24 @@ def test_read_text_refuses(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match="holds 0 tokens"):
         read_text(tmp_path / "empty.txt", tiny_tokenizer())
+
+
+def test_one_shape_is_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = LanguageModel(tiny_model(initializer_range=0.3)), set()
+    text = Text(torch.randint(VOCAB, (50,)), num_bytes=100)
+    sizes = {"context": 16, "stride": 8, "batch_size": 2}
+    expected = text_perplexity(model, text, **sizes)
+    real = model.hidden
+
+    def hidden(ids: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+        seen.add(tuple(ids.shape))
+        return real(ids, *rest, **named)
+
+    monkeypatch.setattr(model, "hidden", hidden)
+    text_perplexity(model, text, **sizes)
+    assert len(seen) == 3  # a batch of one window, and the shorter last one
+    seen.clear()
+    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    actual = text_perplexity(model, text, **sizes)
+    assert seen == {(2, 16)} and actual.num_tokens == expected.num_tokens
+    assert actual.nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-6)

@@ -46,6 +46,12 @@ def test_a_calm_run_is_healthy(calm: Run) -> None:
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
 
 
+def test_operators_of_an_xla_run_that_the_host_computed_are_named(calm: Run) -> None:
+    assert answer(with_beats(calm, lambda _: {"host_fallbacks": {}}), "on the host").state == "ok"
+    slow = with_beats(calm, lambda _: {"host_fallbacks": {"aten::bucketize": 3}})
+    assert answer(slow, "on the host") == Check("on the host", "look", "aten::bucketize", "nothing")
+
+
 def with_layers(run: Run, **changes: object) -> Run:
     """The run with two layers of sparse attention, the second one changed."""
     gates = {"compressed_frac": 0.1, "selected_frac": 0.7, "window_frac": 0.2}

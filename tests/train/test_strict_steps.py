@@ -10,6 +10,9 @@ from strict_backend import Book, inside, make_strict
 from train_case import config, make_place, make_trainer
 
 from qat.data.reader import TeacherCache
+from qat.errors import ConfigError
+from qat.evaluate.config import EvalConfig
+from qat.evaluate.tasks import Tasks
 from qat.logs import read_json_lines
 from qat.train.loop import Trainer
 
@@ -48,9 +51,24 @@ def test_a_step_reads_nothing(
     trainer = trainer_of(place, tmp_path, loss=losses, learn=learn, gradient_checkpointing=True)
     parts = [trainer.cache.batch(np.arange(4) + start) for start in (0, 4)]
     with inside(strict, trainer.student.model):
-        for step in range(2):
+        for step in range(3):
             trainer.take_step(parts, step)
-    assert (strict.step_ends, strict.reads) == (2, 0)
+    assert (strict.step_ends, strict.reads, strict.compiles) == (3, 0, 2)
+
+
+def test_a_length_for_each_step_is_refused(place: Path, tmp_path: Path, strict: Book) -> None:
+    trainer = trainer_of(place, tmp_path)
+    with inside(strict, trainer.student.model), pytest.raises(ConfigError, match="last 5 steps"):
+        for step in range(6):
+            trainer.take_step([trainer.cache.batch(np.arange(step + 1))], step)
+    assert strict.step_ends == 5
+
+
+def test_what_looks_at_bits_is_refused(place: Path, tmp_path: Path, strict: Book) -> None:
+    with pytest.raises(ConfigError, match="latent_dtype=bf16, but device=cpu cannot look at the"):
+        trainer_of(place, tmp_path, latent_dtype="bf16")
+    with pytest.raises(ConfigError, match="tasks=arc_easy, but device=cpu compiles a model anew"):
+        Tasks(EvalConfig(tasks="arc_easy", device="cpu"))
 
 
 def test_a_run_reads_after_ends_of_steps_alone(
