@@ -98,7 +98,8 @@ class TorchAdamW:
         for p, *_ in self._learners.values():
             if not self._adamw.state[p]:
                 step = torch.zeros((), device=p.device if self._counts_there else "cpu")
-                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                # computed of the weight, they lie as it does where devices share it
+                moments = {name: (p.detach() * 0.0).abs() for name in ("exp_avg", "exp_avg_sq")}
                 self._adamw.state[p] = {"step": step, **moments}
 
     def state(self) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -233,15 +234,12 @@ class Optimizer:
         here = backend.on(self._device)
         for mover in self._movers:
             mover.begin()
-        undo = here.undoing(self.parameters.values())
-        moments = {key: t for mover in self._movers for key, t in mover.state().items()}
-        kept, _ = here.copied_to_host(moments)
+        moments = (mover.state().values() for mover in self._movers)
+        undo = here.undoing([*self.parameters.values(), *chain.from_iterable(moments)])
         try:
             yield
         finally:
             undo()
-            for mover in self._movers:
-                mover.load(kept)
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""
