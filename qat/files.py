@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qat.errors import ConfigError
+from qat.folders import parents_of
 
 MEND = "remove it or choose another --out"
 
@@ -27,17 +28,17 @@ def whole_directory(
         place: where it is filled, on the same disk as `out`; by default beside it.
         root: which directory of the filled one becomes `out`.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
-    try:
-        yield partial
-        for path in [*partial.rglob("*"), partial]:
-            # mkdtemp makes directories private, and safetensors files
-            path.chmod(allowed(0o777 if path.is_dir() else 0o666))
-            sync(path)
-        _put_in_place(root(partial), out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with parents_of(out):
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
+        try:
+            yield partial
+            for path in [*partial.rglob("*"), partial]:
+                # mkdtemp makes directories private, and safetensors files
+                path.chmod(allowed(0o777 if path.is_dir() else 0o666))
+                sync(path)
+            _put_in_place(root(partial), out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:

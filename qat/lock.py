@@ -6,11 +6,12 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from qat.errors import ConfigError
+from qat.folders import parents_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +29,23 @@ def held(out: Path) -> Iterator[None]:
         ConfigError: another process has it, or it cannot be written.
     """
     path = out.absolute().parent / f".{out.absolute().name}.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
-        descriptor = _locked(path, out)
-    except OSError as error:
-        raise ConfigError(
-            f"out={out} cannot be written ({error.strerror}: {error.filename or path}), expected "
-            "a directory of yours in a directory of yours; choose another --out or change who may "
-            "write there"
-        ) from None
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(parents_of(path))
+            if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
+            descriptor = _locked(path, out)
+        except OSError as error:
+            raise ConfigError(
+                f"out={out} cannot be written ({error.strerror}: {error.filename or path}), "
+                "expected a directory of yours in a directory of yours; choose another --out or "
+                "change who may write there"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def _locked(path: Path, out: Path) -> int:

@@ -4,7 +4,7 @@ import fcntl
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from qat.config import Settings, explain
 from qat.errors import HubError
 from qat.files import check_free, sha256_file
+from qat.folders import parents_of
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
 from qat.hub.files import (
@@ -212,14 +213,16 @@ def _stage(out: Path) -> Iterator[Path]:
         HubError: another process is pulling to `out`, or nothing can be written there.
     """
     stage = out.parent / f".{out.name}.pull"
-    try:
-        stage.mkdir(parents=True, exist_ok=True)
-        lock = (stage / "lock").open("w")
-    except OSError as error:
-        raise HubError(
-            f"{stage}: {error.strerror}; choose an --out below a directory that you may write to"
-        ) from None
-    with lock:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(parents_of(stage))
+            stage.mkdir(exist_ok=True)
+            lock = stack.enter_context((stage / "lock").open("w"))
+        except OSError as error:
+            raise HubError(
+                f"{stage}: {error.strerror}; choose an --out below a directory that you may write "
+                "to"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
