@@ -7,6 +7,7 @@ CPU's and prints what differs. Nothing of this is a TPU: how one computes is not
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 aten = torch.ops.aten
+LOWERED = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
+"""Operators of which autocast lowers the arguments."""
 
 
 class Runtime:
@@ -83,6 +86,15 @@ class Held(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    @property
+    def data(self) -> "Held":
+        return self.detach()
+
+    @data.setter
+    def data(self, other: "Held") -> None:
+        Tensor.data.__set__(self, other)
+        self.cpu_tensor = other.cpu_tensor
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return computed(func, args, kwargs or {})
@@ -123,6 +135,23 @@ def _bare(value: object) -> object:
     return value
 
 
+def _lowered(operator: Callable) -> Callable:
+    """The operator under autocast."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def run(*args: object, **kwargs: object) -> Tensor:
+        lower = torch.get_autocast_dtype("tpu")
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+
+            def cast(value: object) -> object:
+                is_number = isinstance(value, Tensor) and value.is_floating_point()
+                return value.to(lower) if is_number else value
+
+            return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+    return run
+
+
 def install() -> Runtime:
     """Let this process have the device from now on."""
     runtime = Runtime()
@@ -145,9 +174,11 @@ def install() -> Runtime:
         return to
 
     # where PyTorch goes past modes: `torch.tensor(1.0, device="tpu")`
-    for name, made in (("empty.memory_format", empty), ("copy_", copy_)):
-        ours.impl(name, made, "PrivateUse1")
+    ours.impl("empty.memory_format", empty, "PrivateUse1")
     ours.impl("empty_strided", empty_strided, "PrivateUse1")
+    ours.impl("copy_", copy_, "PrivateUse1")
+    for name in LOWERED:
+        ours.impl(name, _lowered(getattr(aten, name)), "AutocastPrivateUse1")
     runtime.kept = (anything, ours)
     return runtime
 
@@ -183,6 +214,8 @@ def compare(place: Path) -> dict[str, object]:
             train_student(settings, student, out / "run", resume=False)
         train_student(settings, student, out / "run", resume=True)
         train_student(settings, student, out / "whole", resume=False)
+        lower = config(place, **values, dtype="bf16")
+        train_student(lower, student, out / "lower", resume=False)
         batch = TeacherCache.open(out / "cache").batch(range(10))
         verdict = judge(str(out / "whole"), EvalConfig(cache_dir=place / "cache", device=device))
         found[device] = {
@@ -190,6 +223,7 @@ def compare(place: Path) -> dict[str, object]:
             "logprobs": batch.topk_logprobs.tolist(),
             "run": read_json_lines(out / "run/metrics.jsonl"),
             "whole": read_json_lines(out / "whole/metrics.jsonl"),
+            "lower": read_json_lines(out / "lower/metrics.jsonl"),
             "verdict": verdict.numbers(),
         }
     return found
