@@ -85,6 +85,13 @@ class Backend(Compiling):
             return False
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
+    def check_optimizer(self, name: str, latent_dtype: str) -> None:
+        """Make sure that latent weights can be kept and moved so over here.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
     @contextmanager
     def matmul_precision(self, name: str) -> Iterator[None]:
         """Let float32 matmuls use TF32 inside the block if the compute dtype is `tf32`."""

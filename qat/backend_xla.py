@@ -175,6 +175,19 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
         """See `Backend`."""
         return True
 
+    def check_optimizer(self, name: str, latent_dtype: str) -> None:
+        """See `Backend`."""
+        if name == "adamw8bit":
+            raise ConfigError(
+                "optimizer=adamw8bit, but torchao's step with moments of 8 bits is not made for "
+                "XLA devices; use --optimizer adamw (and --shard-latents over several devices)"
+            )
+        if latent_dtype == "bf16":
+            raise ConfigError(
+                "latent_dtype=bf16, but XLA devices have no random bits to round its steps by; use "
+                "--latent-dtype fp32 (and --shard-latents over several devices)"
+            )
+
     def matmul_precision(self, name: str) -> nullcontext:
         """See `Backend`: always the highest."""
         return nullcontext()

@@ -9,15 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from cache_case import TOKENIZER, build
-from quantized import SPECS, tiny_quantized
+from cache_case import TOKENIZER, build, texts
+from nsa_train_case import SPARSE
+from quantized import SPECS, frozen_linear, random_weight, tiny_adapted, tiny_quantized
 from train_case import config, make_trainer
+from transformers import PreTrainedModel
 
 from qat.backend import select
 from qat.backend_xla import XlaBackend
 from qat.data.batch import Batch
 from qat.models.checkpoint import save_checkpoint
+from qat.models.load import load_teacher
+from qat.models.nsa_swap import swap_attention
+from qat.models.swap import replace_module
+from qat.models.tables import put_table, table_names, table_spec, weight_shape
 from qat.train.loop import Trainer
+from qat.train.step import TrainingStep
 
 STEPS = 20
 
@@ -26,9 +33,47 @@ def make_short_place(place: Path) -> Path:
     """A cache, and a student of one layer: graphs take seconds to compile."""
     build(place / "cache")
     torch.manual_seed(7)
-    student = tiny_quantized("qwen3", SPECS["lut2"], num_hidden_layers=1)
+    return put_student(place, tiny_quantized("qwen3", SPECS["lut2"], num_hidden_layers=1))
+
+
+def put_student(place: Path, student: PreTrainedModel) -> Path:
+    """The place with this student in it."""
     save_checkpoint(student, TOKENIZER, place / "student")
     return place
+
+
+def make_mixed_place(place: Path) -> Path:
+    """Three bits and low-rank scales, scales of 8 bits, an embedding of 4 bits, a head of 8."""
+    build(place / "cache")
+    torch.manual_seed(7)
+    student = tiny_quantized("qwen3", SPECS["lut2_s8"], num_hidden_layers=1)
+    changed = {"self_attn.q_proj": "lut3", "mlp.up_proj": "lut4_r1"}
+    for name, spec in ((f"model.layers.0.{name}", SPECS[spec]) for name, spec in changed.items()):
+        linear = student.get_submodule(name)
+        frozen = frozen_linear(linear.out_features, linear.in_features, spec)
+        replace_module(student, name, frozen.eval())
+    for name, bits in zip(table_names(student), (4, 8), strict=True):
+        shape = weight_shape(student.get_submodule(name))
+        spec = table_spec(bits, shape[1])
+        put_table(student, name, random_weight(*shape, spec), spec)
+    return put_student(place, student)
+
+
+def make_adapted_place(place: Path) -> Path:
+    """Frozen codes with scales of 8 bits, and adapters."""
+    build(place / "cache")
+    torch.manual_seed(7)
+    return put_student(place, tiny_adapted("qwen3", SPECS["lut2_s8"], num_hidden_layers=1))
+
+
+def make_sparse_place(place: Path) -> Path:
+    """Rows that sparse attention does not read whole."""
+    documents = [" ".join(texts(4, seed)) for seed in range(12)]
+    build(place / "cache", sequence_length=64, documents=documents)
+    torch.manual_seed(7)
+    student = tiny_quantized("qwen3", SPECS["lut2"], num_hidden_layers=1)
+    swap_attention(student, SPARSE)
+    return put_student(place, student)
 
 
 class Course(NamedTuple):
@@ -46,6 +91,9 @@ def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: ob
     """Steps over as many micro-batches as the settings say."""
     settings = config(place, device=device, max_steps=steps, **values)
     trainer = make_trainer(settings, place / "student", out / device)
+    if settings.teacher is not None:
+        beside = load_teacher(settings.teacher, device=device, dtype=settings.dtype)
+        trainer.take_step = TrainingStep(trainer.student, trainer.optimizer, settings, beside)
     xla = select("xla")
     xla.synchronize()
     compiles, executions, fallbacks = _counts(xla)

@@ -297,8 +297,8 @@ def check_dtype(config: StepConfig) -> StepConfig:
     """The settings with `dtype=auto` replaced by what it means on their device.
 
     Raises:
-        ConfigError: the device is not there or lacks the dtype.
+        ConfigError: the device is not there, lacks the dtype or cannot move such weights.
     """
-    return config.model_copy(
-        update={"dtype": backends.select(config.device).dtype_name(config.dtype)}
-    )
+    backend = backends.select(config.device)
+    backend.check_optimizer(config.optimizer, config.latent_dtype)
+    return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
