@@ -25,7 +25,7 @@ from qat.compiling import Graphs, Teller
 from qat.copying import Copying
 from qat.device_memory import RuntimeMemory
 from qat.errors import ConfigError
-from qat.libtpu import ask_nobody_without_a_tpu, take_one_chip
+from qat.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.xla_mesh import XlaMesh, share_devices
 
 logger = logging.getLogger(__name__)
@@ -306,10 +306,11 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
         xla_model.wait_device_ops()
 
     def name(self) -> str:
-        """See `Backend`: such as `xla tpu` or `xla cpu`."""
+        """See `Backend`: such as `xla TPU v6 lite` or `xla cpu`."""
         from torch_xla import runtime
 
-        return f"xla {runtime.device_type().lower()}"
+        kind = runtime.device_type().lower()
+        return f"xla {tpu_name() or kind}" if kind == "tpu" else f"xla {kind}"
 
     def compile_count(self) -> int:
         """See `Backend`."""

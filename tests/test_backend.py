@@ -1,12 +1,15 @@
 """What the backend says of a CPU, and that seeds and generator states come back."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qat import backend, backend_xla
 from qat.errors import ConfigError
+from qat.models.devices import device_called
 
 
 def test_cpu_computes_in_float32_unless_told() -> None:
@@ -138,6 +141,18 @@ def test_xla_that_is_not_there_or_of_another_release(monkeypatch: pytest.MonkeyP
     expected = rf"torch_xla 1.9.0 is not made for torch {re.escape(torch.__version__)}"
     with pytest.raises(ConfigError, match=expected):
         backend.select("xla")
+
+
+@pytest.mark.parametrize(
+    ("kind", "called", "known"), [("TPU", "xla TPU v6 lite", "TPU-v6e"), ("CPU", "xla cpu", None)]
+)
+def test_xla_says_on_which_tpu(monkeypatch, kind: str, called: str, known: str | None) -> None:
+    runtime = SimpleNamespace(device_type=lambda: kind)
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(backend_xla, "tpu_name", lambda: "TPU v6 lite")
+    name = backend_xla.XlaBackend(torch.device("xla")).name()
+    assert name == called
+    assert getattr(device_called(name), "name", None) == known  # whose peak is known
 
 
 @pytest.mark.parametrize("name", ["fp16", "tf32"])
