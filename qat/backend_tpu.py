@@ -82,6 +82,15 @@ class TpuBackend(Backend):
             raise ConfigError(f"dtype={name}, but TPUs have no such units; use --dtype bf16")
         return "bf16" if name == "auto" else name
 
+    def check_optimizer(self, name: str, latent_dtype: str) -> None:
+        """See `Backend`: what nobody tried there, and what would compile in each step."""
+        if name != "adamw" or latent_dtype != "fp32":
+            raise ConfigError(
+                f"optimizer={name}, latent_dtype={latent_dtype}, but on TPUs only AdamW over "
+                "float32 weights is made so that no step compiles; use --optimizer adamw "
+                "--latent-dtype fp32"
+            )
+
     def has_bf16(self) -> bool:
         """See `Backend`."""
         return True

@@ -17,6 +17,8 @@ from xla_case import make_short_place
 from qat import backend, backend_tpu
 from qat.errors import ConfigError
 from qat.models.devices import device_called
+from qat.train.config import TrainConfig
+from qat.train.step import check_dtype
 
 CPU = torch.device("cpu")
 
@@ -108,6 +110,13 @@ def test_several_processes_are_refused(chip: StandIn, monkeypatch) -> None:
 def test_dtypes_that_a_tpu_lacks(name: str) -> None:
     with pytest.raises(ConfigError, match=f"dtype={name}, but TPUs have no such units; use"):
         backend_tpu.TpuBackend(CPU).dtype(name)
+
+
+@pytest.mark.parametrize("values", [{"optimizer": "adamw8bit"}, {"latent_dtype": "bf16"}])
+def test_optimizers_that_nobody_made_for_it(chip: StandIn, values: dict[str, str]) -> None:
+    settings = TrainConfig(cache_dir=Path("cache"), device="tpu", **values)
+    with pytest.raises(ConfigError, match="on TPUs only AdamW over float32 weights is made so"):
+        check_dtype(settings)
 
 
 def test_values_come_together(chip: StandIn) -> None:
