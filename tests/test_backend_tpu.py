@@ -176,11 +176,22 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_course_of_steps(chip: StandIn, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learn": "weights,codebook,scales,norms"},
+        pytest.param({"loss": "candidates", "learn": "codebook,scales"}, marks=pytest.mark.slow),
+        pytest.param({"loss": "sampled", "learn": "weights"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda values: "-".join(values),
+)
+def test_a_course_of_steps(
+    chip: StandIn, tmp_path: Path, monkeypatch, values: dict[str, object]
+) -> None:
     place = make_short_place(tmp_path)
 
     def course(name: str) -> tuple[list[float], list[Calls]]:
-        settings = config(place, learn="weights,codebook,scales,norms", max_steps=4)
+        settings = config(place, max_steps=4, **values)
         trainer = make_trainer(settings, place / "student", tmp_path / name)
         results, calls = [], []
         for step in range(4):

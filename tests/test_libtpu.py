@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cli_case import call
 
 from qat import libtpu
 
@@ -84,6 +85,13 @@ def test_what_keeps_it_from_loading(
     install(monkeypatch, *packages, torch=torch)
     assert re.search(why, libtpu.torch_tpu_obstacle())
     assert variables() == ("0" if packages else None, None)
+
+
+def test_the_command_looks_first(monkeypatch, capsys) -> None:
+    looks: list[bool] = []
+    monkeypatch.setattr("qat.cli.before_torch", lambda: looks.append(True))
+    assert call(monkeypatch, "--version") == 0
+    assert looks == [True]
 
 
 def test_a_machine_that_is_said_to_have_a_tpu_may_ask(bus: Path, monkeypatch) -> None:
