@@ -18,8 +18,9 @@ LOOK_S = 0.5
 """Between looks at the compiler."""
 FIRST_S, EVERY_S = 10.0, 30.0
 """Seconds of one graph after which it is told of, and between further lines."""
-MOST_IN_A_ROW = 4
-"""Steps that may compile one after the other: a first one, one over made moments, and as many."""
+FIRST_STEPS, MOST_IN_A_ROW = 2, 4
+"""Steps that are expected to compile, for one finds no moments and the next one does; those that
+may do so one after the other."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ class Steadiness:
     def __init__(self, device: Compiling) -> None:
         self._device = device
         self._in_a_row = 0
-        self._is_settled = False
+        self._steps = 0
         self.compiled = 0
         """Graphs that were compiled in steps."""
         self.anew = 0
-        """Of these, those that came after a step without."""
+        """Of these, those after the first steps."""
         self.compile_s = 0.0
         """What the graphs took."""
 
@@ -173,8 +174,8 @@ class Steadiness:
         new = device.compile_count() - before
         self.compile_s += device.compile_seconds() - before_s
         self.compiled += new
-        self.anew += new * self._is_settled
-        self._is_settled |= new == 0
+        self._steps += 1
+        self.anew += new * (self._steps > FIRST_STEPS)
         self._in_a_row = self._in_a_row + 1 if new else 0
         if self._in_a_row > MOST_IN_A_ROW:
             raise ConfigError(self._complaint(shape))

@@ -35,6 +35,9 @@ class Mover(Protocol):
     def begin(self) -> None:
         """Make the moments now, if there are none, and not in the first step."""
 
+    def count_from(self, steps: int) -> None:
+        """Let so many steps have been taken."""
+
     def state(self) -> dict[str, Tensor]:
         """Step counts and moments, by name of parameter."""
 
@@ -102,6 +105,11 @@ class TorchAdamW:
                 moments = {name: (p.detach() * 0.0).abs() for name in ("exp_avg", "exp_avg_sq")}
                 self._adamw.state[p] = {"step": step, **moments}
 
+    def count_from(self, steps: int) -> None:
+        """See `Mover`."""
+        for p, *_ in self._learners.values():
+            self._adamw.state[p]["step"].fill_(steps)
+
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""
         states = {name: self._adamw.state[p] for name, (p, *_) in self._learners.items()}
@@ -158,6 +166,10 @@ class StochasticAdamW:
 
     def begin(self) -> None:
         """See `Mover`; they are there."""
+
+    def count_from(self, steps: int) -> None:
+        """See `Mover`."""
+        self._count.fill_(steps)
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""

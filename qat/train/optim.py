@@ -29,6 +29,8 @@ KIND_OF = {
     **dict.fromkeys(LORA_NAMES, "lora"),
 }
 """The kind of each parameter that a quantized weight is made of."""
+FORGOTTEN, LATE = 2.0**-24, 2**24
+"""What is lost beside one in float32; a number of steps at which all moments are as in the end."""
 NSA_PART = ".nsa."
 """In the name of every parameter that sparse attention adds: gates and pooling weights."""
 
@@ -240,6 +242,19 @@ class Optimizer:
             yield
         finally:
             undo()
+
+    def age(self) -> bool:
+        """Let as many steps have been taken as the moments remember, if the run takes so many.
+
+        Then a correction of theirs is exactly one, which may be a constant of the step already: its
+        graph becomes another one. Returns whether the run gets there.
+        """
+        config = self._config
+        if config.beta2**config.max_steps > FORGOTTEN:
+            return False
+        for mover in self._movers:
+            mover.count_from(LATE)
+        return True
 
     def forget_gradients(self) -> None:
         """Drop all gradients."""

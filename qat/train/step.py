@@ -123,6 +123,8 @@ class TrainingStep:
         with self.optimizer.rehearsing():
             for _ in range(EAGER_STEPS):
                 self(batches, step)
+            if self.optimizer.age():
+                self(batches, step)
         self.trouble = none
         self.backend.synchronize()
 
