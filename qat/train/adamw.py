@@ -5,8 +5,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from qat.backend import on
-from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.train.config import TrainConfig
 
@@ -31,12 +29,6 @@ class Mover(Protocol):
 
         A factor that is not finite means gradients that are not: nothing moves.
         """
-
-    def begin(self) -> None:
-        """Make the moments now, if there are none, and not in the first step."""
-
-    def count_from(self, steps: int) -> None:
-        """Let so many steps have been taken."""
 
     def state(self) -> dict[str, Tensor]:
         """Step counts and moments, by name of parameter."""
@@ -97,7 +89,7 @@ class TorchAdamW:
         self._adamw.step()
 
     def begin(self) -> None:
-        """See `Mover`; as PyTorch makes them."""
+        """Make the moments now, if there are none, and not in the first step."""
         for p, *_ in self._learners.values():
             if not self._adamw.state[p]:
                 step = torch.zeros((), device=p.device if self._counts_there else "cpu")
@@ -106,7 +98,7 @@ class TorchAdamW:
                 self._adamw.state[p] = {"step": step, **moments}
 
     def count_from(self, steps: int) -> None:
-        """See `Mover`."""
+        """Let so many steps have been taken."""
         for p, *_ in self._learners.values():
             self._adamw.state[p]["step"].fill_(steps)
 
@@ -143,11 +135,6 @@ class StochasticAdamW:
         self._betas = BETA1, config.beta2
         parameters = [learner.parameter for learner in learners.values()]
         device = parameters[0].device
-        if on(device).compares():
-            raise ConfigError(
-                f"latent_dtype=bf16, but device={device.type} cannot look at the bits of floats, "
-                "by which such weights are rounded; use --latent-dtype fp32"
-            )
         self._count = torch.zeros((), device=device)
         self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
         self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
@@ -163,13 +150,6 @@ class StochasticAdamW:
             rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
             moving = Moving(p.detach(), p.grad, *self._moments[index])
             stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
-
-    def begin(self) -> None:
-        """See `Mover`; they are there."""
-
-    def count_from(self, steps: int) -> None:
-        """See `Mover`."""
-        self._count.fill_(steps)
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""

@@ -231,10 +231,11 @@ class Optimizer:
         """A block of steps after which parameters and moments are what they were before.
 
         They wait on the host. A device that compiles finds the same tensors in steps inside and
-        behind the block, so their graphs are the same: the moments are made before.
+        behind the block, so their graphs are the same: the moments are made before. Such devices
+        know AdamW alone as PyTorch has it (`Backend.check_optimizer`).
         """
         here = backend.on(self._device)
-        for mover in self._movers:
+        for mover in self._adamw():
             mover.begin()
         moments = (mover.state().values() for mover in self._movers)
         undo = here.undoing([*self.parameters.values(), *chain.from_iterable(moments)])
@@ -242,6 +243,9 @@ class Optimizer:
             yield
         finally:
             undo()
+
+    def _adamw(self) -> list[TorchAdamW]:
+        return [mover for mover in self._movers if isinstance(mover, TorchAdamW)]
 
     def age(self) -> bool:
         """Let as many steps have been taken as the moments remember, if the run takes so many.
@@ -252,7 +256,7 @@ class Optimizer:
         config = self._config
         if config.beta2**config.max_steps > FORGOTTEN:
             return False
-        for mover in self._movers:
+        for mover in self._adamw():
             mover.count_from(LATE)
         return True
 
