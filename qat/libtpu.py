@@ -62,11 +62,14 @@ def take_one_chip(number: int) -> None:
 
 
 def before_torch() -> None:
-    """Let torch_tpu load with torch only where it can, and where there is a TPU for it."""
-    if find_spec("torch_tpu") is None:
-        return
-    ask_nobody_without_a_tpu()
-    if tpu_name() is None or torch_tpu_obstacle() is not None:
+    """Let torch_tpu load with torch only where it can, and where there is a TPU for it.
+
+    And whichever package brings libtpu, let that ask nobody without a TPU.
+    """
+    has_eager, has_lazy = (find_spec(name) is not None for name in ("torch_tpu", "torch_xla"))
+    if has_eager or has_lazy:  # both load with torch
+        ask_nobody_without_a_tpu()
+    if has_eager and (tpu_name() is None or torch_tpu_obstacle() is not None):
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 

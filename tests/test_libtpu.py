@@ -50,7 +50,7 @@ def test_a_tpu_is_told_from_google_s_other_devices(bus: Path) -> None:
     assert libtpu.tpu_name() == "TPU v6 lite"
 
 
-def test_nothing_is_set_where_torch_tpu_is_not(bus: Path, monkeypatch) -> None:
+def test_nothing_is_set_where_neither_is_installed(bus: Path, monkeypatch) -> None:
     install(monkeypatch)
     assert variables() == (None, None)
 
@@ -64,6 +64,11 @@ def test_it_loads_where_a_tpu_is(bus: Path, monkeypatch) -> None:
 def test_without_a_tpu_it_does_not_load_and_libtpu_asks_nobody(bus: Path, monkeypatch) -> None:
     install(monkeypatch, "torch_tpu", "libtpu")
     assert variables() == ("0", "1")
+
+
+def test_torch_xla_loads_without_a_tpu_too_but_asks_nobody(bus: Path, monkeypatch) -> None:
+    install(monkeypatch, "torch_xla")
+    assert variables() == (None, "1")
 
 
 @pytest.mark.parametrize(
