@@ -72,3 +72,6 @@ def test_a_tiny_step_compiles_for_a_v6e_and_checkpointing_saves() -> None:
         planner = Planner(config, "tiny", TOPOLOGIES[-1], memory_gib=1)
         peaks[recomputes] = planner.compile(256).peak_gib
     assert peaks[True] < peaks[False]
+    planner._memory_gib = peaks[True] / 2
+    refused = planner.compile(256)
+    assert refused.peak_gib is None and refused.needed_gib > planner._memory_gib

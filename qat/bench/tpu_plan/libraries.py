@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
     from torchax import interop
+    from torchax.ops import jaten  # noqa: F401  its operators first, or they replace ours
     from torchax.ops.ops_registry import register_torch_dispatch_op
 
 jax.config.update("jax_platforms", "cpu")
