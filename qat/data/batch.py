@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 NO_LABEL = -100
 
@@ -41,5 +40,13 @@ class Batch(NamedTuple):
     def filled(self, sequences: int, length: int) -> "Batch":
         """The same batch with rows and positions that do not count, up to these numbers of them."""
         B, S = self.mask.shape
-        more = (0, max(0, length - S), 0, max(0, sequences - B))
-        return Batch(*(pad(tensor, (0,) * 2 * (tensor.dim() - 2) + more) for tensor in self))
+        if B >= sequences and S >= length:
+            return self
+
+        def fill(tensor: Tensor) -> Tensor:
+            shape = max(B, sequences), max(S, length), *tensor.shape[2:]
+            found = tensor.new_zeros(shape)
+            found[:B, :S] = tensor
+            return found
+
+        return Batch(*map(fill, self))
