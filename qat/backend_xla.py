@@ -108,6 +108,8 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
                 cache_dir,
             )
             return
+        if runtime.process_count() > 1:  # none waits for another's file
+            cache_dir = cache_dir / f"process-{runtime.process_index()}"
         directory = str(cache_dir.resolve())
         if os.environ.get("XLA_PERSISTENT_CACHE_PATH") == directory:
             return

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qat.backend import on
 from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.lut_linear import LutLinear
@@ -106,7 +107,7 @@ def _stored_parts(
     if isinstance(module, QuantLinear):
         codebook = round_levels(codebook, spec.level_bits)
     parts["codebook"], order = codebook.sort(stable=True)
-    if not torch.equal(order, torch.arange(len(order), device=order.device)):
+    if not on(order.device).equal(order, torch.arange(len(order), device=order.device)):
         rank = order.argsort().to(torch.uint8)
         packed = pack(rank[unpack(packed, spec.bits, module.in_features).int()], spec.bits)
     for key, tensor in parts.items():

@@ -46,7 +46,7 @@ class Prediction(NamedTuple):
     final_bytes: int
     """The packed model alone."""
     attention: str
-    """`tile`, our kernel for packed documents, or `sdpa`."""
+    """`tile`, our kernel for packed documents, or `sdpa`; nothing where graphs hold it."""
     fallback: str | None
     """Why layers run uncompiled although they should be compiled."""
 
@@ -106,11 +106,12 @@ def _measure(
     try:
         backend.reset_peak_memory()
         for step in range(WARM_STEPS):
-            take_step(_batches(config, cache, step), step)
-        begun = backend.mark()
+            result = take_step(_batches(config, cache, step), step)
+        begun = backend.mark(result.grad_norm)
         for step in range(WARM_STEPS, WARM_STEPS + MEASURED_STEPS):
             result = take_step(_batches(config, cache, step), step)
-        step_s = backend.seconds_between(begun, backend.mark()) / MEASURED_STEPS
+        ended = backend.mark(result.grad_norm)
+        step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
         eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
         packed, around = packed_state_dict(model.model), _bytes_beside(student)
         peak_gib = backend.peak_memory_gib()
@@ -125,7 +126,7 @@ def _measure(
         peak_gib=peak_gib,
         checkpoint_bytes=_bytes(packed) + state_bytes + around,
         final_bytes=_bytes(packed) + around,
-        attention=model.attention(cache.sequence_length, dtype),
+        attention="" if backend.fixed_shapes() else model.attention(cache.sequence_length, dtype),
         fallback=take_step.fallback,
     )
 
