@@ -99,7 +99,7 @@ class Teller:
     ) -> None:
         self._graphs = graphs
         self._clock = clock
-        self._what = "a graph"
+        self._what = self._name = "a graph"
         self._begun = 0
         self._since: float | None = None
         self._next_s = FIRST_S
@@ -135,15 +135,16 @@ class Teller:
         graphs, now = self._graphs(), self._clock()
         if self._since is not None and (not graphs.is_under_way or graphs.begun != self._begun):
             if now - self._since >= FIRST_S:
-                logger.info("compiled %s in %.0f s", self._what, now - self._since)
+                logger.info("compiled %s in %.0f s", self._name, now - self._since)
             self._since = None
         if not graphs.is_under_way:
             return
         if self._since is None:
             self._since, self._begun, self._next_s = now, graphs.begun, FIRST_S
+            self._name = self._what  # whose block may have ended when it is done
         if now - self._since >= self._next_s:
             seconds = now - self._since
-            logger.info("compiling %s: %.0f s so far (graph %d)", self._what, seconds, graphs.begun)
+            logger.info("compiling %s: %.0f s so far (graph %d)", self._name, seconds, graphs.begun)
             self._next_s = seconds + EVERY_S
 
 

@@ -178,6 +178,8 @@ def _findings(report: "BenchReport") -> list[str]:
     ]
     if compiled := [row["step_compile_s"] for row in timed if "step_compile_s" in row]:
         lines.append(f"compiling the steps alone took {sum(compiled):.1f} s")
+    if any(row["peak_gib"] is None for row in timed):
+        lines.append("memory: a dash where the device's runtime does not say what a step holds")
     for row in timed:
         lines += [f"batch {row['batch_size']}: {word}" for word in row["fallbacks"]]
     if report.fit:
