@@ -219,7 +219,7 @@ class Backend(Compiling):
     def compares(self) -> bool:
         """Whether bits of floats cannot be looked at, nor sorted numbers be searched, over here.
 
-        Then comparing does it; `exp2` is missing too.
+        Then comparing does it; `exp2` and `logaddexp` are missing too.
         """
         return False
 

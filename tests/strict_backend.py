@@ -22,7 +22,7 @@ from qat.data.batch import Batch
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 UNKNOWN_SHAPES = {aten.nonzero, aten.masked_select, aten.bucketize, aten.repeat_interleave}
-MISSING = {aten.searchsorted, aten.exp2}
+MISSING = {aten.searchsorted, aten.exp2, aten.logaddexp}
 """What XLA has not got; the host would compute it."""
 METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
 

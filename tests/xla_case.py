@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from cache_case import TOKENIZER, build, texts
+from cache_case import TOKENIZER, build, teacher, texts
 from nsa_train_case import SPARSE
 from quantized import SPECS, frozen_linear, random_weight, tiny_adapted, tiny_quantized
 from train_case import config, make_trainer
@@ -76,6 +76,13 @@ def make_sparse_place(place: Path) -> Path:
     return put_student(place, student)
 
 
+def make_taught_place(place: Path) -> Path:
+    """The teacher itself in `teacher`, to run beside the student."""
+    teacher().model.save_pretrained(place / "teacher")
+    TOKENIZER.save_pretrained(place / "teacher")
+    return make_short_place(place)
+
+
 class Course(NamedTuple):
     """What a course of steps gave, and what XLA did meanwhile."""
 
@@ -89,6 +96,8 @@ class Course(NamedTuple):
 
 def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: object) -> Course:
     """Steps over as many micro-batches as the settings say."""
+    if (place / "teacher").exists():
+        values = {"teacher": str(place / "teacher"), **values}
     settings = config(place, device=device, max_steps=steps, **values)
     trainer = make_trainer(settings, place / "student", out / device)
     if settings.teacher is not None:

@@ -10,11 +10,10 @@ Shapes: T tokens, V vocabulary, K teacher tokens kept, N outcomes (K + 1 with th
 
 import math
 
-import torch
 from torch import Tensor
 
 from qat.losses.outcomes import sum_valid, topk_only, with_tail
-from qat.losses.student import Student
+from qat.losses.student import Student, log_add
 from qat.losses.targets import Targets
 
 
@@ -65,7 +64,7 @@ def jsd(
     if not 0 < beta < 1:
         raise ValueError(f"beta={beta} must lie inside (0, 1)")
     log_p, log_q = with_tail(student, targets, temperature)
-    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    log_m = log_add(log_p + math.log(beta), log_q + math.log1p(-beta))
     mixed = beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
     return temperature**2 * sum_valid(mixed, targets.mask)
 

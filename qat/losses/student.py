@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.backend import on
 from qat.losses.targets import NO_LABEL, Targets
 
 
@@ -29,7 +30,7 @@ class Student(NamedTuple):
         if self.topk.shape[1] == 0:
             return self.others_lse
         topk = self.topk.logsumexp(1)
-        return topk if self.others_lse is None else torch.logaddexp(topk, self.others_lse)
+        return topk if self.others_lse is None else log_add(topk, self.others_lse)
 
 
 class WordsRead(NamedTuple):
@@ -57,3 +58,10 @@ class WordsRead(NamedTuple):
     def student(self, chosen: Tensor, others_lse: Tensor | None) -> Student:
         """The student whose logits of `ids()` are `chosen`."""
         return Student(*chosen.split([part.shape[1] for part in self], dim=1), others_lse)
+
+
+def log_add(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.logaddexp`."""
+    if on(a.device).compares():
+        return torch.stack([a, b]).logsumexp(0)
+    return torch.logaddexp(a, b)

@@ -39,7 +39,8 @@ def _but_sample(line: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("losses", "learn"), [("tail", ALL), ("candidates", "codebook,scales"), ("sampled", "norms")]
+    ("losses", "learn"),
+    [("tail", ALL), ("candidates", "codebook,scales"), ("sampled,jsd", "norms")],
 )
 def test_a_step_reads_nothing(
     place: Path,

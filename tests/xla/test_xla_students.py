@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
 
-from cache_case import TOKENIZER, teacher
 from train_case import config, make_trainer
 from xla_case import (
     batches_of,
@@ -16,8 +15,8 @@ from xla_case import (
     largest_difference,
     make_adapted_place,
     make_mixed_place,
-    make_short_place,
     make_sparse_place,
+    make_taught_place,
 )
 
 from qat.backend import select
@@ -34,29 +33,21 @@ XLA = select("xla")
 STEPS = 6
 
 
-def make_taught_place(place: Path) -> Path:
-    """The teacher itself beside the cache."""
-    teacher().model.save_pretrained(place / "teacher")
-    TOKENIZER.save_pretrained(place / "teacher")
-    return make_short_place(place)
-
-
 @pytest.mark.parametrize(
     ("make", "values"),
     [
         (make_mixed_place, {"learn": "weights,codebook,scales,norms"}),
+        (make_mixed_place, {"learn": "norms", "loss": "reverse_kl,jsd,cakld,hard_ce"}),
         (make_adapted_place, {"learn": "lora,norms"}),
         (make_sparse_place, {"learn": "weights,gates"}),
-        (make_taught_place, {"loss": "kl"}),
+        (make_taught_place, {"loss": "kl,reverse_kl,jsd,cakld,hard_ce"}),
     ],
-    ids=["mixed", "adapted", "sparse", "taught"],
+    ids=["mixed", "losses", "adapted", "sparse", "taught"],
 )
 def test_steps_are_the_cpus(
     tmp_path: Path, make: Callable[[Path], Path], values: dict[str, object]
 ) -> None:
     place = make(tmp_path / "place")
-    if "loss" in values:
-        values = values | {"teacher": str(place / "teacher")}
     ours, theirs = (course(place, tmp_path, device, STEPS, **values) for device in ("xla", "cpu"))
     assert largest_difference(ours, theirs) <= 1e-5
     assert (ours.compiles, ours.executions, ours.fallbacks) == (2, STEPS, {})
