@@ -181,6 +181,10 @@ class Steadiness:
         if self._in_a_row > MOST_IN_A_ROW:
             raise ConfigError(self._complaint(shape))
 
+    def expect_none(self) -> None:
+        """From here on each graph is one made anew."""
+        self._steps, self._in_a_row, self.anew = FIRST_STEPS, 0, 0
+
     def facts(self) -> dict[str, object]:
         """For records: what compiling the steps took, and the device's counts, if it has any."""
         counts = self._device.counts()

@@ -56,6 +56,10 @@ def test_graphs_of_steps_are_counted_apart() -> None:
     take(steadiness, compiler, 0, 1)
     assert (steadiness.compiled, steadiness.anew) == (3, 1)
     assert steadiness.facts() == {"step_compile_s": 6.0, "xla_compiles": 8}
+    steadiness.expect_none()
+    assert (steadiness.compiled, steadiness.anew) == (3, 0)
+    take(steadiness, compiler, 1)
+    assert steadiness.anew == 1
 
 
 def test_a_long_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,6 +31,9 @@ KIND_OF = {
 """The kind of each parameter that a quantized weight is made of."""
 FORGOTTEN, LATE = 2.0**-24, 2**24
 """What is lost beside one in float32; a number of steps at which all moments are as in the end."""
+LEAST_SHARE = 2.0**-64
+"""Of a peak learning rate, where steps are compiled: rates that are zero would all be one constant,
+and the step another graph. It moves no weight by what float32 would keep."""
 NSA_PART = ".nsa."
 """In the name of every parameter that sparse attention adds: gates and pooling weights."""
 
@@ -128,6 +131,8 @@ class Optimizer:
                 self.parameters[name].data = self.parameters[name].data.bfloat16()
         self._device = next(iter(self.parameters.values())).device
         dtype = backend.select(config.device).dtype(config.dtype)
+        here = backend.on(self._device)
+        self._least_share = LEAST_SHARE if here.fixed_shapes() else 0.0
         self.loss_scale = LossScale(self._device) if dtype == torch.float16 else None
         self._movers = self._choose_movers(by_kind)
         if state:
@@ -196,7 +201,7 @@ class Optimizer:
             factor = factor / self.loss_scale.scale
             norm = self.loss_scale.settle(norm)
         for mover in self._movers:
-            mover.move(step, self.lr_share(step), factor)
+            mover.move(step, max(self.lr_share(step), self._least_share), factor)
         self.forget_gradients()
         return norm
 

@@ -127,6 +127,7 @@ class TrainingStep:
                 self(batches, step)
         self.trouble = none
         self.backend.synchronize()
+        self._steadiness.expect_none()
 
     def _take(self, batches: Sequence[Batch], step: int, stop: str | None) -> StepResult:
         ranks = self.optimizer.ranks

@@ -75,9 +75,17 @@ def beat(step: int, elapsed_s: float, *, pid: int, peak_gib: float | None = 1.5)
     return {**line, "tokens_per_s": 100.0 + step, "step_s": 0.5}
 
 
+def compiled(graphs: int) -> dict:
+    """What a beat of a process on XLA says."""
+    seconds = {"xla_compile_s": 2.0 * graphs, "step_compile_s": 1.0 * graphs}
+    fallbacks = {"aten::nonzero": graphs}
+    return {"xla_compiles": graphs, **seconds, "xla_executions": 10, "host_fallbacks": fallbacks}
+
+
 def test_the_summary_adds_up_what_the_processes_did(tmp_path: Path) -> None:
     write(tmp_path, step_line(1), step_line(30))
     beats = [beat(10, 6.0, pid=1), beat(20, 11.0, pid=1), beat(30, 9.0, pid=2, peak_gib=2.0)]
+    beats = [{**line, **compiled(graphs)} for line, graphs in zip(beats, (3, 4, 2), strict=True)]
     for name, lines in (
         ("heartbeat-rank0.jsonl", beats),
         ("events.jsonl", [{"kind": "stall"}, {"kind": "stall"}]),
@@ -94,5 +102,6 @@ def test_the_summary_adds_up_what_the_processes_did(tmp_path: Path) -> None:
     assert found["wall_s"] == pytest.approx(20.0) and found["train_s"] == pytest.approx(15.0)
     assert found["tokens"] == 5 * (110 + 120 + 130) and found["tokens_per_s"] == 125.0
     assert found["peak_gib"] == 2.0 and found["final"] == "q2a2_e2e_0.30_fp32"
+    assert {key: found[key] for key in compiled(0)} == {**compiled(6), "xla_executions": 20}
     assert found["events"] == {"clock_jump": 1, "stall": 2}
     assert (found["commit"], found["world_size"]) == ("0123abc", 2)

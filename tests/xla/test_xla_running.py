@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
 
+from train_case import config, make_trainer
 from xla_case import make_short_place
 
 from qat.backend import select
@@ -69,8 +71,8 @@ def test_a_search_survives_what_does_not_fit(
     monkeypatch.setattr(XlaBackend, "step_end", end)
     monkeypatch.setattr(XlaBackend, "is_host", lambda _: False)
     monkeypatch.setattr(XlaBackend, "told", lambda _: told)
-    config = BenchConfig(**SHORT, find_max_batch=True)
-    *trials, largest = run_bench(config, str(place / "student"), tmp_path / "out").rows
+    wished = BenchConfig(**SHORT, find_max_batch=True)
+    *trials, largest = run_bench(wished, str(place / "student"), tmp_path / "out").rows
     tried = {row["batch_size"]: row["status"] for row in trials}
     assert {size: tried[size] for size in (1, 2, 3, 4)} == {1: "OK", 2: "OK", 3: "OOM", 4: "OOM"}
     assert (largest["batch_size"], largest["graphs"], largest["recompiles"]) == (2, 1, 0)
@@ -84,12 +86,28 @@ def test_a_search_survives_what_does_not_fit(
     assert largest["loss_nats"] == again["loss_nats"]
 
 
+def test_no_step_of_a_long_run_compiles_behind_the_warm_up(place: Path, tmp_path: Path) -> None:
+    """Nor where rates or corrections become zero or one, which may be constants elsewhere."""
+    course = {"max_steps": 400, "warmup_steps": 50, "min_lr_ratio": 0.0, "beta2": 0.95}
+    trainer = make_trainer(
+        config(place, device="xla", **course), place / "student", tmp_path / "out"
+    )
+    batches = [trainer.cache.batch(np.arange(4))]
+    trainer.take_step.warm_up(batches, 0)
+    before = XLA.compile_count()
+    (adamw,) = trainer.optimizer._adamw()
+    for step in (0, 1, 2, 50, 330, 399):
+        adamw.count_from(step)
+        trainer.take_step(batches, step)
+    assert XLA.compile_count() == before
+
+
 def test_a_search_of_what_the_compiler_would_crash_at_is_refused(
     place: Path, tmp_path: Path
 ) -> None:
-    config = BenchConfig(**SHORT, find_max_batch=True)
+    wished = BenchConfig(**SHORT, find_max_batch=True)
     with pytest.raises(ConfigError, match="no limit can be set on xla cpu.* --plan"):
-        run_bench(config, str(place / "student"), tmp_path / "out")
+        run_bench(wished, str(place / "student"), tmp_path / "out")
 
 
 def test_graphs_are_kept_in_one_directory(tmp_path: Path) -> None:
