@@ -26,7 +26,7 @@ from qat.copying import Copying
 from qat.device_memory import RuntimeMemory
 from qat.errors import ConfigError
 from qat.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
-from qat.xla_mesh import XlaMesh, share_devices
+from qat.xla_mesh import XlaMesh, gathered, share_devices, whole
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,9 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
 
     def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `Backend`: one graph, also for views, which `step_end` leaves for another; waits."""
-        return dict(zip(tensors, self._on_host([*tensors.values()]), strict=True))
+        found = self._on_host([whole(tensor) for tensor in tensors.values()])
+        pairs = zip(tensors.items(), found, strict=True)
+        return {name: host.view(tensor.shape) for (name, tensor), host in pairs}
 
     def read(self, tensors: Sequence[Tensor]) -> list[float | int | bool]:
         """See `Backend`: one transfer for all."""
@@ -241,7 +243,9 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
     def _on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch_xla
 
-        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+        groups = gathered([tensor.detach() for tensor in tensors])
+        found = (host for group in groups for host in torch_xla._XLAC._xla_get_cpu_tensors(group))
+        return [host.view(tensor.shape) for host, tensor in zip(found, tensors, strict=True)]
 
     def finished(self) -> Callable[[], None]:
         """See `Backend`."""

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch_xla
@@ -17,15 +18,32 @@ from qat.train.start import train_student
 DEVICES = 4
 
 
-def rows_held(place: Path, out: Path) -> dict[str, list[int]]:
-    """Of each latent weight and moment after a step: all rows, and those of each device."""
+class Held(NamedTuple):
+    """Where latent weights and moments lie after a step, and what it costs to copy them."""
+
+    rows: dict[str, list[int]]
+    """All of each, and those of each device."""
+    compiles: list[int]
+    """Of the first copy to the host, and of a second one."""
+
+
+def held(place: Path, out: Path) -> Held:
+    """After one step."""
     settings = config(place, device="xla", shard_latents=True)
     trainer = make_trainer(settings, place / "student", out)
     trainer.take_step(batches_of(trainer, 0), 0)
     trainer.backend.synchronize()
     state = trainer.optimizer.state()
     latents = {name for name in state if name.endswith("proj.weight") and state[name].dim()}
-    return {name: [len(state[name]), *_rows(state[name])] for name in sorted(latents)}
+    rows = {name: [len(state[name]), *_rows(state[name])] for name in sorted(latents)}
+    return Held(rows, [_compiles_of_a_copy(state) for _ in range(2)])
+
+
+def _compiles_of_a_copy(state: dict[str, torch.Tensor]) -> int:
+    xla = select("xla")
+    before = xla.compile_count()
+    xla.copied_to_host(state)
+    return xla.compile_count() - before
 
 
 def _rows(tensor: torch.Tensor) -> list[int]:
@@ -50,7 +68,7 @@ if __name__ == "__main__":
     place, out = map(Path, sys.argv[1:])
     found = {
         "course": course(place, out / "course", "xla", shard_latents=True),
-        "rows": rows_held(place, out / "rows"),
+        "held": held(place, out / "held"),
         "runs": run_and_go_on(place, out),
     }
     print(json.dumps(found))  # noqa: T201

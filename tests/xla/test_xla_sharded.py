@@ -21,8 +21,10 @@ def test_devices_share_latent_weights(tmp_path: Path) -> None:
     ours = Course(*told["course"])
     assert (ours.compiles, ours.executions, ours.fallbacks) == (2, STEPS, {})
     assert largest_difference(ours, course(place, tmp_path, "cpu")) <= 1e-6
-    assert len(told["rows"]) == 3 * 7  # a weight and two moments of each linear
-    for name, (rows, *held) in told["rows"].items():
+    rows_held, compiles = told["held"]
+    assert len(rows_held) == 3 * 7  # a weight and two moments of each linear
+    for name, (rows, *held) in rows_held.items():
         assert held == [rows // 4] * 4, name
+    assert compiles == [1, 0]
     whole, cut = told["runs"]
     assert cut == whole
