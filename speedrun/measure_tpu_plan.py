@@ -8,6 +8,7 @@ python speedrun/measure_tpu_plan.py largest --figures runs/tpu_plan/figures.json
 python speedrun/measure_tpu_plan.py largest --memory 16 --guess 1024 --figures ...
 python speedrun/measure_tpu_plan.py largest --keep --guess 128 --figures ...
 python speedrun/measure_tpu_plan.py reference
+python speedrun/measure_tpu_plan.py levels
 """
 
 from pathlib import Path
@@ -28,6 +29,8 @@ app = App(help=__doc__)
 BY_NAME = {topology.name: topology for topology in TOPOLOGIES}
 REFERENCE = "24,32"
 """Sequences of 64 tokens that the reference ran on a v6e, and those that it could not."""
+TOO_LITTLE = {True: ((512, 10), (1536, 13), (5120, 28.8)), False: ((32, 11), (96, 14.4), (160, 26))}
+"""With checkpointing and without: batch sizes, and GiB that the compiler soon finds too little."""
 
 
 @app.command
@@ -69,6 +72,25 @@ def reference(*, shape: str = "qwen3-0.6b") -> None:
     for recomputes in (False, True):
         config = BenchConfig(seq_len=64, gradient_checkpointing=recomputes, batch_sizes=REFERENCE)
         _show(plan_tpu(config, shape, BY_NAME["v6e"]))
+
+
+@app.command
+def levels(*, shape: str = "qwen3-0.6b") -> None:
+    """What batches need at the planner's level of optimization and at the compiler's own.
+
+    Told by the compiler's refusals, which cost seconds: whole compiles at its own level take long.
+    """
+    from qat.bench.tpu_plan.libraries import jax
+
+    for recomputes, cases in TOO_LITTLE.items():
+        config = BenchConfig(seq_len=64, gradient_checkpointing=recomputes)
+        for batch_size, memory_gib in cases:
+            needed = {}
+            for level in ("UNKNOWN", "O0"):
+                jax.config.update("jax_optimization_level", level)
+                planner = Planner(config, shape, BY_NAME["v6e"], memory_gib)
+                needed[level] = planner.compile(batch_size).needed_gib
+            Console().print(f"recomputes={recomputes}, batch {batch_size}: GiB {needed}")
 
 
 def _show(found: Planned) -> None:

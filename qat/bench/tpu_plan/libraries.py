@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from torchax.ops.ops_registry import register_torch_dispatch_op
 
 jax.config.update("jax_platforms", "cpu")
-# a tenth of the time: what is left out makes programs faster, not smaller (docs/tpu.md)
+# an eighth of the time, for a little more memory (docs/tpu.md, "How far to trust it")
 jax.config.update("jax_optimization_level", "O0")
 
 __all__ = [
