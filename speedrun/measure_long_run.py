@@ -106,10 +106,10 @@ class Watched(Pulse):
         self._looks, self._fast, self._every = looks, fast, every
         super().__init__(*arguments, clock=fast, **named)
 
-    def stepped(self, step: int, positions: int) -> None:
+    def stepped(self, step: int, *told: object) -> None:
         """Let the clock know, and look."""
         self._fast.steps += 1
-        super().stepped(step, positions)
+        super().stepped(step, *told)
         if step % self._every == 0:
             self._looks.append(look())
 
