@@ -12,6 +12,7 @@ import tomli_w
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qat.backend import select
 from qat.config import Settings
 from qat.data.cache import MANIFEST
 from qat.data.chat import render
@@ -101,6 +102,11 @@ def convert_checkpoint(
     """
     check_free(out)
     check_budget(config)
+    if select(config.device).fixed_shapes():
+        raise ConfigError(
+            f"device={config.device}, but fitting reads values after every few operators, expected "
+            "a device that does not compile for that; use --device cpu"
+        )
     plan = read_plan(config)
     attention = None if config.attention is None else read_attention(config.attention)
     how = {"device": config.device, "dtype": "fp32", "trust_remote_code": config.trust_remote_code}

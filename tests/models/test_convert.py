@@ -11,6 +11,7 @@ from quantized import SPECS, nearest_e5m3, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from qat.backend import Backend
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
@@ -307,6 +308,15 @@ def test_a_directory_in_use_is_refused_before_any_work(place: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match=r"out=\S+ is not empty, expected a new or empty"):
         convert_checkpoint("nowhere", config(place), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_device_that_compiles_for_each_value_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    with pytest.raises(ConfigError, match="device=.*, but fitting reads values .*; use --device"):
+        convert_checkpoint(str(place / "float"), ConvertConfig(to="q2a4"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_linears_is_refused(place: Path, tmp_path: Path) -> None:
