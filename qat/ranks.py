@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from qat import backend as backends
 from qat import errors
+from qat.backend import device as backends
 from qat.errors import ConfigError, QatError, Stopped
 
 TIMEOUT = timedelta(minutes=30)

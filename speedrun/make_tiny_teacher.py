@@ -42,7 +42,7 @@ from tiny_teacher_text import (
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from qat import backend
+from qat.backend import device as backend
 from qat.config import Settings
 from qat.data.batch import NO_LABEL
 

@@ -22,7 +22,7 @@ import torch
 from figures import record
 from torch import Tensor
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.data.bits import pack_bits
 from qat.data.cache import MANIFEST, Manifest, Shard, TeacherInfo, new_manifest
 from qat.data.codec import encode_draws, encode_top_k, id_bits

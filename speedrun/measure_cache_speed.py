@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qat.backend import Backend, select
+from qat.backend.device import Backend, select
 from qat.bench.shapes import shape_called
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo

@@ -22,7 +22,7 @@ from cyclopts import App
 from figures import record
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from qat.backend import Backend, select
+from qat.backend.device import Backend, select
 from qat.models.calibrate import TokenBatch
 from qat.models.convert import BATCH
 from qat.models.language_model import LanguageModel

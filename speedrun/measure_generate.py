@@ -25,7 +25,7 @@ from speed_case import Row, show
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qat.backend import Backend, select
+from qat.backend.device import Backend, select
 from qat.bench.config import MeasureConfig
 from qat.bench.kernels.cases import work_of
 from qat.bench.kernels.gates import Seeds

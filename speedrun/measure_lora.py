@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.student import quantize_at_random_
 from qat.models.language_model import LanguageModel
 from qat.models.projections import join_projections

@@ -12,7 +12,7 @@ from pathlib import Path
 from cyclopts import App
 from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, show, timed_row
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.attention.run import measured
 from qat.bench.attention.ways import ways_of
 from qat.bench.attention.work import Work

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.logs import configure
 from qat.models.language_model import LanguageModel

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.kernels.nsa.config import NSAConfig
 from qat.logs import configure
 from qat.models.language_model import LanguageModel

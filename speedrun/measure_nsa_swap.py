@@ -18,7 +18,7 @@ from figures import record
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
 from qat.kernels.nsa.config import PRESETS, NSAConfig

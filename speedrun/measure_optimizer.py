@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.logs import JsonLines
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer

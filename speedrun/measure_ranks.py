@@ -29,7 +29,7 @@ from measure_cache_speed import documents, random_teacher
 from speed_case import EXACT, FROZEN, LATENT, settled
 from transformers import AutoTokenizer
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
 from qat.bench.student import open_student

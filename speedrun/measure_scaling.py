@@ -28,7 +28,7 @@ from speed_case import (
     varied,
 )
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.measure import Timing
 from qat.bench.results import ROWS, Results
 from qat.bench.run import Setting, prepare, time_ours

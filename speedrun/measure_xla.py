@@ -11,7 +11,7 @@ from pathlib import Path
 
 import figures
 
-from qat.backend import select
+from qat.backend.device import select
 
 DEVICES = 4
 LONG = 200

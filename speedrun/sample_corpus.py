@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from cyclopts import App
 
-from qat.backend import seeded
+from qat.backend.device import seeded
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher, load_tokenizer

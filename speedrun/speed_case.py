@@ -8,7 +8,7 @@ from pathlib import Path
 
 import figures
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
 from qat.bench.measure import Timing

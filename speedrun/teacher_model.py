@@ -10,7 +10,7 @@ from tiny_teacher_text import encode, pack
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from qat import backend
+from qat.backend import device as backend
 from qat.data.batch import NO_LABEL
 
 HEAD_DIM = 64

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qat import backend
-from qat.backend import Backend
+from qat.backend import device as backend
+from qat.backend.device import Backend
 from qat.data.batch import Batch
 
 aten = torch.ops.aten

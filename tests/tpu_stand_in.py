@@ -190,8 +190,8 @@ def compare(place: Path) -> dict[str, object]:
     from train_case import config
     from xla_case import make_short_place
 
-    from qat import backend_tpu
-    from qat.backend import select
+    from qat.backend import tpu as backend_tpu
+    from qat.backend.device import select
     from qat.data.reader import TeacherCache
     from qat.evaluate.config import EvalConfig
     from qat.evaluate.judge import judge

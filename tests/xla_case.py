@@ -15,8 +15,8 @@ from quantized import SPECS, frozen_linear, random_weight, tiny_adapted, tiny_qu
 from train_case import config, make_trainer
 from transformers import PreTrainedModel
 
-from qat.backend import select
-from qat.backend_xla import XlaBackend
+from qat.backend.device import select
+from qat.backend.xla import XlaBackend
 from qat.data.batch import Batch
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_teacher

@@ -11,7 +11,7 @@ import torch_xla
 from train_case import config, make_trainer
 from xla_case import batches_of, course
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.logs import read_json_lines
 from qat.train.start import train_student
 

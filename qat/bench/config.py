@@ -11,7 +11,7 @@ from qat.config import Settings
 from qat.train.config import StepConfig
 
 if TYPE_CHECKING:
-    from qat.backend import Backend
+    from qat.backend.device import Backend
 
 ATTENTION = ("nsa", "nsa-merged", "nsa-paper")
 PASSES = ("forward", "train", "decode")

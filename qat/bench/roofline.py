@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qat.backend import DTYPES, Backend
+from qat.backend.device import DTYPES, Backend
 from qat.models.devices import device_called
 
 LARGEST, SHORTEST_S, REPEATS = 8192, 2e-3, 10

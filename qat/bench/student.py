@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.shapes import shape_called
 from qat.models.config import ConvertConfig

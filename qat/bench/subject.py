@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 import qat
 from qat import logs
+from qat.backend.libtpu import before_torch
 from qat.cli.bench import bench_app
 from qat.cli.cache import cache_app
 from qat.cli.convert import convert
@@ -31,7 +32,6 @@ from qat.cli.result import print_result
 from qat.cli.train import train
 from qat.config import explain
 from qat.errors import QatError
-from qat.libtpu import before_torch
 from qat.secrets import Scrub, scrubbed
 
 SCRUB = Scrub()
@@ -144,7 +144,7 @@ def _flags(verb: str) -> set[str]:
 
 
 def _fail_if_out_of_memory(error: RuntimeError) -> None:
-    from qat.backend import select  # torch is loaded by now: it raised the error
+    from qat.backend.device import select  # torch is loaded by now: it raised the error
 
     if select("cpu").is_out_of_memory(error):
         _fail(

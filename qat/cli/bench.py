@@ -52,7 +52,7 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from qat.backend import select
+    from qat.backend.device import select
     from qat.bench.run import run_bench
     from qat.bench.tpu_plan.run import run_tpu_plan
 

@@ -32,7 +32,7 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
-    from qat.backend import select
+    from qat.backend.device import select
     from qat.data.share import open_shared
     from qat.models.teacher_cache import build_teacher_cache
     from qat.ranks import joined

@@ -24,7 +24,7 @@ def evaluate(
         student: model directory, run directory or hub id.
         config: settings.
     """
-    from qat.backend import select
+    from qat.backend.device import select
     from qat.evaluate.judge import judge
 
     with select(config.device).session(config.xla_cache_dir):

@@ -20,7 +20,7 @@ def generate(
         model: model directory, run directory or hub id.
         config: settings.
     """
-    from qat.backend import seeded, select
+    from qat.backend.device import seeded, select
     from qat.evaluate.decode import open_speaker
     from qat.evaluate.generation import generate_text
 

@@ -45,7 +45,7 @@ def train(
             speaks against it, and leave nothing behind.
         force: train in spite of the preflight's errors (recorded in run.json).
     """
-    from qat.backend import select
+    from qat.backend.device import select
     from qat.ranks import joined
     from qat.track.follow import follow
     from qat.train.start import train_student

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.data.bits import pack_bits, packed_bytes, unpack_bits, unpack_flags
 from qat.data.signals import TopK
 from qat.errors import CacheError

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.data import noise
 from qat.data.bits import pack_bits
 from qat.data.codec import encode_draws, encode_top_k, id_bits

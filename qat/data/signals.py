@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.data.noise import uniforms
 from qat.data.teacher import Teacher
 from qat.kernels.draw import draw_tokens

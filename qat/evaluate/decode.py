@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import Backend, on
+from qat.backend.device import Backend, on
 from qat.kernels.decode_attention import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS
 from qat.models.decode_step import DecodeStep
@@ -93,7 +93,7 @@ class Decoder:
         """New tokens for each of the prompts `ids` `(B, S)`, each up to its first of `ends`.
 
         `seen` gets what was said since its last call, every few tokens. Draws from torch's
-        generator (`qat.backend.seeded`).
+        generator (`qat.backend.device.seeded`).
 
         Raises:
             ValueError: more than 8 prompts.

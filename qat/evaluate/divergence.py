@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.data.batch import Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate.targets import to_targets

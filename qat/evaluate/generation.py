@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.errors import ConfigError
 from qat.evaluate.decode import Decoder, Sampling, until_end
 from qat.evaluate.divergence import judging
@@ -43,8 +43,8 @@ def generate_text(
     """Continue `prompt`, as a user's message if the tokenizer has a chat template and not `raw`.
 
     Sampling is by `temperature` and `top_p` alone, whatever the checkpoint's generation settings
-    say, and draws from torch's generator (`qat.backend.seeded`); temperature 0 takes the most
-    likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
+    say, and draws from torch's generator (`qat.backend.device.seeded`); temperature 0 takes the
+    most likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
     A `Decoder` continues in the place of its model's own loop; its draws differ.
 
     Raises:
@@ -68,7 +68,7 @@ def sample_continuations(
     """One sample for each of the prompts `ids` `(B, N)`, all at once, at temperature 1.
 
     Each ends with the model's closing token or after `max_new_tokens`. Draws from torch's
-    generator (`qat.backend.seeded`).
+    generator (`qat.backend.device.seeded`).
     """
     return _continue(model, ids, _generation_config(model, max_new_tokens, 1.0, top_p))
 

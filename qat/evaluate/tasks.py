@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import judging

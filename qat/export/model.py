@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from qat.backend import DTYPES
+from qat.backend.device import DTYPES
 from qat.errors import ExportError
 from qat.export.card import write_card
 from qat.export.config import ExportConfig, TargetName

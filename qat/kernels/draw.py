@@ -11,7 +11,7 @@ Shapes: T tokens, V vocabulary, N blocks, n draws, B columns of a block.
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.kernels.topk import Blocks, candidates, masses
 
 UNIT = 2.0**40

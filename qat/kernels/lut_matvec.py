@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.kernels.dispatch import use_triton
 from qat.quant.pack import Packed, unpack
 from qat.quant.spec import LutSpec

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.kernels.dispatch import use_triton
 
 BLOCK = 64

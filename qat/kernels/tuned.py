@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "tuned"

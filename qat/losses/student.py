@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.losses.targets import NO_LABEL, Targets
 
 

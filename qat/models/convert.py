@@ -12,7 +12,7 @@ import tomli_w
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.config import Settings
 from qat.data.cache import MANIFEST
 from qat.data.chat import render

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qat.backend import Backend, select
+from qat.backend.device import Backend, select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.checksums import check_checksums

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.backend import on
+from qat.backend.device import on
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.models.projections import join_projections, part_projections
 from qat.models.swap import decoder_layers
 

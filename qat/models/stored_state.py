@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.lut_linear import LutLinear

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear

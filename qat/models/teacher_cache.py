@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.data.build import build_cache
 from qat.data.cache import Manifest, TeacherInfo
 from qat.data.config import CacheConfig

@@ -7,7 +7,7 @@ below 2**-14) to 61440.
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 
 SMALLEST = 2.0**-17
 """The smallest positive value."""

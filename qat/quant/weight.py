@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
 
 STORED_DTYPES = {

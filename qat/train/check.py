@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qat.backend import on
+from qat.backend.device import on
 from qat.nn.lut_linear import LutLinear
 from qat.nn.step import quant_linears
 from qat.quant.pack import pack, unpack

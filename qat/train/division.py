@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.backend import Backend
+from qat.backend.device import Backend
 from qat.config import fingerprint
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError, TrainingError

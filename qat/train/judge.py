@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence

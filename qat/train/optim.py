@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from qat import backend
+from qat.backend import device as backend
 from qat.errors import ConfigError
 from qat.models.nsa_fit import natural_size
 from qat.nn.sharded_lut_linear import ShardedLutLinear

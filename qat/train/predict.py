@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices

@@ -18,9 +18,9 @@ import numpy as np
 import psutil
 from torch import Tensor
 
-from qat.backend import Backend
+from qat.backend.device import Backend
+from qat.backend.nvml import UNKNOWN
 from qat.logs import JsonLines, events_file, heartbeat_file
-from qat.nvml import UNKNOWN
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.watchdog import Clocks, Drop, Pace, Watchdog

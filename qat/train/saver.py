@@ -16,8 +16,8 @@ import safetensors.torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat import backend as backends
-from qat.copying import KeptCopies
+from qat.backend import device as backends
+from qat.backend.copying import KeptCopies
 from qat.data.pipeline import Behind
 from qat.files import sync
 from qat.logs import METRICS

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.config import fingerprint
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache

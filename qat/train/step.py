@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat import backend as backends
-from qat.compiling import Steadiness
+from qat.backend import device as backends
+from qat.backend.compiling import Steadiness
 from qat.data.batch import Batch
 from qat.evaluate.targets import to_targets
 from qat.kernels.attention import MAX_TILE

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from qat.backend import Backend
+from qat.backend.device import Backend
 from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.kernels.nsa.config import PRESETS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.baselines.plain import dense_copy, plain_step
 from qat.bench.baselines.reference import (
     GatheredCandidates,

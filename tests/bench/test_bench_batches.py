@@ -7,7 +7,7 @@ import torch
 from cache_case import build
 from train_case import make_place
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.batches import check_batch_sizes, open_source
 from qat.bench.config import BenchConfig
 from qat.bench.student import open_student

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.find_max import MemoryModel, Trials, find_max_batch
 from qat.bench.isolation import unless_out_of_memory
 from qat.errors import ConfigError

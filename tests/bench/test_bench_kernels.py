@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied, num_bytes

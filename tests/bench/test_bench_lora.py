@@ -2,7 +2,7 @@
 
 import torch
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
 from qat.bench.student import open_student

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
 from qat.bench.measure import fit_cost, spread, time_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_case import make_place
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.config import BenchConfig
 from qat.bench.results import IN_EVERY_ROW, Results, as_csv
 from qat.bench.run import run_bench

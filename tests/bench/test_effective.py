@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qat.backend import profile_operators, select
+from qat.backend.device import profile_operators, select
 from qat.bench import effective
 from qat.bench.config import BenchConfig
 from qat.bench.effective import check_strictly, fallbacks, operator_facts, requested

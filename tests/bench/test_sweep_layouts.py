@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.batches import Source
 from qat.bench.layouts import STEPS, bucket_edges, document_lengths, make_batches
 from qat.bench.run import prepare

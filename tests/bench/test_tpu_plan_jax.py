@@ -6,7 +6,7 @@ pytest.importorskip("torchax", exc_type=ImportError)
 
 import torch
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.batches import Source
 from qat.bench.config import BenchConfig
 from qat.bench.student import open_student

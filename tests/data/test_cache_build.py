@@ -12,7 +12,7 @@ import torch
 from cache_case import build, contents, info, settings, teacher, texts
 from tiny import VOCAB
 
-from qat.backend import Backend
+from qat.backend.device import Backend
 from qat.data.cache import read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings

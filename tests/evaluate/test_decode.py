@@ -8,7 +8,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qat.backend import seeded
+from qat.backend.device import seeded
 from qat.evaluate.decode import Decoder, Sampling
 from qat.evaluate.generation import Generated, generate_text
 from qat.kernels.lut_matvec import SPLIT

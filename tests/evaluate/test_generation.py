@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from qat.backend import seeded
+from qat.backend.device import seeded
 from qat.errors import ConfigError
 from qat.evaluate.generation import encode_prompt, generate_text, repeated_frac
 from qat.models.language_model import LanguageModel

@@ -8,7 +8,7 @@ from cyclopts import App
 from quantized import SPECS, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
-from qat.backend import DTYPES
+from qat.backend.device import DTYPES
 from qat.cli.cache import cache
 from qat.cli.eval import evaluate
 from qat.cli.generate import generate

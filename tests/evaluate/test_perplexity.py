@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
-from qat.backend import Backend
+from qat.backend.device import Backend
 from qat.errors import ConfigError, DataError
 from qat.evaluate.perplexity import text_perplexity
 from qat.evaluate.text import Text, read_text, text_batches, windows

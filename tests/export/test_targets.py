@@ -13,7 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from qat.backend import DTYPES
+from qat.backend.device import DTYPES
 from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts

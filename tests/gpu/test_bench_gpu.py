@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat import backend
+from qat.backend import device as backend
 from qat.bench.baselines.run import run_baselines
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.isolation import unless_out_of_memory

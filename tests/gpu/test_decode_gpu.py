@@ -9,7 +9,7 @@ from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.backend import seeded
+from qat.backend.device import seeded
 from qat.evaluate.decode import Decoder, Sampling
 from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.lut_matvec import (

@@ -11,7 +11,7 @@ from tiny import tiny_model
 from torch.nn import functional as F
 from train_case import config
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import quantize_model

@@ -9,7 +9,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from qat.backend import Backend
+from qat.backend.device import Backend
 from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.kernels.dispatch import computing_by
 from qat.kernels.nsa.config import PRESETS

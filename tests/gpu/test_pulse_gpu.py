@@ -6,7 +6,7 @@ import pytest
 import torch
 from train_case import config
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.logs import read_json_lines
 from qat.ranks import ALONE
 from qat.train.pulse import Pulse

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from train_case import config, make_place, make_trainer
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.models.stored_state import packed_state_dict
 from qat.train.proof import problem
 from qat.train.resume import load_training_state

@@ -7,7 +7,7 @@ import torch
 from test_step_gpu import batch, course, no_synchronisation, step_of
 from tiny import tiny_model
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.models.language_model import LanguageModel
 from qat.train.step import EAGER_STEPS, TrainingStep
 

@@ -11,7 +11,7 @@ from quantized import SPECS, nearest_e5m3, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from qat.backend import Backend
+from qat.backend.device import Backend
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint

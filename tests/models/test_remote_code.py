@@ -59,8 +59,7 @@ def test_code_runs_when_asked(model: Path) -> None:
     assert len(model_identity(str(model), trust_remote_code=True)) == 32
 
 
-def test_a_cache_remembers_it() -> None:
-    silent = new_manifest(settings(), info(), "t")
-    told = new_manifest(settings(), info(remote_code=True), "t")
-    assert b"remote_code" not in silent.to_bytes()
-    assert json.loads(told.to_bytes())["teacher"]["remote_code"] is True
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_cache_remembers_it(has_run: bool) -> None:
+    manifest = new_manifest(settings(), info(remote_code=has_run), "t")
+    assert json.loads(manifest.to_bytes())["teacher"]["remote_code"] is has_run

@@ -50,7 +50,7 @@ def test_tiles_are_tuned_matrix_by_matrix(monkeypatch: pytest.MonkeyPatch, capsy
         pytest.skip("the interpreter runs where no GPU is")
     import measure_generate
 
-    from qat.backend import select
+    from qat.backend.device import select
     from qat.bench.kernels import spaces
 
     monkeypatch.setattr(spaces, "DENSE", ((2, 64, 1, 1),))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qat import backend
+from qat.backend import device as backend
 from qat.data.batch import NO_LABEL
 from qat.data.stream import split_of
 

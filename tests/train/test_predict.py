@@ -8,7 +8,7 @@ import torch
 from cli_case import call
 from train_case import config, make_place
 
-from qat import backend
+from qat.backend import device as backend
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.train import check

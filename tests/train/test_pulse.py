@@ -13,7 +13,7 @@ import pytest
 import torch
 from train_case import config, make_place
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.logs import JsonLines, read_json_lines
 from qat.ranks import ALONE, Ranks
 from qat.train.pulse import Pulse

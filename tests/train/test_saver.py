@@ -8,8 +8,8 @@ import safetensors.torch
 import torch
 from train_case import config, make_place, make_trainer
 
-from qat import backend as backends
-from qat.copying import KeptCopies
+from qat.backend import device as backends
+from qat.backend.copying import KeptCopies
 from qat.errors import CheckpointError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint

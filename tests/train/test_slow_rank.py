@@ -9,7 +9,7 @@ import torch
 from ranks_case import run_ranks
 from train_case import config
 
-from qat import backend as backends
+from qat.backend import device as backends
 from qat.logs import read_json_lines
 from qat.ranks import Ranks
 from qat.train.pulse import Pulse

@@ -8,6 +8,6 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 if find_spec("torch_xla") is not None:
-    from qat.backend import select
+    from qat.backend.device import select
 
     select("xla")

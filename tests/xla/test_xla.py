@@ -11,7 +11,7 @@ from tiny import tiny_model
 from train_case import config
 from xla_case import STEPS, course, largest_difference, make_short_place, over_devices
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.logs import read_json_lines
 from qat.train.optim import Optimizer
 from qat.train.start import train_student

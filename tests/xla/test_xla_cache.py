@@ -13,7 +13,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla run
 
 from cache_case import TOKENIZER, build, teacher, texts
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.data.batch import Batch
 from qat.data.noise import stream, uniforms
 from qat.data.reader import TeacherCache

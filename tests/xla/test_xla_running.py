@@ -14,11 +14,11 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla run
 from train_case import config, make_trainer
 from xla_case import make_short_place
 
-from qat.backend import select
-from qat.backend_xla import XlaBackend
+from qat.backend.device import select
+from qat.backend.memory import GIB
+from qat.backend.xla import XlaBackend
 from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
-from qat.device_memory import GIB
 from qat.errors import ConfigError
 from qat.train.step import TrainingStep
 
@@ -32,8 +32,8 @@ FULL = "Bad StatusOr access: RESOURCE_EXHAUSTED: Ran out of memory in memory spa
 KEEPS = """
 from pathlib import Path
 import torch
-from qat.backend import select
-from qat.backend_xla import XlaBackend
+from qat.backend.device import select
+from qat.backend.xla import XlaBackend
 XlaBackend.is_host = lambda _: False  # as on a TPU: the CPU client writes, though it cannot read
 xla, kept = select("xla"), Path("kept")
 with xla.session(kept), xla.session(kept):

@@ -19,7 +19,7 @@ from xla_case import (
     make_taught_place,
 )
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_checkpoint
 from qat.nn.step import quant_linears

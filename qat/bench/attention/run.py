@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qat.backend import Backend, select
+from qat.backend.device import Backend, select
 from qat.bench.attention.ways import Way, recorded, ways_of
 from qat.bench.attention.work import Pass, Work, call_of, layer_of
 from qat.bench.config import AttentionConfig, parse_sizes

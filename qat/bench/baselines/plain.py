@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.backend import DTYPES, on
+from qat.backend.device import DTYPES, on
 from qat.bench.baselines.textbook import ChunkedLoss
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch

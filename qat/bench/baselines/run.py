@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.baselines.plain import plain_step
 from qat.bench.baselines.reference import TEMPERATURE, reference_step
 from qat.bench.baselines.textbook import check_losses

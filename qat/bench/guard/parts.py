@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
 from qat.bench.guard import twins

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from qat import logs
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.processes import end_with_input
 from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import seeded
+from qat.backend.device import seeded
 from qat.bench.quality.config import HELD_OUT, QualityRecipe
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Plan, cache_config, convert_config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from qat.backend import devices, select
+from qat.backend.device import devices, select
 from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job, Plan

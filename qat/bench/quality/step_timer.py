@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.baselines.quality import time_step
 from qat.bench.measure import compile_anew
 from qat.bench.quality.config import OURS, Table

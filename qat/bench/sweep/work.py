@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from qat.backend import Backend, select
+from qat.backend.device import Backend, select
 from qat.bench.effective import Facts, check_strictly, what_ran
 from qat.bench.layouts import make_batches
 from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend

@@ -5,8 +5,8 @@ jax computes on the CPU; libtpu compiles for a TPU that is only described, and a
 
 import warnings
 
+from qat.backend.libtpu import keep_libtpu_offline
 from qat.bench.tpu_plan.needed import check_installed
-from qat.libtpu import keep_libtpu_offline
 
 check_installed()
 keep_libtpu_offline()

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qat.backend import select
+from qat.backend.device import select
 from qat.bench.config import BenchConfig
 from qat.bench.results import Results, environment
 from qat.bench.tpu_plan.needed import check_installed

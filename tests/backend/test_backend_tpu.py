@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from train_case import config, make_trainer
 from xla_case import make_short_place
 
-from qat import backend, backend_tpu
+from qat.backend import device as backend
+from qat.backend import tpu as backend_tpu
 from qat.errors import ConfigError
 from qat.models.devices import device_called
 from qat.train.config import TrainConfig

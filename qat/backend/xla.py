@@ -1,4 +1,4 @@
-"""PyTorch/XLA behind the protocol of `qat.backend`: operators record, `step_end` computes.
+"""PyTorch/XLA behind the protocol of `qat.backend.device`: operators record, `step_end` computes.
 
 One step is one graph. Whatever reads a value before `step_end` makes a graph of its own, and every
 new shape compiles anew; `compile_count`, `execution_count` and `host_fallbacks` tell.
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.backend import Backend, launched
-from qat.compiling import Graphs, Teller
-from qat.copying import Copying
-from qat.device_memory import RuntimeMemory
+from qat.backend.compiling import Graphs, Teller
+from qat.backend.copying import Copying
+from qat.backend.device import Backend, launched
+from qat.backend.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
+from qat.backend.memory import RuntimeMemory
+from qat.backend.xla_mesh import XlaMesh, gathered, share_devices, whole
 from qat.errors import ConfigError
-from qat.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
-from qat.xla_mesh import XlaMesh, gathered, share_devices, whole
 
 logger = logging.getLogger(__name__)
 

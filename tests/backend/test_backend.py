@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qat import backend, backend_xla
+from qat.backend import device as backend
+from qat.backend import xla as backend_xla
 from qat.errors import ConfigError
 from qat.models.devices import device_called
 

@@ -1,7 +1,7 @@
-"""torch_tpu, Google's eager `tpu` device, behind the protocol of `qat.backend`. EXPERIMENTAL.
+"""torch_tpu, Google's eager `tpu` device, behind the protocol of `Backend`. EXPERIMENTAL.
 
 Written from the documentation and the Python sources of torch_tpu 0.2.0. It never ran on a TPU: its
-tests run on a CPU that stands in for one. `qat.backend_xla` is the way whose device code CI runs.
+tests run on a CPU that stands in for one. `qat.backend.xla` is the way whose device code CI runs.
 
 As torch_tpu does by default (its `DEFER_NEVER`), operators are given to the chip one by one and the
 host goes on; each is compiled once for its shapes, types and numbers of the host that it is given.
@@ -16,11 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from qat.backend import Backend, launched
-from qat.copying import Copying
-from qat.device_memory import GIB
+from qat.backend.copying import Copying
+from qat.backend.device import Backend, launched
+from qat.backend.libtpu import torch_tpu_obstacle, tpu_name
+from qat.backend.memory import GIB
 from qat.errors import ConfigError
-from qat.libtpu import torch_tpu_obstacle, tpu_name
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from qat import nvml
-from qat.nvml import UNKNOWN, gpu_health
+from qat.backend import nvml
+from qat.backend.nvml import UNKNOWN, gpu_health
 
 
 class Library:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qat.device_memory import DeviceMemory
+from qat.backend.memory import DeviceMemory
 from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils import backend_registration
 
-STAND_IN = Path(__file__).with_name("tpu_stand_in.py")
+STAND_IN = Path(__file__).parents[1] / "tpu_stand_in.py"
 HAS_PARTS = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
 

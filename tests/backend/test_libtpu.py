@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_case import call
 
-from qat import libtpu
+from qat.backend import libtpu
 
 AUTOLOAD, ASKING = "TORCH_DEVICE_BACKEND_AUTOLOAD", "TPU_SKIP_MDS_QUERY"
 

@@ -1,4 +1,4 @@
-"""The XLA devices of one process as a mesh of one axis; `qat.backend_xla` is its only user."""
+"""The XLA devices of one process as a mesh of one axis; `qat.backend.xla` is its only user."""
 
 from collections.abc import Iterator, Sequence
 

@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from qat.compiling import Compiling
-from qat.copying import Copying
+from qat.backend.compiling import Compiling
+from qat.backend.copying import Copying
+from qat.backend.nvml import UNKNOWN, gpu_health
 from qat.errors import ConfigError
-from qat.nvml import UNKNOWN, gpu_health
 
 DTYPES = {
     "fp32": torch.float32,
@@ -25,7 +25,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-OTHER_KINDS = {"xla": "qat.backend_xla", "tpu": "qat.backend_tpu"}
+OTHER_KINDS = {"xla": "qat.backend.xla", "tpu": "qat.backend.tpu"}
 """Where the backends of devices live that need a package of their own."""
 T = TypeVar("T")
 

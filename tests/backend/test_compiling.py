@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat import compiling
-from qat.backend import select
-from qat.backend_xla import XlaBackend
-from qat.compiling import MOST_IN_A_ROW, Compiling, Graphs, Steadiness, Teller
-from qat.device_memory import GIB, RuntimeMemory
+from qat.backend import compiling
+from qat.backend.compiling import MOST_IN_A_ROW, Compiling, Graphs, Steadiness, Teller
+from qat.backend.device import select
+from qat.backend.memory import GIB, RuntimeMemory
+from qat.backend.xla import XlaBackend
 from qat.errors import ConfigError
 
 
