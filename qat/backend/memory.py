@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -124,19 +125,19 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class RuntimeMemory(DeviceMemory):
+class RuntimeMemory(DeviceMemory, ABC):
     """One device whose memory its runtime counts, if anybody; or a CPU's, which is the process's.
 
     A runtime's peak is that of the whole process: what held less than before says nothing.
     """
 
+    @abstractmethod
     def told(self) -> dict[str, int] | None:
         """`bytes_used`, `peak_bytes_used` and `bytes_limit`; None if the runtime does not say."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_host(self) -> bool:
         """Whether the device computes in the process's own memory."""
-        raise NotImplementedError
 
     def peak_memory_gib(self) -> float | None:
         """See `DeviceMemory`; None too where it stayed below an earlier peak."""

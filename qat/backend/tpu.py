@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from qat.backend.by_shape import CompiledByShape
 from qat.backend.copying import Copying
-from qat.backend.device import Backend, launched
+from qat.backend.device import launched
 from qat.backend.libtpu import torch_tpu_obstacle, tpu_name
 from qat.backend.memory import GIB
 from qat.errors import ConfigError
@@ -73,14 +75,10 @@ def backend_on(device: torch.device) -> "TpuBackend":
 
 
 @dataclass(frozen=True)
-class TpuBackend(Backend):
+class TpuBackend(CompiledByShape):
     """One TPU chip, to which operators are given one by one. Never ran on one."""
 
-    def dtype_name(self, name: str) -> str:
-        """See `Backend`; `auto` is bf16, which TPUs multiply in."""
-        if name in ("fp16", "tf32"):
-            raise ConfigError(f"dtype={name}, but TPUs have no such units; use --dtype bf16")
-        return "bf16" if name == "auto" else name
+    CALLED: ClassVar[str] = "TPUs"
 
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
         """See `Backend`: what nobody tried there, and what would compile in each step."""
@@ -91,37 +89,13 @@ class TpuBackend(Backend):
                 "--latent-dtype fp32"
             )
 
-    def has_bf16(self) -> bool:
-        """See `Backend`."""
-        return True
-
-    def load_map(self) -> None:
-        """See `Backend`: weights are read on the host, for moving them may break ties."""
-
-    def place(self, model: nn.Module) -> None:
-        """See `Backend`."""
-        model.to(self.device)
-        model.tie_weights()
-
     def numbers_compile(self) -> bool:
-        """See `Backend`."""
-        return True
-
-    def fixed_shapes(self) -> bool:
         """See `Backend`."""
         return True
 
     def filled_length(self, length: int) -> int:
         """See `Backend`."""
         return -(-length // FILLED) * FILLED
-
-    def generator(self, seed: int) -> torch.Generator:
-        """See `Backend`: the host's."""
-        return torch.Generator().manual_seed(seed)
-
-    def compares(self) -> bool:
-        """See `Backend`: nobody tried the others."""
-        return True
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """See `Backend`; waits for the copy, as the host may use its memory again."""

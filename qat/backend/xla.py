@@ -15,14 +15,15 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from qat.backend.by_shape import CompiledByShape
 from qat.backend.compiling import Graphs, Teller
 from qat.backend.copying import Copying
-from qat.backend.device import Backend, launched
+from qat.backend.device import launched
 from qat.backend.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.memory import RuntimeMemory
 from qat.backend.xla_mesh import XlaMesh, gathered, share_devices, whole
@@ -79,8 +80,10 @@ def _check_versions() -> None:
 
 
 @dataclass(frozen=True)
-class XlaBackend(RuntimeMemory, XlaMesh, Backend):
+class XlaBackend(RuntimeMemory, XlaMesh, CompiledByShape):
     """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
+
+    CALLED: ClassVar[str] = "XLA devices"
 
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:
@@ -167,16 +170,6 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
 
         return runtime.device_type() == "CPU"
 
-    def dtype_name(self, name: str) -> str:
-        """See `Backend`; `auto` is bf16, which TPUs multiply in."""
-        if name in ("fp16", "tf32"):
-            raise ConfigError(f"dtype={name}, but XLA devices have no such units; use --dtype bf16")
-        return "bf16" if name == "auto" else name
-
-    def has_bf16(self) -> bool:
-        """See `Backend`."""
-        return True
-
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
         """See `Backend`."""
         if name == "adamw8bit":
@@ -199,14 +192,6 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
         if dtype == torch.float32:
             return nullcontext()
         return torch.autocast("xla", dtype=dtype, cache_enabled=False)
-
-    def load_map(self) -> None:
-        """See `Backend`: weights are read on the host, for moving them breaks ties."""
-
-    def place(self, model: nn.Module) -> None:
-        """See `Backend`."""
-        model.to(self.device)
-        model.tie_weights()
 
     def checkpoint_fn(self) -> Callable:
         """See `Backend`: with barriers, else the compiler joins the recomputation again."""
@@ -255,10 +240,6 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
         """See `Backend`: compared on the host."""
         return torch.equal(*self._on_host([a, b]))
 
-    def fixed_shapes(self) -> bool:
-        """See `Backend`."""
-        return True
-
     def filled_length(self, length: int) -> int:
         """See `Backend`: 64, 96, 128, 192, 256, 384, ..."""
         filled = SHORTEST
@@ -274,14 +255,6 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
         count = 1 if mesh is None else mesh.size()
         parts = {part * 2**power // 4 for part in (4, 5, 6, 7) for power in range(32)}
         return tuple(size for size in sorted(parts) if size <= MOST_SEQUENCES and not size % count)
-
-    def generator(self, seed: int) -> torch.Generator:
-        """See `Backend`: the host's."""
-        return torch.Generator().manual_seed(seed)
-
-    def compares(self) -> bool:
-        """See `Backend`: such operators would run on the host."""
-        return True
 
     def mark(self, after: Tensor | None = None) -> "Future[float]":
         """See `Backend`; a thread waits for `after`, which no step may overwrite."""
