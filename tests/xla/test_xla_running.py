@@ -20,6 +20,8 @@ from qat.backend.xla import XlaBackend
 from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
 from qat.errors import ConfigError
+from qat.evaluate.decode import open_speaker
+from qat.evaluate.generation import generate_text
 from qat.train.step import TrainingStep
 
 pytestmark = [
@@ -129,3 +131,21 @@ def test_the_end_tells_of_graphs_and_names_what_the_host_computed(
     assert "the CPU client cannot read back what it compiled" in caplog.messages[0]
     assert "graphs compiled in" in caplog.messages[-2]
     assert "XLA lacks aten::bucketize.Tensor (" in caplog.messages[-1]
+
+
+def test_each_bucket_of_lengths_is_one_graph_more() -> None:
+    speaker, tokenizer = open_speaker("checkpoints/tiny-qwen3", device="xla", dtype="fp32")
+    graphs = {}
+    for words in (5, 9, 20, 18):
+        before = XLA.compile_count()
+        said = generate_text(
+            speaker,
+            tokenizer,
+            "the value of the " * words,
+            max_new_tokens=4,
+            temperature=0.0,
+            raw=True,
+        )
+        assert said.text
+        graphs[words] = XLA.compile_count() - before
+    assert graphs == {5: 1, 9: 0, 20: 1, 18: 0}
