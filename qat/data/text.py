@@ -1,6 +1,7 @@
 """Tokens of documents, and what makes two tokenizers the same."""
 
 import json
+from weakref import WeakKeyDictionary
 
 import xxhash
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -8,12 +9,23 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from qat.data.chat import Rendering
 from qat.errors import ConfigError
 
+_hashes: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[list[int], str]] = WeakKeyDictionary()
+"""Of tokenizers that live: the hash, which takes most of a second, and what tells of changes."""
+
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """16 hex digits of the vocabulary, the merges and the special tokens; equal in any process.
 
-    Two tokenizers with the same hash turn text into the same ids, up to normalisation.
+    Two tokenizers with the same hash turn text into the same ids, up to normalisation. It is
+    computed once for each tokenizer, and again when tokens were added or became special.
     """
+    signs = [len(tokenizer), *tokenizer.all_special_ids]
+    if _hashes.get(tokenizer, ([], ""))[0] != signs:
+        _hashes[tokenizer] = signs, _state_hash(tokenizer)
+    return _hashes[tokenizer][1]
+
+
+def _state_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     state = {"vocabulary": sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])}
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         backend = json.loads(tokenizer.backend_tokenizer.to_str())

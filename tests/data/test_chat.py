@@ -84,7 +84,10 @@ def test_tokenizer_hash_sees_vocabulary_merges_and_special_tokens(tmp_path) -> N
     assert tokenizer_hash(type(tokenizer).from_pretrained(tmp_path)) == first
     assert tokenizer_hash(tiny_tokenizer(270)) != first
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
-    assert tokenizer_hash(tokenizer) != first
+    second = tokenizer_hash(tokenizer)
+    assert second != first
+    tokenizer.add_special_tokens({"pad_token": "the"})
+    assert tokenizer_hash(tokenizer) not in (first, second)
 
 
 @pytest.mark.slow
