@@ -18,7 +18,7 @@ from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_S = 4e-3
+SAMPLE_S = 40e-3
 MOST_CALLS = 32
 """A sample is of so many calls in a row that the host's launches do not show."""
 
