@@ -18,6 +18,7 @@ from qat.kernels.nsa.flex_tables import (
     Both,
     Span,
     block_mask,
+    laid_out,
     listed,
     listed_diagonal,
     listed_spans,
@@ -187,7 +188,8 @@ def _sees_selected(case: Case, selection: Tensor) -> Sees:
     tile, block = case.config.select_tile, case.config.select_block
     length, group = case.inputs.length, case.inputs.group
     rows, columns = (-(-length // size) for size in (tile, block))
-    table = pad(selection, (0, columns - selection.shape[3], 0, rows - selection.shape[2]))
+    more = columns - selection.shape[3], rows - selection.shape[2]
+    table = laid_out(pad(selection, (0, more[0], 0, more[1])))
     sees_past = case.sees_past()
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -110,6 +110,20 @@ def block_mask(
     )
 
 
+@torch.library.custom_op("qat::laid_out", mutates_args=())
+def laid_out(table: Tensor) -> Tensor:
+    """A copy that a `mask_mod` may look things up in, also where the graph computes `table`.
+
+    Inductor of torch 2.11 leaves the layout of what it computes open, and a mask needs it settled.
+    """
+    return table.clone(memory_format=torch.contiguous_format)
+
+
+@laid_out.register_fake
+def _(table: Tensor) -> Tensor:
+    return torch.empty(table.shape, dtype=table.dtype, device=table.device)
+
+
 def _listed(is_read: Tensor) -> Listing:
     order = is_read.int().argsort(dim=-1, descending=True, stable=True)
     return Listing(is_read.sum(-1, dtype=torch.int32), order.int())
