@@ -98,8 +98,10 @@ def test_flex_is_the_reference(name: str) -> None:
     assert_near(lambda i: flex.attend(i, config, selection), inputs, config, selection)
 
 
-def test_flex_inside_another_graph_and_recomputed() -> None:
-    config = NSAConfig(num_selected=8, window=300)  # all blocks, for near ties may be rounded apart
+@pytest.mark.parametrize("sizes", [{}, dict(select_block=64, select_tile=1)])
+def test_flex_inside_another_graph_and_recomputed(sizes: dict[str, int]) -> None:
+    # all blocks, for near ties may be rounded apart
+    config = NSAConfig(**{"num_selected": 16, "window": 300, **sizes})
     inputs = made(config, (4, 2), 1000, is_packed=False)
 
     def layer(inputs: Inputs) -> Tensor:
