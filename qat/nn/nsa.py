@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.select import pool
 
-NUM_BRANCHES = 3
+NUM_BRANCHES, SELECTED = 3, 1
 SIGMOID_BIAS = (-6.0, 6.0, -6.0)
 """Where gates of the mode `sigmoid` begin: selection 0.9975, the other two 0.0025."""
 
@@ -60,7 +60,9 @@ class NSAParts(nn.Module):
         raw = raw if raw.dtype == torch.float64 else raw.float()
         if self.config.mode == "sigmoid":
             return raw.sigmoid()
-        return raw.tanh() + raw.new_tensor([0.0, 1.0, 0.0])
+        # made on the device: a graph that is being recorded copies nothing from the host
+        is_selected = torch.arange(NUM_BRANCHES, device=raw.device) == SELECTED
+        return raw.tanh() + is_selected.to(raw.dtype)
 
     def pooled(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(B, K, C, D)` each, of `(B, K, S, D)`; values only where a branch reads them."""
