@@ -28,7 +28,7 @@ from qat.quant.spec import LutSpec
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(37, 192), (333, 2592), (6144, 2624), (2560, 9792)]
+SHAPES = [(37, 192), (333, 2592), (6144, 2688), (2560, 9792)]
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
 MODELS = {
     "float": lambda: tiny_model("llama", initializer_range=0.3, attention_bias=True),

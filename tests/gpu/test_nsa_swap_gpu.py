@@ -15,8 +15,12 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 B, S = 2, 700
-TOLERANCE = 2e-2
-"""Of the norm of the reference's result, in bfloat16; one layer, so that both select alike."""
+WORSE = 1.5
+"""Times what the reference errs in bfloat16 that kernels may err, of the norm of the exact result."""
+SLACKS = {torch.float32: 5e-4, torch.bfloat16: 2e-3}
+"""What they may err beside."""
+NUM_SELECTED = {torch.float32: 4, torch.bfloat16: 6}
+"""Of six blocks; bfloat16 may round near ties apart, so it selects all."""
 SHAPE = {
     "hidden_size": 128,
     "num_attention_heads": 4,
@@ -27,9 +31,9 @@ SHAPE = {
     "initializer_range": 0.1,
 }
 MODES = {
-    "residual": {"num_selected": 4},
-    "merged": {"mode": "merged", "num_selected": 4},
-    "weighted": {"num_selected": 4, "pooling": "weighted", "cmp_rope": "pre"},
+    "residual": {},
+    "merged": {"mode": "merged"},
+    "weighted": {"pooling": "weighted", "cmp_rope": "pre"},
 }
 
 
@@ -38,10 +42,11 @@ def _nothing_compiled_yet() -> None:
     torch.compiler.reset()
 
 
-def swapped(mode: str, backend: str) -> LanguageModel:
+def swapped(mode: str, backend: str, num_selected: int) -> LanguageModel:
     """A model of one layer, all of whose branches say something."""
     model = tiny_model(use_cache=False, **SHAPE)
-    swap_attention(model, NSAConfig(window=256, backend=backend, **MODES[mode]))
+    sizes = {"window": 256, "num_selected": num_selected, **MODES[mode]}
+    swap_attention(model, NSAConfig(backend=backend, **sizes))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".nsa." in name:
@@ -49,12 +54,12 @@ def swapped(mode: str, backend: str) -> LanguageModel:
     return LanguageModel(model.to(DEVICE))
 
 
-def results(model: LanguageModel, *, is_packed: bool) -> dict[str, Tensor]:
+def results(model: LanguageModel, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Tensor]:
     """The hidden state and all gradients."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(320, (B, S), generator=generator).to(DEVICE)
     positions = torch.arange(S).expand(B, S) % (257 if is_packed else S)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
         hidden = model.hidden(ids, positions.to(DEVICE), is_packed=is_packed)
     hidden.float().square().sum().backward()
     layer = model.model.model.layers[0]
@@ -63,26 +68,35 @@ def results(model: LanguageModel, *, is_packed: bool) -> dict[str, Tensor]:
     return {"hidden": hidden.detach(), **found}
 
 
+@pytest.mark.parametrize("dtype", SLACKS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_kernels_and_the_reference_agree(mode: str, is_packed: bool, is_compiled: bool) -> None:
-    expected = results(swapped(mode, "reference"), is_packed=is_packed)
-    model = swapped(mode, "flex")
+def test_kernels_and_the_reference_agree(
+    dtype: torch.dtype, mode: str, is_packed: bool, is_compiled: bool
+) -> None:
+    count = NUM_SELECTED[dtype]
+    exact = results(swapped(mode, "reference", count), torch.float32, is_packed=is_packed)
+    plain = results(swapped(mode, "reference", count), dtype, is_packed=is_packed)
+    model = swapped(mode, "flex", count)
     regions = Regions(model.model, is_compiled=is_compiled, recompute_every=1)
     regions.install()
-    actual = results(model, is_packed=is_packed)
+    found = results(model, dtype, is_packed=is_packed)
     regions.remove()
     assert any(route.backend == "flex" for route in routes_taken())
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        error = (actual[name].float() - value.float()).norm() / value.float().norm()
-        assert error < TOLERANCE, name
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        mine, other = (distance(each[name], value) for each in (found, plain))
+        assert mine <= WORSE * other + SLACKS[dtype], f"{name}: {mine:.2g}, plain {other:.2g}"
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
 @torch.no_grad()
 def test_a_padded_row_equals_the_row_alone() -> None:
-    model = swapped("residual", "auto").model
+    model = swapped("residual", "auto", 4).model
     ids = torch.randint(320, (1, 600), device=DEVICE)
     mask = torch.ones(2, S, dtype=torch.long, device=DEVICE)
     mask[0, :100] = mask[1, 600:] = 0
