@@ -24,9 +24,10 @@ LEARNED = ("query", "key", "value", "gates")
 CASES = {
     "nsa": (dict(num_selected=4, window=300), (4, 2), 1000, False),
     "sigmoid, packed": (dict(mode="sigmoid", num_selected=4, window=300), (10, 2), 641, True),
-    "nsa, the parts of a row differ": (dict(num_selected=6), (4, 2), 9000, False),
+    "nsa, the parts of a row differ": (dict(num_selected=6), (4, 2), 8100, False),
     "merged, first blocks copied": (dict(mode="merged", num_selected=8), (8, 2), 5001, False),
     "merged, packed": (dict(mode="merged", num_selected=4), (2, 2), 700, True),
+    "one head, packed": (dict(num_selected=4, window=300), (1, 1), 700, True),
     "small blocks": (dict(select_block=32, select_tile=16, num_selected=6), (16, 2), 333, True),
 }
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 B, S = 2, 700
 WORSE = 1.5
-"""Times what the reference errs in bfloat16 that kernels may err, of the norm of the exact result."""
+"""Times what the reference errs in bfloat16 that kernels may err; of the exact result's norm."""
 SLACKS = {torch.float32: 5e-4, torch.bfloat16: 2e-3}
 """What they may err beside."""
 NUM_SELECTED = {torch.float32: 4, torch.bfloat16: 6}

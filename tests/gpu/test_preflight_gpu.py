@@ -30,7 +30,8 @@ def test_a_run_takes_what_was_predicted(tmp_path: Path) -> None:
     train_student(settings, student, tmp_path / "run", resume=False)
     last = read_json_lines(tmp_path / "run" / "heartbeat-rank0.jsonl")[-1]
     assert predicted.step_s / 3 < last["step_s_p50"] < predicted.step_s * 3
-    assert predicted.peak_gib == pytest.approx(last["peak_gib"], rel=0.25)
+    # libraries' workspaces, 60 MiB, are taken by whichever comes first
+    assert predicted.peak_gib == pytest.approx(last["peak_gib"], rel=0.25, abs=0.07)
     # what the prediction compiled takes nothing from the run
     assert last["compiled"] and last["cuda_graph"] and last["fallback"] is None
     assert last["recompiles"] == 0

@@ -209,7 +209,7 @@ def window(case: Case) -> Tensor:
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key > query - width) & sees_past(row, head, query, key)
 
-    mask = block_mask(_for_heads(partial), _for_heads(full), sees, (length, length))
+    mask = block_mask(*_for_heads(inputs, partial, full), sees, (length, length))
     return case.flex(inputs.query, (inputs.key, inputs.value), mask)
 
 
@@ -241,7 +241,7 @@ def compressed(case: Case) -> Tensor:
     partial, full = listed_spans(outer, inner, columns)
     sees = _sees_pooled(case, parts)
     lengths = S // parts, columns * EDGE
-    mask = block_mask(_for_heads(partial), _for_heads(full), sees, lengths)
+    mask = block_mask(*_for_heads(inputs, partial, full), sees, lengths)
     return case.flex(query, keys, mask).unflatten(0, (B, parts)).flatten(1, 2)
 
 
@@ -286,9 +286,14 @@ def _in_parts(tensor: Tensor, parts: int) -> Tensor:
     return tensor[:, None].expand(-1, parts, -1, -1, -1).reshape(-1, *tensor.shape[1:]).contiguous()
 
 
-def _for_heads(both: Both) -> Both:
-    """With an axis of heads, all alike."""
-    return Both(*(type(side)(*(each.unsqueeze(1) for each in side)) for side in both))
+def _for_heads(inputs: Inputs, *relations: Both) -> list[Both]:
+    """With an axis of query heads, all alike."""
+    return [
+        Both(*(type(side)(*(each.unsqueeze(1) for each in side)) for side in both)).of_heads(
+            inputs.query.shape[1]
+        )
+        for both in relations
+    ]
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:

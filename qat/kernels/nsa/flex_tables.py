@@ -91,14 +91,17 @@ def block_mask(
 ) -> BlockMask:
     """What FlexAttention reads: blocks in which `mask_mod` decides, and blocks read whole.
 
+    Its kernels find a row's lists by the stride of the heads' axis, which Inductor of torch 2.11
+    sets to 0 where that axis has one entry: all rows would read the first one's.
+
     Args:
-        partial: with a batch and a head axis in front, as `full`.
+        partial: with an axis of rows and one of query heads in front, as `full`.
         full: None: there are no such blocks.
         mask_mod: of row, head, query and key, as FlexAttention has it.
         lengths: of queries and of keys, multiples of `EDGE`.
     """
     nothing = Listing(None, None)
-    whole = (nothing, nothing) if full is None else full
+    partial, whole = _strided(partial), (nothing, nothing) if full is None else _strided(full)
     return BlockMask(
         lengths,
         *partial.of_tiles,
@@ -110,11 +113,19 @@ def block_mask(
     )
 
 
+def _strided(both: Both) -> Both:
+    """The same with a stride of its own for an axis of one head."""
+    if both.of_tiles.counts.shape[1] > 1:
+        return both
+    return Both(*(Listing(*map(laid_out, side)) for side in both))
+
+
 @torch.library.custom_op("qat::laid_out", mutates_args=())
 def laid_out(table: Tensor) -> Tensor:
-    """A copy that a `mask_mod` may look things up in, also where the graph computes `table`.
+    """A contiguous copy whose layout no compiler may choose.
 
-    Inductor of torch 2.11 leaves the layout of what it computes open, and a mask needs it settled.
+    A `mask_mod` may look things up in it, also where the graph computes `table`: Inductor of torch
+    2.11 leaves the layout of what it computes open, and a mask needs it settled.
     """
     return table.clone(memory_format=torch.contiguous_format)
 
