@@ -230,8 +230,9 @@ def definitions(asked: argparse.Namespace) -> Iterator[tuple[NSAConfig, int]]:
             yield NSAConfig(**sizes, window=24, mode=mode, select_tile=tile), 150
     yield NSAConfig(**sizes, window=24, cmp_rope="pre", pooling="weighted", select_tile=16), 150
     if not asked.small:
-        yield PRESETS["nsa"].model_copy(update={"backend": "reference"}), 1300
-        yield PRESETS["nsa-merged"].model_copy(update={"backend": "reference"}), 2200
+        for name in ("nsa", "nsa-merged"):
+            config = PRESETS[name].model_copy(update={"backend": "reference"})
+            yield config, config.reach + 200
 
 
 def difference(model: PreTrainedModel, config: NSAConfig, length: int) -> float:

@@ -27,8 +27,8 @@ from qat.models.load import load_model, load_tokenizer
 from qat.models.nsa_swap import nsa_modules, swap_attention
 
 GOAL = 1e-5
-LEAK_LENGTH = 1300
 LONGEST = max(config.reach for config in PRESETS.values())
+LEAK_LENGTH = LONGEST + 300
 
 
 def main() -> None:
@@ -63,12 +63,12 @@ def opened(source: str | None, device: str) -> PreTrainedModel:
 
 
 def read(source: str | None, text: Path | None, model: PreTrainedModel) -> Tensor:
-    """`(1, LONGEST)` token ids."""
+    """`(1, LEAK_LENGTH)` token ids."""
     if text is None:
         torch.manual_seed(2)
-        return torch.randint(500, (1, LONGEST), device=model.device)
-    words = text.read_text(encoding="utf-8")[: 20 * LONGEST]
-    ids = load_tokenizer(source)(words)["input_ids"][:LONGEST]
+        return torch.randint(500, (1, LEAK_LENGTH), device=model.device)
+    words = text.read_text(encoding="utf-8")[: 20 * LEAK_LENGTH]
+    ids = load_tokenizer(source)(words)["input_ids"][:LEAK_LENGTH]
     return torch.tensor([ids], device=model.device)
 
 

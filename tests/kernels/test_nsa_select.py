@@ -84,8 +84,8 @@ def test_no_tile_sees_what_follows_its_first_query() -> None:
 
 
 def test_presets() -> None:
-    assert PRESETS["nsa"].reach == 1024 and PRESETS["nsa-paper"].reach == 1024
-    assert PRESETS["nsa-merged"].reach == 2048 and PRESETS["nsa-paper"].select_tile == 1
+    assert PRESETS["nsa"].reach == 2048 and PRESETS["nsa-paper"].reach == 1024
+    assert PRESETS["nsa-merged"].reach == 2304 and PRESETS["nsa-paper"].select_tile == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class NSAConfig(Settings):
     """Distance of pooled keys (d); divides both kinds of block."""
     select_block: int = Field(128, ge=1)
     """Keys that are chosen together (l')."""
-    num_selected: int = Field(8, ge=1)
+    num_selected: int = Field(16, ge=1)
     """Blocks that a query reads by choice, the forced ones included (n)."""
     window: int = Field(512, ge=1)
     """Last keys that a query reads in any case, its own included (w); `merged` has no window."""
@@ -113,7 +113,7 @@ def _divides(small: str, value: int, large: str, whole: int) -> None:
 
 PRESETS = {
     "nsa": NSAConfig(),
-    "nsa-merged": NSAConfig(mode="merged", num_selected=16, local_blocks=5),
-    "nsa-paper": NSAConfig(mode="sigmoid", select_block=64, num_selected=16, select_tile=1),
+    "nsa-merged": NSAConfig(mode="merged", num_selected=18, local_blocks=5),
+    "nsa-paper": NSAConfig(mode="sigmoid", select_block=64, select_tile=1),
 }
 """By what `qat convert --attention` calls them."""
