@@ -184,7 +184,7 @@ def measure(
     *,
     out: Path,
     device: str = "auto",
-    distil_steps: int = 150,
+    distil_steps: int = 600,
     only: str = "",
     seed: int = 0,
     small: bool = False,
@@ -194,7 +194,7 @@ def measure(
     Parameters
     ----------
     only
-        Parts of variants' names, joined by commas; all for none.
+        Names of variants, joined by semicolons; all for none.
     small
         A trial on a CPU: rows of up to 192 tokens.
     """
@@ -208,12 +208,13 @@ def measure(
         learn(dense, task, stage, LR if number == 0 else LR_LONG)
     lengths = [stage.length for stage in stages[-2:]]
     found = [{"name": "dense", **judged(dense, task, lengths, "after")}]
-    print(found[0], flush=True)
+    keep(out, found, lengths[-1], small=small)
     for name, config in VARIANTS.items():
-        if only and not any(part in name for part in only.split(",")):
+        if only and name not in only.split(";"):
             continue
         found.append(run(name, config, dense, task, lengths, distil_steps, small=small))
-    write(out, found, lengths[-1], small=small)
+        keep(out, found, lengths[-1], small=small)
+    show(found)
 
 
 def run(  # noqa: PLR0917
@@ -236,9 +237,7 @@ def run(  # noqa: PLR0917
     row = {"name": name, **config.model_dump(mode="json")}
     row |= judged(student, task, lengths, "before")
     distil(student, dense, task, Stage(lengths[0], 2, steps))
-    row |= judged(student, task, lengths, "after")
-    print({key: value for key, value in row.items() if "accuracy" in key or key == "name"})
-    return row
+    return row | judged(student, task, lengths, "after")
 
 
 def judged(model: LanguageModel, task: Task, lengths: list[int], when: str) -> dict[str, float]:
@@ -246,20 +245,26 @@ def judged(model: LanguageModel, task: Task, lengths: list[int], when: str) -> d
     return {f"accuracy_{n}_{when}": accuracy(model, task, n, JUDGED_ON) for n in lengths}
 
 
-def write(out: Path, rows: list[dict[str, Any]], longest: int, *, small: bool) -> None:
-    """Rows, the table, and the figure of the preset `nsa`."""
+def keep(out: Path, rows: list[dict[str, Any]], longest: int, *, small: bool) -> None:
+    """Write the last row, and the figure if it is the preset `nsa`'s."""
+    row = rows[-1]
+    print({key: value for key, value in row.items() if "accuracy" in key or key == "name"})
     out.mkdir(parents=True, exist_ok=True)
     with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.write(json.dumps(row) + "\n")
+    if row["name"] == "nsa" and not small:
+        key = f"accuracy_{longest}_after"
+        ratio = round(row[key] / rows[0][key], 3)
+        figures.record(out / "figures.jsonl", "needle_16k_vs_dense", ratio, "x", "reported")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table."""
     keys = [key for key in rows[-1] if key.startswith("accuracy")]
     table = Table("attention", *(key.removeprefix("accuracy_").replace("_", ", ") for key in keys))
     for row in rows:
         table.add_row(row["name"], *(f"{row[key]:.3f}" if key in row else "" for key in keys))
     Console(width=110).print(table)
-    by_name = {row["name"]: row[f"accuracy_{longest}_after"] for row in rows}
-    if "nsa" in by_name and not small:
-        ratio = by_name["nsa"] / by_name["dense"]
-        figures.record(out / "figures.jsonl", "needle_16k_vs_dense", ratio, "x", "reported")
 
 
 if __name__ == "__main__":
