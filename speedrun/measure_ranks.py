@@ -106,10 +106,10 @@ def cache(
     scratch: Path | None = None,
     shape: str = "qwen3-0.6b",
     device: str = "auto",
-    shards: int = 64,
-    rounds: int = 2,
+    shards: int = 192,
+    rounds: int = 1,
 ) -> None:
-    """Append `cache_four_gpu_speedup` to FIGURES.
+    """Append `cache_four_gpu_speedup` to FIGURES; a build of one shard a rank comes first.
 
     Parameters
     ----------
