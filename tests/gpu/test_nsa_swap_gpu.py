@@ -21,7 +21,7 @@ SLACKS = {torch.float32: 5e-4, torch.bfloat16: 2e-3}
 """What they may err beside."""
 SCORING = ("q_proj", "k_proj", "q_norm", "k_norm")
 SLACK_OF_SCORING = 0.25
-"""Theirs in bfloat16: the kernels subtract a sum of the rounded output where plain PyTorch cancels in
+"""Theirs in bfloat16: kernels subtract a sum of the rounded output where plain PyTorch cancels in
 float32, and this model's attention is nearly even; float32 holds them to the same as all."""
 NUM_SELECTED = {torch.float32: 4, torch.bfloat16: 6}
 """Of six blocks; bfloat16 may round near ties apart, so it selects all."""
