@@ -1,5 +1,6 @@
-"""What Linux tells of this process's memory, and how much of it it may have."""
+"""What Linux tells of this process's memory and cores, and how much of them it may have."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,32 @@ STATUS, CLEAR_REFS, MEMINFO = (
     Path("/proc", *parts) for parts in (("self", "status"), ("self", "clear_refs"), ("meminfo",))
 )
 """Where Linux tells about memory, and where a 5 starts its count of the peak anew."""
+
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container finds its limits: `cpu.max`, or in version 1 the two files below `cpu`."""
+
+
+def cores() -> int:
+    """Cores that this process may use: those it is pinned to, within its container's share.
+
+    Python and PyTorch count the machine's instead, of which a rented container often has a few.
+    """
+    pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(pinned or 1, _share_of_cores()))
+
+
+def _share_of_cores() -> float:
+    """Seconds of computing that the container may take in a second, rounded up."""
+    new, old = CGROUP / "cpu.max", CGROUP / "cpu" / "cpu.cfs_quota_us"
+    if new.exists():
+        quota, period = new.read_text().split()
+    elif old.exists():
+        quota, period = (path.read_text() for path in (old, old.with_name("cpu.cfs_period_us")))
+    else:
+        return float("inf")
+    has_limit = quota != "max" and int(quota) > 0
+    return -(-int(quota) // int(period)) if has_limit else float("inf")
 
 
 def process_gib(field: str) -> float | None:

@@ -18,6 +18,7 @@ from qat.backend.compiling import Compiling
 from qat.backend.copying import Copying
 from qat.backend.nvml import UNKNOWN, gpu_health
 from qat.errors import ConfigError
+from qat.process import cores
 
 DTYPES = {
     "fp32": torch.float32,
@@ -312,7 +313,7 @@ class Backend(Compiling):
 
     def workers(self) -> int:
         """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
-        return (os.cpu_count() or 1) if self.device.type == "cpu" else 1
+        return cores() if self.device.type == "cpu" else 1
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every random generator that a step may draw from."""

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 import qat
 from qat import logs
 from qat.backend.libtpu import before_torch
+from qat.backend.threads import keep_to_own_cores
 from qat.cli.bench import bench_app
 from qat.cli.cache import cache_app
 from qat.cli.convert import convert
@@ -110,6 +111,7 @@ def main() -> None:
     # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
     os.environ.pop("MPLBACKEND", None)  # noqa: TID251
     before_torch()
+    keep_to_own_cores()
     try:
         app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except QatError as error:

@@ -1,7 +1,6 @@
 """The documents of a cache as blocks of packed sequences, in an order that never changes."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import chain, islice
@@ -17,9 +16,10 @@ from qat.data.packing import Packed, Packer
 from qat.data.pipeline import computed_ahead
 from qat.data.text import begin_token, encode, end_token
 from qat.errors import DataError, QatError
+from qat.process import cores
 
 BATCH_CHARACTERS = 2**19  # about 130,000 tokens of English
-BATCHES_AHEAD = max(3, (os.cpu_count() or 1) // 8)
+BATCHES_AHEAD = max(3, cores() // 8)
 """Under way at once: the interpreter has work beside the tokenizer's, on one core, and a batch of
 long documents, each of which takes one core, keeps few of them busy."""
 

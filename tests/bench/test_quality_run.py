@@ -182,7 +182,7 @@ def test_jobs_go_where_fewest_run() -> None:
 def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:
     write({"name": "a"}, {"name": "b", "train": False})
     recipe = read_recipe(Path("recipe.toml"))
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("qat.bench.quality.run.cores", lambda: 64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)
     config = QualityConfig(workers=4)
     jobs = run.make_jobs(recipe, resolve(recipe), Path("out"), config, num_devices=4)

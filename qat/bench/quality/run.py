@@ -1,7 +1,6 @@
 """`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from qat.bench.quality.timing import StepTimes, measure, time_key, to_json, to_t
 from qat.bench.results import ROWS, WHOLE, environment
 from qat.errors import TrainingError
 from qat.files import write_atomically
+from qat.process import cores
 
 TABLE = "quality.md"
 
@@ -80,13 +80,13 @@ def make_jobs(
     num_devices: int,
 ) -> list[Job]:
     """The teacher's job, then all recipes with the first seed, with the second, ..."""
-    cores = (os.cpu_count() or 1) // (config.workers * num_devices)
+    own = cores() // (config.workers * num_devices)
     shared = {
         "recipe": recipe,
         "out": out,
         "device": config.device,
         "workers": config.workers,
-        "threads": max(1, min(torch.get_num_threads(), cores)),
+        "threads": max(1, min(torch.get_num_threads(), own)),
     }
     seeds = dict.fromkeys(seed for plan in plans for seed in plan.seeds)
     pairs = [(seed, plan) for seed in seeds for plan in plans if seed in plan.seeds]
