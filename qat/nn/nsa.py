@@ -14,6 +14,15 @@ SIGMOID_BIAS = (-6.0, 6.0, -6.0)
 """Where gates of the mode `sigmoid` begin: selection 0.9975, the other two 0.0025."""
 
 
+def squashed(raw: Tensor, config: NSAConfig) -> Tensor:
+    """Gates `(..., 3)` from what the linear says of them; see `NSAParts.gates_of`."""
+    if config.mode == "sigmoid":
+        return raw.sigmoid()
+    # made on the device: a graph that is being recorded copies nothing from the host
+    is_selected = torch.arange(NUM_BRANCHES, device=raw.device) == SELECTED
+    return raw.tanh() + is_selected.to(raw.dtype)
+
+
 class NSAParts(nn.Module):
     """The parameters of one layer, which begin as dense attention as far as the mode allows.
 
@@ -58,11 +67,7 @@ class NSAParts(nn.Module):
             return None
         raw = self.gates(hidden).unflatten(-1, (-1, NUM_BRANCHES))
         raw = raw if raw.dtype == torch.float64 else raw.float()
-        if self.config.mode == "sigmoid":
-            return raw.sigmoid()
-        # made on the device: a graph that is being recorded copies nothing from the host
-        is_selected = torch.arange(NUM_BRANCHES, device=raw.device) == SELECTED
-        return raw.tanh() + is_selected.to(raw.dtype)
+        return squashed(raw, self.config)
 
     def pooled(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(B, K, C, D)` each, of `(B, K, S, D)`; values only where a branch reads them."""

@@ -97,6 +97,7 @@ def test_blocks_and_masks_are_those_of_the_reference(
     selection = select(inputs, config)
     flex.attend_compiling(inputs, config, selection)
     B, H, C = 2, 4, inputs.pooled_key.shape[2]
+    assert {call[3].kv_num_blocks.shape[1] for call in calls} == {H}  # one head's would be row 0's
     selected = reference.selected_mask(inputs, selection, config).repeat_interleave(2, 1)
     window = reference.window_mask(inputs, config)[:, None].expand(B, H, -1, -1)
     assert torch.equal(dense_mask(calls[0][3], (B, H))[:, :, :S, :S], selected)

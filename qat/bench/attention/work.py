@@ -12,9 +12,9 @@ from torch import Tensor
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool
+from qat.nn.nsa import NUM_BRANCHES, squashed
 
 Pass = Literal["forward", "train", "decode"]
-NUM_BRANCHES = 3
 
 
 class Work(NamedTuple):
@@ -73,7 +73,7 @@ def inputs_of(layer: Layer, config: NSAConfig) -> Inputs:
     """With pooled keys and gates made."""
     pooled_value = gates = None
     if config.mode != "merged":
-        pooled_value, gates = pool(layer.value, config), _gates(layer.raw_gates, config)
+        pooled_value, gates = pool(layer.value, config), squashed(layer.raw_gates, config)
     pooled_key = pool(layer.key, config)
     scale = layer.query.shape[-1] ** -0.5
     return Inputs(layer.query, layer.key, layer.value, pooled_key, pooled_value, gates, None, scale)
@@ -95,9 +95,3 @@ def call_of(attend: Attend, layer: Layer, which: Pass) -> Callable[[], object]:
         return torch.autograd.grad(attend(layer), learned, slope, allow_unused=True)
 
     return train
-
-
-def _gates(raw: Tensor, config: NSAConfig) -> Tensor:
-    if config.mode == "sigmoid":
-        return raw.sigmoid()
-    return raw.tanh() + torch.tensor([0.0, 1.0, 0.0], device=raw.device, dtype=raw.dtype)

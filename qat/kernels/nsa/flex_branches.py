@@ -203,13 +203,16 @@ def window(case: Case) -> Tensor:
     """`(B, S, H, D)`: the branch of the last keys."""
     inputs, width = case.inputs, case.config.window
     length = inputs.length
-    partial, full = listed_spans(*window_spans(case.tiles, case.config), length // EDGE)
+    spans = window_spans(case.tiles, case.config)
+    partial, full = (
+        both.of_all_heads(inputs.query.shape[1]) for both in listed_spans(*spans, length // EDGE)
+    )
     sees_past = case.sees_past()
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key > query - width) & sees_past(row, head, query, key)
 
-    mask = block_mask(*_for_heads(inputs, partial, full), sees, (length, length))
+    mask = block_mask(partial, full, sees, (length, length))
     return case.flex(inputs.query, (inputs.key, inputs.value), mask)
 
 
@@ -238,10 +241,10 @@ def compressed(case: Case) -> Tensor:
         Span(*(bound.expand(B, -1).reshape(B * parts, -1) for bound in span))
         for span in compressed_spans(case.tiles, config, columns)
     )
-    partial, full = listed_spans(outer, inner, columns)
+    partial, full = (both.of_all_heads(H) for both in listed_spans(outer, inner, columns))
     sees = _sees_pooled(case, parts)
     lengths = S // parts, columns * EDGE
-    mask = block_mask(*_for_heads(inputs, partial, full), sees, lengths)
+    mask = block_mask(partial, full, sees, lengths)
     return case.flex(query, keys, mask).unflatten(0, (B, parts)).flatten(1, 2)
 
 
@@ -284,16 +287,6 @@ def _up(value: Tensor, step: int) -> Tensor:
 def _in_parts(tensor: Tensor, parts: int) -> Tensor:
     """`(B parts, K, C, D)`: each row as often as it has parts."""
     return tensor[:, None].expand(-1, parts, -1, -1, -1).reshape(-1, *tensor.shape[1:]).contiguous()
-
-
-def _for_heads(inputs: Inputs, *relations: Both) -> list[Both]:
-    """With an axis of query heads, all alike."""
-    return [
-        Both(*(type(side)(*(each.unsqueeze(1) for each in side)) for side in both)).of_heads(
-            inputs.query.shape[1]
-        )
-        for both in relations
-    ]
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:

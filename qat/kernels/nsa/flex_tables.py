@@ -29,6 +29,10 @@ class Listing(NamedTuple):
         """The same for every query head of a group, from one listing a key-value head."""
         return type(self)(*(each.repeat_interleave(group, 1) for each in self))
 
+    def of_all_heads(self, count: int) -> Self:
+        """The same for each of `count` query heads, whose axis is put behind that of the rows."""
+        return type(self)(*(each.unsqueeze(1) for each in self)).of_heads(count)
+
 
 class Both(NamedTuple):
     """One relation between tiles and blocks, listed from both sides."""
@@ -41,6 +45,10 @@ class Both(NamedTuple):
     def of_heads(self, group: int) -> Self:
         """See `Listing.of_heads`."""
         return type(self)(*(each.of_heads(group) for each in self))
+
+    def of_all_heads(self, count: int) -> Self:
+        """See `Listing.of_all_heads`."""
+        return type(self)(*(each.of_all_heads(count) for each in self))
 
 
 class Span(NamedTuple):
