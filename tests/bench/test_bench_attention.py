@@ -1,17 +1,23 @@
 """`qat bench attention` on a CPU: rows, what cannot run, and where sparse begins to pay."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from nsa_case import small
 
-from qat.bench.attention.run import crossovers, run_attention
-from qat.bench.attention.ways import ways_of
-from qat.bench.attention.work import Work, call_of, inputs_of, layer_of
+from qat.backend.device import Backend
+from qat.bench.attention.check import problem
+from qat.bench.attention.run import crossovers, ready, run_attention
+from qat.bench.attention.ways import Way, ways_of
+from qat.bench.attention.work import Attend, Layer, Work, call_of, inputs_of, layer_of
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
-from qat.kernels.nsa.config import PRESETS
+from qat.kernels.nsa import dense
+from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.kernels.nsa.router import Route, attend
 
 TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
 
@@ -56,6 +62,41 @@ def test_ways_to_attend_agree_where_every_key_is_selected(which: str) -> None:
     found = [call_of(way.prepare(layer, work), layer, which)() for way in ways]
     assert len(found) == 2
     torch.testing.assert_close(*found)
+
+
+def attending(config: NSAConfig, length: int = 700) -> tuple[Attend, Layer]:
+    """The reference on a layer of three key-value heads, which is longer than what is checked."""
+    work = Work(length=length, group=2, key_heads=3, width=16, batch=2)
+    layer = layer_of(work, "forward", device=torch.device("cpu"), dtype=torch.float32)
+    route = Route("reference", "reference", "")
+    return lambda layer: attend(inputs_of(layer, config), config, route), layer
+
+
+@pytest.mark.parametrize("mode", ["residual", "merged"])
+@pytest.mark.parametrize("length", [50, 700])
+def test_what_computes_the_definition_passes(mode: str, length: int) -> None:
+    config = small(mode=mode)
+    assert config.reach == 64
+    assert problem(*attending(config, length), config) is None
+
+
+WRONG = {
+    "dense attention": lambda right, layer: dense.attend(inputs_of(layer, small(mode="merged"))),
+    "another row's": lambda right, layer: right(layer).flip(0),
+    "zeros": lambda right, layer: torch.zeros_like(right(layer)),
+    "nothing finite": lambda right, layer: right(layer) * torch.nan,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_computes_something_else_is_not_timed(name: str) -> None:
+    config = small(mode="merged")
+    right, layer = attending(config)
+    assert "computes something else: " in problem(partial(WRONG[name], right), layer, config)
+    work = Work(length=700, group=2, key_heads=3, width=16, batch=2)
+    way = Way(name, config, lambda layer, work: partial(WRONG[name], right))
+    row = ready(way, work, "forward", Backend(torch.device("cpu")))
+    assert row["status"] == "WRONG" and "computes something else" in row["reason"]
 
 
 def test_gradients_reach_the_whole_layer() -> None:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from qat.backend.device import Backend, select
+from qat.bench.attention.check import problem
 from qat.bench.attention.ways import Way, recorded, ways_of
 from qat.bench.attention.work import Pass, Work, call_of, layer_of
 from qat.bench.config import AttentionConfig, parse_sizes
@@ -113,6 +116,11 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
         row["compile_s"] = time.perf_counter() - began
         row["peak_gib"] = _added_gib(call, backend)
         seconds = _seconds(call, backend)
+        if way.config is not None and which != "decode":
+            with torch.set_grad_enabled(which == "train"):
+                wrong = problem(attend, layer, way.config)
+            if wrong is not None:
+                return {**row, "status": "WRONG", "reason": wrong}
     except (ConfigError, RuntimeError) as error:
         status = "OOM" if backend.is_out_of_memory(error) else "UNSUPPORTED"
         reason = " ".join(str(error).split())

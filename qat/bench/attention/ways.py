@@ -26,22 +26,28 @@ class Way(NamedTuple):
     """A way to attend, and what makes it ready for one layer."""
 
     name: str
-    is_dense: bool
+    config: NSAConfig | None
+    """What is computed; None: dense attention."""
     prepare: Callable[[Layer, Work], Attend]
     """Raises ConfigError or RuntimeError where it cannot."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every key of the past is read."""
+        return self.config is None
 
 
 def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
     """Dense ones first, each by its own name: `dense cudnn`, ..., `nsa flex`, ..."""
     for name, kernel in DENSE.items():
-        yield Way(f"dense {name}", True, _dense(kernel, is_causal=which != "decode"))
+        yield Way(f"dense {name}", None, _dense(kernel, is_causal=which != "decode"))
     for preset in presets:
         if which == "decode":
-            yield Way(f"{preset} decode", False, _decoding(PRESETS[preset]))
+            yield Way(f"{preset} decode", PRESETS[preset], _decoding(PRESETS[preset]))
             continue
         for backend in BACKENDS:
             config = PRESETS[preset].model_copy(update={"backend": backend})
-            yield Way(f"{preset} {backend}", False, _sparse(config))
+            yield Way(f"{preset} {backend}", config, _sparse(config))
 
 
 def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
