@@ -17,7 +17,6 @@ SCRIPTS = sorted((ROOT / "speedrun").glob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SOURCES = PACKAGE + SCRIPTS
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-FUNCTION_LINES, KERNEL_LINES, FILE_LINES = 60, 150, 400
 VERSIONED = re.compile(r"_(v[0-9]+|new|fixed|orig|backup)$|V[0-9]+$")
 
 
@@ -39,16 +38,6 @@ def public_definitions(path: Path) -> Iterator[Definition]:
             if isinstance(node, ast.ClassDef):
                 members = (each for each in node.body if isinstance(each, Definition))
                 yield from (each for each in members if not each.name.startswith("_"))
-
-
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=name_of)
-def test_functions_and_files_are_short(path: Path) -> None:
-    limit = KERNEL_LINES if "kernels" in path.parts else FUNCTION_LINES
-    functions = (node for node in definitions(path) if not isinstance(node, ast.ClassDef))
-    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
-    assert {name: lines for name, lines in lengths.items() if lines > limit} == {}
-    if path not in TESTS:
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
