@@ -3,22 +3,29 @@
 CPU and CUDA are implemented here; MPS works through the same code. XLA has a file of its own.
 """
 
+import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from qat.backend import nvidia
 from qat.backend.compiling import Compiling
 from qat.backend.copying import Copying
+from qat.backend.libtpu import tpu_name
 from qat.backend.nvml import UNKNOWN, gpu_health
 from qat.errors import ConfigError
 from qat.process import cores
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "fp32": torch.float32,
@@ -338,7 +345,9 @@ def select(device: str = "auto") -> Backend:
         ConfigError: the device is not there.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if _has_cuda() else "cpu"
+        if device == "cpu" and launched().rank == 0:
+            _tell_what_idles()
     kind, _, index = device.partition(":")
     if device in OTHER_KINDS:
         return import_module(OTHER_KINDS[device]).open_backend()
@@ -355,6 +364,9 @@ def select(device: str = "auto") -> Backend:
             f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps, xla or tpu"
         )
     if int(index or 0) >= present[kind]:
+        unused = idle_device() if kind == "cuda" and not present[kind] else None
+        if unused is not None:
+            raise ConfigError(f"device={device}: {unused}, or use --device cpu")
         raise ConfigError(
             f"device={device}, but {present[kind]} {kind.upper()} devices are visible here; use "
             "--device cpu or one that is there"
@@ -362,6 +374,43 @@ def select(device: str = "auto") -> Backend:
     if kind == "cuda" and index:
         torch.cuda.set_device(int(index))  # where kernels are launched
     return Backend(torch.device(device))
+
+
+def idle_device() -> str | None:
+    """The accelerator of this machine that `auto` leaves alone, why, and the way out, or None."""
+    gpu = None if nvidia.hidden() else nvidia.present()
+    if gpu is not None and not _has_cuda():
+        return nvidia.unused(gpu, torch.__version__, torch.version.cuda, _cuda_trouble())
+    if torch.backends.mps.is_available():
+        return "this machine's GPU waits to be asked for; use --device mps"
+    if tpu_name() is not None:
+        return f"this machine's {tpu_name()} waits to be asked for; use --device xla"
+    return None
+
+
+@cache
+def _tell_what_idles() -> None:
+    idle = idle_device()
+    if idle is not None:
+        logger.warning("the CPU computes: %s, or say --device cpu to silence this line", idle)
+
+
+def _has_cuda() -> bool:
+    """Whether torch drives a GPU; what it warns of where it does not, `idle_device` tells."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="CUDA initialization")
+        return torch.cuda.is_available()
+
+
+def _cuda_trouble() -> str:
+    """What torch says when CUDA is to start, on one line; empty where it was built without."""
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    except AssertionError:  # no CUDA in it
+        pass
+    return ""
 
 
 def on(device: torch.device) -> Backend:
@@ -372,7 +421,7 @@ def on(device: torch.device) -> Backend:
 
 def devices(name: str) -> tuple[str, ...]:
     """The devices over which work may spread: all GPUs where `name` says none, else that device."""
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+    if name == "cuda" or (name == "auto" and _has_cuda()):
         return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     return (name,)
 
