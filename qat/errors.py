@@ -3,6 +3,30 @@
 A message has three parts: what was found, what was expected, what to do.
 """
 
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+DISTRIBUTION = "qat-distill"
+"""What pip calls this package; `qat` on the package index is somebody else's."""
+HOME = Path(__file__).parents[1]
+"""A clone, or the folder of installed packages."""
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds an extra to the Python that runs this, whatever folder one is in.
+
+    It names the clone, if there is one: the package is on no index. Installed in another way, pip
+    takes what the extra asks for from the installation.
+    """
+    is_clone = (HOME / "pyproject.toml").is_file()
+    what = ["-e", f"{HOME}[{extra}]"] if is_clone else [f"{DISTRIBUTION}[{extra}]"]
+    pip = [sys.executable, "-m", "pip", "install"]
+    if find_spec("pip") is None:  # an environment that uv made
+        pip = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*pip, *what])
+
 
 class QatError(Exception):
     """A mistake in the input: the command line prints it as one line and exits with its code."""

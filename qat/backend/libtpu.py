@@ -11,6 +11,8 @@ from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from qat.errors import how_to_install
+
 PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
 """Who made a device, also network cards and disks."""
@@ -76,18 +78,18 @@ def before_torch() -> None:
 def torch_tpu_obstacle() -> str | None:
     """What keeps torch_tpu from loading here: what was found, what was expected, what to do."""
     if find_spec("torch_tpu") is None:
-        return "torch_tpu is not installed; install it with pip install 'qat[tpu]'"
+        return f"torch_tpu is not installed; install it with: {how_to_install('tpu')}"
     ours, theirs = version("torch"), version("torch_tpu")
     wanted = _wanted_torch()
     if not _is_in(ours, wanted):
         return (
             f"torch_tpu {theirs} is not made for torch {ours}, expected torch{wanted}; install "
-            "both with pip install 'qat[tpu]' in an environment without torch_xla"
+            f"both, in an environment without torch_xla, with: {how_to_install('tpu')}"
         )
     if find_spec("libtpu") is None:
         return (
             f"torch_tpu {theirs} is installed without libtpu, without which it ends the process; "
-            "install it with pip install 'qat[tpu]'"
+            f"install it with: {how_to_install('tpu')}"
         )
     return None
 

@@ -27,7 +27,7 @@ from qat.backend.device import launched
 from qat.backend.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.memory import RuntimeMemory
 from qat.backend.xla_mesh import XlaMesh, gathered, share_devices, whole
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def backend_on(device: torch.device) -> "XlaBackend":
 def _check_versions() -> None:
     if find_spec("torch_xla") is None:
         raise ConfigError(
-            "device=xla, but torch_xla is not installed; install it with pip install 'qat[xla]'"
+            f"device=xla, but torch_xla is not installed; install it with: {how_to_install('xla')}"
         )
     ours, theirs = torch.__version__, version("torch_xla")
     if ours.split(".")[:2] != theirs.split(".")[:2]:

@@ -27,7 +27,7 @@ from qat.train.run import git_commit
 
 HOME = Path("runs/bench")
 ROWS, TABLE, WHOLE = "results.jsonl", "results.csv", "results.json"
-PACKAGES = ("torch", "triton", "transformers", "torchao", "qat")
+PACKAGES = ("torch", "triton", "transformers", "torchao")
 IN_EVERY_ROW = ("commit", "dirty", "device", "cpu", "threads", "host", "run", "torch", "triton")
 NOT_IN_TABLE = ("samples",)
 
@@ -80,6 +80,7 @@ def environment(backend: Backend, config: Settings) -> dict[str, object]:
         "dirty": has_changes(),
         "run": uuid.uuid4().hex[:12],
         **{name: _version(name) for name in PACKAGES},
+        "qat": qat.__version__,
         "python": platform.python_version(),
         "device": backend.name(),
         "device_memory_gib": backend.memory_gib(),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from qat.config import fingerprint
 from qat.data.cache import MANIFEST, Shard, parse_manifest, shard_problem, write_atomic
 from qat.data.reader import TeacherCache, check_promises
-from qat.errors import CacheError, ConfigError
+from qat.errors import CacheError, ConfigError, how_to_install
 from qat.files import partial_file
 from qat.secrets import scrubbed
 
@@ -198,5 +198,5 @@ def _file_system(address: str) -> tuple["AbstractFileSystem", str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"cache {address} cannot be read ({error}), expected a directory or an address that "
-            "fsspec knows; install what reads it: pip install 'qat[remote]' for s3:// and gs://"
+            f"fsspec knows; for s3:// and gs:// install what reads it: {how_to_install('remote')}"
         ) from None

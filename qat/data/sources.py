@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qat.data.chat import Document, Message
 from qat.data.config import DataFormat
 from qat.data.stdlib_text import stdlib_documents
-from qat.errors import DataError
+from qat.errors import DataError, how_to_install
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 SEPARATOR = "<|endoftext|>"
@@ -141,7 +141,7 @@ def _hub_rows(data: str) -> Iterator[tuple[_Place, Row]]:
     except ModuleNotFoundError:
         raise DataError(
             f"data={data} is no file or directory, and a datasets id needs the 'datasets' package; "
-            "check the path or run: pip install 'qat[datasets]'"
+            f"check the path or run: {how_to_install('datasets')}"
         ) from None
     name, _, split = data.partition("@")
     name, _, config = name.partition(":")

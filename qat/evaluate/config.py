@@ -19,7 +19,7 @@ class EvalConfig(DeviceSettings):
     text: Path | None = None
     """UTF-8 text file for sliding-window perplexity."""
     tasks: str | None = None
-    """Tasks of lm-eval, joined by commas: arc_easy,hellaswag,... (pip install 'qat[eval]')."""
+    """Tasks of lm-eval, joined by commas: arc_easy,hellaswag,... (needs the extra eval)."""
     tasks_dir: Path | None = None
     """Directory with tasks of your own, as YAML files of lm-eval."""
     limit: int = Field(0, ge=0)

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.errors import ConfigError, DataError
+from qat.errors import ConfigError, DataError, how_to_install
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import judging
 from qat.models.language_model import LanguageModel
@@ -36,8 +36,8 @@ class Tasks:
             )
         if find_spec("lm_eval") is None:
             raise ConfigError(
-                "--tasks, but the library lm-eval is not installed; expected it beside qat; pip "
-                "install 'qat[eval]'"
+                "--tasks, but the library lm-eval is not installed; expected it beside qat; "
+                f"run: {how_to_install('eval')}"
             )
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._config = config

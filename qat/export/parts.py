@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.errors import ExportError
+from qat.errors import ExportError, how_to_install
 from qat.export.dense import cast
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
@@ -155,7 +155,7 @@ def require(library: str, extra: str) -> None:
     if failure is not None:
         raise ExportError(
             f"{library} does not load ({failure}), expected it to check what is written; "
-            f"pip install 'qat[{extra}]'"
+            f"run: {how_to_install(extra)}"
         )
 
 

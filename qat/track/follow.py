@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
 from qat.logs import FACTS
 from qat.track.config import TrackConfig
 from qat.track.curves import Curves
@@ -76,7 +76,7 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
         if find_spec(flag) is None:
             raise ConfigError(
                 f"--{flag}, but the library {flag} is not installed; expected it beside qat; "
-                f"pip install 'qat[{flag}]'"
+                f"run: {how_to_install(flag)}"
             )
     project = {"wandb": config.wandb_project}
     found: list[Follower] = [

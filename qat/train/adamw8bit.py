@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
 from qat.train.adamw import BETA1, EPS, Learner, scale_gradients_
 from qat.train.config import TrainConfig
 
@@ -34,8 +34,8 @@ try:
         from torchao.optim.subclass_8bit import OptimState8bit
 except ModuleNotFoundError:
     raise ConfigError(
-        "optimizer=adamw8bit needs torchao, which is not installed; pip install 'qat[adam8bit]' "
-        "or use --optimizer adamw"
+        "optimizer=adamw8bit needs torchao, which is not installed; use --optimizer adamw, or: "
+        f"{how_to_install('adam8bit')}"
     ) from None
 
 

@@ -79,7 +79,7 @@ def test_the_verb_shows_both_ways_and_ends_with_them(monkeypatch, tmp_path: Path
 
 def test_one_line_says_that_the_extra_is_absent(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(needed, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"jax, torchax, libtpu not .*pip install 'qat\[tpu-plan"):
+    with pytest.raises(ConfigError, match=r"jax, torchax, libtpu not .*; run: .*\[tpu-plan\]"):
         bench("tiny", config=BenchConfig(plan="v6e"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -121,7 +121,7 @@ def test_a_missing_file_is_refused_at_once(data: str) -> None:
 
 def test_an_id_needs_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"no/such is no file .* pip install 'qat\[datasets\]'"):
+    with pytest.raises(DataError, match=r"no/such is no file .* or run: .*\[datasets\]"):
         open_source("no/such")
 
 

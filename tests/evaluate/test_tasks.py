@@ -134,7 +134,7 @@ def test_unknown_tasks_and_a_missing_library(place: Path, tmp_path: Path, monkey
         Tasks(settings(place, tasks="zzz"))
     assert logging.getLogger("lm_eval").level == logging.ERROR
     monkeypatch.setattr(tasks, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"lm-eval is not installed.*qat\[eval\]"):
+    with pytest.raises(ConfigError, match=r"lm-eval is not installed.*; run: .*\[eval\]"):
         Tasks(settings(place))
 
 

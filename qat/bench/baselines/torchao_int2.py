@@ -12,7 +12,7 @@ from qat.bench.baselines.deploy import FP16_BITS, Deployed
 from qat.bench.baselines.distil import Job, Lesson
 from qat.bench.baselines.plain import PlainStep, plain_step
 from qat.bench.config import MeasureConfig
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
 from qat.models.language_model import LanguageModel
 
 GROUP_SIZE = 32
@@ -32,8 +32,8 @@ def check_installed() -> None:
     """
     if not is_installed():
         raise ConfigError(
-            "method=torchao_int2, but torchao is not installed; run 'pip install torchao' or leave "
-            "the method out"
+            "method=torchao_int2, but torchao is not installed; leave the method out, or: "
+            f"{how_to_install('adam8bit')}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
 
 NEEDED = ("jax", "torchax", "libtpu")
 
@@ -16,6 +16,6 @@ def check_installed() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run "
-            "pip install 'qat[tpu-plan]'"
+            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
+            f"{how_to_install('tpu-plan')}"
         )

@@ -1,0 +1,37 @@
+"""The one place that says how an extra is installed."""
+
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from qat import errors
+from qat.errors import DISTRIBUTION, HOME, how_to_install
+
+PROJECT = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_from_a_clone_the_clone_is_what_is_installed() -> None:
+    expected = [sys.executable, "-m", "pip", "install", "-e", f"{HOME}[wandb]"]
+    assert shlex.split(how_to_install("wandb")) == expected
+
+
+def test_installed_otherwise_pip_knows_the_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "HOME", tmp_path)
+    assert how_to_install("wandb").endswith(f" -m pip install '{DISTRIBUTION}[wandb]'")
+
+
+def test_an_environment_without_pip_is_ones_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda _: None)
+    expected = ["uv", "pip", "install", "--python", sys.executable, "-e", f"{HOME}[eval]"]
+    assert shlex.split(how_to_install("eval")) == expected
+
+
+def test_the_name_is_the_projects() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    (itself,) = (each for each in PROJECT["optional-dependencies"]["dev"] if "," in each)
+    assert itself.startswith(f"{DISTRIBUTION}[")
