@@ -59,8 +59,23 @@ def test_help_imports_nothing_heavy(tokens: list[str]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["frobnicate"], 'Unknown command "frobnicate"'),
-        (["report", "a", "--otu", "x"], "Unknown option: --otu. Did you mean --out?"),
+        (["frobnicate"], "qat has no verb 'frobnicate'; there are cache, convert, train, "),
+        (["tarin", "x"], "qat has no verb 'tarin'; did you mean 'qat train'?"),
+        (["cache", "inf", "x"], "qat cache has no verb 'inf'; did you mean 'qat cache info'?"),
+        (["bench", "qualty", "x"], "drop it, or did you mean 'qat bench quality'?"),
+        (["report", "a", "--otu", "x"], "unknown flag --otu; did you mean --out?"),
+        (["report", "a", "--otu=x"], "unknown flag --otu; did you mean --out?"),
+        (["--recipee", "r.toml", "train", "x"], "unknown flag --recipee; did you mean --recipe?"),
+        (["cache", "--dta", "f"], "unknown flag --dta; did you mean --data?"),
+        (["cache", "--teacher", "x", "--dta", "f"], "unknown flag --dta; did you mean --data?"),
+        (["train", "x", "-lr", "3"], "unknown flag -lr; did you mean --lr?"),
+        (["cache", "--zzzz", "f"], "unknown flag --zzzz; 'qat cache --help' lists the known ones"),
+        (["cache", "--teacher", "x"], "--data is missing; 'qat cache --help' says what it is"),
+        (["train", "x", "--cache-dir", "y"], "--out is missing; 'qat train --help' says"),
+        (["train", "x", "--out"], "--out is given without a value; write it behind"),
+        (["train", "x", "--recipe"], "--recipe is given without a value"),
+        (["cache", "info"], "DIRECTORY is missing; 'qat cache info --help'"),
+        (["hub", "pull", "a", "b"], "'b' is a word more than 'qat hub pull' takes; drop it"),
         (["cache", "--data", "a", "--teacher", "b", "--top-k", "x"], "top_k='x'"),
         (["report"], "no RUN was named"),
         (["report", "nowhere"], "no directory nowhere"),
@@ -73,6 +88,12 @@ def test_mistake_is_one_line_and_exit_code_1(tokens, message, monkeypatch, capsy
     assert captured.out == ""
     assert captured.err.startswith("qat: ") and message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("tokens", [["help"], ["help", "train"], ["help", "bench", "quality"]])
+def test_help_is_a_word_too(tokens: list[str], monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *tokens) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['qat', *tokens[1:]])}")
 
 
 def test_our_own_bug_keeps_its_traceback(monkeypatch) -> None:

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import cyclopts
 from cyclopts import App, Parameter
-from pydantic import ValidationError
 
 import qat
 from qat import logs
@@ -27,12 +26,12 @@ from qat.cli.eval import evaluate
 from qat.cli.export import export
 from qat.cli.generate import generate
 from qat.cli.hub import hub_app
+from qat.cli.mistakes import mistake, unknown_flag
 from qat.cli.recipe import check_recipe
 from qat.cli.report import report
 from qat.cli.result import print_result
 from qat.cli.train import train
-from qat.config import explain
-from qat.errors import QatError
+from qat.errors import ConfigError, QatError
 from qat.secrets import Scrub, scrubbed
 
 SCRUB = Scrub()
@@ -71,11 +70,18 @@ def run_verb(tokens: list[str]) -> dict[str, object]:
     """Parse and run one command line without its `qat`; what the verb found out.
 
     Raises:
-        QatError, cyclopts.CycloptsError: the user's mistakes.
+        QatError: the user's mistakes.
     """
-    found = app(
-        _with_resume(tokens), exit_on_error=False, print_error=False, result_action="return_value"
-    )
+    tokens = _with_resume(tokens)
+    try:
+        found = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except (QatError, cyclopts.CycloptsError) as error:
+        unknown = unknown_flag(app, tokens)  # the parser may have stumbled over what it led to
+        if unknown is not None:
+            raise ConfigError(unknown) from error
+        if isinstance(error, QatError):
+            raise
+        raise ConfigError(mistake(app, tokens, error)) from error
     return found if isinstance(found, dict) else {}
 
 
@@ -103,6 +109,8 @@ def _launch(
     if recipe is not None:
         check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
         app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
+    if tokens[:1] == ("help",):
+        tokens = (*tokens[1:], "--help")
     print_result(run_verb(list(tokens)))
 
 
@@ -116,9 +124,8 @@ def main() -> None:
         app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except QatError as error:
         _fail(str(error), code=error.exit_code)
-    except cyclopts.CycloptsError as error:
-        cause = error.__cause__
-        _fail(explain(cause) if isinstance(cause, ValidationError) else str(error))
+    except cyclopts.CycloptsError as error:  # of the flags that every verb has
+        _fail(mistake(app, sys.argv[1:], error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
             where = f" ({error.filename})" if error.filename else ""

@@ -84,7 +84,7 @@ def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
         (["--cache-dir", "{}/cache", "--mlp-only", "--e2e"], "exclude each other; give one"),
         (["--cache-dir", "{}/cache", "--loss", "tial"], "did you mean tail?"),
         (["--cache-dir", "{}/cache", "--max-steps", "many"], "max_steps='many'"),
-        (["--cache-dir", "{}/cache", "--max-stesp", "3"], "Did you mean --max-steps?"),
+        (["--cache-dir", "{}/cache", "--max-stesp", "3"], "did you mean --max-steps?"),
     ],
 )
 def test_mistakes_are_one_line(

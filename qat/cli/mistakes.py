@@ -1,0 +1,132 @@
+"""What is wrong with a command line that cannot be parsed: the nearest flag, what is missing."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import takewhile
+
+from cyclopts import (
+    App,
+    ArgumentCollection,
+    CycloptsError,
+    MissingArgumentError,
+    UnusedCliTokensError,
+)
+from pydantic import ValidationError
+
+from qat.config import explain
+
+
+def unknown_flag(app: App, tokens: Sequence[str]) -> str | None:
+    """A line about the first flag in `tokens` that their verb does not have; None for none."""
+    words, known = _known(app, tokens)
+    for token in takewhile(lambda each: each != "--", tokens):
+        flag = token.partition("=")[0]
+        if _is_flag(flag) and not _matches(known, flag):
+            return f"unknown flag {flag}; {_nearest_flag(flag, known, words)}"
+    return None
+
+
+def mistake(app: App, tokens: Sequence[str], error: CycloptsError) -> str:
+    """One line about what stopped the parser, in the names that the user types."""
+    words, known = _known(app, tokens)
+    verb = " ".join(words)
+    wrong = _unknown_word(app, words, tokens)
+    if wrong is not None:
+        return wrong
+    if isinstance(error, UnusedCliTokensError):
+        return f"{error.unused_tokens[0]!r} is a word more than 'qat {verb}' takes; drop it" + (
+            _perhaps_a_verb(app, words, tokens)
+        )
+    missing = _missing(error, known)
+    if missing is None:
+        cause = error.__cause__
+        return explain(cause) if isinstance(cause, ValidationError) else str(error)
+    given = {token.partition("=")[0] for token in tokens}
+    if given & set(missing):
+        return f"{missing[0]} is given without a value; write it behind, as in {missing[0]} VALUE"
+    return f"{missing[0]} is missing; 'qat {verb} --help' says what it is"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `known` that `name` was probably meant to be."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def _known(app: App, tokens: Sequence[str]) -> tuple[tuple[str, ...], ArgumentCollection]:
+    """The verb that `tokens` name, and its flags beside those of every verb."""
+    words = app.parse_commands(list(tokens))[0]
+    verb = _verb(app, words)
+    known = app.meta.assemble_argument_collection()
+    if verb.default_command is not None and verb is not app:
+        known.extend(verb.assemble_argument_collection())
+    return words, known
+
+
+def _verb(app: App, words: Sequence[str]) -> App:
+    return reduce(lambda verb, word: verb[word], words, app)
+
+
+def _is_flag(token: str) -> bool:
+    """Whether a token can only have been meant as a flag: not a negative number, not a sentence."""
+    return token[:1] == "-" and token.lstrip("-")[:1].isalpha() and " " not in token
+
+
+def _matches(known: ArgumentCollection, flag: str) -> bool:
+    if flag in {"--help", "-h", "--version", "--install-completion"}:
+        return True
+    try:
+        known.match(flag)
+    except ValueError:
+        return False
+    return True
+
+
+def _nearest_flag(flag: str, known: ArgumentCollection, words: Sequence[str]) -> str:
+    names = [name for argument in known for name in argument.names if name.startswith("--")]
+    found = nearest(f"--{flag.lstrip('-')}", names, cutoff=0.6)
+    hint = " ".join(("qat", *words, "--help"))
+    return f"did you mean {found}?" if found else f"'{hint}' lists the known ones"
+
+
+def _unknown_word(app: App, words: Sequence[str], tokens: Sequence[str]) -> str | None:
+    """A line about the word behind `words`, where it can only be the name of a verb."""
+    verb = _verb(app, words)
+    rest = [token for token in tokens if token not in words]
+    commands = [name for name in verb if not name.startswith("-")]
+    takes_words = verb.default_command is not None and any(
+        argument.field_info.is_positional for argument in verb.assemble_argument_collection()
+    )
+    if not commands or takes_words or not rest or rest[0].startswith("-"):
+        return None
+    whole = " ".join(("qat", *words))
+    found = nearest(rest[0], commands)
+    hint = f"did you mean '{whole} {found}'?" if found else f"there are {', '.join(commands)}"
+    return f"{whole} has no verb {rest[0]!r}; {hint}"
+
+
+def _perhaps_a_verb(app: App, words: Sequence[str], tokens: Sequence[str]) -> str:
+    """What to add where the word behind `words` may be a verb below them, with a typing error."""
+    verb = _verb(app, words)
+    found = nearest(tokens[len(words)], [name for name in verb if not name.startswith("-")])
+    return f", or did you mean '{' '.join(('qat', *words, found))}'?" if found else ""
+
+
+def _missing(error: CycloptsError, known: ArgumentCollection) -> tuple[str, ...] | None:
+    """The names of the argument that `error` found to be missing, as they are typed."""
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return _typed_names(error.argument.names, error.argument.field_info.is_positional)
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):
+        for item in cause.errors():
+            if item["type"] == "missing":
+                flag = "--" + ".".join(str(part) for part in item["loc"]).replace("_", "-")
+                return _typed_names(known.match(flag)[0].names, is_word=False)
+    return None
+
+
+def _typed_names(names: Sequence[str], is_word: bool) -> tuple[str, ...]:
+    if is_word:
+        return (names[0].removeprefix("--").upper().replace("-", "_"), *names)
+    return tuple(names)
