@@ -1,9 +1,14 @@
 """Which losses there are, what each needs of a teacher, and how a weighted sum is written."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qat.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEEDS = {
     "tail": "topk",
@@ -25,7 +30,61 @@ TARGETS = frozenset({"topk", "draws"})
 WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
 """The losses on a teacher that runs beside the student."""
 
-NAMES = (*dict.fromkeys((*NEEDS, *WITH_TEACHER)),)
+BUILT_IN = (*dict.fromkeys((*NEEDS, *WITH_TEACHER)),)
+
+
+class OwnLoss(NamedTuple):
+    """A loss from outside, and what it reads of a cache."""
+
+    loss: "Callable[..., Tensor]"
+    reads: Literal["topk", "draws", "labels"]
+    reads_tail: bool
+
+
+OWN: dict[str, OwnLoss] = {}
+"""The losses that `register` was given, by name."""
+
+
+def register(
+    name: str,
+    loss: "Callable[..., Tensor]",
+    *,
+    reads: Literal["topk", "draws", "labels"] = "topk",
+    reads_tail: bool = True,
+) -> None:
+    """Let `loss` be called `name` wherever losses on a cache are named: `"name:1,hard_ce:0.1"`.
+
+    `loss(student, targets, *, temperature) -> Tensor` gives the sum over the T tokens where
+    `targets.mask` is true, in nats, differentiable in `student` (`qat.losses.student.Student`: the
+    logits of the words that are read, `(T, K)`, `(T, D)` or `(T, 1)`, and `lse()`, the log-sum-exp
+    over the whole vocabulary, `(T,)`); `targets` is `qat.losses.targets.Targets`. Whoever trains
+    divides by the valid tokens once. A name may be registered again, which replaces the loss.
+
+    Args:
+        name: lower-case letters, digits and underscores, a letter first.
+        loss: the function.
+        reads: the kind of target it needs: the teacher's top K, its draws, or only the labels.
+        reads_tail: it reads `targets.tail_logprob`, which an imported cache lacks.
+
+    Raises:
+        ValueError: a built-in loss has that name, or the name cannot stand in a list of losses.
+    """
+    if name in BUILT_IN or name == "loss":
+        raise ValueError(f"name={name!r} is a loss of qat's own; choose another name")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"name={name!r}: expected lower-case letters, digits and underscores")
+    if reads not in {"topk", "draws", "labels"}:
+        raise ValueError(f"reads={reads!r}: expected topk, draws or labels")
+    OWN[name] = OwnLoss(loss, reads, reads_tail and reads == "topk")
+
+
+def needed_by(name: str) -> str | None:
+    """The kind of target that a loss on a cache reads; None if it is none of these."""
+    return OWN[name].reads if name in OWN else NEEDS.get(name)
+
+
+def _is_without_tail(name: str) -> bool:
+    return name in WITHOUT_TAIL or (name in OWN and not OWN[name].reads_tail)
 
 
 def parse_losses(text: str) -> dict[str, float]:
@@ -37,7 +96,7 @@ def parse_losses(text: str) -> dict[str, float]:
     terms: dict[str, float] = {}
     for part in text.split(","):
         name, colon, weight = part.strip().partition(":")
-        if name not in NAMES:
+        if name not in (*BUILT_IN, *OWN):
             raise ConfigError(_unknown(name, text))
         if name in terms:
             raise ConfigError(f"losses={text!r} names {name} twice; give each loss one weight")
@@ -47,7 +106,7 @@ def parse_losses(text: str) -> dict[str, float]:
 
 def targets_read(terms: Iterable[str], *, with_teacher: bool = False) -> frozenset[str]:
     """Which targets of a cache the losses read: `topk`, `draws`, both or none."""
-    needs = set() if with_teacher else {NEEDS[name] for name in terms}
+    needs = set() if with_teacher else {needed_by(name) for name in terms}
     return frozenset(needs & TARGETS)
 
 
@@ -63,22 +122,24 @@ def check_targets(
     held = {"topk": top_k > 0, "draws": draws > 0, "labels": True}
     flags = {"topk": "--top-k 64", "draws": "--draws 50"}
     fitting = ", ".join(
-        name for name, need in NEEDS.items() if held[need] and (has_tail or name in WITHOUT_TAIL)
+        name
+        for name in (*NEEDS, *OWN)
+        if held[needed_by(name)] and (has_tail or _is_without_tail(name))
     )
     for name in terms:
-        if name not in NEEDS:
+        need = needed_by(name)
+        if need is None:
             raise ConfigError(
                 f"losses={name} reads every word of the teacher, but a cache holds top_k={top_k} "
                 f"and draws={draws}; use 'qat train --teacher DIR' or choose among {fitting}"
             )
-        need = NEEDS[name]
         if not held[need]:
             raise ConfigError(
                 f"losses={name} reads the teacher's {need}, but the cache has top_k={top_k} and "
                 f"draws={draws}; rebuild it with 'qat cache {flags[need]}' or choose among "
                 f"{fitting}"
             )
-        if not has_tail and name not in WITHOUT_TAIL:
+        if not has_tail and not _is_without_tail(name):
             raise ConfigError(
                 f"losses={name} reads the teacher's mass outside its top K, but the cache was "
                 "imported without it; use --loss candidates, or build a cache with 'qat cache'"
@@ -100,9 +161,10 @@ def check_with_teacher(terms: dict[str, float]) -> None:
 
 
 def _unknown(name: str, text: str) -> str:
-    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
+    names = (*BUILT_IN, *OWN)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
-    return f"losses={text!r} has no loss called {name!r}; there are {', '.join(NAMES)}; {hint}"
+    return f"losses={text!r} has no loss called {name!r}; there are {', '.join(names)}; {hint}"
 
 
 def _weight(text: str, name: str) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 from torch import Tensor
 
-from qat.losses.config import NEEDS
+from qat.losses.config import OWN, needed_by
 from qat.losses.cross_entropy import hard_ce, sampled
 from qat.losses.divergences import cakld, candidates, jsd, reverse_kl, tail
 from qat.losses.student import Student
@@ -22,7 +22,7 @@ LOSSES: dict[str, Loss] = {
     "cakld": cakld,
     "hard_ce": hard_ce,
 }
-"""Exactly the names of `qat.losses.config.NEEDS`."""
+"""Exactly the names of `qat.losses.config.NEEDS`; `OWN` there has those from outside."""
 
 WITH_TEACHER: dict[str, Loss] = {
     "kl": tail,
@@ -37,7 +37,7 @@ tail is empty and `tail` is the KL."""
 
 def needs_of(names: Collection[str]) -> set[str]:
     """The kinds of words whose logits these losses read."""
-    return {NEEDS[name] for name in names}
+    return {needed_by(name) for name in names}
 
 
 def reads_others(names: Collection[str]) -> bool:
@@ -54,6 +54,9 @@ def sums_by_name(
     losses: dict[str, Loss] = LOSSES,
 ) -> dict[str, Tensor]:
     """The sum of each loss over valid tokens, and their weighted sum as `"loss"`."""
-    sums = {name: losses[name](student, targets, temperature=temperature) for name in terms}
+    sums = {}
+    for name in terms:
+        loss = OWN[name].loss if name in OWN else losses[name]
+        sums[name] = loss(student, targets, temperature=temperature)
     sums["loss"] = sum(weight * sums[name] for name, weight in terms.items())
     return sums

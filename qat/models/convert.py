@@ -4,18 +4,21 @@ import json
 import logging
 import math
 import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tomli_w
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
 from qat.config import Settings
 from qat.data.cache import MANIFEST
-from qat.data.chat import render
+from qat.data.chat import Document, render
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
@@ -101,28 +104,55 @@ def convert_checkpoint(
         ConfigError, CheckpointError, CacheError, ExportError: see their messages.
     """
     check_free(out)
-    check_budget(config)
-    if select(config.device).fixed_shapes():
-        raise ConfigError(
-            f"device={config.device}, but fitting reads values after every few operators, expected "
-            "a device that does not compile for that; use --device cpu"
-        )
-    plan = read_plan(config)
-    attention = None if config.attention is None else read_attention(config.attention)
+    _read_settings(config)  # what is wrong with them is said before a model is read
     how = {"device": config.device, "dtype": "fp32", "trust_remote_code": config.trust_remote_code}
     student = load_model(source, **how)
     tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+    base = None if config.base is None else load_model(config.base, **how)
+    calibration = []
+    if config.calibration is not None:
+        calibration = calibration_batches(config.calibration, config, student, tokenizer)
+    done = convert_model(student, config, base=base, calibration=calibration, shipping=shipping)
+    with atomic_directory(out) as partial:
+        write_model(student.model, tokenizer, partial)
+        values = {"source": source, "trust_remote_code": config.trust_remote_code}
+        values["attention_fit"] = [asdict(fit) for fit in done.fits]
+        _write_report(student.model, done.report, partial, values)
+        if done.report.budget is not None:
+            rules = tomli_w.dumps(done.plan.model_dump(exclude_none=True))
+            (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
+    return done.report
+
+
+class Converted(NamedTuple):
+    """What was done to a model in memory."""
+
+    report: QuantizeReport
+    plan: QuantPlan
+    """With the formats that a budget or a target chose."""
+    fits: list[LayerFit]
+    """Of new sparse attention."""
+
+
+def convert_model(
+    student: LanguageModel,
+    config: ConvertConfig,
+    *,
+    base: LanguageModel | None = None,
+    calibration: Sequence[TokenBatch] = (),
+    shipping: Shipping | None = None,
+) -> Converted:
+    """Do to `student`, in memory and in float32, what `config` says; nothing is read or written.
+
+    Raises:
+        ConfigError, ExportError: see their messages.
+    """
+    plan, attention = _read_settings(config)
     if config.attention is not None:
         change_attention(student.model, attention)
     if shipping is not None:  # refuses before any work
         bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
         shipping.plan(with_tables(plan, student.model, bits), student.model)
-    base = None
-    if config.base is not None:
-        base = load_model(config.base, **how)
-    calibration = []
-    if config.calibration is not None:
-        calibration = calibration_batches(config, student, tokenizer)
     fits = [] if attention is None else _fitted(student, attention, calibration, config)
     budget = None
     if config.bits_budget is not None:
@@ -134,22 +164,25 @@ def convert_checkpoint(
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )
-    report = replace(report, budget=budget)
-    with atomic_directory(out) as partial:
-        write_model(student.model, tokenizer, partial)
-        values = {"source": source, "trust_remote_code": config.trust_remote_code}
-        values["attention_fit"] = [asdict(fit) for fit in fits]
-        _write_report(student.model, report, partial, values)
-        if budget is not None:
-            rules = tomli_w.dumps(plan.model_dump(exclude_none=True))
-            (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
-    return report
+    return Converted(replace(report, budget=budget), plan, fits)
+
+
+def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
+    """The plan, and the sparse attention to be; None for dense, or as it is."""
+    check_budget(config)
+    if select(config.device).fixed_shapes():
+        raise ConfigError(
+            f"device={config.device}, but fitting reads values after every few operators, expected "
+            "a device that does not compile for that; use --device cpu"
+        )
+    attention = None if config.attention is None else read_attention(config.attention)
+    return read_plan(config), attention
 
 
 def _fitted(
     student: LanguageModel,
     attention: NSAConfig,
-    calibration: list[TokenBatch],
+    calibration: Sequence[TokenBatch],
     config: ConvertConfig,
 ) -> list[LayerFit]:
     """Bring the gates and pooling of new sparse attention closer to dense attention."""
@@ -177,7 +210,7 @@ def _budgeted(
     plan: QuantPlan,
     config: ConvertConfig,
     teacher: LanguageModel,
-    calibration: list[TokenBatch],
+    calibration: Sequence[TokenBatch],
     *,
     shipping: Shipping | None,
 ) -> tuple[QuantPlan, BudgetReport]:
@@ -228,42 +261,82 @@ def check_budget(config: ConvertConfig) -> None:
         )
 
 
+Calibration = str | Path | TeacherCache | Sequence[str] | Sequence[Tensor]
+"""Tokens that show a layer's inputs: a cache or its directory, a file, texts, or token ids."""
+
+
 def calibration_batches(
-    config: ConvertConfig, student: LanguageModel, tokenizer: PreTrainedTokenizerBase
+    calibration: Calibration,
+    config: ConvertConfig,
+    student: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[TokenBatch]:
-    """The first `calibration_sequences` sequences of the calibration cache or text.
+    """The first `calibration_sequences` sequences of a cache, a file, texts or tokens.
+
+    Token ids come as they are, `(S,)` or `(N, S)` each; those of equal length make a batch. Only
+    they need no `tokenizer`.
 
     Raises:
         CacheError, DataError: it cannot be read, or a cache is of another tokenizer.
         ConfigError: its sequences are none or not even one, or too long for the model.
     """
-    path = Path(config.calibration)
-    if (path / MANIFEST).exists():
-        count = config.calibration_sequences
-        tokens = _cached_tokens(path, count, student, tokenizer_hash(tokenizer))
+    is_path = isinstance(calibration, str | Path)
+    if is_path and (Path(calibration) / MANIFEST).exists():
+        calibration = TeacherCache.open(calibration)
+    if isinstance(calibration, TeacherCache):
+        tokens = [_cached_tokens(calibration, config, student, tokenizer)]
+    elif is_path:
+        documents = open_source(str(calibration)).documents
+        tokens = [_packed_text(documents, config, student, tokenizer)]
+    elif any(isinstance(each, Tensor) for each in calibration):
+        tokens = _own_tokens(calibration, config, student)
     else:
-        tokens = _packed_text(config, student, tokenizer)
-    pairs = zip(*(ids.split(BATCH) for ids in tokens), strict=True)
-    return [TokenBatch(*pair) for pair in pairs]
+        tokens = [_packed_text(calibration, config, student, tokenizer)]
+    pieces = (zip(*(ids.split(BATCH) for ids in each), strict=True) for each in tokens)
+    return [TokenBatch(*pair) for pairs in pieces for pair in pairs]
 
 
 def _cached_tokens(
-    path: Path, num_sequences: int, student: LanguageModel, tokenizer: str
+    cache: TeacherCache,
+    config: ConvertConfig,
+    student: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> TokenBatch:
-    cache = TeacherCache.open(path)
-    config = student.config
-    cache.check_student(tokenizer, config.vocab_size, config.max_position_embeddings)
+    model, number = student.config, config.calibration_sequences
+    known = cache.manifest.tokenizer if tokenizer is None else tokenizer_hash(tokenizer)
+    cache.check_student(known, model.vocab_size, model.max_position_embeddings)
     if cache.num_sequences("train") == 0:
         raise ConfigError(
-            f"calibration={path} has no training sequences, expected some; rebuild it from more "
-            "documents or choose another"
+            f"calibration={cache.directory} has no training sequences, expected some; rebuild it "
+            "from more documents or choose another"
         )
-    batch = cache.batch(np.arange(min(num_sequences, cache.num_sequences("train"))))
+    batch = cache.batch(np.arange(min(number, cache.num_sequences("train"))))
     return TokenBatch(batch.input_ids, batch.position_ids)
 
 
+def _own_tokens(
+    rows: Sequence[Tensor], config: ConvertConfig, student: LanguageModel
+) -> list[TokenBatch]:
+    """One batch for each length among the first `calibration_sequences` rows."""
+    by_length: dict[int, list[Tensor]] = {}
+    singles = [row for each in rows for row in torch.atleast_2d(each)]
+    for row in singles[: config.calibration_sequences]:
+        by_length.setdefault(len(row), []).append(row.long().cpu())
+    longest, limit = max(by_length, default=0), student.config.max_position_embeddings
+    if longest < 2 or longest > limit:
+        raise ConfigError(
+            f"calibration holds rows of up to {longest} tokens, expected 2 to {limit}, which is "
+            "what the model reads; cut them"
+        )
+    batches = map(torch.stack, by_length.values())
+    return [TokenBatch(ids, torch.arange(ids.shape[1]).expand_as(ids)) for ids in batches]
+
+
 def _packed_text(
-    config: ConvertConfig, student: LanguageModel, tokenizer: PreTrainedTokenizerBase
+    documents: Iterable[Document],
+    config: ConvertConfig,
+    student: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> TokenBatch:
     limit = student.config.max_position_embeddings
     if config.calibration_length > limit:
@@ -272,7 +345,7 @@ def _packed_text(
             "positions; lower --calibration-length"
         )
     packer = Packer(config.calibration_length, end_token(tokenizer), begin_token(tokenizer))
-    for document in open_source(config.calibration).documents:
+    for document in documents:
         for ids in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)
         if packer.num_full >= config.calibration_sequences:

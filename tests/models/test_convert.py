@@ -149,7 +149,7 @@ def test_a_base_is_better_than_the_four_bit_weights(place: Path, tmp_path: Path)
 def test_calibration_text_is_packed_to_the_wished_length(place: Path) -> None:
     student = load_model(str(place / "float"), device="cpu")
     wished = config(place, calibration=str(place / "text.txt"), calibration_sequences=20)
-    found = calibration_batches(wished, student, tiny_tokenizer())
+    found = calibration_batches(wished.calibration, wished, student, tiny_tokenizer())
     assert [batch.input_ids.shape for batch in found] == [(16, 32), (4, 32)]
     first = found[0]
     text = tiny_tokenizer().decode(first.input_ids[0]).split("<|end|>")
@@ -164,7 +164,7 @@ def test_calibration_from_a_cache_is_its_training_split(place: Path) -> None:
     cache = TeacherCache.open(place / "cache")
     for wished, expected in ((7, 7), (10_000, cache.num_sequences("train"))):
         settings = config(place, calibration=str(place / "cache"), calibration_sequences=wished)
-        found = calibration_batches(settings, student, tiny_tokenizer())
+        found = calibration_batches(settings.calibration, settings, student, tiny_tokenizer())
         batch = cache.batch(np.arange(expected))
         assert torch.equal(torch.cat([b.input_ids for b in found]), batch.input_ids)
         assert torch.equal(torch.cat([b.position_ids for b in found]), batch.position_ids)

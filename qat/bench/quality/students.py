@@ -146,4 +146,6 @@ def _calibration(
     if job.recipe.texts.calibration is not None:
         table = {"calibration": job.recipe.texts.calibration, **table}
     config = convert_config({"to": "q4a4", **table}, cache, job.device)
-    return calibration_batches(config, teacher, tokenizer) if config.calibration else []
+    if config.calibration is None:
+        return []
+    return calibration_batches(config.calibration, config, teacher, tokenizer)
