@@ -28,6 +28,8 @@ LENGTH = 256
 """Positions that the program reads at a time, at most."""
 INDEX_BITS = (1, 2, 3, 4, 6, 8)
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles are the same however long the text is."""
 NUMPY_DTYPES = {torch.float16: np.float16, torch.float32: np.float32}
 HOW_TO_LOAD = """\
 ```python
@@ -80,10 +82,12 @@ def check(model: PreTrainedModel) -> None:
         )
     rope = config.rope_parameters.get("rope_type", "default")
     layers = set(getattr(config, "layer_types", None) or ())
-    if rope != "default" or layers - {"full_attention"}:
+    activation = config.hidden_act
+    if rope not in ROPES or layers - {"full_attention"} or activation not in ("silu", "swish"):
         raise ExportError(
-            f"rope_type={rope} and layers of {', '.join(sorted(layers)) or 'full_attention'} "
-            "cannot be written as a Core ML program, expected default and full_attention; export "
+            f"rope_type={rope}, hidden_act={activation} and layers of "
+            f"{', '.join(sorted(layers)) or 'full_attention'} cannot be written as a Core ML "
+            f"program, expected one of {', '.join(ROPES)}, then silu and full_attention; export "
             "--to dense and trace it yourself"
         )
 

@@ -32,6 +32,10 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
 }
 """What GGUF calls the architecture of a `model_type`."""
+GEMMA_PERIOD = 6
+"""llama.cpp runs Gemma-3 with full attention in every sixth layer."""
+LARGEST_GEMMA = 62
+"""Layers of Gemma-3 27B, by which llama.cpp knows that its scores are scaled by another width."""
 HOW_TO_LOAD = """\
 ```
 llama-cli -m DIR/model.gguf -p "Once upon a time"
@@ -88,6 +92,32 @@ def check(model: PreTrainedModel) -> None:
             f"rope_type={', '.join(sorted(kinds))} is not written here, expected default; export "
             "--to dense and use llama.cpp's own converter"
         )
+    fixed = _unwritten(config)
+    if fixed is not None:
+        raise ExportError(f"llama.cpp computes {config.model_type} with {fixed}; export --to dense")
+
+
+def _unwritten(config: PreTrainedConfig) -> str | None:
+    """What llama.cpp takes for granted and this model has otherwise; None if there is nothing."""
+    is_gemma = config.model_type == "gemma3_text"
+    activation = config.hidden_activation if is_gemma else config.hidden_act
+    known = ("gelu_pytorch_tanh",) if is_gemma else ("silu", "swish")
+    if activation not in known:
+        return f"{known[0]}, but the activation of this model is {activation}"
+    for number, kind in enumerate(getattr(config, "layer_types", None) or (), 1):
+        is_full = not is_gemma or number % GEMMA_PERIOD == 0
+        if (kind == "full_attention") != is_full:
+            return f"another attention in layer {number} than this model, which has {kind} there"
+    if not is_gemma:
+        return None
+    is_largest = config.num_hidden_layers == LARGEST_GEMMA
+    scalar = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
+    if config.query_pre_attn_scalar != scalar:
+        return (
+            f"scores over the root of {scalar}, but this model has "
+            f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
+        )
+    return None
 
 
 def write(

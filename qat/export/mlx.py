@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.parts import (
@@ -36,6 +36,8 @@ HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+WITHOUT_WINDOW = ("qwen2", "qwen3")
+"""Models whose sliding window, where their configuration has one, mlx-lm leaves out."""
 MOST_SEQ_BITS = 4
 """With more, the bias of a scale of 8 bits does not fit into a bfloat16."""
 HOW_TO_LOAD = """\
@@ -72,16 +74,27 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture that mlx-lm, where it is installed, does not know.
+    """Refuse what mlx-lm, where it is installed, does not know or computes otherwise.
 
     Raises:
         ExportError: see above.
     """
-    kind = model.config.model_type
+    config = model.config
+    kind, layers = config.model_type, getattr(config, "layer_types", None) or []
     if load_failure("mlx_lm") is None and find_spec(f"mlx_lm.models.{kind}") is None:
         raise ExportError(
             f"model_type={kind} is none that mlx-lm knows, expected one of its models; export "
             "--to dense"
+        )
+    if kind in WITHOUT_WINDOW and "sliding_attention" in layers:
+        raise ExportError(
+            f"mlx-lm runs {kind} without the sliding window that this model has, expected layers "
+            "of full_attention; export --to dense"
+        )
+    if kind == "gemma3_text" and not _is_periodic(layers):
+        raise ExportError(
+            "mlx-lm knows Gemma-3 with full attention in every n-th layer, expected that, but "
+            f"layer_types={layers}; export --to dense"
         )
 
 
@@ -104,21 +117,54 @@ def write(
         formats[name] = (module.spec.group_size, module.spec.bits)
     common = Counter(formats.values()).most_common(1)[0][0]
     quantization = {**_format(common), **{n: _format(f) for n, f in formats.items()}}
-    extra = {"quantization": quantization}
+    extra = {"quantization": quantization, **_older_names(model.config)}
     write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "mlx"})
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that mlx-lm reads, run in float32: on a CPU MLX adds up in bfloat16."""
+    """Those of the model that mlx-lm reads, run in float32: on a CPU MLX adds up in bfloat16.
+
+    Whatever the dtype, mlx-lm rounds the factor of Gemma's embeddings to bfloat16, as transformers
+    does in a bfloat16 model; here, where both compute in float32, that is taken back.
+    """
     import mlx.core as mx
     import numpy as np
     from mlx_lm.utils import load_model
 
     mlx_model, _ = load_model(directory)
     mlx_model.set_dtype(mx.float32)
-    logits = mlx_model(mx.array(ids.numpy())).astype(mx.float32)
+    given, places = {}, mx.array(ids.numpy())
+    if model.config.model_type == "gemma3_text":
+        factor = torch.tensor(model.config.hidden_size**0.5)
+        rows = mlx_model.model.embed_tokens(places)
+        given["input_embeddings"] = rows * (factor / factor.bfloat16()).item()
+    logits = mlx_model(places, **given).astype(mx.float32)
     return torch.from_numpy(np.array(logits))
+
+
+def _older_names(config: PreTrainedConfig) -> dict[str, object]:
+    """Rotary settings by the names of transformers 4, which most models of mlx-lm read.
+
+    One that misses such a name takes a default of its own without a word.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    rope = ropes.get("full_attention", ropes)
+    found = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rope
+    if config.model_type == "gemma3_text":
+        found["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        found["sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
+    return found
+
+
+def _is_periodic(layers: list[str]) -> bool:
+    """Whether full attention comes in every n-th layer, and in no other."""
+    if "full_attention" not in layers:
+        return False
+    every = layers.index("full_attention") + 1
+    return all((kind == "full_attention") == (n % every == 0) for n, kind in enumerate(layers, 1))
 
 
 def _format(size_and_bits: tuple[int, int]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from qat.backend.device import DTYPES
@@ -110,11 +111,20 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
     allowed = target.SLACK * max(1.0, expected.abs().max().item())
     if not difference <= allowed:  # NaN is no number to believe
         wished = f"within {allowed:.3g}" if target.SLACK else "to the bit"
+        remedy = "report this, and meanwhile export --to dense"
+        if target.SLACK and (found.float() - _rounded_logits(model, ids)).abs().max() <= allowed:
+            remedy = "that is the rounding of its weights: export with --dtype fp32"
         raise ExportError(
             f"what was written gives other logits (by up to {difference:.3g}), expected the same "
-            f"{wished}; export with --dtype fp32, or report this"
+            f"{wished}; {remedy}"
         )
     return difference
+
+
+def _rounded_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Those of weights rounded to the model's dtype, computed in float32."""
+    rounded = dense_state_dict(model, embedding_dtype(model))
+    return logits_of_weights(model, rounded, ids, torch.float32)
 
 
 def _report(name: TargetName, model: PreTrainedModel, directory: Path) -> ExportReport:

@@ -17,6 +17,7 @@ from qat.backend.device import DTYPES
 from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
+from qat.export import model as exported
 from qat.export.config import ExportConfig, TargetName
 from qat.export.model import export_model
 from qat.export.origin import CONVERSION, IMPORT, float_base
@@ -174,7 +175,10 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
 def test_transformers_reads_our_gguf(architecture: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    model = mixed("gguf", architecture, **shape)
+    own = {"query_pre_attn_scalar": 32}
+    if architecture == "llama":
+        own = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3}
+    model = mixed("gguf", architecture, **shape, **own)
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "packed")
     out = tmp_path / "out"
     export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), out)
@@ -333,19 +337,96 @@ def test_core_ml_has_no_bfloat16(students: dict[TargetName, Path], tmp_path: Pat
         export_model(str(students["coreml"]), ExportConfig(to="coreml", dtype="bf16"), tmp_path)
 
 
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
+GEMMA = {
+    "hidden_size": 96,  # its root is no bfloat16
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 100,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 3e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    },
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
-    ("to", "model", "reason"),
+    ("to", "architecture", "settings"),
     [
-        ("coreml", ("gemma3", {}), "model_type=gemma3_text .* one of llama, qwen2, qwen3"),
-        ("gguf", ("llama", {"rope": "linear"}), "rope_type=linear is not written here"),
-        ("coreml", ("llama", {"rope": "linear"}), "rope_type=linear and layers of full_attention"),
+        *(
+            ("mlx", kind, {"rope_parameters": r})
+            for kind in ("llama", "qwen3")
+            for r in ROPES.values()
+        ),
+        ("mlx", "gemma3", GEMMA),
+        *(("coreml", "llama", {"rope_parameters": ROPES[n]}) for n in ("default", "llama3")),
+        ("compressed-tensors", "gemma3", GEMMA),
+        ("torchao", "gemma3", GEMMA),
     ],
 )
-def test_unknown_architectures_are_refused(to: TargetName, model: tuple, reason: str) -> None:
-    architecture, settings = model
-    built = tiny_model(architecture)
-    if settings:
-        built.config.rope_parameters["rope_type"] = settings["rope"]
+def test_the_rotary_settings_of_real_models_are_kept(
+    to: TargetName, architecture: str, settings: dict, is_tied: bool, tmp_path: Path
+) -> None:
+    """None of them has the settings that a library takes when its own name for them is missing."""
+    library(to)
+    model = mixed(to, architecture, tie_word_embeddings=is_tied, **settings)
+    save_checkpoint(model, None, tmp_path / "student")
+    export_model(str(tmp_path / "student"), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
+
+
+def test_wrong_logits_are_blamed_on_the_dtype_only_if_it_is_to_blame(
+    students: dict[TargetName, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_checkpoint(students["coreml"], torch.float16)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        rounded = exported._rounded_logits(model, ids)
+    monkeypatch.setattr(exported, "probe_ids", lambda _: ids)
+    monkeypatch.setattr(coreml, "SLACK", 1e-9)
+    monkeypatch.setattr(coreml, "read_logits", lambda *_: rounded)
+    with pytest.raises(ExportError, match="rounding of its weights: export with --dtype fp32"):
+        exported.check_equal("coreml", model, Path())
+    monkeypatch.setattr(coreml, "read_logits", lambda *_: rounded + 1)
+    with pytest.raises(ExportError, match="report this, and meanwhile export --to dense"):
+        exported.check_equal("coreml", model, Path())
+
+
+@pytest.mark.parametrize(
+    ("to", "architecture", "settings", "reason"),
+    [
+        ("coreml", "gemma3", {}, "model_type=gemma3_text .* one of llama, qwen2, qwen3"),
+        ("gguf", "llama", {"rope_parameters": ROPES["linear"]}, "rope_type=linear is not written"),
+        ("coreml", "llama", {"rope_parameters": ROPES["dynamic"]}, "rope_type=dynamic, hidden"),
+        ("coreml", "llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ("gguf", "llama", {"hidden_act": "gelu"}, "with silu, but the activation .* is gelu"),
+        ("gguf", "gemma3", {**GEMMA, "rope_parameters": None}, "another attention in layer 2"),
+        ("gguf", "gemma3", {"query_pre_attn_scalar": 100}, "over the root of 32, but"),
+        ("mlx", "gemma3", {}, "full attention in every n-th layer"),
+        (
+            "mlx",
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "without the sliding window",
+        ),
+    ],
+)
+def test_unknown_architectures_are_refused(
+    to: TargetName, architecture: str, settings: dict, reason: str
+) -> None:
+    library(to)
+    built = tiny_model(architecture, **settings)
     with pytest.raises(ExportError, match=reason):
         load_target(to).check(built)
     built.config.model_type = "other"
