@@ -3,19 +3,34 @@
 import json
 import logging
 import os
-import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 
 from qat.errors import CheckpointError
 
-console = Console(stderr=True)
+logger = logging.getLogger(__name__)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: say nothing, and let the work go on."""
+        self.quiet = True
+
+
+console = _Console(stderr=True)
+"""Where bars and log lines go: a line that comes while a bar is shown is printed above it."""
+
+FIRST_LINE_S, LINE_EVERY_S = 5.0, 60.0
+"""Off a terminal, work that takes longer than the first says how far it is, then as often as the
+second."""
 
 RECIPE, FACTS = "recipe.toml", "run.json"
 METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
@@ -34,10 +49,21 @@ installed, used or not; the third of what it lacks off a Mac, of versions that i
 with, and of each number that it infers in float64."""
 
 
+class _ConsoleHandler(logging.Handler):
+    """Prints log lines on the console of the progress bars, unbroken and as they are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line; a stream that fails does not fail the work."""
+        try:
+            console.out(self.format(record), highlight=False)
+        except OSError:
+            self.handleError(record)
+
+
 def configure(verbose: bool = False) -> None:
     """Send the package's log lines to stderr; called by the command line only."""
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[_ConsoleHandler()],
         format="%(message)s",
         level=logging.WARNING,
     )
@@ -46,42 +72,146 @@ def configure(verbose: bool = False) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-@contextmanager
-def progress(description: str, total: int | None, unit: str = "") -> Iterator["Ticker"]:
-    """A progress bar on stderr that `advance` moves.
+def keep_to_warnings() -> None:
+    """For each of several ranks but the first: what all would say, that one says."""
+    logging.getLogger("qat").setLevel(logging.WARNING)
 
-    It is shown on a terminal only, and for the main thread only: a terminal has room for one.
+
+@contextmanager
+def progress(
+    description: str, total: int | None, unit: str = "", *, done: int = 0
+) -> Iterator["Ticker"]:
+    """Tell on stderr how far a piece of work is, which `Ticker.advance` moves.
+
+    A terminal shows a bar; pieces inside one another have one below the other. Elsewhere a line is
+    logged after a few seconds, and once a minute from then on. Only the main thread tells, and of
+    several ranks the first.
+
+    Args:
+        description: what is done.
+        total: number of parts; None if unknown.
+        unit: what parts are called.
+        done: parts that an earlier run did.
     """
-    is_seen = console.is_terminal and threading.current_thread() is threading.main_thread()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-        transient=True,
-        disable=not is_seen,
-    )
-    with bar:
-        yield Ticker(bar, bar.add_task(description, total=total, note=""))
+    ticker = Ticker(description, total, unit, done)
+    is_first = logging.getLogger("qat").level < logging.WARNING
+    if not is_first or threading.current_thread() is not threading.main_thread():
+        yield ticker
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with _bars() as bars:
+            task = bars.add_task("", total=total, completed=done, ticker=ticker)
+            ticker.tell = lambda: bars.update(task, completed=ticker.done)
+            try:
+                yield ticker
+            finally:
+                bars.remove_task(task)
+    else:
+        ticker.tell = _Lines(ticker).tell
+        yield ticker
 
 
 class Ticker:
-    """The handle of one progress bar."""
+    """Counts the parts of a piece of work that are done."""
 
-    def __init__(self, bar: Progress, task: int) -> None:
-        self._bar = bar
-        self._task = task
+    def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
+        self.description = description
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self.said = ""
+        """What `note` was given last."""
+        self.tell: Callable[[], None] = lambda: None
+        """Called after each part."""
+        self._timed: tuple[float, int] | None = None
+        """When the first part was done, which alone may be compiled, and the parts before it."""
 
     def advance(self, count: int = 1) -> None:
-        """Move the bar by `count`."""
-        self._bar.update(self._task, advance=count)
+        """So many parts more are done."""
+        self.done += count
+        if self._timed is None:
+            self._timed = (time.monotonic(), self.done)
+        self.tell()
+
+    def skip(self, count: int) -> None:
+        """So many parts were done before: they do not tell how fast the others go."""
+        self.done += count
+        self._timed = None if self._timed is None else (self._timed[0], self._timed[1] + count)
 
     def note(self, text: str) -> None:
-        """Show `text` behind the bar."""
-        self._bar.update(self._task, note=text)
+        """Tell `text` too from the next part on."""
+        self.said = text
+
+    def left(self) -> str:
+        """How long the rest takes at the speed until now; empty where nobody can know yet."""
+        if self._timed is None or self.total is None or self.done <= self._timed[1]:
+            return ""
+        began, before = self._timed
+        pace = (time.monotonic() - began) / (self.done - before)
+        return f"about {duration(pace * max(0, self.total - self.done))} left"
+
+
+class _Lines:
+    """Logs how far a piece of work is, now and then."""
+
+    def __init__(self, ticker: Ticker) -> None:
+        self._ticker = ticker
+        self._due = time.monotonic() + FIRST_LINE_S
+
+    def tell(self) -> None:
+        """Log a line if one is due."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + LINE_EVERY_S
+        ticker = self._ticker
+        total = "" if ticker.total is None else f" of {ticker.total:,}"
+        begin = f"{ticker.description}: {ticker.done:,}{total} {ticker.unit}".rstrip()
+        logger.info("%s", ", ".join(filter(None, [begin, ticker.said, ticker.left()])))
+
+
+class _Words(ProgressColumn):
+    """Words beside a bar."""
+
+    def __init__(self, of: Callable[[Ticker], str]) -> None:
+        super().__init__()
+        self._of = of
+
+    def render(self, task: Task) -> Text:
+        """The text of this moment, printed as it is."""
+        return Text(self._of(task.fields["ticker"]), no_wrap=True)
+
+
+_SHOWN: list[Progress] = []
+"""The bars of this process's terminal, while there are any."""
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """The bars of the terminal: a block inside another one has those of the outer one."""
+    if _SHOWN:
+        yield _SHOWN[0]
+        return
+    bars = Progress(
+        _Words(lambda ticker: ticker.description),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Words(lambda ticker: ticker.unit),
+        _Words(lambda ticker: "  ".join(filter(None, [ticker.said, ticker.left()]))),
+        console=console,
+        transient=True,
+    )
+    with bars:
+        _SHOWN.append(bars)
+        try:
+            yield bars
+        finally:
+            _SHOWN.remove(bars)
+
+
+def duration(seconds: float) -> str:
+    """A time for people: `40 s`, `12 min`, `3.4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def heartbeat_file(rank: int) -> str:

@@ -4,7 +4,6 @@ Sums of tensors go through NCCL between GPUs and through gloo between CPUs; what
 goes through gloo always. Nothing that travels is ever unpickled.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from qat import errors
 from qat.backend import device as backends
 from qat.errors import ConfigError, QatError, Stopped
+from qat.logs import keep_to_warnings
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others: an evaluation on the first one takes its time."""
@@ -260,8 +260,8 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
             f"device={device}, but {launch.world} ranks need a device each; use --device auto, "
             "cuda or cpu"
         )
-    if launch.rank:  # what all ranks would say, the first one says
-        logging.getLogger("qat").setLevel(logging.WARNING)
+    if launch.rank:
+        keep_to_warnings()
     with meeting(launch, backends.select(device).device, "env://") as ranks:
         yield ranks
 

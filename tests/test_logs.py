@@ -1,15 +1,27 @@
 """Metrics files, progress and logging."""
 
 import errno
+import io
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
+from qat import logs
 from qat.errors import CheckpointError
-from qat.logs import JsonLines, Lines, configure, cut_after, progress, read_json_lines
+from qat.logs import (
+    JsonLines,
+    Lines,
+    configure,
+    cut_after,
+    duration,
+    keep_to_warnings,
+    progress,
+    read_json_lines,
+)
 
 
 def test_lines_are_there_as_soon_as_written(tmp_path: Path) -> None:
@@ -104,14 +116,155 @@ def test_a_file_is_cut_back_to_a_step(tmp_path: Path) -> None:
         cut_after(path, 3)
 
 
-def test_progress_is_silent_without_a_terminal(capsys) -> None:
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(logs.time, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the package says off a terminal."""
+    caplog.set_level(logging.INFO, logger="qat")
+    return caplog
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal is sent."""
+    screen = io.StringIO()
+    console = logs._Console(file=screen, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(logs, "console", console)
+    return screen
+
+
+def test_progress_speaks_off_a_terminal_but_once_a_minute(clock: Clock, told) -> None:
+    with progress("work", 1000, "steps", done=100) as ticker:
+        ticker.advance()  # in the first seconds
+        for _ in range(600):
+            clock.now += 1
+            ticker.note(f"loss {clock.now:g}")
+            ticker.advance()
+    lines = [record.message for record in told.records]
+    assert lines[0] == "work: 106 of 1,000 steps, loss 105, about 15 min left"
+    assert lines[1] == "work: 166 of 1,000 steps, loss 165, about 14 min left"
+    assert len(lines) == 10
+
+
+def test_short_work_is_silent_off_a_terminal(clock: Clock, told) -> None:
     with progress("work", total=2, unit="steps") as ticker:
-        ticker.advance(1)
-        ticker.advance(1)
-    assert capsys.readouterr().out == ""
+        for _ in range(2):
+            clock.now += 2
+            ticker.advance(1)
+    assert not told.records
+
+
+def test_a_slow_first_part_is_told_without_a_guess(clock: Clock, told) -> None:
+    with progress("work", total=1000, unit="steps") as ticker:
+        clock.now += 90  # compiling
+        ticker.advance()
+        clock.now += 60
+        ticker.advance()
+    lines = [record.message for record in told.records]
+    assert lines == ["work: 1 of 1,000 steps", "work: 2 of 1,000 steps, about 16.6 h left"]
+
+
+def test_what_was_there_before_makes_nothing_faster(clock: Clock, told) -> None:
+    with progress("work", total=None, unit="rows") as ticker:
+        ticker.skip(500)
+        ticker.advance()
+        ticker.total = 1000
+        ticker.skip(9)
+        clock.now += 10
+        ticker.advance()
+    assert told.messages == ["work: 511 of 1,000 rows, about 82 min left"]
+
+
+def test_other_threads_and_other_ranks_are_silent(clock: Clock, told) -> None:
+    def work() -> None:
+        with progress("work", total=2) as ticker:
+            clock.now += 100
+            ticker.advance()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    keep_to_warnings()
+    work()
+    assert not told.records
+
+
+def test_a_log_line_and_a_bar_do_not_collide(terminal: io.StringIO) -> None:
+    handler = logs._ConsoleHandler()
+    logger = logging.getLogger("qat.collide")
+    logger.addHandler(handler)
+    try:
+        with progress("outer [x]", total=3, unit="steps") as outer:
+            with progress("inner", total=7, unit="rows") as inner:
+                inner.advance()
+                logger.warning("a line :smile: with [brackets] and %s", "x" * 200)
+            outer.note("loss 3")
+            logs._SHOWN[0].refresh()
+            outer.advance()
+    finally:
+        logger.removeHandler(handler)
+    sent = terminal.getvalue()
+    line = f"a line :smile: with [brackets] and {'x' * 200}\n"
+    assert line in sent
+    # the line begins where the bars were wiped away, and the bars come again below it
+    before, after = sent.split(line)
+    assert before.endswith("\x1b[2K") and "outer [x]" in after and "inner" in after
+    assert "loss 3" in after
+    assert not logs._SHOWN
+
+
+def test_a_bar_ends_with_its_work(terminal: io.StringIO) -> None:
+    with progress("outer", total=3) as outer:
+        with pytest.raises(ValueError, match="broken"), progress("inner", total=7):
+            raise ValueError("broken")
+        terminal.truncate(0)
+        outer.advance()
+        logs._SHOWN[0].refresh()
+        assert "inner" not in terminal.getvalue()
+
+
+def test_a_reader_who_left_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as left:
+        monkeypatch.setattr(logs, "console", logs._Console(file=left))
+        record = logging.LogRecord("qat", logging.INFO, "", 0, "a line", (), None)
+        for _ in range(2):
+            logs._ConsoleHandler().emit(record)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)
 
 
 @pytest.mark.parametrize(("verbose", "level"), [(False, logging.INFO), (True, logging.DEBUG)])
 def test_verbose_logs_more(verbose: bool, level: int) -> None:
     configure(verbose)
     assert logging.getLogger("qat").level == level
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"),
+        (89, "89 s"),
+        (90, "2 min"),
+        (5399, "90 min"),
+        (5400, "1.5 h"),
+        (1e6, "277.8 h"),
+    ],
+)
+def test_durations_are_for_people(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -94,13 +94,12 @@ class Trainer:
         stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead())
         try:
             with (
-                progress("training", self.config.max_steps, "steps") as ticker,
+                progress("training", self.config.max_steps, "steps", done=self.step) as ticker,
                 closing(stream),
                 self.stops,
                 pulse,
                 self.saver,
             ):
-                ticker.advance(self.step)
                 self._begin(metrics, pulse)
                 with _failures_told(pulse):
                     for batches in pulse.timed(stream):
