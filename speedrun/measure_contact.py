@@ -1,0 +1,101 @@
+"""What strangers ran into, counted: findings whose tests do not all pass, and failed GPU tests.
+
+    python speedrun/measure_contact.py points POINTS.toml --figures FIGURES.jsonl
+    python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml
+    python speedrun/measure_contact.py gpu gpu.xml --figures FIGURES.jsonl
+
+POINTS.toml has a table `[[point]]` for each finding: its name, and the tests that show it mended.
+A finding is open while it names no test, or one that fails, is skipped or is not there.
+"""
+
+import subprocess
+import sys
+import tempfile
+import tomllib
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Literal
+
+from cyclopts import App
+from figures import ROOT, record
+
+app = App(help=__doc__)
+State = Literal["passed", "failed", "skipped"]
+ANY_MARK = "gpu or not gpu"
+"""Selects tests of all marks, in place of the project's default selection."""
+
+
+@app.command
+def points(file: Path, *, figures: Path) -> None:
+    """Run the tests that FILE names and record how many of its findings are still open."""
+    found = tomllib.loads(file.read_text(encoding="utf-8"))["point"]
+    states = run({test for point in found for test in point["tests"]})
+    still_open = [
+        point["name"]
+        for point in found
+        if not point["tests"] or not all(is_shown(test, states) for test in point["tests"])
+    ]
+    for name in still_open:
+        print("open:", name)
+    print(f"{len(found) - len(still_open)} of {len(found)} findings are mended")
+    if not found:
+        raise SystemExit(f"{file} names no finding; expected tables [[point]]")
+    record(figures, "contact_findings_open", len(still_open), "findings", "0", runs=len(found))
+
+
+@app.command
+def gpu(reports: list[Path], *, figures: Path) -> None:
+    """Record how many of the GPU tests in pytest's JUnit REPORTS failed, and how many passed."""
+    states = [state for report in reports for state in outcomes(report).values()]
+    passed, failed = (states.count(state) for state in ("passed", "failed"))
+    if not passed:
+        raise SystemExit("no GPU test passed, so nothing was measured; run pytest -m gpu on a GPU")
+    print(f"{passed} passed, {failed} failed, {states.count('skipped')} skipped")
+    record(figures, "gpu_tests_failed", failed, "tests", "0", runs=len(states))
+    record(figures, "gpu_tests_passed", passed, "tests", "", runs=len(states))
+
+
+def run(named: set[str]) -> dict[str, State]:
+    """How the tests that match `named` end; names that match nothing are left out."""
+    pytest = [sys.executable, "-m", "pytest", "-m", ANY_MARK]
+    files = sorted({name.split("::")[0] for name in named if (ROOT / name.split("::")[0]).exists()})
+    listing = subprocess.run(
+        [*pytest, "-n", "0", "--collect-only", *files], cwd=ROOT, capture_output=True, text=True
+    )
+    there = [line for line in listing.stdout.splitlines() if "::" in line]
+    chosen = [test for test in there if any(is_part(test, name) for name in named)]
+    if not chosen:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "points.xml"
+        options = ["-n", "2", "-o", "junit_family=xunit2", f"--junitxml={report}"]
+        subprocess.run([*pytest, *options, *chosen], cwd=ROOT, check=False)
+        return outcomes(report)
+
+
+def outcomes(report: Path) -> dict[str, State]:
+    """How each test of a JUnit report ended, by its name in pytest: `tests/x/test_y.py::test_z`."""
+    found: dict[str, State] = {}
+    for case in xml.parse(report).getroot().iter("testcase"):
+        name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+        tags = {each.tag for each in case}
+        if tags & {"failure", "error"}:
+            found[name] = "failed"
+        elif found.get(name) != "failed":
+            found[name] = "skipped" if "skipped" in tags else "passed"
+    return found
+
+
+def is_shown(test: str, states: dict[str, State]) -> bool:
+    """Whether a test, or each of its parameters, or each test of a file, ran and passed."""
+    ended = [state for name, state in states.items() if is_part(name, test)]
+    return bool(ended) and set(ended) == {"passed"}
+
+
+def is_part(test: str, name: str) -> bool:
+    """Whether `test` is the one called `name`, one of its parameters, or in a file of that name."""
+    return test == name or test.startswith((f"{name}[", f"{name}::"))
+
+
+if __name__ == "__main__":
+    app()
