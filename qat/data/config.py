@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from qat.config import DeviceSettings, Settings
 from qat.errors import ConfigError
 
-DataFormat = Literal["auto", "plain", "alpaca", "messages", "sharegpt"]
+DataFormat = Literal["auto", "plain", "alpaca", "pairs", "messages", "sharegpt"]
 Thinking = Literal["false", "true", "both", "none", "all"]
 
 
@@ -22,7 +22,8 @@ class CacheSettings(Settings):
     """Everything that decides which bytes a cache holds, besides the teacher and tokenizer."""
 
     data: str
-    """File (.json, .jsonl, .txt), directory of such, `stdlib`, or datasets id[:config][@split]."""
+    """File (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet; also .gz), directory of such, `stdlib`,
+    or datasets id[:config][@split]."""
     format: DataFormat = "auto"
     """What a row holds; `auto` looks at the fields of the first row."""
     text_field: str = "text"

@@ -1,6 +1,8 @@
 """Documents from every kind of source, and every way a source can be wrong."""
 
+import gzip
 import json
+import logging
 import sys
 import types
 from pathlib import Path
@@ -77,23 +79,109 @@ def test_directories_are_read_in_sorted_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": "yes"},
+        {"prompt": "hi", "completion": "yes<|endoftext|>"},
+        {"question": "hi", "answer": "yes"},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    ],
+)
+def test_pairs_of_question_and_answer_are_chats(tmp_path: Path, row: dict) -> None:
+    source = open_source(write(tmp_path / "a.jsonl", [row]))
+    assert (source.format, list(source.documents)) == ("pairs", [CHAT])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.csv", 'text,n\n"one, two\nthree",1\n\nfour,2\n', ["one, two\nthree", "four"]),
+        ("a.csv", "n;text\n1;one, two\n", ["one, two"]),
+        ("a.tsv", "text\tn\none, two\t1\n", ["one, two"]),
+        ("a.csv", "text\n" + "x" * 200_000 + "\n", ["x" * 200_000]),
+        ("a.csv", "prompt,completion\nhi,yes\n", [CHAT]),
+        ("a.md", "# one\n\ntwo\n", ["# one", "two"]),
+        ("A.TXT", "one\n\ntwo\n", ["one", "two"]),
+        ("a.json", '{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        ("a.jsonl", '{"text": "one"}\n\n{"text": "two"}\n\n\n', ["one", "two"]),
+    ],
+)
+@pytest.mark.parametrize("is_clumsy", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_files_of_every_kind(
+    tmp_path: Path, name: str, content: str, expected: list, is_clumsy: bool, is_packed: bool
+) -> None:
+    """As written here, and with a byte-order mark and the line ends of Windows; packed or not."""
+    if is_clumsy:
+        content = "\ufeff" + content.replace("\n", "\r\n")
+    raw = content.encode()
+    path = tmp_path / (name + ".gz" * is_packed)
+    path.write_bytes(gzip.compress(raw) if is_packed else raw)
+    source = open_source(str(path))
+    # a line break within a cell stays what it was
+    assert [
+        text.replace("\r", "") if isinstance(text, str) else text for text in source.documents
+    ] == expected
+    assert source.name.lower() == "a"
+
+
+def test_parquet_is_read_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"messages": CHAT}] * 3
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert documents(str(tmp_path / "a.parquet")) == [CHAT] * 3
+    (tmp_path / "b.parquet").write_text("no table")
+    with pytest.raises(DataError, match="b.parquet is not Parquet"):
+        documents(str(tmp_path / "b.parquet"))
+
+
+def test_parquet_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"needs the 'pyarrow' package; run: .*\[datasets\]"):
+        documents(write(tmp_path / "a.parquet", "PAR1"))
+
+
+def test_files_about_the_data_are_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "qat")
+    (tmp_path / ".git").mkdir()
+    write(tmp_path / ".git" / "config.txt", "hidden")
+    write(tmp_path / "README.md", "about the rows")
+    write(tmp_path / "SOURCE.txt", "from elsewhere")
+    write(tmp_path / "rows.json", [ALPACA])
+    assert len(documents(str(tmp_path))) == 1
+    assert "README.md, SOURCE.txt" in caplog.text
+    (tmp_path / "rows.json").unlink()
+    assert documents(str(tmp_path)) == ["about the rows", "from elsewhere"]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.json", [], "is empty, expected at least one row"),
         ("a.txt", "\n\n", "is empty, expected at least one row"),
-        ("a.json", {"text": "x"}, "holds a JSON dict, expected a list"),
+        ("a.json", {"text": "x"}, r"holds a JSON dict with the keys \['text'\], expected a"),
         ("a.json", "[1,", "a.json row 1 is not JSON"),
         ("a.jsonl", '{"text": "x"}\n{"text"', "a.jsonl row 2 is not JSON"),
         ("a.jsonl", [{"text": "x"}, {"txt": "y"}], r"a.jsonl row 2 has the fields \['txt'\]"),
         ("a.jsonl", [{"text": "x"}, {"text": 3}], "row 2 has text=3, expected text"),
         ("a.jsonl", [{"text": "x"}, "y"], "row 2 is 'y', expected 'text'"),
         ("a.jsonl", [{"body": "x"}], r"row 1 has the fields \['body'\], expected messages"),
-        ("a.jsonl", [7], r"row 1 has the fields \[\], expected messages"),
+        ("a.jsonl", [7], "row 1 is 7, expected an object"),
         ("a.json", [ALPACA, {"instruction": "x"}], "row 2 has the fields .*expected 'output'"),
         ("a.json", [{"messages": []}], "has messages=.*, expected a non-empty list"),
         ("a.json", [{"messages": [{"role": "user"}]}], "row 1 has the fields .*'content'"),
         ("a.json", [{"messages": [{"role": "x", "content": "y"}]}], "has role='x', expected one"),
-        ("a.csv", "a,b", "ends in '.csv', expected .json"),
+        ("a.jsonl", [{"question": "x", "context": "y", "answer": "z"}], "row 1 has the fields"),
+        ("a.jsonl", [{"prompt": [], "completion": "y"}], r"prompt=\[\], expected a non-empty list"),
+        ("a.doc", "words", "ends in '.doc', expected .csv, .json"),
+        ("a.csv", "text", "is empty, expected at least one row"),
+        ("a.csv", "text\none, two\n", "row 1 has 2 cells, expected 1 as in the first line"),
+        ("a.csv", 'text\n"one" two\n', "a.csv is no table"),
+        ("a.txt.gz", "words", "a.txt.gz cannot be unpacked"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, name: str, content: object, message: str) -> None:
@@ -109,7 +197,7 @@ def test_text_in_another_encoding_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no .json, .jsonl, .txt file"):
+    with pytest.raises(DataError, match="holds no .csv, .json, .* file"):
         documents(str(tmp_path))
 
 
