@@ -100,7 +100,7 @@ def progress(
     elif console.is_terminal and not console.is_dumb_terminal:
         with _bars() as bars:
             task = bars.add_task("", total=total, completed=done, ticker=ticker)
-            ticker.tell = lambda: bars.update(task, completed=ticker.done)
+            ticker.tell = lambda: bars.update(task, completed=ticker.done, total=ticker.total)
             try:
                 yield ticker
             finally:

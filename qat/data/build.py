@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from qat.backend.device import on
 from qat.data.cache import (
     MANIFEST,
     SPLITS,
@@ -40,7 +41,7 @@ from qat.data.teacher import Teacher
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError
 from qat.lock import held
-from qat.logs import progress
+from qat.logs import Ticker, progress
 from qat.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def build_cache(
             logger.info("%s is complete already: nothing to do", out)
             return manifest
         plan = make_plan(teacher, settings, info.vocab_size, batch_size)
+        logger.info("%s", _intention(plan, info, out))
         found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
         manifest = _build(found, plan, manifest, out=out, ranks=ranks)
         if ranks.is_first:
@@ -96,6 +98,18 @@ def build_cache(
             _warn_if_empty(manifest)
         ranks.wait()
     return manifest
+
+
+def _intention(plan: Plan, info: TeacherInfo, out: Path) -> str:
+    """What a build does, as one line."""
+    settings = plan.settings
+    kept = [f"the {settings.top_k} most likely tokens"] if settings.top_k else []
+    kept += [f"{settings.draws} draws"] if settings.draws else []
+    return (
+        f"caching {info.name} in {info.dtype} on {on(plan.teacher.device).name()}: "
+        f"{' and '.join(kept)} at each of {settings.sequence_length} positions, batches of "
+        f"{plan.batch_size} sequences, into {out}"
+    )
 
 
 def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
@@ -120,28 +134,30 @@ def _build(
     While the teacher is asked about a block, one thread tokenises the next ones and another writes
     the shard before: shards and manifests reach the disk one by one, in the order of the blocks.
     """
-    total = plan.settings.num_sequences or None
-    shared = Shared(_begun(found, manifest, out), ranks)
+    settings = plan.settings
+    expected = round(settings.num_sequences / (1 - settings.held_out))
     known = {shard.file: shard for shard in manifest.shards}
     waits: list[float] = []
     began = time.perf_counter()
-    with (
-        progress("teacher", total, "training sequences") as ticker,
-        Behind(partial(_keep, out=out, ranks=ranks), manifest) as written,
-        closing(prefetched(shared, BLOCKS_AHEAD)) as ahead,
-    ):
+    with progress("asking the teacher", expected or None, "sequences") as ticker:
+        shared = Shared(_begun(found, manifest, out, ticker), ranks)
         trouble = None
-        try:
-            for block in waited(ahead, waits):
-                if not _is_there(block, known, out):
-                    written.push((block, examine(block, plan)))
-                if block.split == "train":
-                    ticker.advance(ranks.size * len(block.packed.tokens))
-        except (QatError, OSError) as error:
-            shared.fail(error, ahead)
-            trouble = error
-        asked = time.perf_counter()
-        manifest = ranks.together(partial(_ended, written, trouble))
+        with (
+            Behind(partial(_keep, out=out, ranks=ranks), manifest) as written,
+            closing(prefetched(shared, BLOCKS_AHEAD)) as ahead,
+        ):
+            try:
+                for block in waited(ahead, waits):
+                    if _is_there(block, known, out):
+                        ticker.skip(ranks.size * len(block.packed.tokens))
+                        continue
+                    answers = examine(block, plan, lambda n: ticker.advance(ranks.size * n))
+                    written.push((block, answers))
+            except (QatError, OSError) as error:
+                shared.fail(error, ahead)
+                trouble = error
+            asked = time.perf_counter()
+            manifest = ranks.together(partial(_ended, written, trouble))
     logger.debug(
         "rank %d: %d blocks asked in %.2f s, %.2f s of it waiting for the first one's text and "
         "%.2f s for that of others; the last shards, also those of all ranks, %.2f s later",
@@ -174,12 +190,18 @@ def _whole(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manife
     return manifest
 
 
-def _begun(found: Iterator[Block], manifest: Manifest, out: Path) -> Iterator[Block]:
-    """The blocks; the first one makes `out` a cache."""
+def _begun(
+    found: Iterator[Block], manifest: Manifest, out: Path, ticker: Ticker
+) -> Iterator[Block]:
+    """The blocks; the first one makes `out` a cache, and the last one tells how much there is."""
+    total = 0
     for number, block in enumerate(found):
         if number == 0 and not manifest.shards:
             _start(manifest, out)
+        total += len(block.packed.tokens)
         yield block
+    if total:  # only the first rank reads
+        ticker.total = total
 
 
 def _check_limits(settings: CacheSettings, info: TeacherInfo) -> None:

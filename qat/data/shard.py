@@ -65,8 +65,13 @@ def make_plan(
     )
 
 
-def examine(block: Block, plan: Plan) -> list[Answer]:
+def examine(block: Block, plan: Plan, told: Callable[[int], None] = lambda _: None) -> list[Answer]:
     """The teacher's answers about a block, batch by batch; does not wait for the device.
+
+    Args:
+        block: what is asked about.
+        plan: how it is asked.
+        told: called with the number of sequences of each batch that was asked about.
 
     Raises:
         ConfigError: a token lies outside the teacher's vocabulary, or a batch does not fit the
@@ -75,9 +80,12 @@ def examine(block: Block, plan: Plan) -> list[Answer]:
     tokens_NS = torch.from_numpy(block.packed.tokens).long()
     positions_NS = position_ids(torch.from_numpy(block.packed.starts))
     _check_tokens(tokens_NS, plan.vocab_size)
-    firsts = range(0, len(tokens_NS), plan.batch_size)
+    answers = []
     try:
-        return [_examine_batch(block, tokens_NS, positions_NS, plan=plan, first=i) for i in firsts]
+        for first in range(0, len(tokens_NS), plan.batch_size):
+            answer = _examine_batch(block, tokens_NS, positions_NS, plan=plan, first=first)
+            answers.append(answer)
+            told(min(plan.batch_size, len(tokens_NS) - first))
     except (MemoryError, RuntimeError) as error:
         if not on(plan.teacher.device).is_out_of_memory(error):
             raise
@@ -85,6 +93,7 @@ def examine(block: Block, plan: Plan) -> list[Answer]:
             f"batch_size={plan.batch_size} sequences of {tokens_NS.shape[1]} tokens are more than "
             "the memory holds; run the same command with a lower --batch-size"
         ) from error
+    return answers
 
 
 def _examine_batch(

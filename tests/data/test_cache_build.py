@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import random
+import re
 from pathlib import Path
 
 import cache_case
@@ -12,6 +13,7 @@ import torch
 from cache_case import build, contents, info, settings, teacher, texts
 from tiny import VOCAB
 
+from qat import logs
 from qat.backend.device import Backend
 from qat.data.cache import read_manifest
 from qat.data.codec import max_error
@@ -295,3 +297,36 @@ def test_settings_keep_something_and_leave_the_device_out() -> None:
         CacheSettings(data="x", top_k=0)
     config = CacheConfig(data="x", teacher="t", device="cpu", top_k=3)
     assert config.settings() == CacheSettings(data="x", top_k=3)
+
+
+def test_a_build_says_what_it_does_and_moves_by_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logs, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(logs, "LINE_EVERY_S", 0.0)
+    caplog.set_level("INFO", logger="qat")
+    manifest = build(tmp_path / "cache")
+    first, *lines = caplog.messages
+    assert first == (
+        "caching tiny in float32 on cpu: the 5 most likely tokens and 6 draws at each of 16 "
+        f"positions, batches of 4 sequences, into {tmp_path / 'cache'}"
+    )
+    total = manifest.total("sequences")
+    counts = [int(line.split(":")[1].split()[0]) for line in lines]
+    assert counts[:3] == [4, 8, 10] and counts[-1] == total  # blocks of 10
+    assert re.fullmatch(
+        rf"asking the teacher: \d+ of {total} sequences, about \d+ s left", lines[4]
+    )
+
+
+def test_a_build_that_goes_on_counts_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = build(tmp_path / "cache")
+    (tmp_path / "cache" / whole.shards[-1].file).unlink()
+    monkeypatch.setattr(logs, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(logs, "LINE_EVERY_S", 0.0)
+    caplog.set_level("INFO", logger="qat")
+    build(tmp_path / "cache")
+    total, last = whole.total("sequences"), whole.shards[-1].sequences
+    assert f"asking the teacher: {total - last + min(4, last)} of" in caplog.messages[1]
