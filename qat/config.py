@@ -1,16 +1,47 @@
-"""Typed settings: frozen, strict, and with a fingerprint.
+"""Typed settings: frozen, strict, with a fingerprint, and with headings for the help.
 
 A verb has one `Settings` class; its fields are its flags and the keys of its table in a recipe.
 """
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import xxhash
+from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _below(heading: str) -> Parameter:
+    return Parameter(group=Group.create_ordered(heading))
+
+
+# The headings of a verb's help, in their order: `lr: Rates[float]` stands below "Learning rates".
+Required = Annotated[T, _below("Required")]
+Formats = Annotated[T, _below("Formats")]
+Calibration = Annotated[T, _below("Calibration")]
+Attention = Annotated[T, _below("Attention")]
+Text = Annotated[T, _below("Text")]
+Kept = Annotated[T, _below("What is kept of the teacher")]
+Learns = Annotated[T, _below("What learns")]
+Loss = Annotated[T, _below("From what it learns")]
+Judged = Annotated[T, _below("By what it is judged")]
+HowMuch = Annotated[T, _below("How much of that")]
+Sampling = Annotated[T, _below("Sampling")]
+Steps = Annotated[T, _below("Steps and batches")]
+Rates = Annotated[T, _below("Learning rates")]
+Measured = Annotated[T, _below("What is measured")]
+Speed = Annotated[T, _below("Speed and memory")]
+Saving = Annotated[T, _below("Evaluations, checkpoints, log")]
+Trackers = Annotated[T, _below("Trackers and uploads")]
+Careful = Annotated[T, _below("Trying, going on, watching")]
+OTHERS = Group.create_ordered("Others")
+"""Heading of what has no other."""
+EveryVerb = Annotated[T, _below("Every verb")]
 
 
 class Settings(BaseModel):
@@ -38,9 +69,9 @@ class Settings(BaseModel):
 class DeviceSettings(Settings):
     """Where a verb computes."""
 
-    device: str = "auto"
+    device: Speed[str] = "auto"
     """auto, cpu, cuda, cuda:1, mps, xla or tpu."""
-    xla_cache_dir: Path | None = None
+    xla_cache_dir: Speed[Path | None] = None
     """With --device xla: keep what is compiled in this directory, for later processes."""
 
 

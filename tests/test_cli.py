@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ import qat.cli
 from qat.cli import VERBS, app, main
 from qat.cli.recipe import check_recipe
 from qat.cli.result import print_result
+from qat.config import Required
 from qat.errors import ConfigError
 
+REQUIRED_KEY = Required[str].__metadata__[0].group[0].sort_key
 RECIPES = Path(__file__).parents[1] / "speedrun" / "recipes"
 FLAGS = {"cache": {"top-k", "data"}, "train": {"max-steps", "lr"}}
 
@@ -94,6 +97,93 @@ def test_mistake_is_one_line_and_exit_code_1(tokens, message, monkeypatch, capsy
 def test_help_is_a_word_too(tokens: list[str], monkeypatch, capsys) -> None:
     assert call(monkeypatch, *tokens) == 0
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['qat', *tokens[1:]])}")
+
+
+SUBVERBS = [[verb, below] for verb in VERBS for below in app[verb] if not below.startswith("-")]
+
+
+@pytest.mark.parametrize("words", [*([verb] for verb in VERBS), *SUBVERBS], ids=" ".join)
+def test_help_ends_with_an_example_that_parses(words: list[str], monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *words, "--help") == 0
+    example = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert example[: len(words) + 2] == ["Example:", "qat", *words]
+    app.parse_args(example[2:], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("verb", ["train", "cache", "convert", "bench", "eval", "export"])
+def test_flags_stand_below_headings_the_required_first(verb: str) -> None:
+    arguments = [each for each in app[verb].assemble_argument_collection() if each.show]
+    headings = {each.name: [group.name for group in each.parameter.group] for each in arguments}
+    needed = {each.name for each in arguments if each.required}
+    assert needed == {name for name, found in headings.items() if found == ["Required"]}
+    others = [name for name, found in headings.items() if found == ["Others"]]
+    assert len(others) <= 1 + len(arguments) // 20, f"give these a heading: {others}"
+    order = sorted(group.sort_key for each in arguments for group in each.parameter.group)
+    assert not needed or order[0] == REQUIRED_KEY
+
+
+def test_help_of_switches_is_short(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, "train", "--help") == 0
+    out = capsys.readouterr().out
+    assert "--no-" not in out and "[default: False]" not in out
+    found, _, _ = app.parse_args(  # the negative takes back what a recipe says
+        ["train", "a", "--cache-dir", "b", "--out", "c", "--no-wandb"],
+        exit_on_error=False,
+        print_error=False,
+    )
+    assert found is not None
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["hub", "pull"]], ids=" ".join)
+def test_version_works_behind_every_verb(words: list[str], monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *words, "--version") == 0
+    assert capsys.readouterr().out == f"qat {qat.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_verbs_and_flags(shell: str) -> None:
+    script = app.generate_completion(shell=shell)
+    assert all(word in script for word in (*VERBS, "quality", "gradient-checkpointing"))
+
+
+def test_completion_is_installed_where_the_shell_looks(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert call(monkeypatch, "--install-completion", "--shell", "bash") == 0
+    assert list(tmp_path.rglob("completions/qat"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "tokens"),
+    [
+        ({"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, ["train", "--help"]),
+        ({"COLUMNS": "60"}, ["train", "--help"]),
+        ({"COLUMNS": "20"}, ["bench", "--help"]),
+        ({}, []),
+    ],
+    ids=["ascii", "narrow", "very narrow", "no words"],
+)
+def test_help_is_readable_on_any_terminal(environment: dict, tokens: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "qat", *tokens],
+        capture_output=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.startswith(b"Usage: qat")
+    if "PYTHONIOENCODING" in environment:
+        assert result.stdout.isascii()
+
+
+@pytest.mark.parametrize("tokens", [["train", "--help"], ["hub", "list"]], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_traceback(tokens: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", "-m", "qat", *tokens]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert b"Traceback" not in result.stderr and b"Exception ignored" not in result.stderr
 
 
 def test_our_own_bug_keeps_its_traceback(monkeypatch) -> None:

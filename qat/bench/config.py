@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationInfo, field_validator
 
 from qat.bench.tpu_plan.topologies import Topology, split_names
-from qat.config import Settings
+from qat.config import Formats, Measured, Settings, Text
 from qat.train.config import StepConfig
 
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
 class MeasureConfig(StepConfig):
     """One setting of the training step, and how it is measured."""
 
-    to: str = "q2a4"
+    to: Formats[str] = "q2a4"
     """Preset that a student given by a shape's name is quantized by."""
-    attention: str | None = None
+    attention: Formats[str | None] = None
     """How the student attends, as 'qat convert --attention' names it; as it is if not given."""
-    cache_dir: Path | None = None
+    cache_dir: Text[Path | None] = None
     """Teacher cache for real batches; without one they are random."""
-    seq_len: int | None = Field(None, ge=2)
+    seq_len: Text[int | None] = Field(None, ge=2)
     """Positions in a sequence; by default the cache's, or 64."""
-    top_k: int | None = Field(None, ge=1)
+    top_k: Text[int | None] = Field(None, ge=1)
     """Teacher tokens at a position; by default the cache's, or 64."""
-    steps: int = Field(20, ge=1)
+    steps: Measured[int] = Field(20, ge=1)
     """Timed optimizer steps."""
-    warmup: int = Field(3, ge=1)
+    warmup: Measured[int] = Field(3, ge=1)
     """Steps before the clock starts; the first one compiles."""
-    memory_limit: str = ""
+    memory_limit: Measured[str] = ""
     """Emulate a device of so much memory, such as 16GiB."""
 
     @field_validator("memory_limit")
@@ -58,14 +58,14 @@ class MeasureConfig(StepConfig):
 class BenchConfig(MeasureConfig):
     """What `qat bench` measures. Learning rates are zero: every trial sees the same student."""
 
-    batch_sizes: str = ""
+    batch_sizes: Measured[str] = ""
     """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
-    find_max_batch: bool = False
+    find_max_batch: Measured[bool] = False
     """Search the largest batch that fits into memory."""
-    plan: bool | str = False
+    plan: Measured[bool | str] = False
     """Predict other devices from this run: all, or those named, joined by commas; for v4, v5e, v5p
     and v6e the step is compiled, without a TPU (needs the extra tpu-plan)."""
-    strict: bool = False
+    strict: Measured[bool] = False
     """Fail if something else ran than was asked for: another dtype, uncompiled layers, ..."""
 
     @field_validator("batch_sizes")
@@ -95,9 +95,9 @@ class BenchConfig(MeasureConfig):
 class BaselinesConfig(MeasureConfig):
     """Our step beside other ways to do the same, in one run on the same shapes and data."""
 
-    only: str = ",".join(CASES)
+    only: Measured[str] = ",".join(CASES)
     """Cases to run, joined by commas."""
-    rounds: int = Field(2, ge=1)
+    rounds: Measured[int] = Field(2, ge=1)
     """How often all cases take their turn; every second round runs them backwards."""
 
     @field_validator("only")

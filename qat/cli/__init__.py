@@ -8,11 +8,13 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import cyclopts
 from cyclopts import App, Parameter
+from cyclopts.help import DefaultFormatter, HelpPanel
 
 import qat
 from qat import logs
@@ -31,39 +33,58 @@ from qat.cli.recipe import check_recipe
 from qat.cli.report import report
 from qat.cli.result import print_result
 from qat.cli.train import train
+from qat.config import OTHERS, EveryVerb
 from qat.errors import ConfigError, QatError
 from qat.secrets import Scrub, scrubbed
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+
 SCRUB = Scrub()
+VERBS: dict[str, tuple[App | Callable, str]] = {
+    "cache": (cache_app, "qat cache --teacher MODEL --data FILE --out caches/mine"),
+    "convert": (convert, "qat convert MODEL --to q2a4 --calibration FILE --out checkpoints/q2"),
+    "train": (train, "qat train checkpoints/q2 --cache-dir caches/mine --out runs/q2"),
+    "eval": (evaluate, "qat eval runs/q2 --cache-dir caches/mine --teacher MODEL"),
+    "export": (export, "qat export runs/q2 --to gguf --out q2-gguf"),
+    "generate": (generate, "qat generate runs/q2 --prompt 'Once upon a time'"),
+    "report": (report, "qat report runs/q2"),
+    "hub": (hub_app, "qat hub pull NAME"),
+    "bench": (bench_app, "qat bench qwen3-0.6b --find-max-batch"),
+    "demo": (demo, "qat demo --out demo"),
+}
+"""The verbs in the order of a student's life, each with an example that ends its help."""
+
+
+class PlainHelp(DefaultFormatter):
+    """Help without what every switch has: a negative, and `False` as its default."""
+
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: HelpPanel) -> None:
+        """Print one box of flags or verbs."""
+        entries = [
+            each.copy(
+                negative_names=(), default=None if each.default in {"False", '""'} else each.default
+            )
+            for each in panel.entries
+        ]
+        super().__call__(console, options, panel.copy(entries=entries))
+
+
 app = App(
     name="qat",
     help="Quantization-aware distillation: causal language models at 2-4 bits per weight.",
-    version=qat.__version__,
+    help_epilogue="Start with 'qat demo'; 'qat VERB --help' says more of each.",
+    help_formatter=PlainHelp(),
+    version=f"qat {qat.__version__}",
+    group_parameters=OTHERS,
     suppress_keyboard_interrupt=False,
 )
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
-app.command(cache_app, name="cache")
-app.command(convert)
-app.command(train)
-app.command(bench_app, name="bench")
-app.command(evaluate, name="eval")
-app.command(generate)
-app.command(export)
-app.command(report)
-app.command(hub_app, name="hub")
-app.command(demo)
-VERBS = (
-    "cache",
-    "convert",
-    "train",
-    "bench",
-    "eval",
-    "generate",
-    "export",
-    "report",
-    "hub",
-    "demo",
-)
+app.register_install_completion_command(help="Let the shell complete verbs and flags.")
+for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
+    app.command(_verb, name=_name)
+    app[_name].sort_key = _number
+    app[_name].help_epilogue = f"Example: {_example}"
 
 
 def run_verb(tokens: list[str]) -> dict[str, object]:
@@ -100,8 +121,10 @@ def _with_resume(tokens: list[str]) -> list[str]:
 @app.meta.default
 def _launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    recipe: Annotated[Path | None, Parameter(help="TOML file with one table per verb.")] = None,
-    verbose: Annotated[bool, Parameter(help="Log more.", negative=())] = False,
+    recipe: EveryVerb[
+        Annotated[Path | None, Parameter(help="TOML file with one table per verb.")]
+    ] = None,
+    verbose: EveryVerb[Annotated[bool, Parameter(help="Log more.", negative=())]] = False,
 ) -> None:
     logs.configure(verbose)
     for handler in logging.getLogger().handlers:
@@ -126,6 +149,9 @@ def main() -> None:
         _fail(str(error), code=error.exit_code)
     except cyclopts.CycloptsError as error:  # of the flags that every verb has
         _fail(mistake(app, sys.argv[1:], error))
+    except BrokenPipeError:  # what reads our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             where = f" ({error.filename})" if error.filename else ""

@@ -14,6 +14,7 @@ from qat.cli.bench_kernels import kernels
 from qat.cli.bench_record import record
 from qat.cli.bench_sweep import sweep
 from qat.cli.tables import wide_console
+from qat.config import OTHERS, Required
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,18 +30,21 @@ SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_fr
 SUMMARY_DIGITS = 6
 FILE_WIDTH, QUALITY_WIDTH = 120, 400
 
-bench_app = App(help="Measure the training step of a student.")
-bench_app.command(compare)
-bench_app.command(sweep)
-bench_app.command(kernels)
-bench_app.command(attention)
-bench_app.command(guard)
-bench_app.command(record)
+bench_app = App(help="Measure the training step of a student.", group_parameters=OTHERS)
+for verb, example in {
+    compare: "compare runs/bench/BEFORE runs/bench/AFTER",
+    sweep: "sweep speedrun/recipes/sweep_runbook.toml --tiny",
+    kernels: "kernels --only lut",
+    attention: "attention --lengths 4096,16384",
+    guard: "guard",
+    record: "record two-words --from runs/bench/TIME",
+}.items():
+    bench_app.command(verb, help_epilogue=f"Example: qat bench {example}")
 
 
 @bench_app.default
 def bench(
-    student: str,
+    student: Required[str],
     *,
     config: Annotated[BenchConfig, Parameter(name="*")] = BenchConfig(),  # noqa: B008 - frozen
     out: Path | None = None,
@@ -71,9 +75,9 @@ def bench(
     return _summary(report)
 
 
-@bench_app.command
+@bench_app.command(help_epilogue="Example: qat bench baselines tiny --only ours,plain-eager")
 def baselines(
-    student: str,
+    student: Required[str],
     *,
     config: Annotated[BaselinesConfig, Parameter(name="*")] = BaselinesConfig(),  # noqa: B008
     out: Path | None = None,
@@ -94,13 +98,15 @@ def baselines(
     return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
 
 
-@bench_app.command
+@bench_app.command(
+    help_epilogue="Example: qat bench quality speedrun/recipes/quality_tiny.toml --out runs/tiny"
+)
 def quality(
-    recipe: Path,
+    recipe: Required[Path],
     /,
     *,
     config: Annotated[QualityConfig, Parameter(name="*")] = QualityConfig(),  # noqa: B008
-    out: Path,
+    out: Required[Path],
 ) -> dict[str, object]:
     """Train the recipes of RECIPE on one teacher, data and budget, and judge every student.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from qat.config import OTHERS, Kept, Required
 from qat.data.config import CacheConfig, ImportConfig
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 CACHES = Path("caches")
 SAMPLE_TOKENS = 48
 
-cache_app = App(help="Build, import, inspect or verify a teacher cache.")
+cache_app = App(help="Build, import, inspect or verify a teacher cache.", group_parameters=OTHERS)
 
 
 @cache_app.default
 def cache(
-    *, config: Annotated[CacheConfig, Parameter(name="*")], out: Path | None = None
+    *, config: Annotated[CacheConfig, Parameter(name="*")], out: Kept[Path | None] = None
 ) -> dict[str, object]:
     """Build a teacher cache; an interrupted build goes on where it stopped.
 
@@ -45,9 +46,11 @@ def cache(
     return dict(out=out, **_numbers(out, manifest)) if ranks.is_first else {}
 
 
-@cache_app.command(name="import")
+@cache_app.command(
+    name="import", help_epilogue="Example: qat cache import THEIR_CACHE --teacher MODEL"
+)
 def import_(
-    source: Path,
+    source: Required[Path],
     *,
     config: Annotated[ImportConfig, Parameter(name="*")] = ImportConfig(),  # noqa: B008 - frozen
     out: Path | None = None,
@@ -70,8 +73,8 @@ def import_(
     return dict(out=out, has_tail=manifest.has_tail, **_numbers(out, manifest))
 
 
-@cache_app.command
-def info(directory: Path) -> dict[str, object]:
+@cache_app.command(help_epilogue="Example: qat cache info caches/mine")
+def info(directory: Required[Path]) -> dict[str, object]:
     """Show what a cache holds, with a sample of its text where the tokenizer is at hand."""
     from rich.console import Console
 
@@ -87,8 +90,8 @@ def info(directory: Path) -> dict[str, object]:
     return dict(directory=directory, **numbers)
 
 
-@cache_app.command
-def verify(directory: Path) -> dict[str, object]:
+@cache_app.command(help_epilogue="Example: qat cache verify caches/mine")
+def verify(directory: Required[Path]) -> dict[str, object]:
     """Read every byte of a cache and compare it with what was written."""
     from rich.console import Console
     from rich.table import Table

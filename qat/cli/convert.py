@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qat.cli.legacy import Foreign, convert_foreign
+from qat.config import Formats, Judged, Required
 from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.models.config import ConvertConfig
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: str,
+    source: Required[str],
     *,
     config: Annotated[ConvertConfig, Parameter(name="*")] = ConvertConfig(),  # noqa: B008 - frozen
-    out: Path,
-    evaluate: Annotated[bool, Parameter(name="--eval", negative=())] = False,
-    cache_dir: Path | None = None,
-    from_: Annotated[Foreign | None, Parameter(name="--from")] = None,
-    target: Annotated[TargetName | None, Parameter(name="--for")] = None,
+    out: Required[Path],
+    evaluate: Judged[Annotated[bool, Parameter(name="--eval", negative=())]] = False,
+    cache_dir: Judged[Path | None] = None,
+    from_: Formats[Annotated[Foreign | None, Parameter(name="--from")]] = None,
+    target: Formats[Annotated[TargetName | None, Parameter(name="--for")]] = None,
 ) -> dict[str, object]:
     """Quantize SOURCE, or change its attention, without training; write a checkpoint.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from qat.config import Required
 from qat.evaluate.config import EvalConfig
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ DEFAULTS = EvalConfig()
 
 
 def evaluate(
-    student: str, *, config: Annotated[EvalConfig, Parameter(name="*")] = DEFAULTS
+    student: Required[str], *, config: Annotated[EvalConfig, Parameter(name="*")] = DEFAULTS
 ) -> dict[str, object]:
     """Judge STUDENT by a teacher cache, by its teacher, on a text, and on tasks.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from qat.config import Required
 from qat.export.config import ExportConfig
 
 if TYPE_CHECKING:
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def export(
-    model: str, *, config: Annotated[ExportConfig, Parameter(name="*")], out: Path
+    model: Required[str],
+    *,
+    config: Annotated[ExportConfig, Parameter(name="*")],
+    out: Required[Path],
 ) -> dict[str, object]:
     """Write MODEL in a deployable form, read it back and compare its logits with MODEL's.
 

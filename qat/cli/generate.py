@@ -6,13 +6,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from qat.config import Required
 from qat.evaluate.config import GenerateConfig
 
 DEFAULTS = GenerateConfig()
 
 
 def generate(
-    model: str, *, config: Annotated[GenerateConfig, Parameter(name="*")] = DEFAULTS
+    model: Required[str], *, config: Annotated[GenerateConfig, Parameter(name="*")] = DEFAULTS
 ) -> dict[str, object]:
     """Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.
 

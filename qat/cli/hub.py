@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from qat.config import OTHERS, Required
 from qat.hub.config import Entry
 
 if TYPE_CHECKING:
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
 DEFAULT_PLACES = {"cache": Path("caches"), "checkpoint": Path("checkpoints")}
 Own = Annotated[Path | None, Parameter(name="--registry")]
 
-hub_app = App(help="Fetch, share, pack and unpack caches and checkpoints.")
+hub_app = App(help="Fetch, share, pack and unpack caches and checkpoints.", group_parameters=OTHERS)
 
 
-@hub_app.command
+@hub_app.command(help_epilogue="Example: qat hub pull NAME --out caches/mine")
 def pull(
-    name: str,
+    name: Required[str],
     *,
     out: Path | None = None,
     drive: str | None = None,
@@ -47,7 +48,7 @@ def pull(
     return dict(name=name, kind=entry.kind, **pulled._asdict())
 
 
-@hub_app.command(name="list")
+@hub_app.command(name="list", help_epilogue="Example: qat hub list")
 def list_entries(*, own: Own = None) -> dict[str, object]:
     """Show what can be pulled.
 
@@ -68,9 +69,9 @@ def list_entries(*, own: Own = None) -> dict[str, object]:
     return {"names": list(registry)}
 
 
-@hub_app.command
+@hub_app.command(help_epilogue="Example: qat hub add NAME --kind cache --mirror hf:owner/name")
 def add(
-    name: str,
+    name: Required[str],
     *,
     config: Annotated[Entry, Parameter(name="*")],
     force: Annotated[bool, Parameter(negative=())] = False,
@@ -91,8 +92,8 @@ def add(
     return {"name": name, "registry": path}
 
 
-@hub_app.command
-def pack(directory: Path, *, out: Path | None = None) -> dict[str, object]:
+@hub_app.command(help_epilogue="Example: qat hub pack runs/q2")
+def pack(directory: Required[Path], *, out: Path | None = None) -> dict[str, object]:
     """Pack DIRECTORY into one file; equal content gives equal bytes.
 
     Args:
@@ -110,9 +111,12 @@ def pack(directory: Path, *, out: Path | None = None) -> dict[str, object]:
     return dict(out=out, files=num_files, bytes=out.stat().st_size, **hashes)
 
 
-@hub_app.command
+@hub_app.command(help_epilogue="Example: qat hub unpack q2.tar.lz4 --out checkpoints/q2")
 def unpack(
-    archive: Path, *, out: Path, force: Annotated[bool, Parameter(negative=())] = False
+    archive: Required[Path],
+    *,
+    out: Required[Path],
+    force: Annotated[bool, Parameter(negative=())] = False,
 ) -> dict[str, object]:
     """Unpack ARCHIVE (.tar.lz4 or .tgz), whole or not at all, trusting nothing in it.
 
@@ -129,10 +133,10 @@ def unpack(
     return dict(out=out, files=len(files), bytes=sum(path.stat().st_size for path in files))
 
 
-@hub_app.command
+@hub_app.command(help_epilogue="Example: qat hub push runs/q2 /content/drive/MyDrive/qat")
 def push(
-    path: Path,
-    to: str,
+    path: Required[Path],
+    to: Required[str],
     *,
     drive: Path | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from qat.cli.health import show_health
 from qat.cli.result import print_result
+from qat.config import Careful, Required
 from qat.errors import QatError
 from qat.logs import RECIPE
 from qat.track.config import TrackConfig
@@ -23,14 +24,14 @@ Flag = Annotated[bool, Parameter(negative=())]
 
 
 def train(
-    student: str,
+    student: Required[str],
     *,
     config: Annotated[TrainConfig, Parameter(name="*")],
-    out: Path,
+    out: Required[Path],
     tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
-    resume: Literal["auto"] | None = None,
-    dry_run: Flag = False,
-    force: Flag = False,
+    resume: Careful[Literal["auto"] | None] = None,
+    dry_run: Careful[Flag] = False,
+    force: Careful[Flag] = False,
 ) -> dict[str, object]:
     """Train STUDENT, a packed checkpoint, against a teacher cache.
 

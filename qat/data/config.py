@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from qat.config import DeviceSettings, Settings
+from qat.config import DeviceSettings, Kept, Required, Settings, Speed, Text
 from qat.errors import ConfigError
 
 DataFormat = Literal["auto", "plain", "alpaca", "pairs", "messages", "sharegpt"]
@@ -21,28 +21,28 @@ Location = Annotated[
 class CacheSettings(Settings):
     """Everything that decides which bytes a cache holds, besides the teacher and tokenizer."""
 
-    data: str
+    data: Required[str]
     """File (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet; also .gz), directory of such, `stdlib`,
     or datasets id[:config][@split]."""
-    format: DataFormat = "auto"
+    format: Text[DataFormat] = "auto"
     """What a row holds; `auto` looks at the fields of the first row."""
-    text_field: str = "text"
+    text_field: Text[str] = "text"
     """Field of a `plain` row that holds the text."""
-    thinking: Thinking = "false"
+    thinking: Text[Thinking] = "false"
     """How chats are rendered: without thinking, with, both, without template (none), all three."""
-    sequence_length: int = Field(64, ge=2)
+    sequence_length: Text[int] = Field(64, ge=2)
     """Tokens in a packed sequence."""
-    top_k: int = Field(64, ge=0)
+    top_k: Kept[int] = Field(64, ge=0)
     """Most likely teacher tokens kept at every position; 0 keeps none."""
-    draws: int = Field(0, ge=0)
+    draws: Kept[int] = Field(0, ge=0)
     """Systematic draws of tokens kept at every position (random-sampling distillation)."""
-    num_sequences: int = Field(0, ge=0)
+    num_sequences: Text[int] = Field(0, ge=0)
     """Training sequences to build; 0 takes all that the data has."""
-    held_out: float = Field(0.05, ge=0, lt=1)
+    held_out: Text[float] = Field(0.05, ge=0, lt=1)
     """Fraction of the documents kept away from training, for evaluation."""
-    shard_size: int = Field(1024, ge=1)
+    shard_size: Kept[int] = Field(1024, ge=1)
     """Sequences in one shard: what an interrupted build may have to repeat."""
-    seed: int = Field(0, ge=0)
+    seed: Text[int] = Field(0, ge=0)
     """Seed of the held-out choice and of the draws."""
 
     @model_validator(mode="after")
@@ -58,15 +58,15 @@ class CacheSettings(Settings):
 class CacheConfig(CacheSettings, DeviceSettings):
     """Flags of `qat cache`."""
 
-    teacher: str
+    teacher: Required[str]
     """Directory or hub id of the teacher, which also brings the tokenizer."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """The teacher's precision; auto is bf16 where it is native, fp16 on other GPUs, else fp32."""
-    batch_size: int = Field(0, ge=0)
+    batch_size: Speed[int] = Field(0, ge=0)
     """Most sequences in one teacher forward; 0 takes as many as keep the device busy."""
-    device_map: str | None = None
+    device_map: Speed[str | None] = None
     """Spread the teacher over devices (`auto`); by default it runs on one."""
-    trust_remote_code: bool = False
+    trust_remote_code: Speed[bool] = False
     """Run the code that comes with the teacher (recorded in the cache's manifest)."""
 
     def settings(self) -> CacheSettings:

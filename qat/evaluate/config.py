@@ -5,55 +5,55 @@ from typing import Literal
 
 from pydantic import Field
 
-from qat.config import DeviceSettings
+from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Speed
 from qat.data.config import Location
 
 
 class EvalConfig(DeviceSettings):
     """What to judge a student against: a cache, a teacher, a text, tasks."""
 
-    cache_dir: Location | None = None
+    cache_dir: Judged[Location | None] = None
     """Teacher cache: KD, tail KL, top-1 agreement and perplexity on its held-out split."""
-    teacher: str | None = None
+    teacher: Judged[str | None] = None
     """Teacher, directory or hub id: exact KL and its own perplexity, on the cache or the text."""
-    text: Path | None = None
+    text: Judged[Path | None] = None
     """UTF-8 text file for sliding-window perplexity."""
-    tasks: str | None = None
+    tasks: Judged[str | None] = None
     """Tasks of lm-eval, joined by commas: arc_easy,hellaswag,... (needs the extra eval)."""
-    tasks_dir: Path | None = None
+    tasks_dir: Judged[Path | None] = None
     """Directory with tasks of your own, as YAML files of lm-eval."""
-    limit: int = Field(0, ge=0)
+    limit: HowMuch[int] = Field(0, ge=0)
     """Questions of each task, from its first; 0 for all."""
-    num_fewshot: int | None = Field(None, ge=0)
+    num_fewshot: HowMuch[int | None] = Field(None, ge=0)
     """Solved examples before each question; by default what the task says."""
-    context: int = Field(256, ge=2)
+    context: HowMuch[int] = Field(256, ge=2)
     """Tokens in a window of the text."""
-    stride: int = Field(128, ge=1)
+    stride: HowMuch[int] = Field(128, ge=1)
     """Tokens from one window to the next; each token is scored once."""
-    split: Literal["held_out", "train"] = "held_out"
+    split: HowMuch[Literal["held_out", "train"]] = "held_out"
     """Split of the cache to judge on."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: Speed[int] = Field(8, ge=1)
     """Sequences in one forward."""
-    max_sequences: int = Field(0, ge=0)
+    max_sequences: HowMuch[int] = Field(0, ge=0)
     """Judge on the first so many sequences of the split; 0 for all."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16 where it is native."""
 
 
 class GenerateConfig(DeviceSettings):
     """How to continue a prompt."""
 
-    prompt: str = "Once upon a time"
+    prompt: Sampling[str] = "Once upon a time"
     """What to continue or to answer."""
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: Sampling[int] = Field(128, ge=1)
     """Stop after so many tokens, if the model does not end before."""
-    temperature: float = Field(0.7, ge=0)
+    temperature: Sampling[float] = Field(0.7, ge=0)
     """Sampling temperature; 0 takes the most likely token."""
-    top_p: float = Field(0.95, gt=0, le=1)
+    top_p: Sampling[float] = Field(0.95, gt=0, le=1)
     """Sample from the smallest set of tokens that holds this mass."""
-    seed: int = 0
+    seed: Sampling[int] = 0
     """Seed of the sampling."""
-    raw: bool = False
+    raw: Sampling[bool] = False
     """Continue the prompt as it is, without the tokenizer's chat template."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16 where it is native."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from qat.config import Settings
+from qat.config import Required, Settings
 
 TargetName = Literal[
     "packed", "dense", "coreml", "mlx", "compressed-tensors", "gguf", "torchao", "anemll"
@@ -13,7 +13,7 @@ TargetName = Literal[
 class ExportConfig(Settings):
     """Which deployable form to write."""
 
-    to: TargetName
+    to: Required[TargetName]
     """packed: the checkpoint itself; dense: a plain Hugging Face model that needs no qat; the
     others: files of that program, and only what they hold without loss."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from pydantic import Field, field_validator, model_validator
 
-from qat.config import Settings
+from qat.config import Required, Settings
 
 SCHEMES = ("drive:", "gdrive:", "https://", "http://", "gs://", "hf:")
 SHA256 = r"^[0-9a-f]{64}$"
@@ -15,7 +15,7 @@ SHA256 = r"^[0-9a-f]{64}$"
 class Entry(Settings):
     """A cache or a checkpoint and the places that hold it."""
 
-    kind: Literal["cache", "checkpoint"]
+    kind: Required[Literal["cache", "checkpoint"]]
     """What it is; says where it is put by default."""
     mirrors: Annotated[tuple[str, ...], Parameter(name="--mirror", negative=())] = Field(
         min_length=1

@@ -2,22 +2,22 @@
 
 from pathlib import Path
 
-from qat.config import Settings
+from qat.config import Settings, Trackers
 
 
 class TrackConfig(Settings):
     """Who reads the run directory while a student trains."""
 
-    wandb: bool = False
+    wandb: Trackers[bool] = False
     """Follow the run with Weights & Biases; offline where nobody is logged in."""
-    wandb_project: str = "qat"
+    wandb_project: Trackers[str] = "qat"
     """Project there."""
-    wandb_name: str | None = None
+    wandb_name: Trackers[str | None] = None
     """Name of the run there; by default that of the run directory."""
-    tensorboard: bool = False
+    tensorboard: Trackers[bool] = False
     """Write TensorBoard's event files into OUT/tracking/tensorboard."""
-    trackio: bool = False
+    trackio: Trackers[bool] = False
     """Write the run into trackio's local database, as project qat."""
-    gdrive_dir: Path | None = None
+    gdrive_dir: Trackers[Path | None] = None
     """Folder (of a mounted Drive, say) that gets the best checkpoint and the logs while the run
     goes on, under the name of the run directory."""

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.config import DeviceSettings
+from qat.config import Careful, DeviceSettings, Learns, Loss, Rates, Required, Saving, Speed, Steps
 from qat.data.config import Location
 from qat.losses.config import parse_losses
 
@@ -17,39 +17,39 @@ Scope = Literal["mlp", "attention", "e2e"]
 class StepConfig(DeviceSettings):
     """What decides one optimizer step: what learns, from which loss, in which shape and dtype."""
 
-    mlp_only: bool = False
+    mlp_only: Learns[bool] = False
     """Train the quantized linears of the MLPs only."""
-    attention_only: bool = False
+    attention_only: Learns[bool] = False
     """Train the quantized linears of the attention only."""
-    e2e: bool = False
+    e2e: Learns[bool] = False
     """Train all quantized linears (the default)."""
-    learn: str = "weights,scales,codebook"
+    learn: Learns[str] = "weights,scales,codebook"
     """What learns: any of weights, scales, codebook, lora, norms, gates, joined by commas (lora is
     for codes that stay: not with weights; gates: what sparse attention adds)."""
-    lora_rank: int = Field(16, gt=0)
+    lora_rank: Learns[int] = Field(16, gt=0)
     """Rank of the adapters that learn=lora adds; those that a student has already go on."""
-    loss: str = "tail"
+    loss: Loss[str] = "tail"
     """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce, or a sum: tail:1,hard_ce:0.1;
     with a teacher that runs beside: kl, reverse_kl, jsd, cakld, hard_ce."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: Loss[float] = Field(1.0, gt=0)
     """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
-    batch_size: int = Field(64, gt=0)
+    batch_size: Steps[int] = Field(64, gt=0)
     """Sequences in one forward (the micro-batch); steps of more are closer to the teacher."""
-    grad_accum_steps: int = Field(1, gt=0)
+    grad_accum_steps: Steps[int] = Field(1, gt=0)
     """Micro-batches per optimizer step."""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    optimizer: Speed[Literal["adamw", "adamw8bit"]] = "adamw"
     """What moves the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
-    latent_dtype: Literal["fp32", "bf16"] = "fp32"
+    latent_dtype: Speed[Literal["fp32", "bf16"]] = "fp32"
     """What latent weights are kept in; bf16 rounds each step stochastically, at half the memory."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Speed[bool] = False
     """Recompute layers in backward instead of keeping their activations."""
-    checkpoint_every: int = Field(1, gt=0)
+    checkpoint_every: Speed[int] = Field(1, gt=0)
     """With gradient checkpointing: one layer of how many is recomputed."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Speed[Literal["auto", "on", "off"]] = "auto"
     """Compile the decoder layers; auto does so on a GPU."""
-    dtype: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    dtype: Speed[Literal["auto", "fp32", "tf32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16, or fp16 on a GPU without bf16, or fp32 on a CPU."""
-    seed: int = Field(0, ge=0)
+    seed: Steps[int] = Field(0, ge=0)
     """Decides the order of the data and the samples."""
 
     @model_validator(mode="after")
@@ -100,62 +100,62 @@ class TrainConfig(StepConfig):
     root mean square that it started with, so one value serves models of any size.
     """
 
-    cache_dir: Location
+    cache_dir: Required[Location]
     """Teacher cache to learn from (see qat cache): a directory, or s3://... and the like."""
-    teacher: str | None = None
+    teacher: Loss[str | None] = None
     """The cache's teacher, directory or hub id, to run beside the student: losses then compare all
     words, at the cost of its forward; the cache gives the text and judges."""
-    max_steps: int = Field(1000, gt=0)
+    max_steps: Steps[int] = Field(1000, gt=0)
     """Optimizer steps."""
-    lr: float = Field(1e-2, ge=0)
+    lr: Rates[float] = Field(1e-2, ge=0)
     """Peak learning rate of the latent weights."""
-    lr_scales: float = Field(1e-3, ge=0)
+    lr_scales: Rates[float] = Field(1e-3, ge=0)
     """Peak learning rate of the scales."""
-    lr_codebook: float = Field(1e-3, ge=0)
+    lr_codebook: Rates[float] = Field(1e-3, ge=0)
     """Peak learning rate of the codebooks."""
-    lr_lora: float = Field(1e-2, ge=0)
+    lr_lora: Rates[float] = Field(1e-2, ge=0)
     """Peak learning rate of the adapters, relative to an adapter as large as its weight."""
-    lr_norms: float = Field(1e-3, ge=0)
+    lr_norms: Rates[float] = Field(1e-3, ge=0)
     """Peak learning rate of the normalisation weights."""
-    lr_gates: float = Field(3e-3, ge=0)
+    lr_gates: Rates[float] = Field(3e-3, ge=0)
     """Peak learning rate of sparse attention's gates and pooling weights."""
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    schedule: Rates[Literal["cosine", "constant", "wsd"]] = "cosine"
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
-    warmup_steps: int = Field(50, ge=0)
+    warmup_steps: Rates[int] = Field(50, ge=0)
     """Steps of linear warm-up."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: Rates[float] = Field(0.0, ge=0, le=1)
     """Where the schedule ends, as a share of the peak."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: Rates[float] = Field(0.0, ge=0)
     """Decay of the latent weights; quantizer parameters and norms never decay."""
-    beta2: float = Field(0.95, gt=0, lt=1)
+    beta2: Rates[float] = Field(0.95, gt=0, lt=1)
     """AdamW's memory of squared gradients."""
-    clip_grad_norm: float = Field(1.0, gt=0)
+    clip_grad_norm: Rates[float] = Field(1.0, gt=0)
     """Largest gradient norm."""
-    eval_every: int = Field(100, gt=0)
+    eval_every: Saving[int] = Field(100, gt=0)
     """Steps between evaluations on the held-out split."""
-    eval_sequences: int = Field(256, gt=0)
+    eval_sequences: Saving[int] = Field(256, gt=0)
     """Held-out sequences per evaluation."""
-    sample_prompt: str = "The"
+    sample_prompt: Saving[str] = "The"
     """Text that the generated sample of each evaluation continues."""
-    save_every: int = Field(100, ge=0)
+    save_every: Saving[int] = Field(100, ge=0)
     """Steps between checkpoints; 0 saves at evaluations' best and at the end only."""
-    milestone_every: int = Field(0, ge=0)
+    milestone_every: Saving[int] = Field(0, ge=0)
     """Checkpoints at multiples of so many steps are kept for ever; 0 for none."""
-    keep: int = Field(2, gt=0)
+    keep: Saving[int] = Field(2, gt=0)
     """Periodic checkpoints kept, besides the best one."""
-    log_every: int = Field(10, gt=0)
+    log_every: Saving[int] = Field(10, gt=0)
     """Steps between lines of metrics."""
-    global_batch_size: int = Field(0, ge=0)
+    global_batch_size: Steps[int] = Field(0, ge=0)
     """Sequences in one optimizer step over all ranks; 0 is batch_size x grad_accum_steps x ranks,
     else grad_accum_steps follows from it."""
-    shard_latents: bool = False
+    shard_latents: Speed[bool] = False
     """Divide latent weights, their gradients and moments over the ranks, or over the XLA devices of
     one process: each holds its rows."""
-    price_per_hour: float = Field(0.0, ge=0)
+    price_per_hour: Careful[float] = Field(0.0, ge=0)
     """What one device costs an hour, for the prediction."""
-    stall_s: float = Field(600.0, gt=0)
+    stall_s: Careful[float] = Field(600.0, gt=0)
     """Seconds without the end of a step after which the stacks are written down."""
-    trust_remote_code: bool = False
+    trust_remote_code: Loss[bool] = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
 
     @model_validator(mode="after")
