@@ -278,7 +278,8 @@ def calibration_batches(
 
     Raises:
         CacheError, DataError: it cannot be read, or a cache is of another tokenizer.
-        ConfigError: its sequences are none or not even one, or too long for the model.
+        ConfigError: its sequences are none or not even one, or too long for the model; or it is
+            text, and there is no tokenizer.
     """
     is_path = isinstance(calibration, str | Path)
     if is_path and (Path(calibration) / MANIFEST).exists():
@@ -336,8 +337,13 @@ def _packed_text(
     documents: Iterable[Document],
     config: ConvertConfig,
     student: LanguageModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> TokenBatch:
+    if tokenizer is None:
+        raise ConfigError(
+            "calibration is text, but the model was not loaded from a directory with a tokenizer; "
+            "give tokenizer=, or token ids"
+        )
     limit = student.config.max_position_embeddings
     if config.calibration_length > limit:
         raise ConfigError(

@@ -25,6 +25,7 @@ from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.checksums import check_checksums
 from qat.models.language_model import LanguageModel
 from qat.models.nsa_swap import KEY, nsa_config
+from qat.models.stored_state import packed_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,15 @@ def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
+    return digest.hexdigest()
+
+
+def state_identity(model: PreTrainedModel) -> str:
+    """As `model_identity`, of a model in memory: over what a packed checkpoint would hold."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(packed_state_dict(model).items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -23,7 +23,7 @@ from qat.errors import ConfigError
 from qat.lock import held
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model, load_tokenizer, model_identity
+from qat.models.load import load_model, load_tokenizer, model_identity, state_identity
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -63,8 +63,12 @@ def train_student(
     resume: bool,
     forced: Sequence[str] = (),
     ranks: Ranks = ALONE,
+    loaded: "Loaded | None" = None,
 ) -> TrainReport:
     """Train `student` (a packed checkpoint) against a cache; everything lands in `out`.
+
+    What is `loaded` is trained instead, in place, and `student` only says what it is called; a run
+    that goes on reads its checkpoint all the same.
 
     With `resume` a run that was stopped goes on from its latest checkpoint, bit for bit on a CPU.
     `forced` are codes of findings that the user chose to go on in spite of, for `run.json`.
@@ -77,7 +81,9 @@ def train_student(
         lock = held(out) if ranks.is_first else nullcontext()
         ranks.together(lambda: stack.enter_context(lock))
         choice = _chosen(config, student, run, resume=resume, ranks=ranks)
-        opened = ranks.together(lambda: _open(config, student, run, choice=choice, ranks=ranks))
+        opened = ranks.together(
+            lambda: _open(config, student, run, choice=choice, ranks=ranks, loaded=loaded)
+        )
         _check_ranks(opened, config, ranks)
         ranks.together(
             lambda: _begin_files(run, opened, ranks, config=config, student=student, forced=forced)
@@ -103,6 +109,13 @@ def _chosen(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks:
     name = choice.checkpoint.name if choice.checkpoint else ""
     name, skipped, is_lost = json.loads(ranks.texts(json.dumps([name, *choice[1:]]))[0])
     return Choice(run.path / CHECKPOINTS / name if name else None, skipped, is_lost)
+
+
+class Loaded(NamedTuple):
+    """A quantized model that is in memory, in float32 and where the settings say."""
+
+    model: LanguageModel
+    tokenizer: PreTrainedTokenizerBase
 
 
 def _check_ranks(opened: "_Opened", config: TrainConfig, ranks: Ranks) -> None:
@@ -163,7 +176,15 @@ class _Opened(NamedTuple):
     begin: "_Begin"
 
 
-def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks: Ranks) -> _Opened:
+def _open(
+    config: TrainConfig,
+    student: str,
+    run: Run,
+    *,
+    choice: Choice,
+    ranks: Ranks,
+    loaded: Loaded | None,
+) -> _Opened:
     """Read everything, and refuse what does not fit."""
     divided = divide(config, ranks.size)
     cache = open_cache(config.cache_dir)
@@ -175,11 +196,11 @@ def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks:
             "rebuild it from more documents or with a higher --held-out"
         )
     source = str(choice.checkpoint or student)
-    tokenizer = load_tokenizer(source)
-    is_there = choice.checkpoint is None or Path(student).is_dir()
+    begins_with = loaded if choice.checkpoint is None else None
+    tokenizer = begins_with.tokenizer if begins_with else load_tokenizer(source)
     identity = {
         "cache_content": fingerprint([shard.sha256 for shard in cache.manifest.shards]),
-        "student_fingerprint": model_identity(student) if is_there else None,
+        "student_fingerprint": _identity(student, choice, loaded),
         "tokenizer": tokenizer_hash(tokenizer),
         "sequences_per_step": divided.sequences_per_step * ranks.size,
     }
@@ -193,7 +214,9 @@ def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks:
         "config_fingerprint": config.fingerprint(),
     }
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
-    model = load_model(source, device=config.device, dtype="fp32")
+    model = (
+        begins_with.model if begins_with else load_model(source, device=config.device, dtype="fp32")
+    )
     if not tokenizer(config.sample_prompt)["input_ids"]:
         raise ConfigError(
             f"sample_prompt={config.sample_prompt!r} holds no token; expected something to "
@@ -208,6 +231,14 @@ def _open(config: TrainConfig, student: str, run: Run, *, choice: Choice, ranks:
     if choice.is_best_lost:
         begin = begin._replace(best=math.inf)
     return _Opened(cache, choice, identity, tokenizer, model, resolved, teacher, begin)
+
+
+def _identity(student: str, choice: Choice, loaded: Loaded | None) -> str | None:
+    """What changes when the student does; None for one that is gone, of a run that goes on."""
+    if loaded is not None:
+        return state_identity(loaded.model.model)
+    is_there = choice.checkpoint is None or Path(student).is_dir()
+    return model_identity(student) if is_there else None
 
 
 def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:
