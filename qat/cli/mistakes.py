@@ -14,6 +14,7 @@ from cyclopts import (
 )
 from pydantic import ValidationError
 
+from qat.cli.anemll_flags import HERE
 from qat.config import explain
 
 
@@ -84,6 +85,9 @@ def _matches(known: ArgumentCollection, flag: str) -> bool:
 
 
 def _nearest_flag(flag: str, known: ArgumentCollection, words: Sequence[str]) -> str:
+    here = HERE.get(flag.replace("_", "-"))
+    if here is not None:
+        return f"in qat: {here} (docs/migrating.md has the others)"
     names = [name for argument in known for name in argument.names if name.startswith("--")]
     found = nearest(f"--{flag.lstrip('-')}", names, cutoff=0.6)
     hint = " ".join(("qat", *words, "--help"))

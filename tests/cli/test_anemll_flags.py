@@ -1,0 +1,40 @@
+"""Flags of the reference are answered with what they are called here."""
+
+import re
+from pathlib import Path
+
+import pytest
+from cli_case import call
+
+from qat.cli import VERBS, app
+from qat.cli.anemll_flags import HERE
+
+MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (["train", "--v2-checkpoint", "a.pt"], "the first word behind the verb: qat train"),
+        (["convert", "--q4-checkpoint", "a"], "the first word behind the verb: qat convert"),
+        (["bench", "--load-model", "a.pt"], "or qat bench CHECKPOINT; a .pt after qat convert"),
+        (["train", "x", "--wandb-run=a", "--cache-dir", "c"], "in qat: --wandb-name of qat train"),
+        (["cache", "--dataset_name", "a"], "unknown flag --dataset_name; in qat: --data (docs/"),
+    ],
+)
+def test_a_flag_of_theirs_names_ours(tokens: list[str], said: str, monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *tokens) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("qat: unknown flag --") and said in line and line.count("\n") == 1
+
+
+def test_the_page_has_every_flag() -> None:
+    theirs = {name.replace("_", "-") for name in re.findall(r"--[\w-]+", MIGRATING)}
+    assert set(HERE) <= theirs
+
+
+def test_what_is_named_exists() -> None:
+    verbs = [app[name] for name in VERBS]
+    verbs = [verb for verb in verbs if verb.default_command is not None]
+    known = {n for v in verbs for a in v.assemble_argument_collection() for n in a.names}
+    assert {flag for text in HERE.values() for flag in re.findall(r"--[\w-]+", text)} <= known
