@@ -2,39 +2,51 @@
 # clone, installs the package there when something changed, and sets PYTHON. Nothing outside .venv is
 # touched, unless `use_running_python` came before.
 #
-# With a GPU and a torch >= 2.9 that sees it (Colab, RunPod), .venv builds on that torch.
+# Which torch: one >= 2.9 that sees a GPU (Colab, RunPod) is built on; else .venv gets its own, made
+# for the driver of the GPU that is there. A torch that is in PYTHON already stays if it can.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 PYTHON="$VENV/bin/python"
 MARK="$VENV/.installed" # MARK-EXTRA holds the hash of what was installed
-OWN_TORCH="$VENV/.base-torch" # a file that is there when PYTHON brought its torch along
+CONSTRAINTS="$ROOT/speedrun/constraints.txt"
+NO_TORCH="it has no torch"
+BASE=""        # the Python to make .venv of
+KEEPS_TORCH="" # not empty if that Python's torch drives a GPU
 
 say() { echo "qat: $*" >&2; }
 
 has_version() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-has_gpu_torch() {
-    "$1" - 2>/dev/null <<'PY'
+# Why a Python's torch cannot be built on, as a few words; nothing if it can.
+torch_obstacle() {
+    "$1" - 2>/dev/null <<'PY' || echo "$NO_TORCH"
 import re, sys
 import torch
-version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-sys.exit(not (version >= (2, 9) and torch.cuda.is_available()))
+version = torch.__version__
+if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 9):
+    print(f"its torch {version} is older than 2.9, which qat needs")
+elif sys.version_info < (3, 11):
+    print(f"its torch {version} is of a Python older than 3.11, which qat needs")
+elif not torch.cuda.is_available():
+    print(f"its torch {version} sees no GPU")
 PY
 }
 
 # The Python to build on: one whose torch drives a GPU, else the newest that is there.
-find_python() {
-    local candidate
-    if has_version python3 && has_gpu_torch python3; then
-        echo python3
-        return
-    fi
-    for candidate in python3.13 python3.12 python3.11 python3 python; do
-        if has_version "$candidate"; then
-            echo "$candidate"
+find_base() {
+    local obstacle others=""
+    for BASE in python3 python; do
+        obstacle="$(torch_obstacle "$BASE")"
+        if [ -z "$obstacle" ]; then
+            KEEPS_TORCH=yes
             return
         fi
+        if [ "$obstacle" != "$NO_TORCH" ]; then others="$BASE: $obstacle"; fi
+    done
+    if [ -n "$others" ]; then say "not built on $others; .venv gets a torch of its own"; fi
+    for BASE in python3.13 python3.12 python3.11 python3 python; do
+        if has_version "$BASE"; then return; fi
     done
     say "no Python >= 3.11 found on PATH; install one (python.org, apt, brew, pyenv) and run this again"
     return 1
@@ -48,32 +60,27 @@ share_packages() {
 }
 
 make_venv() {
-    local base
-    base="$(find_python)" || return 1
     local options=()
-    if has_gpu_torch "$base"; then options+=(--system-site-packages); fi
-    if ! "$base" -c 'import ensurepip' 2>/dev/null; then
-        if [ ${#options[@]} -eq 0 ]; then
-            say "$base has no ensurepip; install its venv package (Debian: apt install python3-venv)"
+    find_base || return 1
+    if [ -n "$KEEPS_TORCH" ]; then options+=(--system-site-packages); fi
+    if ! "$BASE" -c 'import ensurepip' 2>/dev/null; then
+        if [ -z "$KEEPS_TORCH" ]; then
+            say "$BASE has no ensurepip; install its venv package (Debian: apt install python3-venv)"
             return 1
         fi
         options+=(--without-pip) # the base's own pip is seen through its packages
     fi
-    "$base" -m venv --clear ${options[@]+"${options[@]}"} "$VENV" || return 1
-    if has_gpu_torch "$base"; then
-        share_packages "$base"
-        touch "$OWN_TORCH"
-    fi
+    "$BASE" -m venv --clear ${options[@]+"${options[@]}"} "$VENV" || return 1
+    if [ -n "$KEEPS_TORCH" ]; then share_packages "$BASE"; fi
 }
 
 # Installs into the python3 on PATH from now on: Colab's, whose notebooks run `!qat` there.
 use_running_python() {
     PYTHON="$(command -v python3)" && has_version "$PYTHON" || return 1
     MARK="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qat-installed"
-    OWN_TORCH="$PYTHON"
 }
 
-# `torch==VERSION` of a torch >= 2.9 that PYTHON has: pip then leaves it as it is.
+# The version of PYTHON's torch, if it is >= 2.9.
 installed_torch() {
     "$PYTHON" - <<'PY'
 import importlib.metadata as metadata, re
@@ -82,17 +89,34 @@ try:
 except metadata.PackageNotFoundError:
     version = "0"
 if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 9):
-    print(f"torch=={version}")
+    print(version)
 PY
 }
 
-# What an installation depends on, as one number.
+# Where this machine has an NVIDIA GPU and PYTHON no torch that drives it: the build of torch that
+# runs with its driver. On other machines pip finds one by itself.
+bring_torch() {
+    local told index limit obstacle wanted=(torch -c "$CONSTRAINTS")
+    told="$("$PYTHON" "$ROOT/qat/backend/nvidia.py" 2>&1)" || say "$told"
+    case "$told" in https://*) ;; *) return ;; esac
+    obstacle="$(torch_obstacle "$PYTHON")"
+    if [ -z "$obstacle" ]; then return; fi
+    read -r index limit <<<"$told"
+    if [ -n "$limit" ]; then wanted=("$limit"); fi
+    say "a GPU is here: fetching the torch that its driver runs (${index##*/}, some GB), as $PYTHON" \
+        "does not do: $obstacle"
+    "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input --retries 2 \
+        --force-reinstall --index-url "$index" "${wanted[@]}" ||
+        say "not fetched, as said above; going on with the torch that pip finds by itself"
+}
+
+# What an installation depends on, as one number; torch, as a pod's next image may bring another.
 installation_hash() {
-    "$PYTHON" - "$ROOT" "$1" <<'PY'
+    "$PYTHON" - "$ROOT" "$1" "$(installed_torch)" <<'PY'
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
 files = [root / "pyproject.toml", root / "speedrun" / "constraints.txt"]
-parts = [str(root), sys.version, sys.argv[2], *(file.read_text() for file in files)]
+parts = [str(root), sys.version, *sys.argv[2:], *(file.read_text() for file in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
@@ -100,12 +124,17 @@ PY
 is_installed() { [ "$(cat "$MARK-$1" 2>/dev/null)" = "$(installation_hash "$1")" ]; }
 
 install_package() {
-    local target="$ROOT" torch=(-c "$ROOT/speedrun/constraints.txt")
+    local target="$ROOT" pins=(-c "$CONSTRAINTS") torch
     if [ "$1" != base ]; then target="$ROOT[$1]"; fi
-    if [ -e "$OWN_TORCH" ]; then torch=($(installed_torch)); fi
     say "installing for $PYTHON (minutes the first time, skipped afterwards)"
+    "$PYTHON" -c 'import pip' 2>/dev/null || "$PYTHON" -m ensurepip >&2 || return 1 # made by uv
+    bring_torch
+    torch="$(installed_torch)"
+    if [ -n "$torch" ] && ! grep -qx "torch==${torch%%+*}" "$CONSTRAINTS"; then
+        pins=("torch==$torch") # another than we would choose: it stays as it is
+    fi
     "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input \
-        ${torch[@]+"${torch[@]}"} -e "$target" || return 1
+        "${pins[@]}" -e "$target" || return 1
     installation_hash "$1" >"$MARK-$1"
 }
 

@@ -106,6 +106,13 @@ prepare_environment() {
     fi
 }
 
+# A GPU that is there and not used costs hours that nobody notices.
+say_idle_gpu() {
+    local line
+    line="$("$PYTHON" "$ROOT/qat/backend/nvidia.py" idle)"
+    if [ -n "$line" ]; then say "$line"; fi
+}
+
 say_not_installed() {
     fail "installing failed, as said above; without a network: 'pip download -d wheels $ROOT' on a" \
         "machine that has one, then '$PYTHON -m pip install --no-index --find-links wheels -e" \
@@ -206,6 +213,18 @@ import_reference() {
 
 # --- what comes next -----------------------------------------------------------------------------
 
+# The float model that CHECKPOINT was made from, as its conversion or import wrote it down.
+quoted_base() {
+    local base
+    base="$("$PYTHON" -c '
+import json, pathlib, sys
+for name, key in (("import_report.json", "base"), ("convert_report.json", "source")):
+    report = pathlib.Path(sys.argv[1], name)
+    if report.is_file():
+        print(json.loads(report.read_text())[key] or "")' "$CHECKPOINT" 2>/dev/null)"
+    quoted "${base:-FLOAT_MODEL}"
+}
+
 next_step() {
     local config="$CHECKPOINT/config.json" cache='"$CACHE_DIR"' loss=""
     # caches of the reference have no tail, which the usual loss needs
@@ -221,7 +240,8 @@ next_step() {
     elif ! grep -q quantization_config "$config"; then
         echo "qat convert \"\$CHECKPOINT\" --to q4a4 --calibration $cache --out checkpoints/q4"
     elif ! grep -q '"bits": 2' "$config"; then
-        echo "qat convert \"\$CHECKPOINT\" --to q2a4 --calibration $cache --out checkpoints/q2_init"
+        echo "qat convert \"\$CHECKPOINT\" --to q2a4 --base $(quoted_base) --calibration $cache" \
+            "--out checkpoints/q2_init"
     else
         echo "qat train \"\$CHECKPOINT\" --cache-dir $cache --mlp-only$loss --out runs/q2"
     fi
@@ -252,6 +272,7 @@ main() {
     find_drive
     describe_machine
     prepare_environment
+    say_idle_gpu
     for word in ${names[@]+"${names[@]}"}; do resolve "$word"; done
     say_next
     case ":$PATH:" in

@@ -1,15 +1,19 @@
 """Which NVIDIA driver and GPUs a machine has, and which builds of torch run there.
 
 It imports the standard library alone, so that `python3 qat/backend/nvidia.py` can tell the build
-before anything is installed: it prints `cu130`, or `cu128 torch<2.12` where that build has ended
-since, and nothing on a machine without such a GPU. A driver too old for all of them is an error.
+before anything is installed: it prints the index that pip finds it in, and `torch<2.12` behind it
+where that build has ended since; nothing on a machine without such a GPU. A driver too old for all
+of them is an error. `python3 qat/backend/nvidia.py idle` says why torch does not use a GPU.
 """
 
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,21 +109,26 @@ def unused(gpu: Gpu, torch_version: str, cuda: str | None, said: str = "") -> st
     found = f"an NVIDIA GPU is here (driver {gpu.driver}), but torch {torch_version}"
     if cuda is None:
         reason = "is built without CUDA"
-    elif _number(gpu.driver)[0] < (needed := _oldest_driver(f"cu{_number(cuda)[0]}")):
-        reason = f"needs driver {needed} or newer"
+    elif not _has_driver_for(gpu, cuda):
+        reason = f"needs driver {_oldest_driver(f'cu{_number(cuda)[0]}')} or newer"
     else:
         return f"{found} cannot use it ({said or 'without a reason'}); see what nvidia-smi says"
     build = build_for(gpu)
     if build is None:
         return f"{found} {reason}; update the driver, to {_oldest_driver('cu')} at least"
     address, wanted = WHEELS.format(build.name), f"'{build.limit}'" if build.limit else "torch"
-    install = f"pip install --force-reinstall {wanted} --index-url {address}"
+    python = shlex.quote(sys.executable)
+    install = f"{python} -m pip install --force-reinstall {wanted} --index-url {address}"
     return f"{found} {reason}; install a build that this driver runs: {install}"
 
 
 def hidden() -> bool:
     """Whether somebody hides all GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}
+
+
+def _has_driver_for(gpu: Gpu, cuda: str) -> bool:
+    return _number(gpu.driver)[0] >= _oldest_driver(f"cu{_number(cuda)[0]}")
 
 
 def _oldest_driver(name: str) -> int:
@@ -131,8 +140,26 @@ def _number(version: str) -> Number:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
+def idle_of_torch() -> str | None:
+    """Why this Python's torch leaves the GPU that is here alone; None if it does not, or is none.
+
+    It reads the version that torch wrote down and imports nothing, so a shell can ask each time.
+    """
+    gpu, torch = None if hidden() else present(), find_spec("torch")
+    if gpu is None or torch is None or torch.origin is None:
+        return None
+    told = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+    cuda = told["cuda"]
+    if told["hip"] is not None or (cuda is not None and _has_driver_for(gpu, cuda)):
+        return None
+    return unused(gpu, told["__version__"], cuda)
+
+
 def main() -> None:
-    """Print the build of torch for this machine."""
+    """Print the index and the releases of torch for this machine; with `idle`, what idles here."""
+    if sys.argv[1:] == ["idle"]:
+        sys.stdout.write(idle_of_torch() or "")
+        return
     gpu = present()
     if gpu is None:
         return
@@ -140,7 +167,7 @@ def main() -> None:
     if build is None:
         wanted = f"update it, to {_oldest_driver('cu')} at least"
         sys.exit(f"driver {gpu.driver} is too old for torch; {wanted}")
-    sys.stdout.write(f"{build.name} {build.limit}".strip() + "\n")
+    sys.stdout.write(f"{WHEELS.format(build.name)} {build.limit}".strip() + "\n")
 
 
 if __name__ == "__main__":

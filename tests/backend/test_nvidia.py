@@ -13,6 +13,7 @@ from qat.backend.nvidia import Gpu, build_for, present, unused
 from qat.errors import ConfigError
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023"
+PIP = f"{sys.executable} -m pip"
 OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  "
     "(dvs-builder@U22-I3)"
@@ -109,7 +110,7 @@ def test_the_build_that_a_driver_runs(gpu: Gpu, build: str | None) -> None:
         (
             (Gpu("535.104.05"), "2.13.0+cpu", None),
             "an NVIDIA GPU is here (driver 535.104.05), but torch 2.13.0+cpu is built without "
-            "CUDA; install a build that this driver runs: pip install --force-reinstall torch "
+            f"CUDA; install a build that this driver runs: {PIP} install --force-reinstall torch "
             "--index-url https://download.pytorch.org/whl/cu126",
         ),
         (
@@ -175,8 +176,32 @@ def test_any_python_can_run_the_file_before_an_installation(machine: Path) -> No
     has_smi(machine, "570.86.10, 12.0")
     command = [sys.executable, "-S", nvidia.__file__]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ran.stdout == "cu128 torch<2.12\n"
+    assert ran.stdout == "https://download.pytorch.org/whl/cu128 torch<2.12\n"
     has_smi(machine, "470.10, 7.5")
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert ran.stderr == "driver 470.10 is too old for torch; update it, to 525 at least\n"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "line"),
+    [
+        ("None", "580.65.06", "but torch 2.13.0 is built without CUDA; install a build"),
+        ("'13.0'", "535.104.05", "but torch 2.13.0 needs driver 580 or newer; install a build"),
+        ("'12.6'", "535.104.05", ""),
+    ],
+)
+def test_a_shell_asks_what_idles_without_importing_torch(
+    cuda: str, driver: str, line: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-S", nvidia.__file__, "idle"]
+    has_smi(machine, f"{driver}, 9.0")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+    (machine / "torch").mkdir()
+    (machine / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (machine / "torch" / "version.py").write_text(
+        f"__version__ = '2.13.0'\ncuda = {cuda}\nhip = None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(machine))
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert line in said and bool(said) == bool(line)

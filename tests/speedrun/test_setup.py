@@ -3,6 +3,7 @@
 The clone, its environment and `qat` are stand-ins; what runs for real is the shell code.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,16 @@ FAKE_PIP = """#!/bin/bash
 if [ "$1 $2" = "-m pip" ]; then
     echo "$*" >>"$QAT_LOG"
     [ -z "${PIP_FAILS:-}" ] || exit 1
-    cp "$FAKE_QAT" "$PYTHON_HOME/qat"
+    case "$*" in
+    *--index-url*) [ -z "${NO_INDEX:-}" ] || exit 1; rm -rf "$PYTHONPATH/torch"*
+        mkdir -p "$PYTHONPATH/torch-$BROUGHT.dist-info"
+        echo "Version: $BROUGHT" >"$PYTHONPATH/torch-$BROUGHT.dist-info/METADATA" ;;
+    *) cp "$FAKE_QAT" "$(dirname "$0")/qat" ;;
+    esac
+elif [ "$1 $2" = "-m venv" ]; then
+    echo "$*" >>"$QAT_LOG"
+    mkdir -p "${@: -1}/bin"
+    cp "$0" "${@: -1}/bin/python"
 elif [ "$1" = -c ] && [[ "$2" == *'get_path("scripts")'* || "$2" == *'get_path("purelib")'* ]]; then
     echo "$PYTHON_HOME"
 else
@@ -121,6 +131,8 @@ def machine(tmp_path: Path) -> Machine:
         (clone / "speedrun").mkdir(parents=True, exist_ok=True)
         shutil.copy(SPEEDRUN / name, clone / "speedrun")
     (clone / "pyproject.toml").write_text("")
+    (clone / "qat/backend").mkdir(parents=True)
+    shutil.copy(SPEEDRUN.parent / "qat/backend/nvidia.py", clone / "qat/backend")
     write_program(clone / ".venv/bin/qat", FAKE_QAT)
     write_program(clone / ".venv/bin/python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     install = 'source speedrun/setup_env.sh; installation_hash base >"$MARK-base"'
@@ -317,8 +329,6 @@ def with_running_python(machine: Machine) -> Path:
 
 
 def test_colab_installs_into_the_running_python(machine: Machine) -> None:
-    import torch
-
     here = with_running_python(machine)
     machine.folder("content")
     machine.variables["COLAB_RELEASE_TAG"] = "x"
@@ -327,8 +337,162 @@ def test_colab_installs_into_the_running_python(machine: Machine) -> None:
     assert "Drive is not mounted: Files (left) > Mount Drive" in machine.said
     machine.source("bash", "L64")
     install, pull = machine.log()
-    assert install.endswith(f" torch=={torch.__version__} -e {machine.clone}")
+    assert install.endswith(f" -c {machine.clone}/speedrun/constraints.txt -e {machine.clone}")
     assert pull == "hub pull L64"
+
+
+def test_colab_keeps_another_torch_than_ours(machine: Machine) -> None:
+    with_running_python(machine)
+    with_torch(machine, "2.10.0+cu128")
+    machine.folder("content")
+    machine.variables["COLAB_RELEASE_TAG"] = "x"
+    machine.source("bash")
+    (install,) = machine.log()
+    assert install.endswith(f" torch==2.10.0+cu128 -e {machine.clone}")
+
+
+def with_torch(machine: Machine, version: str, sees: bool = True, cuda: str = "'12.8'") -> None:
+    """A torch for every Python of the machine."""
+    site = machine.folder("site")
+    machine.variables["PYTHONPATH"] = str(site)
+    if version:
+        (site / "torch").mkdir()
+        (site / f"torch-{version}.dist-info").mkdir()
+        (site / f"torch-{version}.dist-info" / "METADATA").write_text(f"Version: {version}\n")
+        (site / "torch" / "__init__.py").write_text(
+            f"__version__ = '{version}'\nclass cuda:\n    is_available = lambda: {sees}\n"
+        )
+        (site / "torch" / "version.py").write_text(
+            f"__version__ = '{version}'\ncuda = {cuda}\nhip = None\n"
+        )
+
+
+def with_gpu(machine: Machine, driver: str, capability: str = "8.0") -> None:
+    """A driver and a GPU, and Pythons that can make an environment; .venv is not there yet."""
+    here = with_running_python(machine)
+    for name in ("python", "python3.13"):
+        shutil.copy(here / "python3", here / name)
+    write_program(here / "nvidia-smi", f"#!/bin/sh\necho '{driver}, {capability}'\n")
+    program = shutil.copy(machine.clone / ".venv/bin/qat", machine.root / "qat of the environment")
+    machine.variables["FAKE_QAT"] = str(program)
+    shutil.rmtree(machine.clone / ".venv")
+
+
+WHEELS = "--force-reinstall --index-url https://download.pytorch.org/whl"
+"""How torch is fetched for a driver."""
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "fetched", "brought", "pinned"),
+    [
+        ("580.65.06", "9.0", "cu130 torch -c CLONE/constraints", "2.13.0+cu130", "-c"),
+        ("535.104.05", "8.0", "cu126 torch -c CLONE/constraints", "2.13.0+cu126", "-c"),
+        ("570.86.10", "12.0", "cu128 torch<2.12", "2.11.0+cu128", "torch==2.11.0+cu128"),
+    ],
+)
+def test_torch_is_one_that_the_driver_runs(
+    machine: Machine, driver: str, capability: str, fetched: str, brought: str, pinned: str
+) -> None:
+    with_gpu(machine, driver, capability)
+    with_torch(machine, "")
+    machine.variables["BROUGHT"] = brought
+    assert machine.source("bash", "", "echo $?; command -v qat").startswith("0\n")
+    made, torch, package = machine.log()
+    assert made == f"-m venv --clear {machine.clone}/.venv"
+    expected = f"{WHEELS}/{fetched}".replace("CLONE", f"{machine.clone}/speedrun")
+    assert expected in torch
+    assert f" {pinned}" in package and package.endswith(f" -e {machine.clone}")
+    index = fetched.split()[0]
+    assert f"fetching the torch that its driver runs ({index}, some GB)" in machine.said
+    machine.source("bash")
+    assert len(machine.log()) == 3, "all was there"
+
+
+@pytest.mark.parametrize(
+    ("version", "sees", "why"),
+    [
+        ("2.8.0+cu126", True, "its torch 2.8.0+cu126 is older than 2.9, which qat needs"),
+        ("2.12.0+cpu", False, "its torch 2.12.0+cpu sees no GPU"),
+    ],
+)
+def test_a_torch_that_does_not_serve_is_not_built_on(
+    machine: Machine, version: str, sees: bool, why: str
+) -> None:
+    with_gpu(machine, "580.65.06")
+    with_torch(machine, version, sees)
+    machine.variables["BROUGHT"] = "2.13.0+cu130"
+    machine.source("bash")
+    assert f"not built on python: {why}; .venv gets a torch of its own" in machine.said
+    made, torch, _ = machine.log()
+    assert "system-site" not in made and f"{WHEELS}/cu130 " in torch
+
+
+def test_the_torch_of_an_image_is_built_on(machine: Machine) -> None:
+    with_gpu(machine, "535.104.05")
+    with_torch(machine, "2.10.0+cu126")
+    machine.source("bash")
+    made, package = machine.log()
+    assert made == f"-m venv --clear --system-site-packages {machine.clone}/.venv"
+    assert package.endswith(f" torch==2.10.0+cu126 -e {machine.clone}")
+
+
+def test_a_driver_too_old_for_all(machine: Machine) -> None:
+    with_gpu(machine, "470.10")
+    with_torch(machine, "")
+    machine.source("bash")
+    assert "driver 470.10 is too old for torch; update it, to 525 at least" in machine.said
+    assert len(machine.log()) == 2
+
+
+def test_where_the_index_cannot_be_reached_pip_finds_a_torch(machine: Machine) -> None:
+    with_gpu(machine, "535.104.05")
+    with_torch(machine, "")
+    machine.variables["NO_INDEX"] = "1"
+    assert machine.source("bash", "", "echo $?") == "0\n"
+    assert "not fetched, as said above; going on with the torch that pip finds" in machine.said
+    assert machine.log()[-1].endswith(f"constraints.txt -e {machine.clone}")
+
+
+def test_another_torch_in_the_image_installs_again(machine: Machine) -> None:
+    with_gpu(machine, "535.104.05")
+    with_torch(machine, "2.10.0+cu126")
+    machine.source("bash")
+    shutil.rmtree(machine.root / "site")
+    with_torch(machine, "2.11.0+cu126")
+    machine.source("bash")
+    assert machine.log()[-1].endswith(f" torch==2.11.0+cu126 -e {machine.clone}")
+
+
+def test_a_gpu_that_idles_is_said_each_time(machine: Machine) -> None:
+    write_program(machine.root / "bin/nvidia-smi", "#!/bin/sh\necho 535.104.05, 8.0\n")
+    machine.variables["PATH"] = f"{machine.root / 'bin'}:/usr/bin:/bin"
+    with_torch(machine, "2.13.0+cu130", cuda="'13.0'")
+    environment = machine.clone / ".venv/bin/python"
+    environment.write_text(environment.read_text().replace(" -S", ""))
+    again = 'source speedrun/setup_env.sh; installation_hash base >"$MARK-base"'
+    assert machine.run("bash", "-c", again).returncode == 0
+    machine.source("bash")
+    assert machine.log() == []
+    (line,) = (line for line in machine.said.splitlines() if "NVIDIA" in line)
+    assert "(driver 535.104.05), but torch 2.13.0+cu130 needs driver 580 or newer" in line
+    assert line.endswith("--index-url https://download.pytorch.org/whl/cu126")
+
+
+@pytest.mark.parametrize("report", ["convert_report.json", "import_report.json", None])
+def test_the_suggested_conversion_names_the_float_model(machine: Machine, report: str) -> None:
+    cache, q4 = machine.folder("cache"), machine.folder("q4")
+    (cache / "manifest.json").touch()
+    (q4 / "model.safetensors").touch()
+    (q4 / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    if report is not None:
+        key = "source" if report.startswith("convert") else "base"
+        (q4 / report).write_text(json.dumps({key: "Qwen/Qwen3-0.6B"}))
+    machine.source("bash", "./cache ./q4")
+    base = "FLOAT_MODEL" if report is None else "Qwen/Qwen3-0.6B"
+    suggested = (
+        f"""qat convert "$CHECKPOINT" --to q2a4 --base '{base}' --calibration "$CACHE_DIR" """
+    )
+    assert f"next: {suggested}--out checkpoints/q2_init\n" in machine.said
 
 
 def test_no_network(machine: Machine) -> None:
@@ -344,7 +508,6 @@ def test_an_environment_of_the_users_own_is_kept(machine: Machine) -> None:
     shutil.copytree(machine.clone / ".venv/bin", own)
     shutil.rmtree(machine.clone / ".venv")
     package = machine.clone / "qat"
-    package.mkdir()
     (package / "__init__.py").touch()
     machine.variables |= {"PATH": f"{own}:/usr/bin:/bin", "PYTHONPATH": str(machine.clone)}
     assert machine.source("bash", "L64", "command -v qat") == f"{own}/qat\n"
