@@ -37,6 +37,8 @@ METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
 """A run's files: what was asked, what it ran on, its numbers, and its speed."""
 TRAINING_CSV, VAL_CSV, SUMMARY = "training.csv", "val.csv", "metrics.json"
 """The same numbers as tables, and in the end what the run came to."""
+STATE_TENSORS = "trainer/state.safetensors"
+"""Of a checkpoint: what only going on needs, by far the most of it."""
 
 HEARTBEATS, EVENTS = "heartbeat-rank*.jsonl", "events*.jsonl"
 """Patterns of the files of all ranks."""

@@ -146,9 +146,11 @@ def after(seconds: float) -> Callable[[Callable[[], bool]], None]:
 
 
 def contents(directory: Path, ignored: tuple[str, ...] = ()) -> dict[str, bytes]:
-    """The bytes of each file below `directory`, by name, but of those with names like `ignored`."""
+    """The bytes of each file below `directory`, by name, less what is or lies in `ignored`."""
     found = {}
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in ignored):
-            found[path.relative_to(directory).as_posix()] = path.read_bytes()
+        parts = path.relative_to(directory).parts
+        is_ignored = any(fnmatch(part, pattern) for part in parts for pattern in ignored)
+        if path.is_file() and not is_ignored:
+            found["/".join(parts)] = path.read_bytes()
     return found

@@ -4,8 +4,8 @@ python speedrun/measure_disk_full.py --figures FILE.jsonl
 
 The run lives on a small tmpfs. Its size, or the number of files that it may hold, grows from
 nothing to what the whole run needs. Each run that the full disk stops must say so in one line and
-leave whole checkpoints only; with more room it must go on with --resume and end in the bytes of an
-undisturbed run. Mounting needs root or `unshare -rm`.
+leave whole checkpoints only; with more room it must go on with --resume auto and end in the bytes
+of an undisturbed run. Mounting needs root or `unshare -rm`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from qat.train.proof import problem
 
 PAGE_KIB = 4
 ROOM = "size=64m,nr_inodes=9999"
-OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*")
+OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
 """Files of a run that tell when and where it ran."""
 KINDS = {
     "lock": r"run cannot be written",
@@ -47,7 +47,7 @@ KINDS = {
 }
 """What must have met the full disk at least once, and how the line that says so names it."""
 FLAGS = """--batch-size 4 --eval-sequences 4 --warmup-steps 2 --log-every 1 --device cpu
-    --learn weights,scales,codebook,norms --resume"""
+    --learn weights,scales,codebook,norms --resume auto"""
 SAVING = "--max-steps 6 --save-every 2 --eval-every 3"
 LOGGING = "--max-steps 30 --save-every 0 --eval-every 99"
 """A run of many lines and one checkpoint, so that the lines meet the full disk."""

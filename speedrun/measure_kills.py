@@ -36,7 +36,7 @@ from qat.train.proof import problem
 from qat.train.start import train_student
 
 STEPS = 24
-OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*")
+OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
 """Files of a run that tell when and where it ran."""
 KILLS_IN_A_ROW = 6
 """Of one run, before it may end."""
@@ -191,7 +191,8 @@ class Training(NamedTuple):
             warmup_steps=5,
             device="cpu",
         )
-        train_student(config, str(self.place / "student"), out, resume=True)
+        student = str(self.place / "student")
+        train_student(config, student, out, resume=True, begins_anew=True)
 
 
 def while_saving(out: Path, rng: random.Random) -> Wait:

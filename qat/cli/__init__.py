@@ -107,13 +107,13 @@ def run_verb(tokens: list[str]) -> dict[str, object]:
 
 
 def _with_resume(tokens: list[str]) -> list[str]:
-    """The tokens, where `--resume` alone means `--resume auto`."""
+    """The tokens, where `--resume` alone means `--resume latest`."""
     if tokens[:1] != ["train"]:
         return tokens
     following = [*tokens[1:], ""]
     pairs = zip(tokens, following, strict=True)
     return [
-        "--resume=auto" if token == "--resume" and after != "auto" else token
+        "--resume=latest" if token == "--resume" and after not in ("auto", "latest") else token
         for token, after in pairs
     ]
 

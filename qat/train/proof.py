@@ -12,8 +12,9 @@ from torch import Tensor
 
 from qat.errors import CheckpointError
 from qat.files import sha256_file, sync
+from qat.logs import STATE_TENSORS
 
-STATE, STATE_TENSORS = "trainer/state.json", "trainer/state.safetensors"
+STATE = "trainer/state.json"
 MANIFEST = "trainer/manifest.json"
 FORMAT = 1
 NEEDED = ("config.json", STATE, STATE_TENSORS)
@@ -47,21 +48,23 @@ def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def problem(checkpoint: Path) -> str | None:
+def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
     """What is wrong with a run's checkpoint, in a few words; None where nothing is.
 
-    One that was written before there were manifests is looked at by its trainer's state only.
+    One that was written before there were manifests is looked at by its trainer's state only. Of
+    one that is wanted as a student alone the tensors of the trainer's state may be missing.
     """
     try:
         if not checkpoint.is_dir():
             return "it is not there"
         if (checkpoint / MANIFEST).exists():
-            found = _mismatch(checkpoint)
+            found = _mismatch(checkpoint, is_student=is_student)
             if found is not None:
                 return found
         step = read_state(checkpoint)["step"]
-        with safe_open(checkpoint / STATE_TENSORS, framework="pt"):
-            pass
+        if not is_student:
+            with safe_open(checkpoint / STATE_TENSORS, framework="pt"):
+                pass
         is_named_so = checkpoint.name == f"step-{step:06d}"
         return None if is_named_so else f"{STATE}: it is of step {step}"
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
@@ -85,7 +88,7 @@ def read_state(checkpoint: Path) -> dict:
     return state
 
 
-def _mismatch(checkpoint: Path) -> str | None:
+def _mismatch(checkpoint: Path, *, is_student: bool) -> str | None:
     """The first file that is not as the manifest lists it."""
     manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -100,6 +103,8 @@ def _mismatch(checkpoint: Path) -> str | None:
             return f"{MANIFEST}: does not list {name}"
     for name, listed in files.items():
         path = checkpoint / name
+        if is_student and name == STATE_TENSORS:
+            continue
         if name not in there:
             return f"{name}: missing"
         if path.stat().st_size != listed.get("bytes"):

@@ -27,18 +27,27 @@ class Choice(NamedTuple):
     """Whether the best student so far is among them."""
 
 
-def choose(run: Run) -> Choice:
+def choose(run: Run, *, begins_anew: bool = False) -> Choice:
     """The checkpoint that `latest` names, or the newest one that is whole; says what it skips.
 
+    A run that was killed before its first checkpoint begins again. If it had taken steps already,
+    that is done with `begins_anew` only.
+
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged; or none, but steps.
     """
     candidates = run.checkpoints()[::-1]
     latest = run.pointed("latest")
     if latest is not None:
         candidates = [latest, *(path for path in candidates if path != latest)]
-    elif not run.has_pointer("latest") and len(candidates) <= 1:
-        return Choice(None, [], False)  # killed before the first one had its pointer
+    elif not run.has_pointer("latest") and not candidates:
+        if (steps := run.recorded_steps()) and not begins_anew:
+            raise CheckpointError(
+                f"{run.path} was stopped after step {steps} and has no checkpoint, expected one to "
+                "go on from; choose another --out, or begin anew with --resume auto, which keeps "
+                f"what was recorded in {run.next_attempt()}"
+            )
+        return Choice(None, [], False)
     found: dict[Path, str | None] = {}
     for path in candidates:
         found[path] = problem(path)
@@ -56,7 +65,7 @@ def choose(run: Run) -> Choice:
         logger.warning(
             "%s is damaged (%s); going on from %s", _short(path), found[path], _short(chosen)
         )
-    return Choice(chosen, [path.name for path in skipped], _is_lost(run, found, chosen))
+    return Choice(chosen, [path.name for path in skipped], _is_lost(run, chosen))
 
 
 def best_of(run: Run) -> Path:
@@ -66,7 +75,7 @@ def best_of(run: Run) -> Path:
         CheckpointError: none is whole.
     """
     best = run.pointed("best")
-    if best is not None and (trouble := problem(best)) is None:
+    if best is not None and (trouble := problem(best, is_student=True)) is None:
         return best
     whole = next((path for path in run.checkpoints()[::-1] if problem(path) is None), None)
     if best is None or whole is None:
@@ -93,12 +102,14 @@ def load_training_state(checkpoint: Path) -> tuple[dict[str, Tensor], dict]:
         ) from None
 
 
-def _is_lost(run: Run, found: dict[Path, str | None], chosen: Path) -> bool:
+def _is_lost(run: Run, chosen: Path) -> bool:
     """Whether there is a best one, but `best` names no whole checkpoint."""
-    if not math.isfinite(read_state(chosen)["best"]) and not run.has_pointer("best"):
-        return False
+    if not run.has_pointer("best"):
+        is_first = not run.has_pointer("latest") and run.checkpoints() == [chosen]
+        if is_first or not math.isfinite(read_state(chosen)["best"]):
+            return False
     best = run.pointed("best")
-    trouble = "nothing names it" if best is None else found.get(best) or problem(best)
+    trouble = "nothing names it" if best is None else problem(best, is_student=True)
     if trouble is not None:
         logger.warning("the best checkpoint is damaged (%s): the best is sought anew", trouble)
     return trouble is not None

@@ -5,11 +5,13 @@ checkpoints/step-NNNNNN/   latest  best   metrics.json  {quant}_{scope}_{loss}_{
 """
 
 import json
+import logging
 import platform
 import re
 import shutil
 import subprocess
 import tomllib
+from itertools import count
 from pathlib import Path
 
 import tomli_w
@@ -19,11 +21,23 @@ import transformers
 import qat
 from qat.errors import ConfigError
 from qat.files import check_free, partial_file, write_atomically
-from qat.logs import FACTS, METRICS, RECIPE, cut_after
+from qat.logs import (
+    EVENTS,
+    FACTS,
+    HEARTBEATS,
+    METRICS,
+    RECIPE,
+    TRAINING_CSV,
+    VAL_CSV,
+    cut_after,
+    read_json_lines,
+)
 from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
 
-CHECKPOINTS = "checkpoints"
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS, ATTEMPT = "checkpoints", "attempt-"
 LEAVINGS = (".*.partial", ".*.partial-*", ".*.old-*")
 """Names of what has no name of its own yet, or no longer."""
 STEP_NAME = re.compile(r"step-\d{6,}")
@@ -75,6 +89,8 @@ class Run:
             return True
         partial_file(recipe).unlink(missing_ok=True)  # of a run killed while it began
         check_free(self.path)
+        if resume:
+            logger.info("%s holds no run to go on with: a new one begins", self.path)
         return False
 
     def check_identity(self, **now: object) -> None:
@@ -165,6 +181,34 @@ class Run:
                         shutil.rmtree(left, ignore_errors=True)
                     else:
                         left.unlink()
+
+    def recorded_steps(self) -> int:
+        """The last step of which there are numbers."""
+        path = self.path / METRICS
+        lines = read_json_lines(path) if path.exists() else []
+        return max((line["step"] for line in lines), default=0)
+
+    def next_attempt(self) -> Path:
+        """A directory that is not there yet, for what an attempt left that came to nothing."""
+        names = (self.path / f"{ATTEMPT}{number}" for number in count(1))
+        return next(path for path in names if not path.exists())
+
+    def set_aside(self) -> None:
+        """Keep the numbers and events of an attempt without a checkpoint in a directory beside."""
+        steps, aside = self.recorded_steps(), self.next_attempt()
+        if not steps:
+            return
+        aside.mkdir()
+        for pattern in (METRICS, TRAINING_CSV, VAL_CSV, HEARTBEATS, EVENTS):
+            for path in self.path.glob(pattern):
+                path.rename(aside / path.name)
+        logger.warning(
+            "%s was stopped after step %d and has no checkpoint: it begins anew; what it recorded "
+            "is kept in %s",
+            self.path,
+            steps,
+            aside,
+        )
 
     def forget_after(self, step: int) -> None:
         """Cut metrics and heartbeats back to the lines up to `step`; at step 0, to nothing."""

@@ -61,6 +61,7 @@ def train_student(
     out: Path,
     *,
     resume: bool,
+    begins_anew: bool = False,
     forced: Sequence[str] = (),
     ranks: Ranks = ALONE,
     loaded: "Loaded | None" = None,
@@ -71,6 +72,7 @@ def train_student(
     that goes on reads its checkpoint all the same.
 
     With `resume` a run that was stopped goes on from its latest checkpoint, bit for bit on a CPU.
+    One that took steps and has no checkpoint is refused; with `begins_anew` it does what that says.
     `forced` are codes of findings that the user chose to go on in spite of, for `run.json`.
 
     Raises:
@@ -80,7 +82,7 @@ def train_student(
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
         ranks.together(lambda: stack.enter_context(lock))
-        choice = _chosen(config, student, run, resume=resume, ranks=ranks)
+        choice = _chosen(config, student, run, resume=resume, begins_anew=begins_anew, ranks=ranks)
         opened = ranks.together(
             lambda: _open(config, student, run, choice=choice, ranks=ranks, loaded=loaded)
         )
@@ -97,13 +99,21 @@ def train_student(
     return TrainReport(final, trainer.step, trainer.best)
 
 
-def _chosen(config: TrainConfig, student: str, run: Run, *, resume: bool, ranks: Ranks) -> Choice:
+def _chosen(
+    config: TrainConfig,
+    student: str,
+    run: Run,
+    *,
+    resume: bool,
+    begins_anew: bool,
+    ranks: Ranks,
+) -> Choice:
     """Where the run goes on, as the first rank finds it: the others go on there too."""
     nowhere = Choice(None, [], is_best_lost=False)
 
     def choose_alone() -> Choice:
         is_begun = ranks.is_first and run.is_begun(config, student, resume=resume)
-        return choose(run) if is_begun else nowhere
+        return choose(run, begins_anew=begins_anew) if is_begun else nowhere
 
     choice = ranks.together(choose_alone)
     name = choice.checkpoint.name if choice.checkpoint else ""
@@ -147,6 +157,7 @@ def _begin_files(
     resumed = old.get("resumed", [])
     if choice.checkpoint is None:
         run.begin(config, student)
+        run.set_aside()
     else:
         source = choice.checkpoint.name
         entry = {"step": step, "from": source, "world_size": ranks.size, "skipped": choice.skipped}
@@ -154,6 +165,11 @@ def _begin_files(
     run.remove_leavings()
     if choice.is_best_lost:
         run.point("best", choice.checkpoint)
+    if choice.checkpoint is not None and not run.has_pointer("latest"):
+        # killed between the first checkpoint and its pointers
+        if not run.has_pointer("best") and math.isfinite(opened.begin.best):
+            run.point("best", choice.checkpoint)
+        run.point("latest", choice.checkpoint)
     run.forget_after(step)
     facts = _facts(config, student, opened, ranks)
     forced = list(dict.fromkeys([*old.get("forced", []), *forced]))

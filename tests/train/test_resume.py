@@ -143,6 +143,9 @@ def test_without_any_whole_checkpoint(place: Path, out: Path) -> None:
     message = "no checkpoint that is whole .step-000005: .*differs; step-000004: .*another --out"
     with pytest.raises(CheckpointError, match=message):
         run(place, out, resume=True)
+    assert best_of(Run(out)).name == "step-000004"  # a student needs no trainer's state
+    for path in Run(out).checkpoints():
+        flip(path / "model.safetensors")
     with pytest.raises(CheckpointError, match="no checkpoint that is whole, expected the best"):
         best_of(Run(out))
 
@@ -212,6 +215,24 @@ def test_a_student_that_was_changed(tmp_path: Path) -> None:
         run(place, tmp_path / "run", resume=True)
     shutil.rmtree(place / "student")  # a run needs it no longer
     assert run(place, tmp_path / "run", resume=True).steps == 6
+
+
+def test_a_run_without_checkpoints_is_not_begun_anew_unasked(
+    place: Path, whole, tmp_path: Path, caplog
+) -> None:
+    out = tmp_path / "run"
+    crash(place, out, 2, save_every=3, eval_every=3)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    message = r"was stopped after step 2 and has no checkpoint, .*--out, or .*--resume auto.*-1$"
+    with pytest.raises(CheckpointError, match=message):
+        run(place, out, resume=True, save_every=3, eval_every=3)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    settings = config(place, save_every=3, eval_every=3)
+    report = train_student(settings, str(place / "student"), out, resume=True, begins_anew=True)
+    assert report.steps == 6 and "begins anew; what it recorded is kept in" in caplog.text
+    aside = out / "attempt-1"
+    for name in ("metrics.jsonl", "training.csv", "val.csv", "heartbeat-rank0.jsonl"):
+        assert (aside / name).read_bytes() == before[out / name]
 
 
 def test_two_runs_in_one_directory(place: Path, out: Path) -> None:

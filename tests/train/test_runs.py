@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
     settings = config(place, **{"max_steps": 7, "learn": "weights,scales,codebook,norms", **values})
-    return train_student(settings, str(place / "student"), out, resume=resume)
+    return train_student(settings, str(place / "student"), out, resume=resume, begins_anew=resume)
 
 
 @pytest.fixture(scope="module")
