@@ -29,7 +29,7 @@ def train(
     config: Annotated[TrainConfig, Parameter(name="*")],
     out: Required[Path],
     tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
-    resume: Careful[Literal["auto"] | None] = None,
+    resume: Careful[Literal["latest", "auto"] | None] = None,
     dry_run: Careful[Flag] = False,
     force: Careful[Flag] = False,
 ) -> dict[str, object]:
@@ -41,7 +41,9 @@ def train(
         out: run directory to make.
         tracking: who follows the run.
         resume: go on with the run in OUT, if there is one, from its newest checkpoint that is
-            whole; `auto` may be left out.
+            whole (`latest` may be left out). Where OUT is gone, as in a new session, it is brought
+            back from --gdrive-dir. `auto`, for jobs that restart by themselves, also begins anew
+            where a run was killed before its first checkpoint, and keeps what that one recorded.
         dry_run: take a few steps, say how long the run will take, what it will hold and what
             speaks against it, and leave nothing behind.
         force: train in spite of the preflight's errors (recorded in run.json).
@@ -49,12 +51,15 @@ def train(
     from qat.backend.device import select
     from qat.ranks import joined
     from qat.track.follow import follow
+    from qat.track.restore import restore
     from qat.train.start import train_student
 
     session = select(config.device).session(config.xla_cache_dir)
     with session, joined(config.device) as ranks:
         if dry_run:
             return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
+        if resume is not None and tracking.gdrive_dir is not None:
+            ranks.together(lambda: restore(out, tracking.gdrive_dir) if ranks.is_first else None)
         forced = []
         if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
             forced = ranks.together(
@@ -62,7 +67,13 @@ def train(
             )
         with follow(out, tracking if ranks.is_first else UNTRACKED):
             report = train_student(
-                config, student, out, resume=resume is not None, forced=forced, ranks=ranks
+                config,
+                student,
+                out,
+                resume=resume is not None,
+                begins_anew=resume == "auto",
+                forced=forced,
+                ranks=ranks,
             )
             if tracking.gdrive_dir is not None and ranks.is_first:
                 _write_page(out)

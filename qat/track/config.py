@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from pydantic import Field
+
 from qat.config import Settings, Trackers
 
 
@@ -19,5 +21,7 @@ class TrackConfig(Settings):
     trackio: Trackers[bool] = False
     """Write the run into trackio's local database, as project qat."""
     gdrive_dir: Trackers[Path | None] = None
-    """Folder (of a mounted Drive, say) that gets the best checkpoint and the logs while the run
-    goes on, under the name of the run directory."""
+    """Folder (of a mounted Drive, say) that gets the best checkpoint, the logs and what --resume
+    goes on from while the run goes on, under the name of the run directory."""
+    gdrive_state_gib: Trackers[float] = Field(16.0, ge=0)
+    """Most that may take there what --resume goes on from; 0 sends none."""

@@ -85,7 +85,7 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
     ]
     if config.gdrive_dir is not None:
         check_folder(run, config.gdrive_dir)
-        found.append(Upload(run, config.gdrive_dir))
+        found.append(Upload(run, config.gdrive_dir, config.gdrive_state_gib))
     return found
 
 

@@ -1,6 +1,6 @@
-"""Brings the best checkpoint and the logs of a run to a folder that may fail at any time.
+"""Brings a run's best checkpoint, its logs and its newest state to a folder that may fail any time.
 
-FOLDER/RUN/  best.tar.lz4 (at the end {quant}_{scope}_{loss}_{dtype}.tar.lz4), and the logs
+FOLDER/RUN/  best.tar.lz4 (at the end {quant}_{scope}_{loss}_{dtype}.tar.lz4), resume.tar.lz4, logs
 """
 
 import logging
@@ -16,6 +16,7 @@ from qat.hub.pack import pack
 from qat.hub.push import put
 from qat.logs import EVENTS, FACTS, HEARTBEATS, METRICS, RECIPE, SUMMARY, TRAINING_CSV, VAL_CSV
 from qat.track.curves import FOLDER
+from qat.track.restore import STATE, link, named, stage_run
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +25,34 @@ LOGS_OF_RANKS = (HEARTBEATS, EVENTS)
 """Names, and patterns of names."""
 BEST = "best.tar.lz4"
 WORKSHOP = "upload-"
-LOGS_EVERY_S = 30.0
+LOGS_EVERY_S, STATE_EVERY_S = 30.0, 600.0
+GIB = 2**30
 LONGEST_PAUSE_S = 60.0
 LAST_PAUSES_S = (0, 1, 2, 4, 8)
 
 
 class Upload:
-    """Follows `best` and the logs. What arrives was read back, and has its name only then."""
+    """Follows `best`, `latest` and the logs. What arrives was read back before it has its name.
+
+    Of the states to go on from one is there, the newest sent; it is replaced at most every
+    `STATE_EVERY_S`, and is never larger than `state_gib`.
+    """
 
     name = "gdrive-dir"
     limit_s = 600.0
 
-    def __init__(self, run: Path, folder: Path) -> None:
+    def __init__(self, run: Path, folder: Path, state_gib: float) -> None:
         self.run = run
         self.folder = folder
         self.target = folder / run.resolve().name
         self._logs: dict[str, tuple[int, int]] = {}
         self._best: str | None = None
+        self._state: str | None = None
+        self._most_bytes = state_gib * GIB
+        self._is_told_of_size = False
         self._is_open = False
         self._failures = 0
-        self._due = self._logs_due = 0.0
+        self._due = self._logs_due = self._state_due = 0.0
 
     def begin(self, label: str) -> None:
         """Nothing: the folder's part is made with the first file."""
@@ -56,19 +65,19 @@ class Upload:
         with_logs = now >= self._logs_due
         if with_logs:
             self._logs_due = now + LOGS_EVERY_S
-        self._attempt(with_logs=with_logs)
+        self._attempt(with_logs=with_logs, with_state=now >= self._state_due)
 
     def end(self, *, failed: bool) -> None:
         """Send what is left, with a few attempts; what is missing then is said.
 
         Of a finished run the best checkpoint gets its final name.
         """
-        if self._lacks_best():
+        if self._lacks_best() or self._lacks_state():
             logger.info("--gdrive-dir: sending what is left, for at most %.0f s", self.limit_s)
         name = None if failed else self._final()
         for pause_s in LAST_PAUSES_S:
             time.sleep(pause_s)
-            if self._attempt(with_logs=True, name=name):
+            if self._attempt(with_logs=True, with_state=True, name=name):
                 return
         logger.warning(
             "--gdrive-dir: gave up after %d attempts; %s", len(LAST_PAUSES_S), self.missing()
@@ -76,17 +85,20 @@ class Upload:
 
     def missing(self) -> str:
         """What the folder lacks, and the command that brings it there."""
-        commands = []
+        commands, state = [], ""
+        if self._lacks_state():
+            state = f"{named(self.run, 'latest')} cannot be gone on from there"
         if self._lacks_best():
-            student = self.run / (self._final() or self._pointer() or "")
+            student = self.run / (self._final() or named(self.run, "best") or "")
             commands.append(f"qat hub push {shlex.quote(str(student))} {self._quoted_target()}")
         logs = [str(self.run / name) for name in self._new_logs()]
         if logs:
             commands.append(f"cp {shlex.join(logs)} {self._quoted_target()}")
         mkdir = f"mkdir -p {self._quoted_target()}"
-        return "by hand: " + " && ".join([mkdir, *commands]) if commands else "nothing is missing"
+        by_hand = "by hand: " + " && ".join([mkdir, *commands]) if commands else ""
+        return "; ".join(filter(None, (state, by_hand))) or "nothing is missing"
 
-    def _attempt(self, *, with_logs: bool, name: str | None = None) -> bool:
+    def _attempt(self, *, with_logs: bool, with_state: bool, name: str | None = None) -> bool:
         """Whether everything that is wanted there is there."""
         try:
             self._open_target()
@@ -96,6 +108,8 @@ class Upload:
                 self._send_best()
             if name is not None and self._best is not None and (self.target / BEST).exists():
                 (self.target / BEST).replace(self.target / f"{name}.tar.lz4")
+            if with_state and self._lacks_state():
+                self._send_state()
         except (OSError, HubError) as error:
             self._put_off(error)
             return False
@@ -134,17 +148,20 @@ class Upload:
         self._logs[name] = stamp
 
     def _lacks_best(self) -> bool:
-        return self._pointer() not in (None, self._best)
+        return named(self.run, "best") not in (None, self._best)
+
+    def _lacks_state(self) -> bool:
+        return self._most_bytes > 0 and named(self.run, "latest") not in (None, self._state)
 
     def _send_best(self) -> None:
         """Pack and send the best checkpoint, which the trainer may delete at any time."""
-        pointer = self._pointer()
+        pointer = named(self.run, "best")
         with self._workshop() as place:
             student = Path(place, self.run.resolve().name)
             try:
                 stage(self.run / pointer, student)
             except FileNotFoundError:
-                if self._pointer() != pointer:  # a better one took its place: send that one next
+                if named(self.run, "best") != pointer:  # send the better one that took its place
                     return
                 raise
             archive = Path(place, BEST)
@@ -152,13 +169,36 @@ class Upload:
             put(archive, self.target / BEST, replace=True)
         self._best = pointer
 
+    def _send_state(self) -> None:
+        """Pack and send what `--resume` goes on from, unless it is larger than allowed."""
+        pointers = named(self.run, "latest"), named(self.run, "best")
+        self._state_due = time.monotonic() + STATE_EVERY_S  # also after a failure: packing takes
+        with self._workshop() as place:
+            staged = Path(place, self.run.resolve().name)
+            try:
+                stage_run(self.run, staged)
+            except FileNotFoundError:
+                if (named(self.run, "latest"), named(self.run, "best")) != pointers:
+                    self._state_due = 0.0  # newer ones took their place: send those next
+                    return
+                raise
+            size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+            if size <= self._most_bytes:
+                archive = Path(place, STATE)
+                pack(staged, archive)
+                put(archive, self.target / STATE, replace=True)
+            elif not self._is_told_of_size:
+                self._is_told_of_size = True
+                logger.warning(
+                    "--gdrive-dir: what --resume goes on from takes %.3g GiB, more than "
+                    "--gdrive-state-gib %.3g: it is not sent, and a lost machine loses the run",
+                    size / GIB,
+                    self._most_bytes / GIB,
+                )
+        self._state = pointers[0]
+
     def _workshop(self) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory(prefix=WORKSHOP, dir=_made(self.run / FOLDER))
-
-    def _pointer(self) -> str | None:
-        """What `best` names, relative to the run."""
-        path = self.run / "best"
-        return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
     def _final(self) -> str | None:
         """The name of the finished run's checkpoint."""
@@ -187,9 +227,10 @@ def check_folder(run: Path, folder: Path) -> None:
     target = folder / run.resolve().name
     is_new = not (run / RECIPE).exists()
     if is_new and target.exists() and any(target.iterdir()):
+        way = "go on with it by --resume, " if (target / STATE).exists() else ""
         raise ConfigError(
-            f"{target} holds another run of this name, expected none; choose another --out or move "
-            "that one"
+            f"{target} holds a run of this name, but {run} none, expected neither; {way}choose "
+            "another --out or move that one"
         )
 
 
@@ -201,14 +242,8 @@ def stage(checkpoint: Path, student: Path) -> None:
     Raises:
         FileNotFoundError: the checkpoint is being deleted.
     """
-    student.mkdir()
     for file in sorted(path for path in checkpoint.iterdir() if path.is_file()):
-        try:
-            os.link(file, student / file.name)
-        except FileNotFoundError:
-            raise
-        except OSError:  # no links here
-            shutil.copyfile(file, student / file.name)
+        link(file, student / file.name)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """`qat train` as a user meets it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,19 @@ def test_resuming_with_another_rate_is_one_line(
     assert call(monkeypatch, "train", place / "student", *words) == 1
     error = capsys.readouterr().err
     assert error.startswith("qat: lr=0.5, but the run in ") and error.count("\n") == 1
+
+
+def test_the_same_command_goes_on_where_the_machine_was_lost(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    out, folder = tmp_path / "run", tmp_path / "Drive"
+    folder.mkdir()
+    words = [*flags(place, max_steps=2), "--out", out, "--gdrive-dir", folder, "--resume"]
+    assert call(monkeypatch, "train", place / "student", *words) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    shutil.rmtree(out)
+    assert call(monkeypatch, "train", place / "student", *words[:-1]) == 1
+    assert "go on with it by --resume, choose another --out" in capsys.readouterr().err
+    assert call(monkeypatch, "train", place / "student", *words) == 0
+    for name in ("metrics.jsonl", "recipe.toml", "best", "latest", "training.csv"):
+        assert (out / name).read_bytes() == before[name]

@@ -22,10 +22,11 @@ def save(run: Path, step: int, *, is_best: bool = True, old: int | None = None) 
     path = run / "checkpoints" / f"step-{step:06d}"
     (path / "trainer").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"step": step}))
-    (path / "model.safetensors").write_bytes(bytes([step]) * 5000)
+    (path / "model.safetensors").write_bytes(bytes([step % 256]) * 5000)
     (path / "trainer" / "state.safetensors").write_bytes(b"moments")
     if is_best:
         (run / "best").write_text(f"checkpoints/step-{step:06d}\n")
+    (run / "latest").write_text(f"checkpoints/step-{step:06d}\n")
     if old is not None:
         shutil.rmtree(run / "checkpoints" / f"step-{old:06d}")
 
@@ -69,7 +70,7 @@ def test_a_run_ends_in_its_best_student_and_its_logs(folder: Path, tmp_path: Pat
         finish(run)
     names = {"metrics.jsonl", "heartbeat-rank0.jsonl", "recipe.toml", "run.json", "report.html"}
     sent = {path.name for path in (folder / "run").iterdir()}
-    assert sent == names | {"q2a2_e2e_0.50_fp32.tar.lz4"}
+    assert sent == names | {"q2a2_e2e_0.50_fp32.tar.lz4", "resume.tar.lz4"}
     for name in names:
         assert (folder / "run" / name).read_bytes() == (run / name).read_bytes()
     assert step_in(folder / "run" / "q2a2_e2e_0.50_fp32.tar.lz4", tmp_path) == 4
@@ -81,7 +82,7 @@ def test_each_best_replaces_the_one_before_and_a_stopped_run_keeps_it(
 ) -> None:
     run = tmp_path / "run"
     begin(run)
-    sender = Upload(run, folder)
+    sender = Upload(run, folder, 1.0)
     sender.poll()
     assert not (folder / "run" / "best.tar.lz4").exists()
     for step, old in ((1, None), (2, 1)):
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_vanishes_gives_way_to_the_better_one(
     run = tmp_path / "run"
     begin(run)
     save(run, 1)
-    link, sender = upload.os.link, Upload(run, folder)
+    link, sender = upload.os.link, Upload(run, folder, 1.0)
 
     def link_too_late(source: Path, target: Path) -> None:
         if Path(source).name == "model.safetensors" and "000001" in str(source):
@@ -126,7 +127,7 @@ def test_files_that_are_deleted_while_they_are_packed_are_sent_whole(
 
     pack = upload.pack
     monkeypatch.setattr(upload, "pack", pack_late)
-    sender = Upload(run, folder)
+    sender = Upload(run, folder, 0.0)
     sender.poll()
     assert step_in(folder / "run" / "best.tar.lz4", tmp_path) == 1
     monkeypatch.setattr(upload, "pack", pack)
@@ -148,7 +149,7 @@ def test_a_failing_folder_is_tried_again_later_and_later(
     put = upload.put
     monkeypatch.setattr(upload, "put", fail)
     monkeypatch.setattr(upload.time, "monotonic", lambda: now[0])
-    sender = Upload(run, folder)
+    sender = Upload(run, folder, 1.0)
     for second in range(200):
         now[0] = float(second)
         sender.poll()
@@ -168,7 +169,7 @@ def test_leavings_of_a_killed_run_go(folder: Path, tmp_path: Path) -> None:
     for path in left:
         path.parent.mkdir(parents=True)
         path.touch()
-    Upload(run, folder).poll()
+    Upload(run, folder, 1.0).poll()
     assert not any(path.exists() for path in left) and [*(run / "tracking").iterdir()] == []
 
 
@@ -179,7 +180,7 @@ def test_what_is_missing_in_the_end_is_said_with_a_command(
     begin(run)
     save(run, 1)
     finish(run, "q2")
-    sender = Upload(run, folder)
+    sender = Upload(run, folder, 1.0)
     folder.rmdir()
     sender.end(failed=False)
     last = caplog.records[-1].getMessage()
@@ -202,7 +203,10 @@ def test_a_folder_that_cannot_take_the_run_is_refused_before_it(
     (folder / "run").mkdir()
     check_folder(run, folder)
     (folder / "run" / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="holds another run of this name, expected none"):
+    with pytest.raises(ConfigError, match="holds a run of this name, .* neither; choose another"):
+        check_folder(run, folder)
+    (folder / "run" / "resume.tar.lz4").touch()
+    with pytest.raises(ConfigError, match="expected neither; go on with it by --resume, choose"):
         check_folder(run, folder)
     begin(run)  # a run that goes on knows its own folder
     check_folder(run, folder)
