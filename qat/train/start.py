@@ -340,7 +340,7 @@ def _facts(config: TrainConfig, student: str, opened: _Opened, ranks: Ranks) -> 
 
 
 def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
-    """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.07_bf16`.
+    """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.0036_bf16`.
 
     `quant` holds the mean bits of an index, in the MLPs and in the attention.
     """
@@ -350,7 +350,13 @@ def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""
-    return f"{quant or 'float'}_{config.scope}_{trainer.best:.2f}_{trainer.config.dtype}"
+    return f"{quant or 'float'}_{config.scope}_{_two_digits(trainer.best)}_{trainer.config.dtype}"
+
+
+def _two_digits(loss: float) -> str:
+    """A loss with two decimals, or with so many that two digits of it are seen: 0.58, 0.0036."""
+    is_small = 0 < abs(loss) < 1
+    return f"{loss:.{1 - math.floor(math.log10(abs(loss))) if is_small else 2}f}"
 
 
 def _copy_packed(checkpoint: Path, final: Path) -> None:

@@ -31,7 +31,7 @@ from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.resume import load_training_state
 from qat.train.run import Run
-from qat.train.start import TrainReport, train_student
+from qat.train.start import TrainReport, _two_digits, train_student
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +167,21 @@ def test_the_name_tells_the_mean_bits_of_a_mixed_student(place: Path, tmp_path: 
     settings = config(place, max_steps=1)
     report = train_student(settings, str(tmp_path / "mixed"), tmp_path / "run", resume=False)
     assert report.final.name.startswith("q2.3a2_e2e_")  # one of six equal linears has 4 bits
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (0.5855, "0.59"),
+        (2.34, "2.34"),
+        (0.0731, "0.073"),
+        (0.00358, "0.0036"),
+        (3e-7, "0.00000030"),
+        (0.0, "0.00"),
+    ],
+)
+def test_a_small_loss_keeps_two_digits_in_the_name(loss: float, words: str) -> None:
+    assert _two_digits(loss) == words
 
 
 def test_the_directory_of_a_run(place: Path, whole) -> None:
