@@ -10,7 +10,8 @@ from qat.hub.config import Entry
 from qat.hub.files import sha256_tree
 from qat.hub.registry import REPOSITORY, add_entry, find, load_registry, user_file
 
-SHORTCUTS = ["L64", "L128", "q4_fp32", "q4_fp16", "q2_init", "q2_best", "q2_0.53", "tiny"]
+CACHES = {"L64", "L128"}
+CHECKPOINTS = {"q4_fp32", "q4_fp16", "q2_init", "q2_best", "q2_0.53", "sr-002", "tiny"}
 
 
 @pytest.fixture
@@ -24,9 +25,9 @@ def entry(**values: object) -> Entry:
 
 def test_the_packaged_names(own: Path) -> None:
     registry = load_registry(own)
-    assert sorted(registry) == sorted(SHORTCUTS)
+    assert set(registry) == CACHES | CHECKPOINTS
     assert registry["L64"].mirrors == ("drive:qwen3_caches/alpaca_chat_think_both_L64_K64_R128",)
-    assert {name for name in registry if registry[name].kind == "cache"} == {"L64", "L128"}
+    assert {name for name in registry if registry[name].kind == "cache"} == CACHES
     assert user_file().name == "hub.toml"
 
 
