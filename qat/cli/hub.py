@@ -1,5 +1,6 @@
 """`qat hub`: fetch, share, pack and unpack caches and checkpoints."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +8,7 @@ from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Required
 from qat.hub.config import Entry
+from qat.logs import METRICS, SUMMARY
 
 if TYPE_CHECKING:
     from qat.hub.registry import Registry
@@ -139,24 +141,44 @@ def push(
     to: Required[str],
     *,
     drive: Path | None = None,
+    with_trainer: Annotated[bool, Parameter(negative=())] = False,
     force: Annotated[bool, Parameter(negative=())] = False,
 ) -> dict[str, object]:
     """Pack the directory PATH, copy it to the folder or gs:// path TO, and say how to register it.
+
+    Of a run its final student is packed, or its best checkpoint where it has not ended, under the
+    name of the run.
 
     Args:
         path: a cache, a checkpoint or a run.
         to: a folder (a mounted Drive, say) or gs://BUCKET/PATH.
         drive: where a Google Drive is mounted, if `to` lies on it: the mirror is named below it.
+        with_trainer: pack all that is in PATH: logs, checkpoints and the state of the optimizer.
         force: replace another archive of that name.
     """
     from rich.console import Console
 
     from qat.hub.push import push as put
 
-    pushed = put(path, to, replace=force)
-    line = pushed.add_line(path.resolve().name, _mirror(pushed.to, drive))
+    source, name = path if with_trainer else _student(path), path.resolve().name
+    pushed = put(source, to, name=name, with_trainer=with_trainer, replace=force)
+    line = pushed.add_line(name, _mirror(pushed.to, drive))
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return dict(add=line, **pushed._asdict())
+    return dict(add=line, packed=source, **pushed._asdict())
+
+
+def _student(path: Path) -> Path:
+    """Of a run the final student, or its best checkpoint; anything else is what it is."""
+    if not (path / METRICS).is_file():
+        return path
+    if (path / SUMMARY).is_file():
+        words = (path / SUMMARY).read_text(encoding="utf-8")
+        final = re.search(r'"final": "([\w.-]+)"', words)
+        if final and (path / final[1]).is_dir():
+            return path / final[1]
+    from qat.models.load import resolve
+
+    return Path(resolve(str(path)))
 
 
 def _registry(own: Path | None) -> "Registry":

@@ -69,16 +69,19 @@ def peeled(directory: Path) -> Path:
         directory = inside[0]
 
 
-def regular_files(directory: Path) -> list[Path]:
+def regular_files(directory: Path, skip: str | None = None) -> list[Path]:
     """The files below `directory` in the order of their names, without a Mac's litter.
 
     A symbolic link to a file counts as that file (a snapshot of a model hub consists of those).
+    `skip` names a directory directly in it that is left out.
 
     Raises:
         HubError: something there is neither a file nor a directory, or a link to a directory.
     """
     found = []
     for path in sorted(directory.rglob("*"), key=lambda each: each.relative_to(directory).parts):
+        if path.relative_to(directory).parts[0] == skip:
+            continue
         if path.name in (RECEIPT, ".DS_Store") or path.name.startswith("._"):
             continue
         if path.is_file():
@@ -91,14 +94,15 @@ def regular_files(directory: Path) -> list[Path]:
     return found
 
 
-def sha256_tree(directory: Path) -> str:
+def sha256_tree(directory: Path, skip: str | None = None) -> str:
     """SHA-256 of the list that `sha256sum` prints of all files, in the order of their names.
 
-    Equal to, in that directory:
+    Without `skip` (see `regular_files`) equal to, in that directory:
     `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum`.
     """
     total = hashlib.sha256()
-    names = {path.relative_to(directory).as_posix(): path for path in regular_files(directory)}
+    files = regular_files(directory, skip)
+    names = {path.relative_to(directory).as_posix(): path for path in files}
     for name in sorted(names):
         total.update(f"{sha256_file(names[name])}  {name}\n".encode())
     return total.hexdigest()

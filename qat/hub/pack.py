@@ -17,8 +17,11 @@ SUFFIXES = (".tar.lz4", ".tgz", ".tar.gz")
 """In the order in which a reader prefers them: lz4 packs twenty times faster than gzip."""
 
 
-def pack(directory: Path, out: Path) -> int:
+def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | None = None) -> int:
     """Write the files of `directory` into the archive `out`; their number.
+
+    They lie in a directory called `name`, else as `directory` is; `skip` names one directly in it
+    that is left out.
 
     Names are sorted, and owners, modes and times are left out: equal content gives equal bytes.
 
@@ -29,9 +32,9 @@ def pack(directory: Path, out: Path) -> int:
     if not directory.is_dir():
         raise HubError(f"{directory} is not there, expected a directory to pack; check the path")
     root = peeled(directory)
-    files = regular_files(root)
+    files = regular_files(root, skip)
     _check(directory, files, out)
-    name = directory.resolve().name
+    name = name or directory.resolve().name
     with atomic_file(out) as file, _compressor(file, out) as packed:
         _write(packed, root, name, files)
     return len(files)

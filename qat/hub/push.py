@@ -37,28 +37,41 @@ class Pushed(NamedTuple):
         )
 
 
-def push(directory: Path, to: str, *, replace: bool = False) -> Pushed:
-    """Pack `directory` as .tar.lz4 and copy that to the folder `to`, or below gs://.
+TRAINER = "trainer"
+"""The directory of a checkpoint that holds what only training needs."""
 
-    In a folder the archive appears whole, after its bytes were read back and compared.
+
+def push(
+    directory: Path,
+    to: str,
+    *,
+    name: str | None = None,
+    with_trainer: bool = False,
+    replace: bool = False,
+) -> Pushed:
+    """Pack `directory` as NAME.tar.lz4 and copy that to the folder `to`, or below gs://.
+
+    In a folder the archive appears whole, after its bytes were read back and compared. It is called
+    `name`, else as `directory` is.
 
     Raises:
         HubError: there is nothing to pack, no such folder, or another archive of that name in it.
     """
-    name = f"{directory.resolve().name}.tar.lz4"
+    inside, skip = name or directory.resolve().name, None if with_trainer else TRAINER
+    name = f"{inside}.tar.lz4"
     is_remote = to.startswith("gs://")
     if not is_remote and not Path(to).is_dir():
         raise HubError(f"{to} is not there, expected a folder (is the Drive mounted?) or gs://...")
     target = f"{to.rstrip('/')}/{name}"
     with tempfile.TemporaryDirectory(prefix=".qat-push-", dir=directory.resolve().parent) as place:
         archive = Path(place, name)
-        pack(directory, archive)
+        pack(directory, archive, name=inside, skip=skip)
         root, size, sha256 = peeled(directory), archive.stat().st_size, sha256_file(archive)
         if is_remote:
             run_storage("cp", str(archive), target)
         else:
             put(archive, Path(target), replace=replace)
-        return Pushed(target, kind_of(root), size, sha256, sha256_tree(root))
+        return Pushed(target, kind_of(root), size, sha256, sha256_tree(root, skip))
 
 
 def put(source: Path, target: Path, *, replace: bool = False) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hub_case import checkpoint, contents
 
 from qat.cli import main
+from qat.hub.files import regular_files, sha256_tree
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,33 @@ def test_mistakes_are_one_line(tokens: tuple, message: str, monkeypatch, capsys)
     assert call(monkeypatch, *tokens) == 1
     printed = capsys.readouterr()
     assert message in printed.err.splitlines()[-1] and printed.out == ""
+
+
+def test_of_a_run_the_student_is_pushed_and_the_rest_on_request(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    run = tmp_path / "runs" / "q2"
+    best = checkpoint(run / "checkpoints" / "step-000010")
+    (best / "trainer").mkdir()
+    (best / "trainer" / "state.safetensors").write_bytes(bytes(10000))
+    (run / "best").write_text("checkpoints/step-000010")
+    (run / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "folder").mkdir()
+
+    def pushed(*words: str) -> tuple[str, set[str]]:
+        assert call(monkeypatch, "push", "runs/q2", "folder", "--force", *words) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["add"].startswith("qat hub add q2 --kind checkpoint")
+        out = tmp_path / "out"
+        assert call(monkeypatch, "unpack", "folder/q2.tar.lz4", "--out", str(out), "--force") == 0
+        assert sha256_tree(out) == found["tree_sha256"]
+        capsys.readouterr()
+        return found["packed"], {file.name for file in regular_files(out)}
+
+    student = {"config.json", "model.safetensors", "notes.txt"}
+    assert pushed() == ("runs/q2/checkpoints/step-000010", student)
+    checkpoint(run / "q2a4_mlp_0.06_bf16")
+    (run / "metrics.json").write_text('{\n "final": "q2a4_mlp_0.06_bf16"\n}\n')
+    assert pushed() == ("runs/q2/q2a4_mlp_0.06_bf16", student)
+    rest = {"best", "metrics.json", "metrics.jsonl", "state.safetensors"}
+    assert pushed("--with-trainer") == ("runs/q2", student | rest)
