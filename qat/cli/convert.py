@@ -1,11 +1,14 @@
 """`qat convert`: float weights to look-up tables, or to smaller ones; dense attention to sparse."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
+from cyclopts import convert as coerce
 
+from qat.cli.export import show_targets
 from qat.cli.legacy import Foreign, convert_foreign
 from qat.config import Formats, Judged, Required
 from qat.errors import ConfigError
@@ -20,6 +23,18 @@ if TYPE_CHECKING:
     from qat.models.shipping import Shipping
 
 
+def _names(_: object, tokens: Sequence[Token]) -> tuple[TargetName, ...]:
+    """`a,b` as well as `a` and `b`, each given with a flag of its own."""
+    words = [word for token in tokens for word in token.value.split(",")]
+    return tuple(coerce(tuple[TargetName, ...], list(dict.fromkeys(words))))
+
+
+Targets = Annotated[
+    tuple[TargetName, ...],
+    Parameter(name="--for", negative=(), converter=_names, show_default=False),
+]
+
+
 def convert(
     source: Required[str],
     *,
@@ -28,7 +43,7 @@ def convert(
     evaluate: Judged[Annotated[bool, Parameter(name="--eval", negative=())]] = False,
     cache_dir: Judged[Path | None] = None,
     from_: Formats[Annotated[Foreign | None, Parameter(name="--from")]] = None,
-    target: Formats[Annotated[TargetName | None, Parameter(name="--for")]] = None,
+    targets: Formats[Targets] = (),
 ) -> dict[str, object]:
     """Quantize SOURCE, or change its attention, without training; write a checkpoint.
 
@@ -41,10 +56,11 @@ def convert(
         cache_dir: the cache to evaluate on.
         from_: SOURCE is a checkpoint of Anemll/qwen3_apple_style_2bit_qat_lora, to be kept as it
             is; --base names the float model that it was made from.
-        target: what the student is to be exported to: formats become what that holds without loss.
+        targets: what the student is to be exported to, one or several, joined by commas: formats
+            become what all of them hold without loss.
     """
     if from_ is not None:
-        if target is not None:
+        if targets:
             raise ConfigError(
                 "--for is given with --from, which keeps weights as they are; convert its result "
                 "in a second step"
@@ -60,11 +76,12 @@ def convert(
     verdicts = {}
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
-    report = convert_checkpoint(source, config, out, _shipping(target))
+    report = convert_checkpoint(source, config, out, _shipping(targets))
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
     _show(report, verdicts)
+    is_packed = not math.isnan(report.bits_per_weight)
     return dict(
         out=out,
         plan=report.plan,
@@ -77,6 +94,7 @@ def convert(
         megabytes=round(report.megabytes, 3),
         **_spending(report),
         seconds=round(report.seconds, 2),
+        ships_to=show_targets(out) if is_packed else [],
         **verdicts,
     )
 
@@ -86,12 +104,12 @@ def _rounded(bits: float) -> float | None:
     return None if math.isnan(bits) else round(bits, 4)
 
 
-def _shipping(target: TargetName | None) -> "Shipping | None":
-    """The target of `--for`."""
+def _shipping(names: Sequence[TargetName]) -> "Shipping | None":
+    """The targets of `--for`."""
     from qat.export.targets import load_target
     from qat.models.shipping import Shipping
 
-    return None if target is None else Shipping(target, load_target(target))
+    return Shipping({name: load_target(name) for name in names}) if names else None
 
 
 def _spending(report: "QuantizeReport") -> dict[str, object]:

@@ -43,3 +43,28 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
     logits = "equal" if difference == 0 else f"within {difference:.2g}"
     table.add_row(config.to, report.dtype, size, f"{report.bits_per_weight:.3f}", logits)
     Console().print(table)
+
+
+def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
+    """Say where a packed checkpoint can be shipped to as it is, and where not; the former.
+
+    Args:
+        directory: of the checkpoint.
+        adapters: training will add some.
+    """
+    from rich.console import Console
+
+    from qat.export.targets import ships_to
+
+    lacks = ships_to(directory, adapters=adapters)
+    to = [name for name, reason in lacks.items() if reason is None]
+    words = f"ships to {', '.join(to)}"
+    others: dict[str, list[str]] = {}
+    for name, reason in lacks.items():
+        if reason is not None:
+            others.setdefault(reason, []).append(name)
+    if others:
+        named = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
+        words += f"\nnot to {named} (choose before training: qat convert --for NAME,NAME)"
+    Console().print(words, markup=False, highlight=False)
+    return to

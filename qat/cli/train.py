@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from qat.cli.export import show_targets
 from qat.cli.health import show_health
 from qat.cli.result import print_result
 from qat.config import Careful, Required
@@ -88,11 +89,13 @@ def _preflight(
 ) -> list[str]:
     """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
     from qat.cli.findings import show_findings
+    from qat.models.load import resolve
     from qat.train.check import codes_forced, examine
 
     if not ranks.is_first:
         return []
     checked = examine(config, student, out, world=ranks.size)
+    show_targets(Path(resolve(student)), adapters="lora" in config.kinds)
     if checked.is_long or checked.errors():
         show_findings(checked)
     return codes_forced(checked.findings, force=force)

@@ -48,7 +48,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     if spec.scale != "group":
         return f"its scale is of low rank ({spec.rank}), expected one for each group"
     if spec.codebook == "lut":
-        return "no type of ggml has learned levels, expected codebook int, seq or ternary"
+        return "its codebook is lut, expected int, seq or ternary: ggml has no learned levels"
     if block_type(spec) is None:
         return (
             f"no type of ggml holds {spec.bits} bits of codebook={spec.codebook} in groups of "

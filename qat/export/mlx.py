@@ -19,7 +19,6 @@ from qat.export.parts import (
     affine,
     exact,
     group_size_near,
-    load_failure,
     lost_by_grid,
     refuse_low_rank,
     require,
@@ -36,6 +35,8 @@ HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+SAME_AS = {"mistral": "llama"}
+"""Models that mlx-lm runs by the code of another."""
 WITHOUT_WINDOW = ("qwen2", "qwen3")
 """Models whose sliding window, where their configuration has one, mlx-lm leaves out."""
 MOST_SEQ_BITS = 4
@@ -81,12 +82,18 @@ def check(model: PreTrainedModel) -> None:
     """
     config = model.config
     kind, layers = config.model_type, getattr(config, "layer_types", None) or []
-    if load_failure("mlx_lm") is None and find_spec(f"mlx_lm.models.{kind}") is None:
+    library = find_spec("mlx_lm")  # found, not imported: before a run too this is checked
+    file = f"{SAME_AS.get(kind, kind)}.py"
+    if (
+        library is not None
+        and not Path(library.origin).with_name("models").joinpath(file).is_file()
+    ):
         raise ExportError(
             f"model_type={kind} is none that mlx-lm knows, expected one of its models; export "
             "--to dense"
         )
-    if kind in WITHOUT_WINDOW and "sliding_attention" in layers:
+    has_window = kind == "mistral" and config.sliding_window is not None
+    if has_window or (kind in WITHOUT_WINDOW and "sliding_attention" in layers):
         raise ExportError(
             f"mlx-lm runs {kind} without the sliding window that this model has, expected layers "
             "of full_attention; export --to dense"

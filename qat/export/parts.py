@@ -70,10 +70,7 @@ def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
     if spec.scale != "group":
         return f"its scale is of low rank ({spec.rank}), expected one for each group"
     if spec.codebook not in grids:
-        return (
-            f"its codebook={spec.codebook} is not evenly spaced as this target needs it, expected "
-            f"{' or '.join(grids)}"
-        )
+        return f"its codebook is {spec.codebook}, expected {' or '.join(grids)}"
     return None
 
 

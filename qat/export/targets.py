@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.config import TargetName
+from qat.models.checkpoint import load_skeleton
 from qat.models.shipping import check_attention
 from qat.models.stored_state import quantized_modules
 from qat.models.tables import weight_shape
@@ -92,16 +93,51 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
     check_attention(name, model)
     target.check(model)
     for module_name, module in quantized_modules(model).items():
-        reason = _lost(name, target, module)
-        if reason is not None:
-            raise ExportError(f"{name} cannot hold {module_name} without loss: {reason}")
+        loss = _lost(target, module)
+        if loss is not None:
+            reason, remedy = loss
+            raise ExportError(
+                f"{name} cannot hold {module_name} without loss: {reason}; "
+                f"{remedy.format(name=name)}"
+            )
 
 
-def _lost(name: TargetName, target: Target, module: QuantLinear | FrozenLutTable) -> str | None:
-    """What the target would lose of a module, and what to do about it."""
+def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, str | None]:
+    """Of the packed checkpoint in `directory`: what each target lacks for it, None where nothing.
+
+    Its configuration alone is read.
+
+    Args:
+        directory: of the checkpoint.
+        adapters: its linears will get some.
+
+    Raises:
+        CheckpointError: it is not a packed checkpoint.
+    """
+    model = load_skeleton(directory)
+    return {name: _lacks(load_target(name), name, model, adapters) for name in TARGETS}
+
+
+def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> str | None:
+    """What a target lacks for a model, in a clause."""
+    try:
+        check_attention(name, model)
+        target.check(model)
+    except ExportError as error:
+        return str(error).removeprefix(f"{name} ").split(",")[0]
+    if adapters and not target.HOLDS_ADAPTERS:
+        return "holds no adapters"
+    losses = (_lost(target, module) for module in quantized_modules(model).values())
+    return next((loss[0].split(",")[0] for loss in losses if loss is not None), None)
+
+
+def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, str] | None:
+    """What the target would lose of a module, and what to do about it; None for nothing."""
     if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
-        return "it is a quantized table, expected one in floating point; convert without it"
+        reason = "a quantized table, expected one in floating point"
+        return reason, "convert the model without --embedding-bits"
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
-        return "its adapter is part of its weight; export --to dense or packed"
+        return "its adapter is part of its weight", "export --to dense or packed"
     reason = target.lost(module.spec, weight_shape(module))
-    return reason and f"{reason}; convert the model with 'qat convert --for {name}' before training"
+    remedy = "convert the model with 'qat convert --for {name}' before training"
+    return None if reason is None else (reason, remedy)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
@@ -124,11 +124,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is none, or it is damaged, incomplete or of an unknown format.
     """
-    if not is_packed(path):
-        raise CheckpointError(
-            f"{path} is not a packed checkpoint (no quantization_config of method "
-            f"{QUANT_METHOD!r} in its config.json); make one with 'qat convert'"
-        )
+    _check_packed(path)
     check_checksums(path, of_model=True)
     try:
         with quiet_transformers():
@@ -146,6 +142,29 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} cannot be loaded ({why}); expected a whole packed checkpoint: copy it anew"
         ) from error
+
+
+def load_skeleton(path: Path) -> PreTrainedModel:
+    """The model of a packed checkpoint on the meta device: shapes and formats without values.
+
+    Raises:
+        CheckpointError: there is none, or its config.json is of an unknown format.
+    """
+    _check_packed(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    quantizer = QatHfQuantizer(QatConfig.from_dict(config.quantization_config))
+    quantizer.preprocess_model(model)
+    return model.eval()
+
+
+def _check_packed(path: Path) -> None:
+    if not is_packed(path):
+        raise CheckpointError(
+            f"{path} is not a packed checkpoint (no quantization_config of method "
+            f"{QUANT_METHOD!r} in its config.json); make one with 'qat convert'"
+        )
 
 
 def is_packed(path: Path) -> bool:

@@ -1,8 +1,9 @@
-"""A plan bent to what a target of `qat export` holds without loss, before anything is quantized.
+"""A plan bent to what targets of `qat export` hold without loss, before anything is quantized.
 
 Shapes: O out_features, I in_features.
 """
 
+from itertools import combinations, product
 from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedModel
@@ -48,40 +49,71 @@ def check_attention(name: str, model: PreTrainedModel) -> None:
         )
 
 
+GROUP_SIZES = (32, 64, 128, 256)
+"""Sizes that are tried where several targets hold no common format of the plan's."""
+
+
 class Shipping(NamedTuple):
     """Where a student is to go."""
 
-    name: str
-    """Of the target, for names and messages."""
-    target: Holder
+    targets: dict[str, Holder]
+    """By name, for names and messages; the first is asked first."""
+
+    @property
+    def name(self) -> str:
+        """Of all targets."""
+        return "_".join(self.targets)
 
     def bend(self, module: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         """The format that the `(O, I)` weight of `module` gets instead of `spec`: of as many bits.
 
-        A fixed grid that the target holds already, with scales of 8 bits, which every dtype holds,
+        A fixed grid that all targets hold already, with scales of 8 bits, which every dtype holds,
         stays.
 
         Raises:
-            ExportError: the target holds none.
+            ExportError: they hold none in common; two that conflict are named.
         """
-        is_held = self.target.lost(spec, shape) is None
-        if is_held and spec.scale_bits == 8 and spec.codebook != "lut":
-            return spec
+        sizes = [size for size in GROUP_SIZES if size > spec.group_size and not shape[1] % size]
+        for size in [spec.group_size, *(sizes if len(self.targets) > 1 else ())]:
+            found = self._common(spec.model_copy(update={"group_size": size}), shape)
+            if found is not None:
+                return found
+        if len(self.targets) > 2:
+            for pair in combinations(self.targets.items(), 2):
+                Shipping(dict(pair)).bend(module, spec, shape)
+        for name, target in self.targets.items():
+            try:
+                target.scheme(spec, shape)
+            except ExportError as error:
+                raise ExportError(f"{name} cannot hold {module}: {error}") from None
+        raise ExportError(
+            f"{' and '.join(self.targets)} hold no format of {spec.bits} bits for {module} in "
+            "common, expected one; convert the model once for each of them"
+        )
+
+    def _common(self, spec: LutSpec, shape: tuple[int, int]) -> LutSpec | None:
+        """What `spec` becomes where each target in turn bends it, if all hold that; else None."""
         try:
-            return self.target.scheme(spec, shape)
-        except ExportError as error:
-            raise ExportError(f"{self.name} cannot hold {module}: {error}") from None
+            for target in (*self.targets.values(), *self.targets.values()):
+                is_fixed = spec.scale_bits == 8 and spec.codebook != "lut"
+                if not is_fixed or target.lost(spec, shape) is not None:
+                    spec = target.scheme(spec, shape)
+        except ExportError:
+            return None
+        is_held = all(target.lost(spec, shape) is None for target in self.targets.values())
+        return spec if is_held else None
 
     def plan(self, plan: QuantPlan, model: PreTrainedModel) -> QuantPlan:
-        """`plan` with a rule for each module, its format bent to what the target holds.
+        """`plan` with a rule for each module, its format bent to what all targets hold.
 
         Raises:
-            ExportError: the target cannot hold the model, a format of the plan, or one that a
-                module outside of the plan has already.
+            ExportError: a target cannot hold the model, a format of the plan, or one that a
+                module outside of the plan has already, or two hold no format in common.
             ConfigError: a pattern of the plan matches nothing.
         """
-        check_attention(self.name, model)
-        self.target.check(model)
+        for name, target in self.targets.items():
+            check_attention(name, model)
+            target.check(model)
         tables = table_names(model)
         specs = plan.assign(linear_names(model), tables)
         self._check_tables([name for name in specs if name in tables])
@@ -93,18 +125,20 @@ class Shipping(NamedTuple):
         return QuantPlan(name=f"{plan.name}_{self.name}", rules=tuple(rules))
 
     def _check_tables(self, tables: list[str]) -> None:
-        if tables and not self.target.HOLDS_TABLES:
-            raise ExportError(
-                f"{self.name} cannot hold {tables[0]} quantized, expected embedding and head in "
-                "floating point; convert without --embedding-bits"
-            )
+        for name, target in self.targets.items():
+            if tables and not target.HOLDS_TABLES:
+                raise ExportError(
+                    f"{name} cannot hold {tables[0]} quantized, expected embedding and head in "
+                    "floating point; convert without --embedding-bits"
+                )
 
     def _check_others(self, model: PreTrainedModel, planned: set[str]) -> None:
         """What is quantized already and stays must be held as it is."""
-        for name, module in quantized_modules(model).items():
-            reason = self.target.lost(module.spec, weight_shape(module))
-            if name not in planned and reason is not None:
+        others = {n: m for n, m in quantized_modules(model).items() if n not in planned}
+        for (name, module), (to, target) in product(others.items(), self.targets.items()):
+            reason = target.lost(module.spec, weight_shape(module))
+            if reason is not None:
                 raise ExportError(
-                    f"{self.name} cannot hold {name}, which is quantized already and in no rule of "
+                    f"{to} cannot hold {name}, which is quantized already and in no rule of "
                     f"the plan: {reason}; add a rule for it"
                 )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +22,7 @@ from qat.export import model as exported
 from qat.export.config import ExportConfig, TargetName
 from qat.export.model import export_model
 from qat.export.origin import CONVERSION, IMPORT, float_base
-from qat.export.targets import TARGETS, check_model, load_target
+from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
 from qat.models.quantize import quantize_model
@@ -62,7 +63,7 @@ def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> P
     plan = PRESETS["q2a4"]
     if load_target(to).HOLDS_TABLES:
         plan = with_tables(plan, model, 4)
-    shipping = Shipping(to, load_target(to))
+    shipping = Shipping({to: load_target(to)})
     quantize_model(language_model, shipping.plan(plan, model))
     return language_model.model
 
@@ -215,12 +216,12 @@ def test_the_tokenizer_goes_into_a_gguf(
 @pytest.mark.parametrize(
     ("to", "spec", "reason"),
     [
-        ("mlx", SPECS["lut2"], "codebook=lut is not evenly spaced"),
+        ("mlx", SPECS["lut2"], "its codebook is lut, expected seq"),
         ("mlx", SPECS["seq2"], "no groups of 16"),
         ("mlx", LutSpec(bits=7, codebook="int"), "no weights of 7 bits"),
         ("mlx", SPECS["int4_r3"], "of low rank"),
         ("compressed-tensors", SPECS["seq2"], "expected int or ternary"),
-        ("gguf", SPECS["lut4"], "no type of ggml has learned levels"),
+        ("gguf", SPECS["lut4"], "its codebook is lut, .* ggml has no learned levels"),
         ("gguf", SPECS["int3"], "holds 3 bits of codebook=int in groups of 8 without loss"),
         ("torchao", SPECS["lut2"], "expected seq or int or ternary"),
         ("coreml", SPECS["lut2_r4"], "of low rank"),
@@ -243,10 +244,10 @@ def test_quantized_tables_are_refused(to: TargetName) -> None:
     model = tiny_model()
     with_head = with_tables(plan(LutSpec(bits=2, codebook="int"), "*.mlp.*"), model, 8)
     with pytest.raises(ExportError, match="expected embedding and head in floating point"):
-        Shipping(to, load_target(to)).plan(with_head, model)
+        Shipping({to: load_target(to)}).plan(with_head, model)
     only_head = QuantPlan(name="head", rules=with_head.rules[:1])
     quantize_model(load_like(model), only_head)
-    with pytest.raises(ExportError, match="embed_tokens without loss: it is a quantized table"):
+    with pytest.raises(ExportError, match="embed_tokens without loss: a quantized table"):
         check_model(to, model)
 
 
@@ -269,12 +270,12 @@ def test_a_plan_that_cannot_be_held_is_refused_before_training(
     to: TargetName, spec: LutSpec, shape: dict, reason: str
 ) -> None:
     with pytest.raises(ExportError, match=reason):
-        Shipping(to, load_target(to)).plan(plan(spec), tiny_model(**shape))
+        Shipping({to: load_target(to)}).plan(plan(spec), tiny_model(**shape))
 
 
 def test_what_stays_quantized_must_be_held_too() -> None:
     model = tiny_quantized("qwen3", SPECS["lut2"])
-    shipping = Shipping("mlx", load_target("mlx"))
+    shipping = Shipping({"mlx": load_target("mlx")})
     with pytest.raises(ExportError, match="self_attn.q_proj, which is quantized already"):
         shipping.plan(plan(LutSpec(bits=2), "*.mlp.*"), model)
 
@@ -283,7 +284,7 @@ def test_a_plan_is_bent_to_its_target() -> None:
     model = tiny_model(**WIDE)
     bent = {}
     for to in SHIPPED:
-        rules = Shipping(to, load_target(to)).plan(PRESETS["q2a4"], model).rules
+        rules = Shipping({to: load_target(to)}).plan(PRESETS["q2a4"], model).rules
         specs = {rule.pattern.rsplit(".", 1)[1]: rule.spec for rule in rules}
         assert {spec.scale_bits for spec in specs.values()} == {8}
         assert (specs["up_proj"].bits, specs["q_proj"].bits) == (2, 4)
@@ -295,6 +296,48 @@ def test_a_plan_is_bent_to_its_target() -> None:
         "torchao": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
         "coreml": {"up_proj": ("lut", 16), "down_proj": ("lut", 16)},
     }
+
+
+@pytest.mark.parametrize("names", [("mlx", "gguf"), ("gguf", "mlx"), SHIPPED, tuple(TARGETS)])
+def test_a_plan_is_bent_to_what_all_its_targets_hold(names: tuple[TargetName, ...]) -> None:
+    model = tiny_model(**WIDE)
+    shipping = Shipping({name: load_target(name) for name in names})
+    bent = shipping.plan(PRESETS["q2a4"], model)
+    assert bent.name == f"q2a4_{'_'.join(names)}"
+    quantize_model(load_like(model), bent)
+    for name in names:
+        check_model(name, model)
+    assert {m.spec.bits for m in quantized_modules(model).values()} == {2, 4}
+
+
+def test_two_targets_without_a_common_format_are_named() -> None:
+    wide = {"hidden_size": 64, "intermediate_size": 128 * 65, "num_hidden_layers": 1}
+    model = tiny_model(**wide)
+    targets = {name: load_target(name) for name in ("packed", "anemll", "mlx")}
+    with pytest.raises(ExportError, match="^anemll and mlx hold no format of 2 bits for .*down"):
+        Shipping(targets).plan(PRESETS["q2a4"], model)
+
+
+def test_a_checkpoint_says_where_it_goes_without_its_weights(
+    students: dict[TargetName, Path], tmp_path: Path
+) -> None:
+    def lacking(directory: Path, **how: bool) -> dict[str, str]:
+        for weights in directory.glob("*.safetensors"):
+            weights.unlink()
+        return {name: why for name, why in ships_to(directory, **how).items() if why}
+
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path / "lut")
+    lut = "its codebook is lut"
+    assert lacking(tmp_path / "lut") == {
+        "mlx": lut,
+        "compressed-tensors": lut,
+        "gguf": lut,
+        "torchao": lut,
+    }
+    assert "holds no adapters" in lacking(tmp_path / "lut", adapters=True).values()
+    copied = shutil.copytree(students["mlx"], tmp_path / "mlx")
+    assert lacking(copied)["compressed-tensors"] == "a quantized table"
+    assert "mlx" not in lacking(copied)
 
 
 def test_levels_of_16_bits_stay_so_while_they_learn() -> None:
@@ -553,7 +596,9 @@ def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) ->
             assert {m.spec.level_bits for m in quant_linears(model).values()} == {16}
 
 
-def test_the_verbs_convert_for_a_target_and_export_to_it(tmp_path: Path) -> None:
+def test_the_verbs_convert_for_targets_and_export_to_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("gguf")
     small = {"initializer_range": 0.2, "num_hidden_layers": 1}
     tiny_model(**small).save_pretrained(tmp_path / "float")
@@ -561,10 +606,15 @@ def test_the_verbs_convert_for_a_target_and_export_to_it(tmp_path: Path) -> None
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog saw the cat\n" * 40)
     source, student, out = (str(tmp_path / name) for name in ("float", "student", "out"))
-    words = ["convert", source, "--for", "gguf", "--bits-budget", "3.5", "--group-size", "32"]
+    words = ["convert", source, "--for", "gguf,mlx", "--bits-budget", "3.5", "--group-size", "32"]
     words += ["--calibration", str(text), "--calibration-length", "32", "--out", student]
     found = run_verb(words)
-    assert found["plan"] == "mixed-3.5_gguf" and found["budget_bits_per_weight"] <= 3.5
+    assert found["plan"] == "mixed-3.5_gguf_mlx" and found["budget_bits_per_weight"] <= 3.5
+    assert {"gguf", "mlx"} < set(found["ships_to"]) and "compressed-tensors" not in found[
+        "ships_to"
+    ]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not to compressed-tensors: its codebook is seq (choose before training" in said
     shipped = run_verb(["export", student, "--to", "gguf", "--out", out])
     assert shipped["logits_equal"] and shipped["logits_max_diff"] == 0
     with pytest.raises(ConfigError, match="--for is given with --from"):
