@@ -8,7 +8,7 @@ import pytest
 from qat import process
 from qat.backend.threads import keep_to_own_cores
 
-THREADS = "OMP_NUM_THREADS"
+THREADS, WAITING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
 SHARES = {
     "no limit": ({"cpu.max": "max 100000\n"}, 8),
     "a share": ({"cpu.max": "400000 100000\n"}, 4),
@@ -27,8 +27,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(process, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setenv(THREADS, "set, so that it is put back")
-    monkeypatch.delenv(THREADS)
+    for name in (THREADS, WAITING):
+        monkeypatch.setenv(name, "set, so that it is put back")
+        monkeypatch.delenv(name)
     return tmp_path
 
 
@@ -45,6 +46,7 @@ def test_cores_are_those_of_the_container(machine: Path, name: str) -> None:
     assert process.cores() == expected
     keep_to_own_cores()
     assert os.environ[THREADS] == str(expected)
+    assert os.environ[WAITING] == "passive"
 
 
 def test_a_system_without_pinning_has_all_cores(machine: Path, monkeypatch) -> None:
@@ -56,8 +58,10 @@ def test_a_system_without_pinning_has_all_cores(machine: Path, monkeypatch) -> N
 
 def test_what_somebody_set_stays(machine: Path, monkeypatch) -> None:
     monkeypatch.setenv(THREADS, "5")
+    monkeypatch.setenv(WAITING, "active")
     keep_to_own_cores()
     assert os.environ[THREADS] == "5"
+    assert os.environ[WAITING] == "active"
 
 
 def test_the_command_keeps_to_them_before_torch_is_loaded(monkeypatch) -> None:
