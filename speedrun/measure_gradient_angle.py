@@ -153,7 +153,7 @@ def sequences_of(
     """Ids, positions and mask of packed documents, batch by batch."""
     packer = Packer(LENGTH, end_token(tokenizer))
     for document in open_source(text).documents:
-        for ids in encode(render(document, tokenizer, "none"), tokenizer):
+        for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)
         while packer.num_full >= sequences:
             packed = packer.take(sequences)

@@ -137,6 +137,8 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str]) -> 
     table = Table("cache", manifest.fingerprint)
     table.add_row("teacher", f"{teacher.name} ({teacher.identity}, {teacher.dtype})")
     table.add_row("data", f"{settings.data} ({settings.format}, thinking {settings.thinking})")
+    whose = {"assistant": "what assistants say", "all": "all tokens"}
+    table.add_row("targets", f"{whose[settings.targets]} ({settings.targets})")
     table.add_row("vocabulary", f"{teacher.vocab_size:,}, tokenizer {manifest.tokenizer}")
     table.add_row("sequence length", str(settings.sequence_length))
     table.add_row("top-K", f"{settings.top_k}{'' if manifest.has_tail else ' (tail unknown)'}")

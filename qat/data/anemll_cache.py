@@ -191,7 +191,7 @@ def _manifest(wish: Wish, shape: Shape, shards: list[Shard]) -> Manifest:
     identity = fingerprint([shard.sha256 for shard in shards])
     return Manifest(
         state="complete",
-        fingerprint=fingerprint([settings.model_dump(mode="json"), identity, wish.tokenizer]),
+        fingerprint=fingerprint([settings.recorded(), identity, wish.tokenizer]),
         settings=settings,
         teacher=TeacherInfo(
             name=meta.teacher,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
 
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
@@ -77,6 +77,10 @@ class Manifest(_Part):
     asked to."""
     shards: list[Shard] = Field(default_factory=list)
 
+    @field_serializer("settings")
+    def _settings(self, settings: CacheSettings) -> dict[str, object]:
+        return settings.recorded()
+
     def of_split(self, split: Split) -> list[Shard]:
         """The shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
@@ -94,7 +98,7 @@ class Manifest(_Part):
 
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
     """The manifest of a cache that has no shard yet."""
-    identity = [settings.model_dump(mode="json"), teacher.identity, teacher.dtype, tokenizer]
+    identity = [settings.recorded(), teacher.identity, teacher.dtype, tokenizer]
     return Manifest(
         state="building",
         fingerprint=fingerprint(identity),

@@ -1,15 +1,18 @@
 """From a document (text or chat) to the texts that are tokenised.
 
-A chat is rendered with the tokenizer's own template, once for each thinking mode asked for.
+A chat is rendered with the tokenizer's own template, once for each thinking mode asked for. Where
+its assistants speak is found by rendering it again with marks in place of their words: what lies
+between the marks is the template and the other speakers, and the same in both.
 """
 
 import re
 from typing import NamedTuple
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from qat.data.config import Thinking
-from qat.errors import ConfigError
+from qat.data.config import Targets, Thinking
+from qat.errors import ConfigError, DataError
 
 Message = dict[str, str]
 Document = str | list[Message]
@@ -23,6 +26,12 @@ MODES: dict[Thinking, tuple[str, ...]] = {
 }
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+LAST_EMPTY_THOUGHT = re.compile(EMPTY_THOUGHT.pattern + r"\Z")
+MARK = "qat-3f9c61d2-speaks"
+"""Stands for what an assistant says: nothing that a template would trim, and nobody says it."""
+
+Span = tuple[int, int]
+"""Where something begins and ends in a text, in characters."""
 
 
 class Rendering(NamedTuple):
@@ -30,49 +39,110 @@ class Rendering(NamedTuple):
 
     text: str
     is_templated: bool
+    spoken: tuple[Span, ...] | None = None
+    """What the assistants say, which alone counts; None where all of the text does."""
 
 
 def render(
-    document: Document, tokenizer: PreTrainedTokenizerBase, thinking: Thinking
+    document: Document,
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: Thinking,
+    targets: Targets = "all",
 ) -> list[Rendering]:
     """The texts of a document: one for plain text, one for each thinking mode of a chat.
 
     `false` drops what assistants thought and the template's empty thinking blocks, `true` leaves
-    thinking to the template, `none` joins the messages by blank lines without a template.
+    thinking to the template, `none` joins the messages by blank lines without a template. Plain
+    text counts whole, whatever the targets.
 
     Raises:
         ConfigError: a chat is to be templated, and the tokenizer has no template.
+        DataError: the template refuses a chat; or assistants alone are to count, and a chat has
+            none, or where they speak cannot be told.
     """
     if isinstance(document, str):
         return [Rendering(document, is_templated=False)]
-    return [_render_chat(document, tokenizer, mode) for mode in MODES[thinking]]
+    if targets == "assistant" and all(message["role"] != "assistant" for message in document):
+        raise DataError(
+            f"{_called(document)} has no assistant's turn, expected one to learn from; "
+            "mend the row, or let all tokens count with --targets all"
+        )
+    renderings = []
+    for mode in MODES[thinking]:
+        text = _chat_text(document, tokenizer, mode)
+        marked = "" if targets == "all" else _chat_text(_marked(document), tokenizer, mode)
+        spoken = None if targets == "all" else _spoken(text, marked)
+        if spoken == ():
+            raise DataError(
+                f"where the assistant speaks in {_called(document)} cannot be told: the chat "
+                "template writes other things around other answers; let all tokens count with "
+                "--targets all, or join the messages without it by --thinking none"
+            )
+        renderings.append(Rendering(text, is_templated=mode != "none", spoken=spoken))
+    return renderings
 
 
-def _render_chat(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, mode: str
-) -> Rendering:
+def _chat_text(messages: list[Message], tokenizer: PreTrainedTokenizerBase, mode: str) -> str:
     if mode == "none":
-        text = "\n\n".join(message["content"] for message in messages)
-        return Rendering(text, is_templated=False)
+        return "\n\n".join(message["content"] for message in messages)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"thinking={mode} needs a chat template, but the tokenizer has none; "
             "use --thinking none or the tokenizer of a chat model"
         )
     if mode == "true":
-        return Rendering(_template(messages, tokenizer, enable_thinking=True), is_templated=True)
+        return _template(messages, tokenizer, enable_thinking=True)
     thoughtless = [_without_thoughts(message) for message in messages]
-    text = _template(thoughtless, tokenizer, enable_thinking=False)
-    return Rendering(EMPTY_THOUGHT.sub("", text), is_templated=True)
+    return EMPTY_THOUGHT.sub("", _template(thoughtless, tokenizer, enable_thinking=False))
 
 
 def _template(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool
 ) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=enable_thinking)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, enable_thinking=enable_thinking
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"the chat template refuses {_called(messages)}: {error}; mend the row, or join the "
+            "messages without the template by --thinking none"
+        ) from None
 
 
 def _without_thoughts(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     return {"role": "assistant", "content": THOUGHT.sub("", message["content"])}
+
+
+def _marked(messages: list[Message]) -> list[Message]:
+    """The chat with a mark for all that its assistants say and think."""
+    mark = {"role": "assistant", "content": MARK}
+    return [mark if message["role"] == "assistant" else message for message in messages]
+
+
+def _spoken(text: str, marked: str) -> tuple[Span, ...]:
+    """What stands in `text` where `marked` has marks; nothing if the two do not fit.
+
+    An empty thinking block that the template puts before a mark gives way to a thought.
+    """
+    first, *others = (LAST_EMPTY_THOUGHT.sub("", part) for part in marked.split(MARK))
+    if not others or not text.startswith(first):
+        return ()
+    spans, begin = [], len(first)
+    for part in others[:-1]:
+        end = text.find(part, begin)
+        if end < 0:
+            return ()
+        spans.append((begin, end))
+        begin = end + len(part)
+    end = len(text) - len(others[-1])
+    if end < begin or not text.endswith(others[-1]):
+        return ()
+    return (*spans, (begin, end))
+
+
+def _called(messages: list[Message]) -> str:
+    """What a message calls a chat: how it begins."""
+    return f"the chat that begins {messages[0]['content']!r:.60}"

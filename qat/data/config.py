@@ -10,6 +10,7 @@ from qat.errors import ConfigError
 
 DataFormat = Literal["auto", "plain", "alpaca", "pairs", "messages", "sharegpt"]
 Thinking = Literal["false", "true", "both", "none", "all"]
+Targets = Literal["assistant", "all"]
 
 
 Location = Annotated[
@@ -30,6 +31,8 @@ class CacheSettings(Settings):
     """Field of a `plain` row that holds the text."""
     thinking: Text[Thinking] = "false"
     """How chats are rendered: without thinking, with, both, without template (none), all three."""
+    targets: Text[Targets] = "all"
+    """Whose tokens count: what assistants say and the token that ends their turn, or all."""
     sequence_length: Text[int] = Field(64, ge=2)
     """Tokens in a packed sequence."""
     top_k: Kept[int] = Field(64, ge=0)
@@ -54,9 +57,20 @@ class CacheSettings(Settings):
             )
         return self
 
+    def recorded(self) -> dict[str, object]:
+        """The settings as manifests hold them.
+
+        Without `targets` where all count, as in every cache from before there was a choice.
+        """
+        return self.model_dump(mode="json", exclude={"targets"} if self.targets == "all" else None)
+
 
 class CacheConfig(CacheSettings, DeviceSettings):
     """Flags of `qat cache`."""
+
+    targets: Text[Literal["auto", "assistant", "all"]] = "auto"
+    """Whose tokens count: in chats those that assistants say, with the token that ends their turn,
+    or all; auto is assistant for chats, all for plain text."""
 
     teacher: Required[str]
     """Directory or hub id of the teacher, which also brings the tokenizer."""
@@ -69,9 +83,22 @@ class CacheConfig(CacheSettings, DeviceSettings):
     trust_remote_code: Speed[bool] = False
     """Run the code that comes with the teacher (recorded in the cache's manifest)."""
 
-    def settings(self) -> CacheSettings:
-        """The part that decides the content."""
-        return CacheSettings(**{name: getattr(self, name) for name in CacheSettings.model_fields})
+    def settings(self, data_format: DataFormat) -> CacheSettings:
+        """The part that decides the content, for data that was read as `data_format`.
+
+        Raises:
+            ConfigError: assistants alone are to count in plain text.
+        """
+        targets = self.targets
+        if data_format == "plain" and targets == "assistant":
+            raise ConfigError(
+                f"targets=assistant, but data={self.data} is plain text, expected chats; "
+                "drop --targets"
+            )
+        if targets == "auto":
+            targets = "all" if data_format == "plain" else "assistant"
+        values = {name: getattr(self, name) for name in CacheSettings.model_fields}
+        return CacheSettings(**values | {"format": data_format, "targets": targets})
 
 
 class ImportConfig(Settings):

@@ -5,6 +5,7 @@ Shapes: N sequences, L = S positions.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ class Packed(NamedTuple):
     """bool: a document, the padding or the sequence begins here."""
     mask: np.ndarray
     """bool: the prediction made here counts. False on padding, on the last token of a document,
-    whose successor belongs to another one, and on a beginning put before the rest of one."""
+    whose successor belongs to another one, on a beginning put before the rest of one, and where
+    the next token is none to learn."""
     num_tokens: int
     """Tokens that are not padding."""
 
@@ -32,15 +34,21 @@ class _Piece(NamedTuple):
     """A document or what is left of one."""
 
     tokens: np.ndarray
+    counts: np.ndarray
     begins: bool
-    ends: bool
+
+    def part(self, begin: int, end: int | None) -> "_Piece":
+        """The tokens from `begin` to `end`."""
+        begins = self.begins and begin == 0
+        return _Piece(self.tokens[begin:end], self.counts[begin:end], begins)
 
 
 class Packer:
     """Lays documents end to end and cuts the stream into sequences of `length` tokens.
 
     Where a document is cut, `begin` goes before its rest: models that learned with a
-    beginning-of-sequence token in front are at a loss without it.
+    beginning-of-sequence token in front are at a loss without it. A sequence in which nothing
+    counts, such as the middle of a long question, is left out.
     """
 
     def __init__(self, length: int, pad: int, begin: int | None = None) -> None:
@@ -60,16 +68,51 @@ class Packer:
         """Sequences that all tokens held would fill, the last one perhaps in part."""
         return -(-self._num_tokens // self._length)
 
-    def push(self, ids: Sequence[int]) -> None:
-        """Append one document."""
+    def push(self, ids: Sequence[int], is_target: np.ndarray | None = None) -> None:
+        """Append one document, of which the tokens `is_target` are to be learned, or all."""
         tokens = np.asarray(ids, dtype=np.int32)
+        counts = np.zeros(len(tokens), dtype=bool)
+        counts[:-1] = True if is_target is None else is_target[1:]
         if self._begin is not None:
-            room = self._length - self._num_tokens % self._length
-            cuts = np.arange(room, len(tokens), self._length - 1)
+            cuts = np.arange(self._room(), len(tokens), self._length - 1)
             tokens = np.insert(tokens, cuts, self._begin)
-        if len(tokens):
-            self._pieces.append(_Piece(tokens, begins=True, ends=True))
-            self._num_tokens += len(tokens)
+            counts = np.insert(counts, cuts, False)
+        whole = _Piece(tokens, counts, begins=True)
+        if is_target is None:
+            self._append(whole)
+            return
+        edges = range(self._room(), len(tokens), self._length)
+        for begin, end in pairwise([0, *edges, len(tokens)]):
+            self._append(whole.part(begin, end))
+            self._leave_out_last()
+
+    def _append(self, piece: _Piece) -> None:
+        if len(piece.tokens):
+            self._pieces.append(piece)
+            self._num_tokens += len(piece.tokens)
+
+    def _room(self) -> int:
+        """Tokens that the sequence begun last still takes."""
+        return self._length - self._num_tokens % self._length
+
+    def _leave_out_last(self) -> None:
+        """Remove the last sequence if it is full and nothing in it counts."""
+        if self._room() < self._length:
+            return
+        left = self._length
+        for piece in reversed(self._pieces):
+            if piece.counts[-left:].any():
+                return
+            left -= len(piece.counts)
+            if left <= 0:
+                break
+        self._num_tokens -= self._length
+        left = self._length
+        while left > 0:
+            piece = self._pieces.pop()
+            if len(piece.tokens) > left:
+                self._pieces.append(piece.part(0, len(piece.tokens) - left))
+            left -= len(piece.tokens)
 
     def take(self, count: int) -> Packed:
         """Remove the first `count` sequences; a last, partial one is padded."""
@@ -79,9 +122,8 @@ class Packer:
         padding = (0, count * self._length - used)
         tokens = np.concatenate([piece.tokens for piece in pieces])
         stops = np.cumsum([len(piece.tokens) for piece in pieces])
-        starts, mask = np.zeros(used, dtype=bool), np.ones(used, dtype=bool)
+        starts, mask = np.zeros(used, dtype=bool), np.concatenate([p.counts for p in pieces])
         starts[[0, *stops[:-1]]] = [piece.begins for piece in pieces]
-        mask[stops - 1] = [not piece.ends for piece in pieces]
         starts = np.pad(starts, padding)
         starts[used : used + 1] = True
         starts_NL, mask_NL = starts.reshape(shape), np.pad(mask, padding).reshape(shape)
@@ -102,9 +144,8 @@ class Packer:
         while num_tokens:
             piece = self._pieces.popleft()
             if len(piece.tokens) > num_tokens:
-                rest = piece.tokens[num_tokens:]
-                self._pieces.appendleft(_Piece(rest, begins=False, ends=True))
-                piece = _Piece(piece.tokens[:num_tokens], piece.begins, ends=False)
+                self._pieces.appendleft(piece.part(num_tokens, None))
+                piece = piece.part(0, num_tokens)
             pieces.append(piece)
             num_tokens -= len(piece.tokens)
         return pieces

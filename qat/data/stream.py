@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.cache import SPLITS, Split
 from qat.data.chat import Document, render
-from qat.data.config import CacheSettings, Thinking
+from qat.data.config import CacheSettings
 from qat.data.packing import Packed, Packer
 from qat.data.pipeline import computed_ahead
-from qat.data.text import begin_token, encode, end_token
+from qat.data.text import Tokens, begin_token, encode, end_token
 from qat.errors import DataError, QatError
 from qat.process import cores
 
@@ -56,11 +56,11 @@ def blocks(
         split: _Cutter(split, Packer(settings.sequence_length, end, begin), settings, limits[split])
         for split in SPLITS
     }
-    for document, texts in _tokenised(documents, tokenizer, settings.thinking):
+    for document, texts in _tokenised(documents, tokenizer, settings):
         cutter = cutters[split_of(document, settings.seed, settings.held_out)]
-        for ids in texts:
-            if len(ids) > 1:
-                cutter.packer.push(ids)
+        for tokens in texts:
+            if len(tokens.ids) > 1:
+                cutter.packer.push(*tokens)
         yield from cutter.full_blocks()
         if cutters["train"].is_satisfied:
             break
@@ -74,20 +74,30 @@ def blocks(
 
 
 def _tokenised(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, thinking: Thinking
-) -> Iterator[tuple[Document, list[list[int]]]]:
-    """Each document with the token ids of its renderings; some batches are encoded ahead."""
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
+) -> Iterator[tuple[Document, list[Tokens]]]:
+    """Each document with the tokens of its renderings; some batches are encoded ahead."""
+    thinking, targets = settings.thinking, settings.targets
 
-    def encoded(batch: list[Document] | QatError) -> list[tuple[Document, list[list[int]]]]:
+    def encoded(batch: list[Document] | QatError) -> tuple[list, QatError | None]:
         if isinstance(batch, QatError):
-            raise batch
-        rendered = [render(document, tokenizer, thinking) for document in batch]
-        ids = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
-        return [(d, list(islice(ids, len(r)))) for d, r in zip(batch, rendered, strict=True)]
+            return [], batch
+        rendered, trouble = [], None
+        for document in batch:
+            try:
+                rendered.append(render(document, tokenizer, thinking, targets))
+            except QatError as error:
+                trouble = error
+                break
+        tokens = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
+        found = zip(batch, rendered, strict=False)
+        return [(document, list(islice(tokens, len(texts)))) for document, texts in found], trouble
 
     with closing(computed_ahead(encoded, _batches(documents), BATCHES_AHEAD)) as ahead:
-        for batch in ahead:
+        for batch, trouble in ahead:
             yield from batch
+            if trouble is not None:
+                raise trouble
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document] | QatError]:

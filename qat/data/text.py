@@ -1,9 +1,12 @@
 """Tokens of documents, and what makes two tokenizers the same."""
 
 import json
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import xxhash
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qat.data.chat import Rendering
@@ -57,20 +60,100 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.bos_token_id if is_put else None
 
 
-def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each text, ended by exactly one end token; many texts at once use all cores.
+class Tokens(NamedTuple):
+    """One text as a tokenizer writes it."""
+
+    ids: list[int]
+    is_target: np.ndarray | None
+    """bool: the token counts, because an assistant says it or ends its turn with it; None where
+    all do."""
+
+
+def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """The tokens of each text, ended by exactly one end token; many texts at once use all cores.
 
     Plain text gets the special tokens that the tokenizer adds (a BOS for Llama and Gemma);
     templated text already holds them.
+
+    Raises:
+        ConfigError: the tokenizer has no end token, or does not tell where in a text a token lies
+            and not all of the text counts.
     """
-    end = end_token(tokenizer)
-    encoded: list[list[int]] = [[]] * len(renderings)
+    encoded: dict[int, Tokens] = {}
     for is_templated in (False, True):
         places = [i for i, r in enumerate(renderings) if r.is_templated == is_templated]
-        texts = [renderings[i].text for i in places]
-        for i, ids in zip(places, _ids(texts, tokenizer, not is_templated), strict=True):
-            encoded[i] = ids if ids and ids[-1] == end else [*ids, end]
-    return encoded
+        whole = [i for i in places if renderings[i].spoken is None]
+        chats = [i for i in places if renderings[i].spoken is not None]
+        found = _ids([renderings[i].text for i in whole], tokenizer, not is_templated)
+        encoded |= {i: Tokens(ids, None) for i, ids in zip(whole, found, strict=True)}
+        found = _spoken([renderings[i] for i in chats], tokenizer, not is_templated)
+        encoded |= dict(zip(chats, found, strict=True))
+    end = end_token(tokenizer)
+    return [_ended(encoded[i], end) for i in range(len(renderings))]
+
+
+def _ended(tokens: Tokens, end: int) -> Tokens:
+    ids, is_target = tokens
+    if is_target is not None:
+        # one more than the ids: whether what follows the text counts
+        return Tokens(ids, is_target[:-1]) if ids[-1:] == [end] else Tokens([*ids, end], is_target)
+    return tokens if ids[-1:] == [end] else Tokens([*ids, end], None)
+
+
+def _spoken(
+    chats: list[Rendering], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+) -> list[Tokens]:
+    """The tokens of chats, and one flag more for what follows the text."""
+    if not chats:
+        return []
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"the tokenizer ({type(tokenizer).__name__}) does not tell where in a text a token "
+            "lies, expected one with a tokenizer.json, to know what assistants say; "
+            "let all tokens count with --targets all"
+        )
+    backend = _whole(tokenizer)
+    added = set(backend.get_added_tokens_decoder())
+    texts = [chat.text for chat in chats]
+    found = backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+    return [
+        Tokens(encoding.ids, _said(encoding, chat, added))
+        for encoding, chat in zip(found, chats, strict=True)
+    ]
+
+
+def _said(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
+    """Which tokens assistants say, `(N + 1,)` bool; the last one is what follows the text.
+
+    The token behind their words counts, which ends the turn; where blanks come first, so do they.
+    """
+    places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    is_said = np.zeros(len(places) + 1, dtype=bool)
+    for begin, end in chat.spoken:
+        first = np.searchsorted(places[:, 1], begin, side="right")
+        last = np.searchsorted(places[:, 0], end, side="left")
+        is_said[first:last] = True
+        if last > first and places[last - 1, 1] > end:
+            continue  # the last word's token ends the turn as well
+        is_said[last] = True
+        blanks = last
+        while blanks < len(places) and encoding.ids[blanks] not in added:
+            if chat.text[slice(*places[blanks])].strip():
+                break
+            blanks += 1
+        if blanks == len(places) or encoding.ids[blanks] in added:
+            is_said[last : blanks + 1] = True
+    return is_said
+
+
+def _whole(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """What reads texts for a tokenizer, told to cut and to fill none."""
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    return backend
 
 
 def _ids(
@@ -80,11 +163,7 @@ def _ids(
         return []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         # what the call below does, without a dictionary for each text; any thread may do it
-        backend = tokenizer.backend_tokenizer
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
+        backend = _whole(tokenizer)
         found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
     return tokenizer(

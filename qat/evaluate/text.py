@@ -130,7 +130,7 @@ def packed_batches(
     """
     packer = packing.Packer(length, end_token(tokenizer), begin_token(tokenizer))
     for document in documents:
-        for ids in encode(render(document, tokenizer, "none"), tokenizer):
+        for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
             if len(ids) > 1:
                 packer.push(ids)
         if packer.num_full >= max_sequences:

@@ -352,7 +352,7 @@ def _packed_text(
         )
     packer = Packer(config.calibration_length, end_token(tokenizer), begin_token(tokenizer))
     for document in documents:
-        for ids in encode(render(document, tokenizer, "none"), tokenizer):
+        for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)
         if packer.num_full >= config.calibration_sequences:
             break

@@ -31,11 +31,12 @@ def build_teacher_cache(
             f"device_map={config.device_map} spreads one teacher over the devices, but "
             f"{ranks.size} ranks run one each; drop --device-map or start a single process"
         )
+    settings = config.settings(source.format)
     tokenizer, teacher = ranks.together(lambda: _open_teacher(config))
     if select(config.device).compiles() and config.device_map is None:
         Regions(teacher.model, is_compiled=True, recompute_every=None).install()
     return build_cache(
-        config.settings().model_copy(update={"format": source.format}),
+        settings,
         tokenizer=tokenizer,
         teacher=teacher,
         info=_describe_teacher(config, teacher),

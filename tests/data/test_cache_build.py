@@ -296,7 +296,7 @@ def test_settings_keep_something_and_leave_the_device_out() -> None:
     with pytest.raises(ConfigError, match="top_k=0 and draws=0 keep nothing"):
         CacheSettings(data="x", top_k=0)
     config = CacheConfig(data="x", teacher="t", device="cpu", top_k=3)
-    assert config.settings() == CacheSettings(data="x", top_k=3)
+    assert config.settings("plain") == CacheSettings(data="x", top_k=3, format="plain")
 
 
 def test_a_build_says_what_it_does_and_moves_by_batch(
@@ -330,3 +330,46 @@ def test_a_build_that_goes_on_counts_what_is_there(
     build(tmp_path / "cache")
     total, last = whole.total("sequences"), whole.shards[-1].sequences
     assert f"asking the teacher: {total - last + min(4, last)} of" in caplog.messages[1]
+
+
+def chats(count: int = 30) -> list[list[dict[str, str]]]:
+    return [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(texts(count), texts(count, seed=4), strict=True)
+    ]
+
+
+def test_assistants_alone_count_in_chats(tmp_path: Path) -> None:
+    build(tmp_path / "said", documents=chats(), targets="assistant", format="messages")
+    build(tmp_path / "all", documents=chats(), format="messages")
+    said, everything = TeacherCache.open(tmp_path / "said"), TeacherCache.open(tmp_path / "all")
+    assert said.manifest.settings.targets == "assistant"
+    assert said.manifest.fingerprint != everything.manifest.fingerprint
+    some = said.batch(range(said.num_sequences("train")))
+    counted, labelled = int(some.mask.sum()), some.labels != -100
+    assert counted == sum(shard.counted for shard in said.manifest.of_split("train"))
+    assert (labelled <= some.mask).all() and some.mask.any(1).all()
+    assert 0.2 < counted / said.manifest.total("tokens") < 0.6
+    assert said.manifest.total("counted") < everything.manifest.total("counted")
+    # nothing is drawn for what is not learned
+    assert (some.sample_counts.sum(-1)[~some.mask] == 0).all()
+
+
+def test_a_cache_from_before_there_were_targets_counts_all(tmp_path: Path) -> None:
+    build(tmp_path / "c")
+    raw = (tmp_path / "c" / "manifest.json").read_text()
+    assert "targets" not in raw
+    assert TeacherCache.open(tmp_path / "c").manifest.settings.targets == "all"
+    with pytest.raises(CacheError, match="targets=all, now asked for targets=assistant"):
+        build(tmp_path / "c", targets="assistant")
+
+
+def test_a_chat_that_cannot_be_read_keeps_the_shards_before_it(tmp_path: Path) -> None:
+    documents = chats()
+    documents.insert(25, [{"role": "user", "content": "alone"}])
+    with pytest.raises(DataError, match="begins 'alone' has no assistant's turn"):
+        build(tmp_path / "c", documents=documents, targets="assistant")
+    kept = read_manifest(tmp_path / "c").total("sequences")
+    assert kept > 10
+    # who has enough before it never sees it
+    build(tmp_path / "d", documents=documents, targets="assistant", num_sequences=10)

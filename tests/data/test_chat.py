@@ -6,10 +6,12 @@ import sys
 import pytest
 from tiny import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from qat.data.chat import Rendering, render
+from qat.data.config import CacheConfig
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
-from qat.errors import ConfigError
+from qat.errors import ConfigError, DataError
 
 CHAT = [
     {"role": "user", "content": "the cat"},
@@ -18,6 +20,115 @@ CHAT = [
 THINKING = "<|user|>the cat<|end|><|assistant|><think>\nhm\n</think>\n\nthe dog<|end|>"
 SILENT = "<|user|>the cat<|end|><|assistant|>the dog<|end|>"
 RAW = "the cat\n\n<think>\nhm\n</think>\n\nthe dog"
+
+
+TURNS = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nthe dog "},
+    {"role": "user", "content": "the dog<|end|>"},
+    {"role": "assistant", "content": "<think>\nso\n</think>\n\na caf\u00e9 \U0001f600"},
+]
+LOOP = "{% for m in messages %}"
+TEMPLATES = {
+    "a system turn of its own": "<|system|>be good<|end|>\n"
+    + LOOP
+    + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}",
+    "trims": LOOP + "<|{{ m.role }}|>\n\n{{ m.content | trim }}<|end|>{% endfor %}",
+    "other names of roles, the end behind a blank": LOOP
+    + "{{ 'INST' if m.role == 'user' else '' }} {{ m.content }} "
+    "{{ '/INST' if m.role == 'user' else '<|end|>' }}{% endfor %}",
+    "nothing but the next turn ends one": LOOP + "<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    "forgets all thoughts but the last one's": LOOP
+    + "<|{{ m.role }}|>\n{% set c = m.content %}{% if m.role == 'assistant' %}"
+    "{% set thought = c.split('</think>')[0].split('<think>')[-1] if '</think>' in c else '' %}"
+    "{% if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ c }}<|end|>\n{% endfor %}",
+}
+
+
+def targets_of(tokenizer: PreTrainedTokenizerFast, mode: str, turns: list = TURNS) -> list[str]:
+    """The stretches of tokens that count, as text."""
+    (rendering,) = render(turns, tokenizer, mode, "assistant")
+    (tokens,) = encode([rendering], tokenizer)
+    assert tokens.ids == encode([rendering._replace(spoken=None)], tokenizer)[0].ids
+    flags = [False, *tokens.is_target.tolist(), False]
+    edges = [i for i in range(len(flags) - 1) if flags[i] != flags[i + 1]]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [tokenizer.decode(tokens.ids[begin:end]) for begin, end in pairs]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a system turn of its own", ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
+        ("trims", ["the dog<|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
+        (
+            "other names of roles, the end behind a blank",
+            [" the dog  <|end|>", "a caf\u00e9 \U0001f600 <|end|>"],
+        ),
+        (
+            "nothing but the next turn ends one",
+            ["the dog <|user|>", "a caf\u00e9 \U0001f600<|end|>"],
+        ),
+        (
+            "forgets all thoughts but the last one's",
+            ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"],
+        ),
+    ],
+)
+def test_what_assistants_say_and_its_end_count(name: str, expected: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    assert targets_of(tokenizer, "false") == expected
+
+
+def test_thoughts_that_the_template_keeps_count() -> None:
+    tokenizer = tiny_tokenizer()
+    last = "<think>\nso\n</think>\n\na caf\u00e9 \U0001f600<|end|>"
+    for name, first in [
+        ("a system turn of its own", "<think>\nhm\n</think>\n\nthe dog <|end|>"),
+        ("forgets all thoughts but the last one's", "the dog <|end|>"),
+    ]:
+        tokenizer.chat_template = TEMPLATES[name]
+        assert targets_of(tokenizer, "true") == [first, last]
+
+
+def test_what_assistants_say_counts_without_a_template() -> None:
+    first, last = targets_of(tiny_tokenizer(), "none")
+    assert first.startswith("<think>\nhm") and first.rstrip("\n") == TURNS[1]["content"]
+    assert last == TURNS[3]["content"] + "<|end|>"
+
+
+def test_an_empty_answer_is_its_end() -> None:
+    turns = [TURNS[0], {"role": "assistant", "content": ""}]
+    assert targets_of(tiny_tokenizer(), "false", turns) == ["<|end|>"]
+
+
+def test_a_chat_whose_answers_cannot_be_found_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = LOOP + "{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(DataError, match="speaks in the chat that begins 'the cat' cannot be told"):
+        render(CHAT, tokenizer, "false", "assistant")
+    with pytest.raises(DataError, match="the chat that begins 'the cat' has no assistant's turn"):
+        render(CHAT[:1], tokenizer, "false", "assistant")
+    assert [r.spoken for r in render(CHAT[:1], tokenizer, "both")] == [None, None]
+
+
+def test_a_chat_that_the_template_refuses_is_one_line() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system here') }}"
+    with pytest.raises(DataError, match="refuses the chat that begins 'the cat': no system here"):
+        render(CHAT, tokenizer, "false")
+
+
+def test_targets_follow_the_data() -> None:
+    config = CacheConfig(teacher="t", data="x")
+    assert config.settings("plain").targets == "all"
+    assert config.settings("alpaca").targets == "assistant"
+    everything = config.model_copy(update={"targets": "all"})
+    assert everything.settings("alpaca").targets == "all"
+    with pytest.raises(ConfigError, match="targets=assistant, but data=x is plain text"):
+        config.model_copy(update={"targets": "assistant"}).settings("plain")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +159,7 @@ def test_documents_end_with_exactly_one_end_token() -> None:
     tokenizer = tiny_tokenizer()
     end = end_token(tokenizer)
     for rendering in [*render(CHAT, tokenizer, "true"), *render("the cat", tokenizer, "true")]:
-        (ids,) = encode([rendering], tokenizer)
+        ((ids, _),) = encode([rendering], tokenizer)
         assert ids[-1] == end != ids[-2]
 
 

@@ -125,6 +125,36 @@ def test_the_rest_of_a_cut_document_begins_anew(seed: int) -> None:
     np.testing.assert_array_equal(whole.mask, mask)
 
 
+@pytest.mark.parametrize("begin", [None, 100])
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_without_a_target_are_left_out(seed: int, begin: int | None) -> None:
+    rng = random.Random(seed)
+    documents, length = random_documents(rng), rng.choice([2, 3, 8, 17])
+    flags = [[rng.random() < 0.1 for _ in document] for document in documents]
+    packer, plain = Packer(length, PAD, begin), Packer(length, PAD, begin)
+    origins = Packer(length, PAD, begin)
+    number = 0
+    for document, targets in zip(documents, flags, strict=True):
+        packer.push(document, np.array(targets))
+        plain.push(document)
+        # each token's number among all, so that its flag can be found again
+        origins.push(range(number + 1000, number + 1000 + len(document)))
+        number += len(document)
+    whole, places = plain.take(plain.num_left), origins.take(origins.num_left)
+    is_target = {place + 1000: flag for place, flag in enumerate(sum(flags, []))}
+    # a prediction counts if it did before and the next token of the stream is a target
+    following = {place: is_target.get(place + 1, False) for place in is_target}
+    wanted = np.vectorize(lambda place: following.get(place, False))(places.tokens) & whole.mask
+    is_kept = wanted.any(1)
+    is_kept[-1] |= whole.num_tokens % length > 0
+    kept = packer.take(packer.num_left) if is_kept.any() else None
+    assert packer.num_left == 0
+    if kept is not None:
+        np.testing.assert_array_equal(kept.tokens, whole.tokens[is_kept])
+        np.testing.assert_array_equal(kept.starts, whole.starts[is_kept])
+        np.testing.assert_array_equal(kept.mask, wanted[is_kept])
+
+
 def test_nothing_to_pack_is_refused() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         pack([], 4, PAD)

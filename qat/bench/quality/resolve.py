@@ -24,7 +24,7 @@ from qat.models.load import model_identity
 TEACHER = "teacher"
 """Written for a model in `base` or `teacher`: the teacher of the file."""
 SHARED_CACHE_KEYS = {"data", "teacher", "sequence_length", "device", "device_map"}
-HELD_OUT_KEYS = {"seed", "held_out", "format", "text_field", "thinking"}
+HELD_OUT_KEYS = {"seed", "held_out", "format", "text_field", "thinking", "targets"}
 """What decides which text is held out: one choice for all recipes."""
 SHARED_TRAIN_KEYS = {"cache_dir", "seed", "device", "max_steps"}
 ANYWHERE = Path("cache")
