@@ -610,11 +610,9 @@ def test_the_verbs_convert_for_targets_and_export_to_them(
     words += ["--calibration", str(text), "--calibration-length", "32", "--out", student]
     found = run_verb(words)
     assert found["plan"] == "mixed-3.5_gguf_mlx" and found["budget_bits_per_weight"] <= 3.5
-    assert {"gguf", "mlx"} < set(found["ships_to"]) and "compressed-tensors" not in found[
-        "ships_to"
-    ]
+    assert {"gguf", "mlx"} < set(found["ships_to"]) and "anemll" not in found["ships_to"]
     said = " ".join(capsys.readouterr().out.split())
-    assert "not to compressed-tensors: its codebook is seq (choose before training" in said
+    assert "not to anemll: has one LUT size for all linears of attn (choose before" in said
     shipped = run_verb(["export", student, "--to", "gguf", "--out", out])
     assert shipped["logits_equal"] and shipped["logits_max_diff"] == 0
     with pytest.raises(ConfigError, match="--for is given with --from"):
