@@ -67,7 +67,7 @@ def convert(
             )
         if evaluate:
             raise ConfigError("--eval is given with --from; judge the result with 'qat eval'")
-        return convert_foreign(source, config, out)
+        return {**convert_foreign(source, config, out), "ships_to": show_targets(out)}
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
     from qat.evaluate.judge_cache import held_out_divergence

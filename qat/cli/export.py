@@ -66,5 +66,5 @@ def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
     if others:
         named = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
         words += f"\nnot to {named} (choose before training: qat convert --for NAME,NAME)"
-    Console().print(words, markup=False, highlight=False)
+    Console().print(words, markup=False, highlight=False, soft_wrap=True)
     return to
