@@ -1,32 +1,44 @@
 """Directories and small files that appear whole or not at all, and the hash of a file."""
 
 import hashlib
+import logging
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from qat.errors import ConfigError
 from qat.folders import parents_of
 
+logger = logging.getLogger(__name__)
+
 MEND = "remove it or choose another --out"
+LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
+"""What a directory or file is called until it is whole, and when it is no longer wanted."""
 
 
 @contextmanager
 def whole_directory(
-    out: Path, *, place: Path | None = None, root: Callable[[Path], Path] = lambda partial: partial
+    out: Path,
+    *,
+    place: Path | None = None,
+    root: Callable[[Path], Path] = lambda partial: partial,
+    written: Callable[[Path], Collection[str]] = lambda out: (),
 ) -> Iterator[Path]:
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
     The files are on the disk before the name is: a crash, a kill or a full disk leaves either no
     `out` or a whole one; an older `out` stays until the new one is complete. All in it may be read
-    and written by whom the umask says, and nothing in it can be run.
+    and written by whom the umask says, and nothing in it can be run. Files of an older `out` that
+    are neither replaced nor `written` are somebody else's: they stay.
 
     Args:
         place: where it is filled, on the same disk as `out`; by default beside it.
         root: which directory of the filled one becomes `out`.
+        written: names in an older `out`, relative to it, of what qat wrote there.
     """
     with parents_of(out):
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
@@ -36,7 +48,7 @@ def whole_directory(
                 # mkdtemp makes directories private, and safetensors files
                 path.chmod(allowed(0o777 if path.is_dir() else 0o666))
                 sync(path)
-            _put_in_place(root(partial), out)
+            _put_in_place(root(partial), out, written)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -95,8 +107,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _put_in_place(partial: Path, out: Path) -> None:
+def _put_in_place(
+    partial: Path, out: Path, written: Callable[[Path], Collection[str]] = lambda out: ()
+) -> None:
     if out.is_dir() and any(out.iterdir()):
+        _keep_foreign(out, partial, written(out))
         old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
         out.rename(old)
         partial.rename(out)
@@ -104,3 +119,20 @@ def _put_in_place(partial: Path, out: Path) -> None:
     else:
         partial.rename(out)
     sync(out.parent)
+
+
+def _keep_foreign(old: Path, new: Path, written: Collection[str]) -> None:
+    """Have in `new`, too, every file of `old` that it does not replace and that is not `written`.
+
+    A directory that holds no file is not kept.
+    """
+    names = [p.relative_to(old) for p in old.rglob("*") if p.is_symlink() or not p.is_dir()]
+    foreign = [n for n in names if n.as_posix() not in written and not (new / n).exists()]
+    for name in foreign:
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(old / name, new / name, follow_symlinks=False)
+        except OSError:  # no links here
+            shutil.copy2(old / name, new / name, follow_symlinks=False)
+    if foreign:
+        logger.info("%s: %d files that qat did not write stay (%s)", old, len(foreign), foreign[0])

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """What a file system answers that has no locks."""
+SIGN = b"process "
+"""How the content of a lock begins."""
 
 
 @contextmanager
@@ -67,12 +69,24 @@ def _locked(path: Path, out: Path) -> int:
                 raise
             logger.warning("%s: no locks here; let no two processes work in it at once", out)
         if _is_there(descriptor, path):
+            _check_ours(descriptor, path)
             break
         os.close(descriptor)  # its holder removed it in between
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode())
     return descriptor
+
+
+def _check_ours(descriptor: int, path: Path) -> None:
+    """Refuse a file that only happens to be called as the lock is."""
+    if os.read(descriptor, len(SIGN)) not in (b"", SIGN):
+        os.close(descriptor)
+        raise ConfigError(
+            f"{path} is in the way, expected a place for qat's lock; move it or choose another "
+            "--out"
+        )
+    os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 def _is_there(descriptor: int, path: Path) -> bool:

@@ -34,7 +34,7 @@ def pull(
         name: one of `qat hub list`.
         out: directory to make; by default caches/NAME or checkpoints/NAME.
         drive: where a Google Drive is mounted, or gs://BUCKET with its files, for mirrors on it.
-        force: fetch it even if it is there, and replace that.
+        force: fetch it even if it is there, and replace that; files that nobody pulled stay.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
     from qat.hub.mirrors import in_bucket
@@ -125,7 +125,7 @@ def unpack(
     Args:
         archive: file to read.
         out: directory to make; the files lie in it, without the archive's own directory.
-        force: replace what `out` holds.
+        force: replace files of the same names in `out`; others stay.
     """
     from qat.hub.files import regular_files
     from qat.hub.unpack import unpack as write

@@ -19,10 +19,10 @@ from qat.backend.device import on
 from qat.data.cache import (
     MANIFEST,
     SPLITS,
-    TEMPORARY,
     Manifest,
     Shard,
     TeacherInfo,
+    is_temporary,
     new_manifest,
     read_manifest,
     remove_temporary,
@@ -224,7 +224,7 @@ def _resume(fresh: Manifest, out: Path) -> Manifest:
     if not out.is_dir():
         raise CacheError(f"{out} is a file, expected a directory to build in; choose another --out")
     if not (out / MANIFEST).exists():
-        if any(path.suffix != TEMPORARY for path in out.iterdir()):
+        if not all(map(is_temporary, out.iterdir())):
             raise CacheError(
                 f"{out} is not empty and holds no teacher cache; choose another --out or empty it"
             )

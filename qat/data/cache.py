@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,8 @@ from qat.files import sha256_file
 FORMAT = 3
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
+SHARD = re.compile(r"(train|held_out)-\d+\.safetensors")
+"""What a builder calls a shard."""
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -219,5 +222,11 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 def remove_temporary(directory: Path) -> None:
     """Delete what a killed build was writing."""
-    for path in directory.glob(f"*{TEMPORARY}"):
+    for path in filter(is_temporary, directory.iterdir()):
         path.unlink()
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is called as a build calls what it is writing."""
+    name = path.name.removesuffix(TEMPORARY)
+    return path.suffix == TEMPORARY and (name == MANIFEST or SHARD.fullmatch(name) is not None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from qat.config import fingerprint
-from qat.data.cache import MANIFEST, Shard, parse_manifest, shard_problem, write_atomic
+from qat.data.cache import MANIFEST, SHARD, Shard, parse_manifest, shard_problem, write_atomic
 from qat.data.reader import TeacherCache, check_promises
 from qat.errors import CacheError, ConfigError, how_to_install
 from qat.files import partial_file
@@ -96,7 +96,8 @@ class Kept:
         self._fetch = fetch
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
-        for path in sorted(directory.glob("*.safetensors"), key=lambda each: each.stat().st_mtime):
+        shards = (path for path in directory.iterdir() if SHARD.fullmatch(path.name))
+        for path in sorted(shards, key=lambda each: each.stat().st_mtime):
             self._sizes[path.name] = path.stat().st_size
         room = shutil.disk_usage(directory).free + sum(self._sizes.values())
         self.budget = budget or min(BUDGET_BYTES, room // 2)

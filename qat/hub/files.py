@@ -1,6 +1,7 @@
 """Files and directories that appear whole or not at all, and the hashes that tell them apart."""
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,16 +26,26 @@ def atomic_directory(
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
     A directory that holds nothing but another one is left out: `name/name/files` becomes
-    `out/files`. With `replace`, an older `out` stays until the new one is complete. It is filled in
-    `place`, on the same disk as `out`; by default beside it.
+    `out/files`. With `replace`, an older `out` stays until the new one is complete; files of it
+    that nobody pulled stay. It is filled in `place`, on the same disk as `out`; by default beside
+    it.
 
     Raises:
         ConfigError: `out` exists and is not empty, and `replace` is false.
         HubError: `out` cannot be written.
     """
     check_free(out, replace=replace, mend=MEND)
-    with _explained(out), whole_directory(out, place=place, root=peeled) as partial:
+    whole = whole_directory(out, place=place, root=peeled, written=received_files)
+    with _explained(out), whole as partial:
         yield partial
+
+
+def received_files(directory: Path) -> set[str]:
+    """The names of the files that `qat hub pull` brought to `directory`; none without a receipt."""
+    try:
+        return {RECEIPT, *json.loads((directory / RECEIPT).read_bytes())["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return set()
 
 
 @contextmanager

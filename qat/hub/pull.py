@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from qat.config import Settings, explain
 from qat.errors import HubError
-from qat.files import check_free, sha256_file
+from qat.files import LEAVING, check_free, sha256_file
 from qat.folders import parents_of
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
@@ -216,6 +216,11 @@ def _stage(out: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             stack.enter_context(parents_of(stage))
+            if stage.exists() and any(stage.iterdir()) and not (stage / "lock").is_file():
+                raise HubError(
+                    f"{stage} is in the way, expected a place for downloads; move it or choose "
+                    "another --out"
+                )
             stage.mkdir(exist_ok=True)
             lock = stack.enter_context((stage / "lock").open("w"))
         except OSError as error:
@@ -228,8 +233,9 @@ def _stage(out: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise HubError(f"another process is pulling to {out}; wait for it") from None
         try:
-            for left in stage.glob(".*.partial-*"):  # by a process that was killed
-                shutil.rmtree(left)
+            for left in filter(Path.is_dir, stage.iterdir()):
+                if LEAVING.fullmatch(left.name):  # by a process that was killed
+                    shutil.rmtree(left)
             yield stage
         finally:
             if not any(path.is_file() for path in stage.rglob("*.part")):

@@ -10,6 +10,8 @@ CHECKSUMS = "checksums.json"
 FORMAT = 1
 MODEL = (".safetensors", ".index.json", "config.json")
 """How the names of files end that decide what a model computes."""
+BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")
+"""What 'qat convert' writes beside the files that are listed."""
 
 
 def write_checksums(directory: Path) -> None:
@@ -51,6 +53,15 @@ def check_checksums(directory: Path, *, of_model: bool) -> None:
                 f"{file} {what} in {CHECKSUMS}, expected what was written; copy it anew, or, if "
                 f"you changed it yourself, delete {CHECKSUMS}"
             )
+
+
+def listed_files(directory: Path) -> set[str]:
+    """The names of the files in `directory` that qat wrote there; none without a sound list."""
+    path = directory / CHECKSUMS
+    try:
+        return {*BESIDE, *json.loads(path.read_bytes())["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return set()
 
 
 def _is_of_model(name: str) -> bool:

@@ -8,13 +8,15 @@ from safetensors import SafetensorError
 
 from qat.errors import CheckpointError
 from qat.files import check_free, whole_directory
+from qat.models.checksums import listed_files
 
 
 @contextmanager
 def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
-    With `replace`, an older `out` stays until the new one is complete.
+    With `replace`, an older `out` stays until the new one is complete; then it goes, but for files
+    that qat did not write.
 
     Raises:
         ConfigError: `out` exists and is not empty, and `replace` is false.
@@ -22,7 +24,7 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     check_free(out, replace=replace)
     try:
-        with whole_directory(out) as partial:
+        with whole_directory(out, written=listed_files) as partial:
             yield partial
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

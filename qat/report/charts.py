@@ -51,7 +51,7 @@ class Chart:
             if form == "png":  # on the page the heading stands above the picture
                 axes.set_title(self.title, loc="left", weight="bold")
             buffer = io.BytesIO()
-            metadata = {"Date": None} if form == "svg" else {"Software": None}
+            metadata = {"Date": None} if form == "svg" else {"Software": "qat"}
             figure.savefig(buffer, format=form, dpi=200, metadata=metadata)
         return buffer.getvalue()
 

@@ -16,7 +16,7 @@ from qat.config import explain
 from qat.errors import ConfigError
 from qat.files import write_atomically
 from qat.report.charts import SERIES, Chart
-from qat.report.page import number, picture, template
+from qat.report.page import check_replaceable, number, picture, template
 
 FIGURES = "figures.jsonl"
 DATED = re.compile(r"(\d{4}-\d{2}-\d{2})_(.+)")
@@ -64,7 +64,8 @@ def write_leaderboard(records: Path, out: Path) -> Path:
     """Write the page about every record below `records`.
 
     Raises:
-        ConfigError: there are none, or one's figures cannot be read.
+        ConfigError: there are none, or one's figures cannot be read; or `out` is there and no page
+            of qat's.
     """
     entries = read_records(records)
     if not entries:
@@ -73,6 +74,7 @@ def write_leaderboard(records: Path, out: Path) -> Path:
             "record' or name another --records"
         )
     devices = by_device(entries)
+    check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     count = len({(entry.day, entry.record) for entry in entries})
     subtitle = f"{len(entries)} figures of {count} records on {len(devices)} devices"

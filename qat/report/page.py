@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, Template
 
+from qat.errors import ConfigError
 from qat.files import write_atomically
 from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
 from qat.report.health import health
@@ -27,6 +28,9 @@ COLUMNS = (
     ("device", ""),
 )
 BEST_COLUMNS = (3, 4, 6)
+SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")
+"""What pages and pictures say of who wrote them, in their first bytes."""
+SIGNED_BYTES = 4096
 LAYER_COLUMNS = (
     ("layer", "layer"),
     ("route", "computed by"),
@@ -57,6 +61,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
 
     Raises:
         CheckpointError: a directory is missing, foreign or damaged.
+        ConfigError: a file of that name is there that no report wrote.
     """
     sources = with_unique_labels([read_directory(path) for path in directories])
     runs = [source for source in sources if isinstance(source, Run)]
@@ -72,13 +77,30 @@ def write_report(directories: list[Path], out: Path) -> Written:
         runs=[_run_view(run) for run in runs],
         conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
     )
+    charts = [*curves, *(chart for charts in layers.values() for chart in charts)]
+    pictures = {out.with_name(f"{out.stem}-{chart.name}.png"): chart for chart in charts}
+    for path in (out, *pictures):
+        check_replaceable(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    pictures = []
-    for chart in [*curves, *(chart for charts in layers.values() for chart in charts)]:
-        pictures.append(out.with_name(f"{out.stem}-{chart.name}.png"))
-        write_atomically(pictures[-1], chart.render(LIGHT, "png"))
+    for path, chart in pictures.items():
+        write_atomically(path, chart.render(LIGHT, "png"))
     write_atomically(out, html.encode("utf-8"))
-    return Written(out, pictures)
+    return Written(out, [*pictures])
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a file that is there and that no report wrote.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if path.is_dir():
+        raise ConfigError(f"out={path} is a directory, expected a file to write; name a .html file")
+    if path.is_file() and not any(sign in path.read_bytes()[:SIGNED_BYTES] for sign in SIGNS):
+        raise ConfigError(
+            f"{path} is there and no report of qat's, so it is not replaced; move it or choose "
+            "another --out"
+        )
 
 
 def with_unique_labels(sources: list[Run | Conversion]) -> list[Run | Conversion]:

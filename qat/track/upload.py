@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from qat.errors import ConfigError, HubError
+from qat.files import LEAVING
 from qat.hub.pack import pack
 from qat.hub.push import put
 from qat.logs import EVENTS, FACTS, HEARTBEATS, METRICS, RECIPE, SUMMARY, TRAINING_CSV, VAL_CSV
@@ -127,9 +128,10 @@ class Upload:
             raise FileNotFoundError(f"{self.folder} is gone (is the Drive still mounted?)")
         if not self._is_open:
             self.target.mkdir(exist_ok=True)
-            for partial in self.target.glob(".*.part-*"):  # of a run that was killed
-                partial.unlink()
-            for workshop in (self.run / FOLDER).glob(f"{WORKSHOP}*"):
+            for partial in self.target.glob(".*.part-*"):
+                if LEAVING.fullmatch(partial.name):  # of a run that was killed
+                    partial.unlink()
+            for workshop in (self.run / FOLDER).glob(f"{WORKSHOP}{'?' * 8}"):
                 shutil.rmtree(workshop)
             self._is_open = True
 

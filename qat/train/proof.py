@@ -71,6 +71,16 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
         return " ".join(str(error).split())
 
 
+def is_all_ours(checkpoint: Path) -> bool:
+    """Whether every file in a checkpoint is one that its run wrote, and may delete."""
+    try:
+        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        listed = []
+    files = (path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(checkpoint).as_posix() for path in files} <= {MANIFEST, *listed}
+
+
 def read_state(checkpoint: Path) -> dict:
     """The facts beside a checkpoint's tensors: step, best and of what run it is.
 

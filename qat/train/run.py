@@ -20,26 +20,27 @@ import transformers
 
 import qat
 from qat.errors import ConfigError
-from qat.files import check_free, partial_file, write_atomically
+from qat.files import LEAVING, check_free, partial_file, write_atomically
 from qat.logs import (
     EVENTS,
     FACTS,
     HEARTBEATS,
     METRICS,
     RECIPE,
+    SUMMARY,
     TRAINING_CSV,
     VAL_CSV,
     cut_after,
     read_json_lines,
 )
+from qat.models.load import RUN_POINTERS
 from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
+from qat.train.proof import is_all_ours
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS, ATTEMPT = "checkpoints", "attempt-"
-LEAVINGS = (".*.partial", ".*.partial-*", ".*.old-*")
-"""Names of what has no name of its own yet, or no longer."""
 STEP_NAME = re.compile(r"step-\d{6,}")
 FREE_TO_CHANGE = {
     "device",
@@ -161,26 +162,27 @@ class Run:
         """Delete what is not kept: up to `latest`, the newest `keep` and the milestones stay.
 
         Behind `latest`, where a run that went on has not been yet, nothing does; the best one
-        stays anywhere.
+        stays anywhere; so does one in which somebody has put a file.
         """
         best, latest = self.pointed("best"), self.pointed("latest")
         past = [path for path in self.checkpoints() if _step(path) <= _step(latest)]
         kept = {best, latest, *past[-keep:]}
         kept |= {path for path in past if milestone_every and _step(path) % milestone_every == 0}
         for path in self.checkpoints():
-            if path not in kept:
+            if path not in kept and is_all_ours(path):
                 # its name goes first: a kill leaves no checkpoint that looks like one and is not
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.old-")))
 
     def remove_leavings(self) -> None:
         """Delete what a run that was killed had not finished writing."""
         for folder in (self.path, self.path / CHECKPOINTS):
-            for pattern in LEAVINGS:
-                for left in folder.glob(pattern):
-                    if left.is_dir():
-                        shutil.rmtree(left, ignore_errors=True)
-                    else:
-                        left.unlink()
+            for left in folder.glob(".*"):
+                if left.is_dir() and LEAVING.fullmatch(left.name):
+                    shutil.rmtree(left, ignore_errors=True)
+        for name in (RECIPE, FACTS, METRICS, SUMMARY, TRAINING_CSV, VAL_CSV, *RUN_POINTERS):
+            partial_file(self.path / name).unlink(missing_ok=True)
+        for left in self.path.glob(f".{HEARTBEATS}.partial"):
+            left.unlink()
 
     def recorded_steps(self) -> int:
         """The last step of which there are numbers."""

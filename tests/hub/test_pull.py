@@ -198,8 +198,9 @@ def test_a_quota_page_in_place_of_a_file(out: Path, monkeypatch) -> None:
 
 
 def test_what_a_killed_pull_left_is_cleared(out: Path, archive: Path) -> None:
-    left = out.parent / ".model.pull" / ".model.partial-x"
+    left = out.parent / ".model.pull" / ".model.partial-abcd1234"
     left.mkdir(parents=True)
+    (left.parent / "lock").touch()
     (left / "half.part").write_text("half")
     assert get(out, archive).is_new
     assert os.listdir(out.parent) == ["model"]

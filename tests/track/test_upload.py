@@ -165,7 +165,10 @@ def test_a_failing_folder_is_tried_again_later_and_later(
 def test_leavings_of_a_killed_run_go(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     begin(run)
-    left = [folder / "run" / ".best.tar.lz4.part-x", run / "tracking" / "upload-x" / "best.tar.lz4"]
+    left = [
+        folder / "run" / ".best.tar.lz4.part-abcd1234",
+        run / "tracking" / "upload-abcd1234" / "best.tar.lz4",
+    ]
     for path in left:
         path.parent.mkdir(parents=True)
         path.touch()

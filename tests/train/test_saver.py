@@ -191,7 +191,7 @@ def test_leavings_of_a_killed_run_go(place: Path, tmp_path: Path) -> None:
     train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
     before = sorted(tmp_path.rglob("*"))
     (tmp_path / "run/.best.partial").touch()
-    for name in (".step-000009.partial-x", ".step-000001.old-y"):
+    for name in (".step-000009.partial-abcd1234", ".step-000001.old-"):
         (tmp_path / "run/checkpoints" / name / "trainer").mkdir(parents=True)
     train_student(settings, str(place / "student"), tmp_path / "run", resume=True)
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "run/events.jsonl"])

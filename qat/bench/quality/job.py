@@ -6,7 +6,6 @@ standard input does: no job outlives whoever started it.
 
 import json
 import logging
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from qat.data.reader import TeacherCache
 from qat.errors import QatError
 from qat.files import write_atomically
 from qat.models.load import load_teacher, load_tokenizer
+from qat.train.proof import MANIFEST, STATE, STATE_TENSORS
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,9 @@ def _row(job: Job, trained: Trained, text: str, numbers: Numbers) -> dict[str, o
 
 def _forget_training_state(run: Path) -> None:
     """Delete what only a run that goes on needs: optimizer states are many times the student."""
-    for state in run.glob("stage*/checkpoints/*/trainer"):
-        shutil.rmtree(state)
+    for checkpoint in run.glob("stage*/checkpoints/step-*"):
+        for name in (STATE, STATE_TENSORS, MANIFEST):
+            (checkpoint / name).unlink(missing_ok=True)
 
 
 def main() -> None:
