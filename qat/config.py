@@ -85,6 +85,8 @@ def explain(error: ValidationError) -> str:
     """A pydantic error as one line: `field=value: what is wrong`, joined by semicolons."""
     parts = []
     for item in error.errors():
+        if item["type"] == "default_factory_not_called":  # follows from another mistake
+            continue
         name = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if not name:  # a rule about several fields names them itself

@@ -13,6 +13,14 @@ KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates")
 
 Scope = Literal["mlp", "attention", "e2e"]
 
+MOST_WARM_UP, WARM_UP_PART = 50, 10
+"""Steps of warm-up that a long run has; one step of how many in a short one."""
+
+
+def usual_warm_up(known: dict[str, int]) -> int:
+    """The warm-up of a run of which `max_steps` is known."""
+    return min(MOST_WARM_UP, known["max_steps"] // WARM_UP_PART)
+
 
 class StepConfig(DeviceSettings):
     """What decides one optimizer step: what learns, from which loss, in which shape and dtype."""
@@ -121,8 +129,8 @@ class TrainConfig(StepConfig):
     """Peak learning rate of sparse attention's gates and pooling weights."""
     schedule: Rates[Literal["cosine", "constant", "wsd"]] = "cosine"
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
-    warmup_steps: Rates[int] = Field(50, ge=0)
-    """Steps of linear warm-up."""
+    warmup_steps: Rates[int] = Field(default_factory=lambda known: usual_warm_up(known), ge=0)
+    """Steps of linear warm-up; by default a tenth of max_steps, at most 50."""
     min_lr_ratio: Rates[float] = Field(0.0, ge=0, le=1)
     """Where the schedule ends, as a share of the peak."""
     weight_decay: Rates[float] = Field(0.0, ge=0)
@@ -157,6 +165,10 @@ class TrainConfig(StepConfig):
     """Seconds without the end of a step after which the stacks are written down."""
     trust_remote_code: Loss[bool] = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
+
+    def has_short_warm_up(self) -> bool:
+        """Whether nobody chose the warm-up, and it is shorter than that of a long run."""
+        return "warmup_steps" not in self.model_fields_set and self.warmup_steps < MOST_WARM_UP
 
     @model_validator(mode="after")
     def _check_shard(self) -> Self:

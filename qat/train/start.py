@@ -305,6 +305,12 @@ def _prepare(
         ", ".join(f"{len(found)} tensors of {kind}" for kind, found in by_kind.items()),
     )
     if checkpoint is None:
+        if config.has_short_warm_up():
+            logger.info(
+                "warm-up: %d steps, a tenth of %d (--warmup-steps sets another)",
+                config.warmup_steps,
+                config.max_steps,
+            )
         torch.manual_seed(config.seed)
         optimizer = Optimizer(model.model, by_kind, config, ranks=ranks)
         return _Begin(optimizer, 0, math.inf, {})

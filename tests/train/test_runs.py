@@ -4,6 +4,7 @@ A stop here is an exception in the middle of a step; `measure_kills.py` kills pr
 """
 
 import json
+import logging
 import random
 import shutil
 import tomllib
@@ -391,7 +392,7 @@ def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
             "learn='weights,bias': choose among weights, scales",
         ),
         ({"learn": ""}, "learn='': choose among"),
-        ({"max_steps": 0}, "max_steps=0: Input should be greater than 0"),
+        ({"max_steps": 0}, r"^\[train\]: max_steps=0: Input should be greater than 0$"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"temperature": 0}, "temperature=0"),
         ({"dtype": "int8"}, "dtype='int8': Input should be 'auto', 'fp32', 'tf32', 'bf16' or"),
@@ -410,6 +411,27 @@ def test_scopes_and_kinds_of_settings() -> None:
     assert found == ["e2e", "e2e", "mlp", "attention"]
     chosen = TrainConfig(cache_dir="c", learn="norms,scales", batch_size=3, grad_accum_steps=4)
     assert chosen.kinds == ("norms", "scales") and chosen.sequences_per_step == 12
+
+
+def test_the_warm_up_of_a_short_run_is_short_and_said(place: Path, tmp_path: Path, caplog) -> None:
+    usual = [TrainConfig(cache_dir="c", max_steps=n).warmup_steps for n in (5, 60, 500, 9999)]
+    assert usual == [0, 6, 50, 50]
+    assert TrainConfig(cache_dir="c", max_steps=60, warmup_steps=50).warmup_steps == 50
+    caplog.set_level(logging.INFO)
+    said = "warm-up: 2 steps, a tenth of 20 (--warmup-steps sets another)"
+    given = config(place, max_steps=20)
+    for number, settings in enumerate((given, without_warm_up(given))):
+        assert said not in caplog.text
+        with stopped_at(Optimizer, "step", 0):
+            student = str(place / "student")
+            train_student(settings, student, tmp_path / str(number), resume=False)
+        recipe = tomllib.loads((tmp_path / str(number) / "recipe.toml").read_text())["train"]
+        assert recipe["warmup_steps"] == 2
+    assert caplog.text.count(said) == 1
+
+
+def without_warm_up(settings: TrainConfig) -> TrainConfig:
+    return TrainConfig(**settings.model_dump(exclude={"warmup_steps"}))
 
 
 def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypatch) -> None:
