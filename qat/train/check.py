@@ -72,6 +72,7 @@ def examine(
         train_sequences=cache.num_sequences("train"),
         held_out_sequences=cache.num_sequences("held_out"),
         sequence_length=cache.sequence_length,
+        width=load_config(student).get_text_config().hidden_size,
         world=world,
         problems=tuple(_problems(resolved, student, cache)),
         sparse=_sparse_plan(student, cache.sequence_length, backend),

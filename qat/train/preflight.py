@@ -18,9 +18,11 @@ LOST_ERROR_H, LOST_WARNING_H = 1.0, 1 / 3
 """Work that a kill between two checkpoints may cost."""
 LEAST_HELD_OUT = 64
 """Sequences below which the best checkpoint is chosen by noise."""
-LEAST_LENGTH, LEAST_TOKENS = 32, 1024
-"""Sequences and steps smaller than these are those of a test."""
+LEAST_LENGTH, LEAST_TOKENS, LEAST_WIDTH = 32, 2048, 256
+"""Sequences, steps and models smaller than these are those of a test."""
 MOST_EVALUATION, MOST_WARM_UP, MOST_PASSES = 0.1, 0.2, 20
+FAR_TOO_MANY_PASSES = 1000
+"""Nothing is left to be learned from the same sequences long before."""
 DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
 FAR_RATE, MOST_RATE = 10.0, 1.0
 """Learning rates are relative: a step at 1 moves a tensor by as much as it is large."""
@@ -66,6 +68,8 @@ class Plan(NamedTuple):
     train_sequences: int
     held_out_sequences: int
     sequence_length: int
+    width: int
+    """Of the student's hidden states."""
     world: int = 1
     """Devices that train."""
     prediction: Prediction | None = None
@@ -102,7 +106,9 @@ def _precision(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
             "fp32": f"and {plan.device} computes many times faster in bf16",
             "fp16": f"and {plan.device} has bf16, whose gradients do not overflow",
         }[config.dtype]
-        yield Finding("dtype", "warning", found, reason, "use --dtype bf16")
+        hours = plan.prediction and plan.prediction.hours(config)
+        is_dear = config.dtype == "fp32" and is_long(config, hours)
+        yield Finding("dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16")
     if config.dtype == "tf32":
         reason = "exact to 10 bits; bf16 is faster and what students are trained in"
         yield Finding("dtype", "note", found, reason, "nothing, or --dtype bf16")
@@ -155,9 +161,12 @@ def _data(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
         return
     passes = config.max_steps * config.sequences_per_step * plan.world / plan.train_sequences
     is_many = passes > MOST_PASSES
+    is_error = passes > FAR_TOO_MANY_PASSES and is_long(
+        config, plan.prediction and plan.prediction.hours(config)
+    )
     yield Finding(
         "epochs",
-        "warning" if is_many else "note",
+        "error" if is_error else "warning" if is_many else "note",
         f"{passes:,.1f} passes over {plan.train_sequences:,} sequences",
         "a student begins to learn them by heart" if is_many else "how often each one is seen",
         "build a larger cache, or lower --max-steps" if is_many else "nothing",
@@ -195,13 +204,23 @@ def _shape(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     tokens = plan.sequence_length * config.sequences_per_step * plan.world
     if not is_long(config, hours):
         return
-    if plan.sequence_length < LEAST_LENGTH or tokens < LEAST_TOKENS:
+    small = {
+        f"sequences of {plan.sequence_length} tokens": plan.sequence_length < LEAST_LENGTH,
+        f"{tokens:,} tokens a step": tokens < LEAST_TOKENS,
+        f"a student of width {plan.width}": plan.width < LEAST_WIDTH,
+    }
+    found = [fact for fact, is_small in small.items() if is_small]
+    if found:
+        # one of them may be meant; several, where time is paid for, are a test's settings left in
+        is_left_in = len(found) > 1 and plan.device != "cpu"
         yield Finding(
             "toy",
-            "warning",
-            f"sequences of {plan.sequence_length} tokens, {tokens} tokens a step",
+            "error" if is_left_in else "warning",
+            ", ".join(found),
             "a long run with the settings of a test",
-            f"expect sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS} tokens at least",
+            f"expected sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS:,} tokens at least "
+            f"and a width of {LEAST_WIDTH}: raise --batch-size or --grad-accum-steps, or lower "
+            "--max-steps",
         )
 
 

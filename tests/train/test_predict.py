@@ -1,16 +1,20 @@
 """The prediction before a run: what it measures, and that it leaves no trace."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from cache_case import TOKENIZER, build, texts
 from cli_case import call
+from quantized import SPECS, tiny_quantized
 from train_case import config, make_place
 
 from qat.backend import device as backend
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
+from qat.models.checkpoint import save_checkpoint
 from qat.train import check
 from qat.train.check import examine, guessed_hours
 from qat.train.predict import predict
@@ -89,6 +93,26 @@ def test_a_long_run_without_checkpoints_is_refused(
     tokens = [*words(place, max_steps=5000, save_every=0), "--out", out]
     assert call(monkeypatch, *tokens) == 1 and not out.exists()
     assert "save_every=0 in a run of 5,000 steps" in capsys.readouterr().err
+
+
+def test_a_day_on_a_gpu_with_the_settings_of_a_test_is_refused(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    build(tmp_path / "cache", documents=texts(450), sequence_length=128, num_sequences=64)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
+    student = tiny_quantized("qwen3", SPECS["lut2"], **shape)
+    save_checkpoint(student, TOKENIZER, tmp_path / "student")
+    monkeypatch.setattr(backend.Backend, "name", lambda _: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(backend.Backend, "has_bf16", lambda _: True)
+    run = {"max_steps": 50_000, "batch_size": 8, "dtype": "fp32", "save_every": 0}
+    tokens = [*words(tmp_path, **run), "--out", tmp_path / "run"]
+    for more in (["--dry-run"], []):
+        assert call(monkeypatch, *tokens, *more) == 1 and not (tmp_path / "run").exists()
+        captured = capsys.readouterr()
+        assert captured.err.splitlines()[-1].endswith("--force (3 more in the table)")
+        for code in ("dtype", "save_every_off", "epochs", "toy"):
+            assert re.search(rf"error\W+{code}\b|{code}\b.*error", captured.out), captured.out
+        assert "6,250.0" in captured.out
 
 
 def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> None:

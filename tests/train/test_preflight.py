@@ -38,6 +38,7 @@ PLAN = Plan(
     train_sequences=10**6,
     held_out_sequences=1000,
     sequence_length=64,
+    width=1024,
     prediction=FAST,
 )
 
@@ -77,7 +78,8 @@ CASES = [
     ("memory", "error", slower(0.1, peak_gib=140.0), {}, "140 GiB of 139 GiB.*--batch-size"),
     ("memory", "warning", slower(0.1, peak_gib=130.0), {}, "130 GiB of 139 GiB"),
     ("memory", "error", PLAN._replace(prediction=None, has_run_out=True), {}, "memory ran out"),
-    ("dtype", "warning", PLAN, {"dtype": "fp32"}, "computes many times faster in bf16"),
+    ("dtype", "error", PLAN, {"dtype": "fp32"}, "computes many times faster in bf16"),
+    ("dtype", "warning", PLAN, {"dtype": "fp32", "max_steps": 1000}, "many times faster in bf16"),
     ("dtype", "warning", PLAN, {"dtype": "fp16"}, "whose gradients do not overflow"),
     ("eval_split", "warning", PLAN._replace(held_out_sequences=9), {}, "9 held-out.*--held-out"),
     ("eval_split", "warning", PLAN, {"eval_sequences": 9}, "9 held-out.*raise --eval-sequences"),
@@ -88,11 +90,17 @@ CASES = [
     ("lr", "error", PLAN, {"lr_codebook": 2.0}, "more than its own size"),
     ("warmup", "warning", PLAN, {"warmup_steps": 2500}, "warmup_steps=2500 of 10000"),
     ("epochs", "warning", PLAN._replace(train_sequences=20_000), {}, "32.0 passes over 20,000"),
+    ("epochs", "warning", PLAN._replace(train_sequences=700), {}, "914.3 passes over 700"),
+    ("epochs", "error", PLAN._replace(train_sequences=600), {}, "1,066.7 passes.*larger cache"),
+    ("epochs", "warning", PLAN._replace(train_sequences=60), {"max_steps": 4999}, "5,332.3 passes"),
     ("attention", "warning", slower(0.1, attention="sdpa"), {}, "attention=sdpa"),
     ("compile", "warning", slower(0.1, fallback="no compiler"), {}, "uncompiled .no compiler"),
     ("cache", "error", PLAN._replace(problems=("a, expected b; do c",)), {}, "a, .*; do c$"),
-    ("toy", "warning", PLAN._replace(sequence_length=16), {}, "sequences of 16 tokens"),
+    ("toy", "warning", PLAN._replace(sequence_length=16), {"batch_size": 128}, "ces of 16 tokens"),
     ("toy", "warning", PLAN, {"batch_size": 4}, "256 tokens a step"),
+    ("toy", "warning", PLAN._replace(width=128), {}, "a student of width 128"),
+    ("toy", "error", PLAN._replace(width=128), {"batch_size": 16}, "1,024 tokens a step.* 128"),
+    ("toy", "warning", PLAN._replace(width=128, device="cpu"), {"batch_size": 16}, "1,024 tokens"),
     ("nsa_dense", "warning", SPARSE._replace(sequence_length=1024), {}, "1024 tokens.*up to 1024"),
     ("nsa_backend", "warning", SLOW, {}, "runs as reference, width 20"),
 ]
@@ -105,6 +113,30 @@ def test_a_finding_has_a_reason_and_a_mend(
     finding = found(plan, **values)[code]
     assert finding.severity == severity and finding.reason and finding.mend
     assert re.search(message, finding.line()), finding.line()
+
+
+def test_a_day_of_a_test_s_settings_is_refused() -> None:
+    """A run of somebody's: 24 hours on a GPU for 64 sequences of 128 tokens and a toy model."""
+    plan = PLAN._replace(
+        device="NVIDIA A100-SXM4-80GB",
+        memory_gib=79.0,
+        train_sequences=64,
+        held_out_sequences=64,
+        sequence_length=128,
+        width=128,
+        prediction=FAST._replace(step_s=1.7, tokens_per_s=600.0, peak_gib=1.0),
+    )
+    run = {"max_steps": 50_000, "batch_size": 8, "dtype": "fp32", "warmup_steps": 500}
+    errors = {f.code: f.line() for f in found(plan, **run).values() if f.severity == "error"}
+    assert errors.keys() == {"toy", "epochs", "dtype"}
+    assert "toy: 1,024 tokens a step, a student of width 128, a long run" in errors["toy"]
+    assert "epochs: 6,250.0 passes over 64 sequences" in errors["epochs"]
+    unsaved = found(plan, **run, save_every=0)
+    assert unsaved["save_every_off"].severity == "error"
+    # each of its facts alone may be meant, but for those that no run is better for
+    assert found(plan, **run, gradient_checkpointing=True).keys() == errors.keys()
+    meant = {"batch_size": 32, "max_steps": 50_000}
+    assert found(plan._replace(train_sequences=10**6), **meant).keys() == {"toy"}
 
 
 def test_sparse_attention_is_told_of() -> None:
