@@ -145,11 +145,13 @@ class Ticker:
 
     def left(self) -> str:
         """How long the rest takes at the speed until now; empty where nobody can know yet."""
-        if self._timed is None or self.total is None or self.done <= self._timed[1]:
+        if self._timed is None or self.total is None or self.done >= self.total:
             return ""
         began, before = self._timed
+        if self.done == before:
+            return ""
         pace = (time.monotonic() - began) / (self.done - before)
-        return f"about {duration(pace * max(0, self.total - self.done))} left"
+        return f"about {duration(pace * (self.total - self.done))} left"
 
 
 class _Lines:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from qat.cli.export import show_targets
-from qat.cli.health import show_health
+from qat.cli.health import show_end, show_health
 from qat.cli.result import print_result
 from qat.config import Careful, Required
 from qat.errors import QatError
@@ -81,6 +81,7 @@ def train(
         if not ranks.is_first:
             return {}
     show_health(out)
+    show_end(out, report, config)
     return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
 
 

@@ -83,6 +83,8 @@ class Trainer:
             Stopped: somebody asked for it; the checkpoint of this very step is there.
         """
         metrics = Metrics(self.run.path) if self.ranks.is_first else None
+        for line in self._intention():
+            logger.info("%s", line)
         pulse = Pulse(
             self.run.path,
             self.backend,
@@ -109,6 +111,24 @@ class Trainer:
             if metrics is not None:
                 metrics.close()
             self.take_step.close()
+
+    def _intention(self) -> list[str]:
+        """What the run does, in lines for the user."""
+        config, count = self.config, self.cache.num_sequences("train")
+        sequences = config.sequences_per_step * self.ranks.size
+        linears = len(linears_in_scope(self.student.model, config.scope, config.kinds))
+        where = {"mlp": "in the MLPs", "attention": "in the attention", "e2e": "in all blocks"}
+        devices = f"{self.ranks.size} x " if self.ranks.size > 1 else ""
+        begin = f" from step {self.step} on" if self.step else ""
+        return [
+            f"training on {devices}{self.backend.name()} in {config.dtype}: "
+            f"{self.optimizer.num_learnable():,} values learn "
+            f"({', '.join(config.kinds)} of {linears} linears {where[config.scope]})",
+            f"{config.max_steps:,} steps{begin}, each of "
+            f"{sequences * self.cache.sequence_length:,} tokens ({sequences} sequences of "
+            f"{self.cache.sequence_length}): {config.max_steps * sequences / count:.3g} passes "
+            f"over the {count:,} sequences of {self.cache.directory}",
+        ]
 
     def _begin(self, metrics: Metrics | None, pulse: Pulse) -> None:
         """Compile, judge the untrained student, or tell that the run goes on."""
@@ -212,7 +232,7 @@ class Trainer:
             grad_norm=said.grad_norm,
             facts=self.take_step.compile_facts(),
         )
-        return f"loss {means['loss_nats']:.4f}  {tokens_per_s:,.0f} tokens/s"
+        return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
 
     def _pause(self, metrics: Metrics | None) -> None:
         """Evaluate and save where they are due; a best student is always saved."""
@@ -236,7 +256,7 @@ class Trainer:
                 verdict["codes_flipped_frac"] = flipped
             metrics.write(kind="eval", step=self.step, **verdict)
             numbers = (f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float))
-            logger.info("step %d: %s", self.step, "  ".join(numbers))
+            logger.info("step %d, held out: %s", self.step, "  ".join(numbers))
             now = score(verdict)
         now = self.ranks.copy_from_first(torch.tensor(now, dtype=torch.float64)).item()
         is_best = self.step > 0 and now < self.best

@@ -300,10 +300,6 @@ def _prepare(
     if "lora" in config.kinds:
         add_adapters(model.model, names, config.lora_rank, config.seed)
     by_kind = learnable(model.model, names, config.kinds)
-    logger.info(
-        "learning: %s",
-        ", ".join(f"{len(found)} tensors of {kind}" for kind, found in by_kind.items()),
-    )
     if checkpoint is None:
         if config.has_short_warm_up():
             logger.info(

@@ -1,6 +1,7 @@
 """`qat train` as a user meets it."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from cli_case import call
 from train_case import config, make_place
 
+from qat.data.reader import TeacherCache
+from qat.logs import read_json_lines
 from qat.train.run import resolved
 from qat.train.start import train_student
 
@@ -53,6 +56,37 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(
     resumed = [*words, "--out", first, "--resume", "auto"]
     assert call(monkeypatch, "train", place / "student", *resumed) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+
+
+def test_a_run_says_what_it_does_and_what_it_came_to(
+    place: Path, tmp_path: Path, monkeypatch, capsys, caplog
+) -> None:
+    caplog.set_level("INFO", logger="qat")
+    out = tmp_path / "my runs" / "one"
+    words = flags(place, max_steps=3, grad_accum_steps=2, mlp_only=True, learn="scales")
+    assert call(monkeypatch, "train", place / "student", *words, "--out", out) == 0
+    count = TeacherCache.open(place / "cache").num_sequences("train")
+    assert caplog.messages[:2] == [
+        "training on cpu in fp32: 768 values learn (scales of 6 linears in the MLPs)",
+        f"3 steps, each of 128 tokens (8 sequences of 16): {24 / count:.3g} passes over the "
+        f"{count} sequences of {place / 'cache'}",
+    ]
+    shown, result = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    final = json.loads(result)["final"]
+    evals = [row for row in read_json_lines(out / "metrics.jsonl") if row["kind"] == "eval"]
+    before, after = evals[0], min(evals[1:], key=lambda row: row["kl_tail_nats"])
+    (line,) = [line for line in shown.splitlines() if "KL, nats" in line]
+    assert f"{before['kl_tail_nats']:.4f}" in line and f"{after['kl_tail_nats']:.4f}" in line
+    assert f"MB: {final}\n" in shown
+    verbs = [shlex.split(line) for line in shown.splitlines() if line.startswith("  qat ")]
+    assert [words[1] for words in verbs] == ["eval", "generate", "export"]
+    assert all(words[2] == final for words in verbs)
+    # a command can be copied, although its path has a space in it
+    capsys.readouterr()
+    cached = verbs[0][: verbs[0].index("--teacher")]
+    assert call(monkeypatch, *cached[1:]) == 0
+    for command in verbs[1:]:
+        assert call(monkeypatch, *command[1:]) == 0
 
 
 def test_followers_are_no_part_of_the_recipe(

@@ -174,8 +174,14 @@ def test_page_and_terminal_show_the_table(tmp_path: Path, capsys) -> None:
     assert '<td>stalls</td><td>1 (step 120)</td><td>none</td><td class="bad">bad</td>' in html
     show_health(path)
     shown = capsys.readouterr().out
-    for text in ("1 (step 120)", "1 (step 150)", "memory", "bad"):
+    for text in ("1 (step 120)", "memory", "bad"):
         assert text in shown
+    assert "resumed" not in shown  # which is ok
+
+
+def test_a_healthy_run_has_no_table_on_the_terminal(tmp_path: Path, capsys) -> None:
+    show_health(write_run(tmp_path / "run"))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("facts", ['{"resumed": 3}', '{"resumed": [{}]}', "[1]", '{"forced": 1}'])
