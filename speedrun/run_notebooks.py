@@ -66,6 +66,17 @@ TINY: dict[str, dict[str, str]] = {
         "STEPS": "2",
         "BATCH": "2",
     },
+    "nsa": {
+        "TEACHER": TEACHER,
+        "ATTENTION": "speedrun/plans/nsa_tile64.toml",
+        "LENGTH": "128",
+        "SEQUENCES": "64",
+        "CALIBRATION": "4",
+        "FIT": "2",
+        "STEPS": "2",
+        "BATCH": "2",
+        "LENGTHS": "256",
+    },
     "export_coreml": {"MODEL": TEACHER},
 }
 """Values of the parameters that tests take; in this order, as later ones read what earlier made."""

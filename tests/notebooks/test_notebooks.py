@@ -1,14 +1,18 @@
 """Notebooks are short lists of commands that exist, and every one of them runs."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbformat import NotebookNode
+from traitlets.config import Config
 from warm_qat import WarmQat
 
 from qat.cli import app
@@ -16,16 +20,14 @@ from qat.cli import app
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
 sys.path.insert(0, str(SPEEDRUN))
 
+from address_notebooks import addressed, repository  # noqa: E402
 from run_notebooks import NEEDS, NOTEBOOKS, TINY, execute, tags  # noqa: E402
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
-BADGE = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    "(https://colab.research.google.com/github)"
-)
+BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]("
 LINE = re.compile(
     r"!qat |!bash speedrun/setup\.sh|!python -m pip install |%env \w+=|%cd |path = %env PATH$|"
-    r"root = !git rev-parse "
+    r"root = !for place in |assert root"
 )
 FIRST = ["title", "code-text", "code", "machine-text", "machine"]
 
@@ -72,6 +74,68 @@ def test_it_begins_as_all_do(path: Path) -> None:
     first = read(PATHS[0])
     for ours, theirs in zip(notebook.cells[1:5], first.cells[1:5], strict=True):
         assert ours.source == theirs.source
+
+
+@each_notebook
+def test_its_addresses_are_the_projects(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text == addressed(text, path.name, repository())
+    notebook = nbformat.reads(
+        addressed(text, path.name, "https://github.com/owner/name"), as_version=4
+    )
+    opens = f"https://colab.research.google.com/github/owner/name/blob/main/notebooks/{path.name})"
+    assert f"{BADGE}{opens}" in notebook.cells[0].source
+    assert "%env QAT_REPOSITORY=https://github.com/owner/name\n" in notebook.cells[2].source
+
+
+def first_cell(address: str) -> str:
+    path = PATHS[0]
+    text = addressed(path.read_text(encoding="utf-8"), path.name, address)
+    return nbformat.reads(text, as_version=4).cells[2].source
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory outside of any repository, and what cells change put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "PWD"):
+        monkeypatch.setenv(name, os.environ[name])
+    monkeypatch.setenv("QAT_REPOSITORY", "")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    return tmp_path
+
+
+def notebook_shell() -> InteractiveShell:
+    """A session of a notebook that has just begun."""
+    InteractiveShell.clear_instance()
+    return InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+
+
+def test_the_first_cell_reuses_the_clone_of_an_earlier_session(elsewhere: Path) -> None:
+    origin = elsewhere / "origin"
+    (origin / "speedrun").mkdir(parents=True)
+    (origin / "speedrun" / "setup.sh").touch()
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=b commit -q -m first"):
+        subprocess.run(["git", *command.split()], cwd=origin, check=True)
+    for _ in range(2):  # the session is restarted where the first began
+        os.chdir(elsewhere)
+        shell = notebook_shell()
+        for _ in range(2):
+            assert shell.run_cell(first_cell(str(origin))).success
+            assert Path.cwd() == elsewhere / "qat"
+        assert os.environ["PATH"].startswith(f"{elsewhere}/qat/.venv/bin:")
+        (elsewhere / "qat" / "mine.txt").touch()
+    assert (elsewhere / "qat" / "mine.txt").exists()
+
+
+def test_the_first_cell_stops_without_an_address(elsewhere: Path) -> None:
+    cell = first_cell("")
+    assert cell.startswith("%env QAT_REPOSITORY=ADDRESS\n")
+    ran = notebook_shell().run_cell(cell)
+    assert isinstance(ran.error_in_exec, AssertionError)
+    said = str(ran.error_in_exec)
+    assert "ADDRESS" in said and said.endswith("none was made; mend QAT_REPOSITORY above")
+    assert Path.cwd() == elsewhere and not (elsewhere / "qat").exists()
 
 
 @each_notebook
