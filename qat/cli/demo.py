@@ -60,7 +60,7 @@ class Demo:
 
 
 def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: int = 200) -> dict:
-    """Take a small teacher to a trained, exported 2-bit student, in about three minutes.
+    """Take a small teacher to an exported 2-bit student; about three minutes on two CPU cores.
 
     Args:
         out: directory for everything that is made; an earlier demo there is replaced.
