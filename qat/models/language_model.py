@@ -1,5 +1,9 @@
 """A causal language model as hidden states and a head, so that nobody needs all logits at once."""
 
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,11 +14,14 @@ from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import no_mask, use_packed_attention
 from qat.models.nsa_swap import is_all_sparse, say_route
+from qat.models.swap import decoder_layers
 from qat.models.tables import embedding_dtype, module_device
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 
-SPLIT_TOLERANCE = 0.02
-"""Largest difference that two orders of the same sums may make, relative to the largest logit."""
+TF32_EPS = 2.0**-10
+"""The rounding of matmuls that take their factors from float32 in TF32, as a GPU may."""
+MOST_OF_NOISE = 2.0
+"""How many times what a rounding in every layer changes, two ways through the body may differ."""
 
 
 class LanguageModel:
@@ -33,6 +40,11 @@ class LanguageModel:
     def config(self) -> object:
         """The text part of the model's configuration."""
         return self.model.config.get_text_config()
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence may have; more than any where the architecture knows no limit."""
+        return getattr(self.config, "max_position_embeddings", sys.maxsize)
 
     @property
     def head(self) -> nn.Module:
@@ -97,10 +109,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def check_split(self) -> None:
-        """Compare body and head with the whole model on four tokens.
+        """Compare head and body, each alone, with what the whole model does on four tokens.
 
         Raises:
-            CheckpointError: the model does something to its logits that `logits` does not know.
+            CheckpointError: the model does something to its hidden states or logits that is not
+                known here, or computes values that are not finite.
         """
         if self.head is None:
             raise CheckpointError(
@@ -108,14 +121,58 @@ class LanguageModel:
                 "model; choose another model"
             )
         ids = torch.arange(4, device=self.device)[None] % self.config.vocab_size
-        split = self.logits(self.hidden(ids, torch.arange(4, device=self.device)[None])).float()
-        whole = self.model(input_ids=ids, use_cache=False).logits.float().to(split.device)
+        bodies: list[Tensor] = []
+        parts = {self.model.get_decoder(), self.model.base_model}  # OPT's head skips the latter
+        with _watching(parts, lambda _m, _a, output: bodies.append(output[0])):
+            whole = self.model(input_ids=ids, use_cache=False).logits
+        if not bodies or not whole.isfinite().all():
+            found = "logits that are not finite" if bodies else "logits without its base model"
+            raise CheckpointError(
+                f"{type(self.model).__name__} gives {found} in {self.dtype}, expected numbers from "
+                "its head; try --dtype bf16 or fp32, copy the weights anew, or choose another model"
+            )
+        self._check_head(bodies[-1], whole)
+        self._check_body(ids, bodies[-1])
+
+    def _check_head(self, body: Tensor, whole: Tensor) -> None:
+        """The same head on the same hidden states: nothing but the last bit may differ."""
+        split = self.logits(body)
+        difference = (split.float() - whole.float().to(split.device)).abs().max().item()
         # negated, so that a NaN counts as different
-        if not (split - whole).abs().max() <= SPLIT_TOLERANCE * whole.abs().max():
+        if not difference <= torch.finfo(split.dtype).eps * whole.abs().max().item():
             raise CheckpointError(
                 f"{type(self.model).__name__} changes its logits behind the head (by up to "
-                f"{(split - whole).abs().max().item():.3g}), expected a plain or soft-capped head; "
-                "choose another model"
+                f"{difference:.3g}), expected a plain or soft-capped head; choose another model"
+            )
+
+    def _check_body(self, ids: Tensor, expected: Tensor) -> None:
+        """The model's own way through its body and ours may differ by rounding.
+
+        How much that is depends on the model: deep ones with large values in a few channels are
+        far off after one rounding a layer. So it is measured.
+        """
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        found = self.hidden(ids, positions)
+        off = _distance(found, expected)
+        if off == 0:
+            return
+        generator = torch.Generator().manual_seed(0)
+        eps = max(torch.finfo(expected.dtype).eps, TF32_EPS)
+
+        def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+            is_bare = isinstance(output, Tensor)
+            hidden = output if is_bare else output[0]
+            signs = torch.randint(2, hidden.shape, generator=generator).to(hidden) * 2 - 1
+            hidden = hidden * (1 + eps * signs)
+            return hidden if is_bare else (hidden, *output[1:])
+
+        with _watching(decoder_layers(self.model), disturb):
+            noise = _distance(self.hidden(ids, positions), found)
+        if not off <= MOST_OF_NOISE * noise:
+            raise CheckpointError(
+                f"{type(self.model).__name__} computes other hidden states where documents are "
+                f"packed (off by {off:.2g} of their size, where rounding gives {noise:.2g}), "
+                "expected the same; choose another model"
             )
 
     @property
@@ -144,3 +201,20 @@ class LanguageModel:
         logits = head(hidden.to(module_device(head)))
         softcap = self.softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """`|found - expected| / |expected|`, Frobenius."""
+    expected = expected.float()
+    return ((found.float().to(expected.device) - expected).norm() / expected.norm()).item()
+
+
+@contextmanager
+def _watching(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
+    """A block in which `hook` sees, and may replace, what each of the modules gives."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -194,6 +194,77 @@ def test_scaled_logits_are_refused() -> None:
         LanguageModel(model).check_split()
 
 
+def deep_with_outliers() -> PreTrainedModel:
+    """30 layers in bfloat16, two channels of whose residual stream are far above the others."""
+    model = tiny_model("llama", num_hidden_layers=30, initializer_range=0.2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, :2] += 8
+        model.model.norm.weight.mul_(4)
+    return model.to(torch.bfloat16)
+
+
+def other_kernel(monkeypatch: pytest.MonkeyPatch, *, causal: bool = True) -> None:
+    """Packed documents attend by sums in another order, as on a GPU."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        S, repeats = query.shape[2], query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
+        scores = (query * scale) @ key.transpose(2, 3)
+        if causal:
+            future = torch.ones(S, S, dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(future, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+    monkeypatch.setattr("qat.models.attention.fits_tile", lambda *_: True)
+    monkeypatch.setattr("qat.models.attention.tile_attention", attention)
+    monkeypatch.setattr(LanguageModel, "_tile_fits", lambda *_: True)
+
+
+def test_a_deep_model_may_round_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_kernel(monkeypatch)
+    split = LanguageModel(deep_with_outliers())
+    with torch.no_grad():
+        packed = split.logits(split.hidden(IDS, torch.arange(6).expand(2, 6)))
+        whole = logits(split.model)
+    # what 30 layers make of rounding is more than a few percent of the largest logit
+    assert (packed - whole).abs().max() > 0.02 * whole.abs().max()
+    split.check_split()
+
+
+def test_a_changed_head_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_kernel(monkeypatch)
+    model = deep_with_outliers()
+    forward = model.forward
+
+    def scaled(**inputs: object) -> object:
+        output = forward(**inputs)
+        output.logits = output.logits * 0.97
+        return output
+
+    model.forward = scaled
+    with pytest.raises(CheckpointError, match="changes its logits behind the head"):
+        LanguageModel(model).check_split()
+
+
+def test_another_attention_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_kernel(monkeypatch, causal=False)
+    with pytest.raises(CheckpointError, match="computes other hidden states"):
+        LanguageModel(deep_with_outliers()).check_split()
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = tiny_model()
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(CheckpointError, match="gives logits that are not finite in torch.float32"):
+        LanguageModel(model).check_split()
+
+
 def test_a_model_without_head_is_refused() -> None:
     model = tiny_model()
     model.get_output_embeddings = lambda: None
