@@ -68,7 +68,7 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
         top_k = min(config.top_k or DEFAULT_TOP_K, vocab_size - 1)
         draws = DEFAULT_DRAWS if "sampled" in config.losses else 0
         length = config.seq_len or DEFAULT_LENGTH
-        longest = student.config.max_position_embeddings
+        longest = student.longest
         if length > longest:
             raise ConfigError(
                 f"seq_len={length}, but the student reads at most {longest} positions; lower "
@@ -82,9 +82,7 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
     has_tail = cache.manifest.has_tail
     check_targets(config.losses, settings.top_k, settings.draws, has_tail=has_tail)
     # a shape has no tokenizer of its own: it takes any cache over its vocabulary
-    cache.check_student(
-        cache.manifest.tokenizer, vocab_size, student.config.max_position_embeddings
-    )
+    cache.check_student(cache.manifest.tokenizer, vocab_size, student.longest)
     if cache.num_sequences("train") == 0:
         raise ConfigError(
             f"{config.cache_dir} has no training sequences, expected some; rebuild it from more "

@@ -54,10 +54,7 @@ def check_fit(
     Raises:
         CacheError: its tokenizer or vocabulary differ, or its sequences are too long.
     """
-    config = student.config
-    cache.check_student(
-        tokenizer_hash(tokenizer), config.vocab_size, config.max_position_embeddings
-    )
+    cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
 
 
 def split_batches(

@@ -47,7 +47,7 @@ def check_context(model: LanguageModel, context: int) -> None:
     Raises:
         ConfigError: `context` is beyond the model's positions.
     """
-    limit = model.config.max_position_embeddings
+    limit = model.longest
     if context > limit:
         raise ConfigError(
             f"context={context}, but the model has positions for {limit} tokens; "

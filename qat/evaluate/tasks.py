@@ -59,7 +59,7 @@ class Tasks:
             tokenizer=tokenizer,
             backend="causal",
             batch_size=config.batch_size,
-            max_length=model.config.max_position_embeddings,
+            max_length=getattr(model.config, "max_position_embeddings", None),
         )
         try:
             with judging(model), as_written(model.model):

@@ -141,7 +141,9 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_losses(config, cache),
         lambda: cache.check_student(
-            tokenizer_hash(tokenizer), model.vocab_size, model.max_position_embeddings
+            tokenizer_hash(tokenizer),
+            model.vocab_size,
+            getattr(model, "max_position_embeddings", None),
         ),
     )
     for check in checks:

@@ -66,11 +66,7 @@ def train_baseline(
         TrainingError: the loss is not a number any more.
     """
     _check(method, calibration)
-    cache.check_student(
-        tokenizer_hash(tokenizer),
-        teacher.config.vocab_size,
-        teacher.config.max_position_embeddings,
-    )
+    cache.check_student(tokenizer_hash(tokenizer), teacher.config.vocab_size, teacher.longest)
     compile_anew()
     if method in PTQ:
         return _quantize(method, Job.of(teacher, cache, settings, calibration))
