@@ -20,7 +20,7 @@ from qat.logs import progress
 from qat.models.anemll_checks import check_finite
 from qat.models.anemll_linear import Imported, import_linear
 from qat.models.anemll_state import LegacyState, read_state, state_file
-from qat.models.checkpoint import quiet_transformers, write_checkpoint
+from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
 from qat.models.count import model_bits_per_weight, model_bytes
 from qat.models.directory import atomic_directory
 from qat.models.load import load_config, load_tokenizer, resolve
@@ -78,6 +78,7 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
     _add_generation_config(model, base)
     with atomic_directory(out) as partial:
         write_checkpoint(model, _tokenizer(base), partial)
+        check_written(partial, model)
         counts = _counts(imported) | {
             "bits_per_weight": model_bits_per_weight(model),
             "megabytes": model_bytes(partial) / 1e6,

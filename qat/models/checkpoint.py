@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 from qat.errors import CheckpointError, ConfigError
 from qat.models.checksums import check_checksums, write_checksums
 from qat.models.directory import atomic_directory
-from qat.models.hf_quantizer import QUANT_METHOD, QatConfig, QatHfQuantizer
+from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.nsa_swap import nsa_config
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
 
@@ -65,10 +65,11 @@ def write_checkpoint(
     model.hf_quantizer.packed = packed
     try:
         with quiet_transformers():
-            model.save_pretrained(directory)
+            # under the names of the model's own modules, which are those that loading looks for
+            model.save_pretrained(directory, save_original_format=False)
     finally:
         model.hf_quantizer.packed = None
-    _finish(directory, tokenizer, stored_dtype(packed))
+    _finish(directory, tokenizer, stored_dtype(packed), transformers_weights=NEEDS_QAT)
 
 
 def write_model(
@@ -91,11 +92,43 @@ def write_model(
     _finish(directory, tokenizer, stored_dtype(state))
 
 
-def _finish(directory: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype) -> None:
-    """Write what lies beside the tensors, which are of that dtype."""
+def check_written(directory: Path, model: PreTrainedModel) -> None:
+    """Open what was just written to `directory` as any later command will, and compare tensors.
+
+    Raises:
+        CheckpointError: it does not open, or a tensor is not the one that `model` has.
+    """
+    what = f"what was written of {type(model).__name__}"
+    try:
+        with quiet_transformers():
+            again = AutoModelForCausalLM.from_pretrained(
+                directory, dtype="auto", local_files_only=True, trust_remote_code=False
+            )
+    except (CheckpointError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{what} cannot be opened again ({' '.join(str(error).split())[:300]}), expected the "
+            "same model; nothing is kept: choose another model or plan, and report this"
+        ) from error
+    found = packed_state_dict(again)
+    for name, tensor in packed_state_dict(model).items():
+        copy = found.pop(name, None)
+        if copy is None or copy.dtype != tensor.dtype or not torch.equal(copy, tensor.cpu()):
+            raise CheckpointError(
+                f"{what} gives another {name} when it is opened again, expected the same; nothing "
+                "is kept: choose another model or plan, and report this"
+            )
+
+
+def _finish(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    **settings: str,
+) -> None:
+    """Write what lies beside the tensors, which are of that dtype; `settings` go to config.json."""
     # transformers names the dtype that the model computes in, which may be wider than the file's
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config |= {"dtype": str(dtype).removeprefix("torch."), **settings}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         _save_tokenizer(tokenizer, directory)

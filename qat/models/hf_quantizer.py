@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models.stored_state import packed_state_dict, quantized_modules, weight_parts
+from qat.models.stored_state import quantized_modules, weight_parts
 from qat.models.swap import replace_module
 from qat.models.tables import put_table, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -29,13 +29,20 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, dtype_as_stored, from_stored
 
 if TYPE_CHECKING:  # this file is imported while transformers itself still is
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 QUANT_METHOD = "qat"
 FORMAT = 1
 SPARSE_FORMAT = 2
 """The same, of a model with sparse attention, whose definition config.json has under `nsa`; it may
 have no quantized module."""
+NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
+"""What config.json names as its file of weights.
+
+transformers skips a quantization that it does not know, and would make up every weight that it then
+misses. A name of weights that it cannot read is an error, which quotes this line; `QatHfQuantizer`
+takes the name away before it is read.
+"""
 LORA_RANK = "lora_rank"
 """Key of a module with an adapter, beside those of its spec."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
@@ -117,7 +124,7 @@ class QatHfQuantizer(HfQuantizer):
     requires_calibration = True
     is_trainable = True
     packed: dict[str, Tensor] | None = None
-    """What `save_pretrained` writes; without it, the model as it is then."""
+    """What `save_pretrained` writes."""
 
     def is_serializable(self, **_: object) -> bool:
         """`save_pretrained` writes a packed checkpoint."""
@@ -126,9 +133,28 @@ class QatHfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors that a packed checkpoint holds, for `save_pretrained`."""
+        """The tensors that a packed checkpoint holds, for `save_pretrained`.
+
+        Raises:
+            CheckpointError: nothing was packed: transformers alone would write a directory that
+                opens without `qat`, with weights made up.
+        """
+        if self.packed is None:
+            raise CheckpointError(
+                "save_pretrained cannot mark a checkpoint as one that needs qat, so that "
+                "transformers alone would make up its weights; save it with qat.save(model, out)"
+            )
         model.config.quantization_config = QatConfig.of(model)
-        return dict(packed_state_dict(model) if self.packed is None else self.packed), {}
+        return dict(self.packed), {}
+
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Called before files are looked for: let transformers look where it always does."""
+        if getattr(config, "transformers_weights", None) == NEEDS_QAT:
+            del config.transformers_weights
+        return config
+
+    update_tp_plan = update_attn_implementation
+    """What transformers up to 5.19 calls instead."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any

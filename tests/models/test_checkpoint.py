@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,20 @@ from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import qat  # noqa: F401 - registers the quantizer
 from qat.errors import CheckpointError, ConfigError
-from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, write_checkpoint
+from qat.models.checkpoint import (
+    check_written,
+    is_packed,
+    load_checkpoint,
+    save_checkpoint,
+    write_checkpoint,
+)
 from qat.models.checksums import CHECKSUMS
 from qat.models.directory import atomic_directory
+from qat.models.stored_state import packed_state_dict
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.quant_linear import QuantLinear
@@ -180,14 +190,53 @@ def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
 
 def test_saving_again_gives_the_same_bytes(saved: Path, tmp_path: Path) -> None:
     save_checkpoint(load_checkpoint(saved), None, tmp_path / "again")
-    load_checkpoint(saved).save_pretrained(tmp_path / "by_transformers")
-    for other in ("again", "by_transformers"):
-        for name in ("model.safetensors", "config.json"):
-            assert (tmp_path / other / name).read_bytes() == (saved / name).read_bytes()
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_transformers_alone_does_not_save(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="save_pretrained cannot mark .* qat.save"):
+        load_checkpoint(saved).save_pretrained(tmp_path / "by_transformers")
+
+
+def test_a_quantization_that_is_unknown_is_an_error(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "qat")
+    with pytest.raises(ValueError, match="run 'import qat' before from_pretrained"):
+        AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+
+
+@pytest.mark.slow
+def test_without_qat_it_does_not_open(saved: Path) -> None:
+    code = (
+        "from transformers import AutoModelForCausalLM as A; "
+        f"A.from_pretrained({str(saved)!r}, local_files_only=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run 'import qat' before from_pretrained" in done.stderr.splitlines()[-1]
+
+
+def test_a_checkpoint_of_before_the_mark_opens(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    assert "import qat" in config.pop("transformers_weights")
+    (saved / "config.json").write_text(json.dumps(config))
+    assert not hasattr(load_checkpoint(saved).config, "transformers_weights")
+
+
+def test_another_tensor_read_back_is_refused(saved: Path) -> None:
+    check_written(saved, tiny_quantized("qwen3", SPECS["lut2"]))
+    with pytest.raises(CheckpointError, match="what was written of Qwen3ForCausalLM gives another"):
+        check_written(saved, tiny_quantized("qwen3", SPECS["lut2"], seed=1))
+    (saved / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be opened again .* nothing is kept"):
+        check_written(saved, tiny_quantized("qwen3", SPECS["lut2"]))
 
 
 def test_a_sharded_checkpoint_loads_and_is_checked(saved: Path, tmp_path: Path) -> None:
     model = load_checkpoint(saved)
+    model.hf_quantizer.packed = packed_state_dict(model)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     shards = sorted((tmp_path / "sharded").glob("*.safetensors"))
     assert len(shards) > 1
