@@ -28,14 +28,14 @@ from qat.files import check_free
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.bits_budget import BudgetReport, plan_within_budget
 from qat.models.calibrate import TokenBatch
-from qat.models.checkpoint import write_model
+from qat.models.checkpoint import check_written, write_model
 from qat.models.config import ConvertConfig
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.nsa_fit import LayerFit, fit_attention
 from qat.models.nsa_swap import change_attention, nsa_config, read_attention
-from qat.models.quantize import QuantizeReport, quantize_model
+from qat.models.quantize import QuantizeReport, check_experts, quantize_model
 from qat.models.shipping import Shipping
 from qat.models.tables import with_tables
 from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
@@ -115,6 +115,7 @@ def convert_checkpoint(
     done = convert_model(student, config, base=base, calibration=calibration, shipping=shipping)
     with atomic_directory(out) as partial:
         write_model(student.model, tokenizer, partial)
+        check_written(partial, student.model)
         values = {"source": source, "trust_remote_code": config.trust_remote_code}
         values["attention_fit"] = [asdict(fit) for fit in done.fits]
         _write_report(student.model, done.report, partial, values)
@@ -148,6 +149,7 @@ def convert_model(
         ConfigError, ExportError: see their messages.
     """
     plan, attention = _read_settings(config)
+    check_experts(plan, student.model)
     if config.attention is not None:
         change_attention(student.model, attention)
     if shipping is not None:  # refuses before any work
@@ -303,9 +305,9 @@ def _cached_tokens(
     student: LanguageModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> TokenBatch:
-    model, number = student.config, config.calibration_sequences
+    number = config.calibration_sequences
     known = cache.manifest.tokenizer if tokenizer is None else tokenizer_hash(tokenizer)
-    cache.check_student(known, model.vocab_size, model.max_position_embeddings)
+    cache.check_student(known, student.config.vocab_size, student.longest)
     if cache.num_sequences("train") == 0:
         raise ConfigError(
             f"calibration={cache.directory} has no training sequences, expected some; rebuild it "
@@ -323,7 +325,7 @@ def _own_tokens(
     singles = [row for each in rows for row in torch.atleast_2d(each)]
     for row in singles[: config.calibration_sequences]:
         by_length.setdefault(len(row), []).append(row.long().cpu())
-    longest, limit = max(by_length, default=0), student.config.max_position_embeddings
+    longest, limit = max(by_length, default=0), student.longest
     if longest < 2 or longest > limit:
         raise ConfigError(
             f"calibration holds rows of up to {longest} tokens, expected 2 to {limit}, which is "
@@ -344,7 +346,7 @@ def _packed_text(
             "calibration is text, but the model was not loaded from a directory with a tokenizer; "
             "give tokenizer=, or token ids"
         )
-    limit = student.config.max_position_embeddings
+    limit = student.longest
     if config.calibration_length > limit:
         raise ConfigError(
             f"calibration_length={config.calibration_length}, but the model reads at most {limit} "

@@ -3,6 +3,7 @@
 Shapes: O out_features, I in_features.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qat.backend.device import on
 from qat.errors import ConfigError
@@ -25,7 +27,7 @@ from qat.models.count import (
 )
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
-from qat.models.swap import linear_names
+from qat.models.swap import decoder_layers, linear_names
 from qat.models.tables import put_quantized, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable
@@ -33,8 +35,10 @@ from qat.nn.quant_linear import QuantLinear
 from qat.quant.aim import aim_all
 from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec, QuantPlan
+from qat.quant.spec import LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
+
+logger = logging.getLogger(__name__)
 
 TINY = 1e-30
 
@@ -102,7 +106,9 @@ def quantize_model(
     """
     began = time.perf_counter()
     tables = table_names(student.model)
+    check_experts(plan, student.model)
     specs = plan.assign(linear_names(student.model), tables)
+    _say_others(plan, [name for name in specs if name not in tables])
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(student.model.get_submodule(name)))
     if base is not None:
@@ -130,6 +136,43 @@ def quantize_model(
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
     )
+
+
+def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
+    """Refuse a plan that means weights which are no linears: experts fused into one tensor.
+
+    Raises:
+        ConfigError: see above.
+    """
+    linears = (nn.Linear, QuantLinear, nn.Conv1d, nn.Conv2d)
+    blocks = {id(module) for module in decoder_layers(model).modules()}
+    for path, module in model.named_modules():
+        if id(module) not in blocks or isinstance(module, linears):
+            continue
+        for key, weight in module.named_parameters(path, recurse=False):
+            is_fused = weight.dim() >= (2 if path.endswith("experts") else 3)
+            if is_fused and plan.spec_for(key) is not None:
+                raise ConfigError(
+                    f"{key} holds experts in one tensor of shape {tuple(weight.shape)}, expected "
+                    f"linears: plan {plan.name} cannot quantize them yet; choose a model without "
+                    'experts, or a plan file with role = "attention" alone'
+                )
+
+
+def _say_others(plan: QuantPlan, linears: list[str]) -> None:
+    """Name the linears that the plan gives a format though their role is unknown."""
+    if not any(rule.role == "other" for rule in plan.rules):
+        return
+    others = [name for name in linears if role_of(name) == "other"]
+    if others:
+        logger.warning(
+            "%d linears (such as %s) are no known part of an MLP or an attention: plan %s gives "
+            "them %d bits; a plan of your own may say otherwise (docs/convert.md)",
+            len(others),
+            others[0],
+            plan.name,
+            plan.spec_for(others[0]).bits,
+        )
 
 
 def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:

@@ -32,7 +32,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         CheckpointError: the model has no list of as many blocks as its configuration names.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
+    for module in model.get_decoder().modules():  # a vision tower may have as many blocks
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise CheckpointError(

@@ -1,5 +1,6 @@
 """How one linear layer is quantized, and which layer gets which way."""
 
+import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from typing import Literal, Self
@@ -10,6 +11,26 @@ from qat.config import Settings
 from qat.errors import ConfigError
 
 CodebookKind = Literal["lut", "seq", "int", "ternary"]
+Role = Literal["mlp", "attention", "other"]
+ROLE_PARTS = {
+    "attention": r"attn|attention|conv|mamba|mixer|ssm|temporal|^[qkvo]_proj$|qkv|^query",
+    "mlp": r"mlp|ffn|feed_?forward|expert|moe|^ff$|^fc(\d|_|$)|^w[123]$"
+    r"|^(gate|up|down|gate_up)_proj$|^dense_.*h$",
+}
+"""What the parts of a decoder block are called across families, as patterns of one name."""
+
+
+def role_of(name: str) -> Role:
+    """What the linear called `name` is a part of: the first of its path's names that says so.
+
+    `attention` is whatever mixes tokens: a convolution or a recurrence in its place too. `other`
+    is what no known family calls so.
+    """
+    for part in name.split("."):
+        for role, pattern in ROLE_PARTS.items():
+            if re.search(pattern, part):
+                return role
+    return "other"
 
 
 class LutSpec(Settings):
@@ -72,13 +93,26 @@ class LutSpec(Settings):
 
 
 class PlanRule(Settings):
-    """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one."""
+    """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one.
 
-    pattern: str
+    With a `role` only linears that play it do (`role_of`), whatever their family calls them.
+    """
+
+    pattern: str = "*"
+    role: Role | None = None
     spec: LutSpec | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.role is None and "pattern" not in self.model_fields_set:
+            raise ValueError("a rule needs a pattern or a role; add one")
+        return self
 
     def catches(self, name: str, *, is_table: bool = False) -> bool:
         """Whether the pattern matches; a table only if it is its name or says `embed` or `head`."""
+        if self.role is not None:
+            is_of_role = not is_table and role_of(name) == self.role
+            return is_of_role and fnmatchcase(name, self.pattern)
         is_meant = self.pattern == name or "embed" in self.pattern or "head" in self.pattern
         return fnmatchcase(name, self.pattern) and (is_meant or not is_table)
 
@@ -106,24 +140,34 @@ class QuantPlan(Settings):
         """The modules to quantize and how: tables first, then linears.
 
         Raises:
-            ConfigError: a pattern matches no module at all.
+            ConfigError: a pattern matches no module at all, or no role is played by any.
         """
         is_table = dict.fromkeys(table_names, True) | dict.fromkeys(module_names, False)
-        for rule in self.rules:
-            if not any(rule.catches(name, is_table=kind) for name, kind in is_table.items()):
-                raise ConfigError(
-                    f"plan {self.name}: pattern {rule.pattern!r} matches none of the model's "
-                    f"{len(module_names)} linear layers (such as {module_names[0]!r}); mend the "
-                    "pattern"
-                )
+        idle = [
+            rule
+            for rule in self.rules
+            if not any(rule.catches(name, is_table=kind) for name, kind in is_table.items())
+        ]
+        # a model may well have no linear of one role
+        faulty = [rule for rule in idle if rule.role is None or len(idle) == len(self.rules)]
+        if faulty:
+            what = f"pattern {faulty[0].pattern!r}"
+            what += f" of role {faulty[0].role}" if faulty[0].role else ""
+            raise ConfigError(
+                f"plan {self.name}: {what} matches none of the model's "
+                f"{len(module_names)} linear layers (such as {module_names[0]!r}); mend the "
+                "pattern"
+            )
         specs = {name: self.spec_for(name, is_table=kind) for name, kind in is_table.items()}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def _preset(name: str, mlp: LutSpec, attention: LutSpec) -> QuantPlan:
+    """What plays another role is few or unknown: it gets the format of the attention."""
     rules = (
-        PlanRule(pattern="*.mlp.*", spec=mlp),
-        PlanRule(pattern="*.self_attn.*", spec=attention),
+        PlanRule(role="mlp", spec=mlp),
+        PlanRule(role="attention", spec=attention),
+        PlanRule(role="other", spec=attention),
     )
     return QuantPlan(name=name, rules=rules)
 

@@ -13,14 +13,13 @@ from qat.models.nsa_fit import natural_size
 from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.lora import LORA_NAMES
+from qat.quant.spec import role_of
 from qat.quant.weight import SCALE_NAMES, rms
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import KINDS, TrainConfig
 from qat.train.loss_scale import LossScale
 from qat.train.schedule import lr_share
-
-SCOPE_PART = {"mlp": ".mlp.", "attention": ".self_attn.", "e2e": "."}
 
 KIND_OF = {
     "weight": "weights",
@@ -44,7 +43,7 @@ def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KIND
     Raises:
         ConfigError: there are none, though one of `kinds` is theirs.
     """
-    names = [name for name in quant_linears(model) if SCOPE_PART[scope] in name]
+    names = [name for name in quant_linears(model) if scope in ("e2e", role_of(name))]
     if not names and set(kinds) & set(KIND_OF.values()):
         raise ConfigError(
             f"the student has no quantized linears in scope {scope}; quantize it first with "

@@ -28,6 +28,7 @@ from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
+from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
 from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
@@ -238,9 +239,7 @@ def _open(
             f"sample_prompt={config.sample_prompt!r} holds no token; expected something to "
             "continue; use --sample-prompt TEXT"
         )
-    cache.check_student(
-        identity["tokenizer"], model.config.vocab_size, model.config.max_position_embeddings
-    )
+    cache.check_student(identity["tokenizer"], model.config.vocab_size, model.longest)
     resolved = check_dtype(divided)
     teacher = open_teacher(resolved, cache)
     begin = _prepare(model, resolved, choice.checkpoint, ranks)
@@ -347,8 +346,8 @@ def _final_name(model: nn.Module, config: TrainConfig, trainer: Trainer) -> str:
     `quant` holds the mean bits of an index, in the MLPs and in the attention.
     """
     quant = ""
-    for letter, part in (("q", ".mlp."), ("a", ".self_attn.")):
-        linears = [m for name, m in quant_linears(model).items() if part in name]
+    for letter, role in (("q", "mlp"), ("a", "attention")):
+        linears = [m for name, m in quant_linears(model).items() if role_of(name) == role]
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""

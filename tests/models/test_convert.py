@@ -221,7 +221,7 @@ def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
         (b"\xff\xfe", r"is not TOML \(.*utf-8"),
         (b'nmae = "x"\nrules = []\n', "nmae: Extra inputs are not permitted"),
         (b'name = "x"\n', "rules: Field required"),
-        (b'name = "x"\nrules = [{}]\n', "rules.0.pattern: Field required"),
+        (b'name = "x"\nrules = [{}]\n', "rules.0={}: a rule needs a pattern or a role; add one"),
         (
             b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 9 }\n',
             "rules.0.spec.bits=9: Input should be less than or equal to 8",

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from qat.errors import ConfigError
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, role_of
 
 NAMES = [f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q", "mlp.up", "mlp.down")]
 TWO, FOUR = LutSpec(bits=2), LutSpec(bits=4)
@@ -117,7 +118,46 @@ def test_presets(name: str, mlp: tuple, attention: tuple) -> None:
     for module, expected in (("a.mlp.up_proj", mlp), ("a.self_attn.q_proj", attention)):
         spec = preset.spec_for(module)
         assert (spec.bits, spec.scale, spec.rank) == expected and spec.codebook == "lut"
-    assert preset.spec_for("lm_head") is None and preset.name == name
+    assert preset.spec_for("lm_head", is_table=True) is None and preset.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.layers.0.mlp.gate_proj", "mlp"),
+        ("model.layers.0.self_attn.o_proj", "attention"),
+        ("gpt_neox.layers.0.attention.dense", "attention"),
+        ("gpt_neox.layers.0.mlp.dense_4h_to_h", "mlp"),
+        ("model.decoder.layers.0.self_attn.out_proj", "attention"),
+        ("model.decoder.layers.0.fc1", "mlp"),
+        ("transformer.h.0.self_attention.query_key_value", "attention"),
+        ("transformer.h.0.attn.q_proj", "attention"),
+        ("transformer.h.0.mlp.fc_in", "mlp"),
+        ("model.layers.0.conv.in_proj", "attention"),
+        ("model.layers.0.feed_forward.w1", "mlp"),
+        ("backbone.layers.0.mixer.in_proj", "attention"),
+        ("layers.0.c_fc", "other"),
+    ],
+)
+def test_roles_across_families(name: str, role: str) -> None:
+    assert role_of(name) == role
+
+
+def test_a_role_may_be_played_by_none_but_not_every_role() -> None:
+    names = ["h.0.attn.q_proj", "h.0.odd"]
+    specs = PRESETS["q2a4"].assign(names)
+    assert {name: spec.bits for name, spec in specs.items()} == dict.fromkeys(names, 4)
+    only = QuantPlan(name="p", rules=(PlanRule(role="mlp", spec=TWO),))
+    with pytest.raises(ConfigError, match=r"of role mlp matches none of the model's 2 linear"):
+        only.assign(names)
+
+
+def test_a_rule_needs_a_pattern_or_a_role() -> None:
+    with pytest.raises(ValidationError, match="a rule needs a pattern or a role"):
+        PlanRule(spec=TWO)
+    rule = PlanRule(role="mlp", pattern="*.0.*", spec=TWO)
+    assert rule.catches("h.0.mlp.up") and not rule.catches("h.1.mlp.up")
+    assert not rule.catches("h.0.mlp.up", is_table=True)
 
 
 def test_preset_names_are_their_keys() -> None:

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator
 
 from qat.config import Settings
 from qat.losses.config import parse_losses
+from qat.quant.spec import role_of
 
 METHODS = ("reference", "torchao_int2", "efficientqat", "rtn", "gptq")
 """What our recipes are compared with, by the names that a table carries."""
@@ -71,7 +72,7 @@ class BaselineSettings(Settings):
 
     def bits_of(self, name: str) -> int:
         """Bits of the linear called `name`."""
-        return PLANS[self.plan]["mlp" if ".mlp." in name else "attention"]
+        return PLANS[self.plan]["mlp" if role_of(name) == "mlp" else "attention"]
 
     def filled(self, method: str) -> "BaselineSettings":
         """The settings with the method's own values where they leave something open."""

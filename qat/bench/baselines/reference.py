@@ -32,6 +32,7 @@ from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
 from qat.models.swap import replace_module
 from qat.nn.quant_linear import QuantLinear
+from qat.quant.spec import role_of
 from qat.quant.weight import chosen_levels, expand_scales
 
 MLP_RANK, ATTENTION_RANK, BATCHED_FROM = 32, 8, 16
@@ -101,7 +102,7 @@ def reference_step(
     model = dense_copy(student, DTYPES[config.dtype])
     learning = []
     for name in names:
-        rank = MLP_RANK if ".mlp." in name else ATTENTION_RANK
+        rank = MLP_RANK if role_of(name) == "mlp" else ATTENTION_RANK
         linear = rank_by_rank(student.model.get_submodule(name), rank, DTYPES[config.dtype])
         replace_module(model, name, linear)
         learning += linear.parameters()
