@@ -60,11 +60,15 @@ def restart_peak() -> None:
 
 @contextmanager
 def data_limit(gib: float) -> Iterator[None]:
-    """At most `gib` of private memory inside the block: what Linux counts as VmData."""
+    """At most `gib` of private memory inside the block, or less where there was a limit already.
+
+    It is what Linux counts as VmData.
+    """
     import resource
 
     old, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * GIB), hard))
+    limits = [limit for limit in (old, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([int(gib * GIB), *limits]), hard))
     try:
         yield
     finally:

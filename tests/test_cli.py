@@ -294,9 +294,10 @@ def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None
     ("error", "message"),
     [
         (PermissionError(13, "Permission denied", "/root/x"), "/root/x: Permission denied; check"),
-        (torch.OutOfMemoryError("full"), "device memory ran out; lower --batch-size"),
+        (torch.OutOfMemoryError("full"), "memory ran out; lower --batch-size"),
+        (MemoryError(), "memory ran out; lower --batch-size"),
     ],
-    ids=["permission", "memory"],
+    ids=["permission", "memory", "host memory"],
 )
 def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, message: str) -> None:
     def refused(_tokens: list[str]) -> dict:

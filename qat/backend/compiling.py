@@ -39,7 +39,8 @@ class Compiling(DeviceMemory):
                 f"xla_cache_dir={cache_dir} is for XLA devices, but device={self.device}; drop it "
                 "or use --device xla"
             )
-        yield
+        with self.staying_in_memory():
+            yield
 
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
         """A block in which `what` may have to be compiled, as progress then calls it."""

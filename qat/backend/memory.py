@@ -109,6 +109,19 @@ class DeviceMemory:
         with data_limit(process_gib("VmData") + gib - held):
             yield gib
 
+    @contextmanager
+    def staying_in_memory(self) -> Iterator[None]:
+        """A block in which memory that is not there is an error.
+
+        Without it a system that promises more than it has kills the process, without a word.
+        """
+        free = available_gib() if self.overcommits() else None
+        if free is None:
+            yield
+            return
+        with data_limit(process_gib("VmData") + free):
+            yield
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that memory ran out: the device's, or the process's on a CPU."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -162,7 +162,7 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}; check the path and who may write there")
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         _fail_if_out_of_memory(error)
         raise
     except KeyboardInterrupt:
@@ -178,12 +178,12 @@ def _flags(verb: str) -> set[str]:
     return {name.removeprefix("--").split(".")[0] for name in names}
 
 
-def _fail_if_out_of_memory(error: RuntimeError) -> None:
+def _fail_if_out_of_memory(error: RuntimeError | MemoryError) -> None:
     from qat.backend.device import select  # torch is loaded by now: it raised the error
 
     if select("cpu").is_out_of_memory(error):
         _fail(
-            "device memory ran out; lower --batch-size (and raise --grad-accum-steps), or add "
+            "memory ran out; lower --batch-size (and raise --grad-accum-steps), or add "
             "--gradient-checkpointing"
         )
 

@@ -25,7 +25,7 @@ from qat.train.division import divide
 from qat.train.predict import Prediction, predict
 from qat.train.preflight import Finding, Plan, SparsePlan, is_long, preflight
 from qat.train.step import check_dtype
-from qat.train.teacher import check_losses
+from qat.train.teacher import check_batch, check_losses
 
 USUAL_SHARE = 1 / 3
 """Of a device's peak, for a first guess at how long a run takes."""
@@ -140,6 +140,7 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
     tokenizer, model = load_tokenizer(student), load_config(student).get_text_config()
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_losses(config, cache),
+        lambda: check_batch(config, cache),
         lambda: cache.check_student(
             tokenizer_hash(tokenizer),
             model.vocab_size,

@@ -40,7 +40,7 @@ from qat.train.resume import Choice, best_of, choose, load_training_state
 from qat.train.run import CHECKPOINTS, Run, git_commit
 from qat.train.step import check_dtype
 from qat.train.summary import write_summary
-from qat.train.teacher import check_losses, open_teacher
+from qat.train.teacher import check_batch, check_losses, open_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +206,7 @@ def _open(
     divided = divide(config, ranks.size)
     cache = open_cache(config.cache_dir)
     check_losses(config, cache)
+    check_batch(divided, cache)
     if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
         raise ConfigError(
             f"{config.cache_dir} has {cache.num_sequences('train')} training and "

@@ -1,4 +1,4 @@
-"""The float teacher that runs beside a student, if the settings name one."""
+"""What a student is taught by: a cache, and a float teacher beside it if the settings name one."""
 
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
@@ -6,6 +6,21 @@ from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher, model_identity
 from qat.train.config import TrainConfig
+
+
+def check_batch(config: TrainConfig, cache: TeacherCache) -> None:
+    """Make sure that one forward repeats no sequence, unless nobody asked for so large a batch.
+
+    Raises:
+        ConfigError: the micro-batch has more sequences than the cache, and than the default has.
+    """
+    count, usual = cache.num_sequences("train"), TrainConfig.model_fields["batch_size"].default
+    if config.batch_size > max(count, usual):
+        raise ConfigError(
+            f"batch_size={config.batch_size}, but {cache.directory} has {count} training "
+            f"sequences, expected no more in one forward; use --batch-size {count} or less, with "
+            "--grad-accum-steps for larger steps"
+        )
 
 
 def check_losses(config: TrainConfig, cache: TeacherCache) -> None:

@@ -1,6 +1,7 @@
 """What the backend says of a CPU, and that seeds and generator states come back."""
 
 import re
+import resource
 import sys
 from types import SimpleNamespace
 
@@ -107,6 +108,22 @@ def test_memory_is_limited_for_the_block_only() -> None:
             torch.ones(2**28)
         assert cpu.is_out_of_memory(caught.value)
     assert torch.ones(2**28).shape == (2**28,)
+
+
+def test_a_session_on_a_cpu_runs_out_of_memory_before_the_machine_does(monkeypatch) -> None:
+    cpu = backend.select("cpu")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr("qat.backend.memory.available_gib", lambda: 0.25)
+    with cpu.session(None):
+        assert torch.ones(2**24).sum() == 2**24
+        with pytest.raises(RuntimeError) as caught:
+            torch.ones(2**28)
+        assert cpu.is_out_of_memory(caught.value)
+        limit = resource.getrlimit(resource.RLIMIT_DATA)
+        with cpu.limit_memory(cpu.held_memory_gib() + 0.2):
+            assert resource.getrlimit(resource.RLIMIT_DATA) <= limit
+        assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 @pytest.mark.parametrize("gib", [0.001, 1e6])

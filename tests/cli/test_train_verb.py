@@ -120,6 +120,10 @@ def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
         (["--cache-dir", "{}/cache", "--learn", "bias"], "learn='bias': choose among weights"),
         (["--cache-dir", "{}/cache", "--mlp-only", "--e2e"], "exclude each other; give one"),
         (["--cache-dir", "{}/cache", "--loss", "tial"], "did you mean tail?"),
+        (
+            ["--cache-dir", "{}/cache", "--batch-size", "100000"],
+            "training sequences, expected no more in one forward; use --batch-size",
+        ),
         (["--cache-dir", "{}/cache", "--max-steps", "many"], "max_steps='many'"),
         (["--cache-dir", "{}/cache", "--max-stesp", "3"], "did you mean --max-steps?"),
     ],
