@@ -208,7 +208,7 @@ def test_a_verb_stopped_by_the_keyboard_says_so(monkeypatch, capsys) -> None:
     def stopped(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qat.data.reader.TeacherCache.open", stopped)
+    monkeypatch.setattr("qat.cli.inputs.read_manifest", stopped)
     assert call(monkeypatch, "cache", "info", "anything") == 130
     assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
 

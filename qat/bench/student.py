@@ -13,11 +13,11 @@ from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.shapes import shape_called
 from qat.models.config import ConvertConfig
-from qat.models.convert import read_plan
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.nsa_swap import change_attention, read_attention
+from qat.models.plan import read_plan
 from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.quant.codebook import fixed_grid

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from qat.bench.config import BaselinesConfig, BenchConfig
+from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
 from qat.bench.quality.config import QualityConfig
 from qat.cli.bench_attention import attention
 from qat.cli.bench_compare import compare
@@ -56,6 +56,7 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
+    _check_inputs(student, config, out)
     from qat.backend.device import select
     from qat.bench.run import run_bench
     from qat.bench.tpu_plan.run import run_tpu_plan
@@ -89,6 +90,7 @@ def baselines(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
+    _check_inputs(student, config, out)
     from qat.bench.baselines.run import run_baselines
 
     report = run_baselines(config, student, out)
@@ -117,6 +119,10 @@ def quality(
         config: settings.
         out: directory for caches, students, runs and results.
     """
+    from qat.bench.quality.config import read_recipe
+    from qat.cli.inputs import check_inputs
+
+    check_inputs(models=[read_recipe(recipe).teacher], out=out)
     from qat.bench.quality.run import run_quality
     from qat.bench.quality.table import best
 
@@ -128,6 +134,17 @@ def quality(
         return dict(out=report.path)
     kl_nats = found.stats[f"kl_nats.{text}"].mean
     return dict(out=report.path, best=found.recipe, kl_nats=_rounded(kl_nats))
+
+
+def _check_inputs(student: str, config: MeasureConfig, out: Path | None) -> None:
+    """As `check_inputs`; a student may be the name of a shape."""
+    from qat.bench.shapes import SHAPES, shape_called
+    from qat.cli.inputs import check_inputs
+
+    if "/" not in student and not Path(student).exists():
+        shape_called(student)
+    models = [] if student in SHAPES else [student]
+    check_inputs(models=models, caches=[config.cache_dir], out=out)
 
 
 def _quality_table(report: "QualityReport") -> "Table":

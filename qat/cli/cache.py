@@ -33,6 +33,11 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
+    from qat.cli.inputs import check_inputs
+    from qat.data.sources import check_source
+
+    check_inputs(models=[config.teacher], out=out or CACHES)
+    check_source(config.data, config.format, config.text_field)
     from qat.backend.device import select
     from qat.data.share import open_shared
     from qat.models.teacher_cache import build_teacher_cache
@@ -66,9 +71,12 @@ def import_(
     out
         Directory to make; by default caches/NAME, NAME as SOURCE is called.
     """
-    from qat.models.anemll_cache import import_cache
+    from qat.cli.inputs import check_inputs
 
     out = out or CACHES / source.resolve().name
+    check_inputs(models=[config.teacher], folders=[source], out=out)
+    from qat.models.anemll_cache import import_cache
+
     manifest = import_cache(source, config, out)
     return dict(out=out, has_tail=manifest.has_tail, **_numbers(out, manifest))
 
@@ -76,6 +84,9 @@ def import_(
 @cache_app.command(help_epilogue="Example: qat cache info caches/mine")
 def info(directory: Required[Path]) -> dict[str, object]:
     """Show what a cache holds, with a sample of its text where the tokenizer is at hand."""
+    from qat.cli.inputs import check_inputs
+
+    check_inputs(caches=[directory])
     from rich.console import Console
 
     from qat.data.reader import TeacherCache
@@ -93,6 +104,9 @@ def info(directory: Required[Path]) -> dict[str, object]:
 @cache_app.command(help_epilogue="Example: qat cache verify caches/mine")
 def verify(directory: Required[Path]) -> dict[str, object]:
     """Read every byte of a cache and compare it with what was written."""
+    from qat.cli.inputs import check_inputs
+
+    check_inputs(caches=[directory])
     from rich.console import Console
     from rich.table import Table
 

@@ -13,6 +13,7 @@ from qat.cli.legacy import Foreign, convert_foreign
 from qat.config import Formats, Judged, Required
 from qat.errors import ConfigError
 from qat.export.config import TargetName
+from qat.files import check_free
 from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
@@ -70,6 +71,17 @@ def convert(
         return {**convert_foreign(source, config, out), "ships_to": show_targets(out)}
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
+    from qat.cli.inputs import check_inputs
+    from qat.models.plan import read_plan
+
+    read_plan(config)
+    check_inputs(
+        models=[source, config.base],
+        caches=[cache_dir],
+        calibration=config.calibration,
+        out=out,
+    )
+    check_free(out)
     from qat.evaluate.judge_cache import held_out_divergence
     from qat.models.convert import convert_checkpoint
 

@@ -5,7 +5,9 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter, validators
 
 from qat.errors import ConfigError
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
 MARKER = "demo.txt"
 PROMPT = "Return the number of"
+Steps = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Demo:
         return Student(name, path, bits_per_weight, numbers)
 
 
-def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: int = 200) -> dict:
+def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: Steps = 200) -> dict:
     """Take a small teacher to an exported 2-bit student; about three minutes on two CPU cores.
 
     Args:

@@ -25,6 +25,15 @@ def evaluate(
         student: model directory, run directory or hub id.
         config: settings.
     """
+    from qat.cli.inputs import check_inputs
+
+    config.check_named()
+    check_inputs(
+        models=[student, config.teacher],
+        caches=[config.cache_dir],
+        texts=[config.text],
+        folders=[config.tasks_dir],
+    )
     from qat.backend.device import select
     from qat.evaluate.judge import judge
 

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from qat.config import Required
 from qat.export.config import ExportConfig
+from qat.files import check_free
 
 if TYPE_CHECKING:
     from qat.export.model import ExportReport
@@ -25,6 +26,10 @@ def export(
         config: settings.
         out: directory to make.
     """
+    from qat.cli.inputs import check_inputs
+
+    check_inputs(models=[model], out=out)
+    check_free(out)
     from qat.export.model import export_model
 
     report = export_model(model, config, out)

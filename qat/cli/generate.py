@@ -21,6 +21,9 @@ def generate(
         model: model directory, run directory or hub id.
         config: settings.
     """
+    from qat.cli.inputs import check_inputs
+
+    check_inputs(models=[model])
     from qat.backend.device import seeded, select
     from qat.evaluate.decode import open_speaker
     from qat.evaluate.generation import generate_text

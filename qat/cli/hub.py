@@ -176,7 +176,7 @@ def _student(path: Path) -> Path:
         final = re.search(r'"final": "([\w.-]+)"', words)
         if final and (path / final[1]).is_dir():
             return path / final[1]
-    from qat.models.load import resolve
+    from qat.models.source import resolve
 
     return Path(resolve(str(path)))
 

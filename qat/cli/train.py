@@ -49,6 +49,9 @@ def train(
             speaks against it, and leave nothing behind.
         force: train in spite of the preflight's errors (recorded in run.json).
     """
+    from qat.cli.inputs import check_inputs
+
+    check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
     from qat.backend.device import select
     from qat.ranks import joined
     from qat.track.follow import follow
@@ -90,7 +93,7 @@ def _preflight(
 ) -> list[str]:
     """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
     from qat.cli.findings import show_findings
-    from qat.models.load import resolve
+    from qat.models.source import resolve
     from qat.train.check import codes_forced, examine
 
     if not ranks.is_first:

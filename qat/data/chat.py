@@ -6,13 +6,15 @@ between the marks is the template and the other speakers, and the same in both.
 """
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from qat.data.config import Targets, Thinking
 from qat.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
 Document = str | list[Message]
@@ -45,7 +47,7 @@ class Rendering(NamedTuple):
 
 def render(
     document: Document,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     thinking: Thinking,
     targets: Targets = "all",
 ) -> list[Rendering]:
@@ -82,7 +84,7 @@ def render(
     return renderings
 
 
-def _chat_text(messages: list[Message], tokenizer: PreTrainedTokenizerBase, mode: str) -> str:
+def _chat_text(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str) -> str:
     if mode == "none":
         return "\n\n".join(message["content"] for message in messages)
     if not tokenizer.chat_template:
@@ -97,7 +99,7 @@ def _chat_text(messages: list[Message], tokenizer: PreTrainedTokenizerBase, mode
 
 
 def _template(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool
+    messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, enable_thinking: bool
 ) -> str:
     try:
         return tokenizer.apply_chat_template(

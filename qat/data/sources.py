@@ -1,6 +1,8 @@
 """Documents from files, directories, the standard library or the `datasets` hub."""
 
+import re
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,10 @@ from qat.data.text_files import (
     is_text_file,
 )
 from qat.errors import DataError, how_to_install
+from qat.online import is_online
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""How a data set is called on a hub."""
 
 ROLES = {
     "human": "user",
@@ -63,6 +69,18 @@ def open_source(data: str, data_format: DataFormat = "auto", text_field: str = "
     return Source(documents, data_format, _name(data))
 
 
+def check_source(data: str, data_format: DataFormat = "auto", text_field: str = "text") -> None:
+    """Refuse what `open_source` refuses; no row of a datasets id is fetched.
+
+    Raises:
+        DataError, HubError: see their messages.
+    """
+    if data == "stdlib" or Path(data).exists():
+        open_source(data, data_format, text_field)
+    else:
+        _hub_name(data)
+
+
 def _name(data: str) -> str:
     """What a file, directory or id is called, without what its kind and its settings add."""
     return Path(data.partition(":")[0].removesuffix(".gz")).stem
@@ -74,29 +92,37 @@ def _placed_rows(data: str) -> Rows:
         return directory_rows(path)
     if path.is_file():
         return file_rows(path)
-    if path.is_absolute() or is_text_file(path):
-        raise DataError(f"data={data} is no file or directory, expected one; check the path")
     return _hub_rows(data)
 
 
 def _hub_rows(data: str) -> Rows:
     """Rows of a `datasets` id, written `owner/name[:config][@split]`."""
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise DataError(
-            f"data={data} is no file or directory, and a datasets id needs the 'datasets' package; "
-            f"check the path or run: {how_to_install('datasets')}"
-        ) from None
-    name, _, split = data.partition("@")
-    name, _, config = name.partition(":")
+    name, config, split = _hub_name(data)
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except (datasets.exceptions.DatasetsError, FileNotFoundError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise DataError(
             f"data={data} is no file, and datasets cannot load it: {error}; check the name"
         ) from None
     return ((Place(data, number), row) for number, row in enumerate(rows, start=1))
+
+
+def _hub_name(data: str) -> tuple[str, str, str]:
+    """Name, configuration and split of a datasets id, which a hub has."""
+    name, _, split = data.partition("@")
+    name, _, config = name.partition(":")
+    looks_local = is_text_file(Path(data)) or ("/" in name and Path(name).parent.is_dir())
+    if looks_local or not HUB_ID.fullmatch(name):
+        raise DataError(f"data={data} is no file or directory, expected one; check the path")
+    if find_spec("datasets") is None:
+        raise DataError(
+            f"data={data} is no file or directory, and a datasets id needs the 'datasets' package; "
+            f"check the path or run: {how_to_install('datasets')}"
+        )
+    is_online(name, "dataset")
+    return name, config, split
 
 
 def _detect(place: Place, row: Row, text_field: str) -> DataFormat:

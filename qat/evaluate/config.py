@@ -7,6 +7,7 @@ from pydantic import Field
 
 from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Speed
 from qat.data.config import Location
+from qat.errors import ConfigError
 
 
 class EvalConfig(DeviceSettings):
@@ -38,6 +39,18 @@ class EvalConfig(DeviceSettings):
     """Judge on the first so many sequences of the split; 0 for all."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16 where it is native."""
+
+    def check_named(self) -> None:
+        """Refuse settings that name nothing to judge by.
+
+        Raises:
+            ConfigError: neither cache nor text nor tasks are given.
+        """
+        if self.cache_dir is None and self.text is None and self.tasks is None:
+            raise ConfigError(
+                "neither a cache nor a text nor tasks to judge by; expected one of them; give "
+                "--cache-dir DIR, --text FILE or --tasks NAMES"
+            )
 
 
 class GenerateConfig(DeviceSettings):

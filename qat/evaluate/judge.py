@@ -6,7 +6,6 @@ from typing import NamedTuple
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
-from qat.errors import ConfigError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import (
     Divergence,
@@ -64,11 +63,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
         ConfigError: neither cache nor text is given, or the windows do not fit.
         CacheError, CheckpointError, DataError: what is named is missing, damaged or does not fit.
     """
-    if config.cache_dir is None and config.text is None and config.tasks is None:
-        raise ConfigError(
-            "neither a cache nor a text nor tasks to judge by; expected one of them; give "
-            "--cache-dir DIR, --text FILE or --tasks NAMES"
-        )
+    config.check_named()
     tasks = None if config.tasks is None else Tasks(config)
     cache = None if config.cache_dir is None else open_cache(config.cache_dir)
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)

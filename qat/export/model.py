@@ -21,7 +21,8 @@ from qat.files import check_free
 from qat.models.checkpoint import is_packed, load_checkpoint
 from qat.models.count import model_bits_per_weight, quantized_parameter_count
 from qat.models.directory import atomic_directory
-from qat.models.load import load_tokenizer, resolve
+from qat.models.load import load_tokenizer
+from qat.models.source import resolve
 from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 

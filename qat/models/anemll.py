@@ -23,7 +23,8 @@ from qat.models.anemll_state import LegacyState, read_state, state_file
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
 from qat.models.count import model_bits_per_weight, model_bytes
 from qat.models.directory import atomic_directory
-from qat.models.load import load_config, load_tokenizer, resolve
+from qat.models.load import load_config, load_tokenizer
+from qat.models.source import resolve
 from qat.models.tables import put_quantized, table_names
 
 logger = logging.getLogger(__name__)

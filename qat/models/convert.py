@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.config import Settings
 from qat.data.cache import MANIFEST
 from qat.data.chat import Document, render
 from qat.data.packing import Packer, position_ids
@@ -35,61 +33,17 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.nsa_fit import LayerFit, fit_attention
 from qat.models.nsa_swap import change_attention, nsa_config, read_attention
+from qat.models.plan import read_plan
 from qat.models.quantize import QuantizeReport, check_experts, quantize_model
 from qat.models.shipping import Shipping
 from qat.models.tables import with_tables
-from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
+from qat.quant.spec import QuantPlan
 
 logger = logging.getLogger(__name__)
 
 REPORT_NAME = "convert_report.json"
 PLAN_NAME = "plan.toml"
 BATCH = 16
-ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=by_group(2)),))
-"""Which linears share a budget of bits where no plan says so."""
-NOTHING = QuantPlan(name="none", rules=())
-
-
-class PlanFile(Settings):
-    """A plan in a TOML file: `name` and a list of `rules`, each a `pattern` and a `spec`."""
-
-    name: str
-    rules: tuple[PlanRule, ...]
-
-
-def read_plan(config: ConvertConfig) -> QuantPlan:
-    """The plan that `config.to` names, with its group size if one is given.
-
-    Else all linears for a budget, and nothing without one.
-
-    Raises:
-        ConfigError: neither a preset nor a readable plan file.
-    """
-    unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
-    plan = PRESETS.get(config.to) if config.to is not None else unnamed
-    if plan is None:
-        path = Path(config.to)
-        if not path.is_file():
-            known = ", ".join(PRESETS)
-            raise ConfigError(f"to={config.to} is neither a file nor a preset; use one of {known}")
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(
-                f"to={path} is not TOML ({error}), expected a plan; mend that line"
-            ) from None
-        plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
-    if config.group_size is None:
-        return plan
-    rules = tuple(
-        rule.model_copy(
-            update={
-                "spec": rule.spec and rule.spec.model_copy(update={"group_size": config.group_size})
-            }
-        )
-        for rule in plan.rules
-    )
-    return plan.model_copy(update={"rules": rules})
 
 
 def convert_checkpoint(

@@ -1,7 +1,6 @@
 """Opens whatever a user may call a model: a directory, a run, or a hub id."""
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,14 +24,12 @@ from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.checksums import check_checksums
 from qat.models.language_model import LanguageModel
 from qat.models.nsa_swap import KEY, nsa_config
+from qat.models.source import is_kept_here, resolve
 from qat.models.stored_state import packed_state_dict
 
 logger = logging.getLogger(__name__)
 
-RUN_POINTERS = ("best", "latest")
-"""Files of a run directory that name one of its checkpoints, in order of preference."""
 CHUNK_BYTES = 2**24
-POINTED = re.compile(r"checkpoints/\w[\w.-]*")
 OF_DAMAGE = (KeyError, TypeError, AttributeError, IndexError)
 """What transformers raises, beside errors of its own, over a file whose JSON is another."""
 
@@ -99,41 +96,9 @@ def load_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
     with _hub_errors_as_one_line(source, "a model's configuration"):
         return AutoConfig.from_pretrained(
             source,
-            local_files_only=Path(source).is_dir(),
+            local_files_only=is_kept_here(source),
             trust_remote_code=trust_remote_code,
         )
-
-
-def resolve(source: str) -> str:
-    """The model directory or hub id behind `source`: a run directory gives one of its checkpoints.
-
-    Raises:
-        CheckpointError: `source` is a path without a model.
-    """
-    path = Path(source)
-    if (path / "config.json").is_file():
-        return source
-    for pointer in RUN_POINTERS:
-        if (path / pointer).is_file():
-            named = (path / pointer).read_bytes().decode(errors="replace").strip()
-            checkpoint = path / named
-            if not POINTED.fullmatch(named) or not (checkpoint / "config.json").is_file():
-                raise CheckpointError(
-                    f"{path / pointer} names {named[:80]!r}, which holds no config.json or is no "
-                    "checkpoint of this run; expected one: name another of its checkpoints yourself"
-                )
-            return str(checkpoint)
-    if path.exists():
-        raise CheckpointError(
-            f"{source} holds neither config.json nor a run's checkpoint; expected a model "
-            "directory, a run directory or a hub id: check the path"
-        )
-    if not _may_be_hub_id(source):
-        raise CheckpointError(
-            f"{source} does not exist; expected a model directory, a run directory or a hub id: "
-            "check the path"
-        )
-    return source
 
 
 def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
@@ -173,14 +138,6 @@ def state_identity(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _may_be_hub_id(source: str) -> bool:
-    """Whether `source` looks like `owner/name`, not like a path below what is here."""
-    path = Path(source)
-    return (
-        not source.startswith((".", "/", "~")) and len(path.parts) == 2 and not path.parent.is_dir()
-    )
-
-
 class _How(NamedTuple):
     """How a model is to be loaded."""
 
@@ -215,7 +172,7 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
             source,
             dtype=how.dtype,
             device_map=how.placement(),
-            local_files_only=Path(source).is_dir(),
+            local_files_only=is_kept_here(source),
             output_loading_info=True,
             trust_remote_code=how.trust_remote_code,
         )
@@ -237,7 +194,7 @@ def _tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(
             source,
-            local_files_only=Path(source).is_dir(),
+            local_files_only=is_kept_here(source),
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # noqa: BLE001 - tokenizers knows no other kind

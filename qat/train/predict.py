@@ -13,7 +13,8 @@ from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model, load_tokenizer, resolve
+from qat.models.load import load_model, load_tokenizer
+from qat.models.source import resolve
 from qat.models.stored_state import packed_state_dict
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters

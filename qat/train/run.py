@@ -33,7 +33,7 @@ from qat.logs import (
     cut_after,
     read_json_lines,
 )
-from qat.models.load import RUN_POINTERS
+from qat.models.source import RUN_POINTERS
 from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
 from qat.train.proof import is_all_ours

@@ -5,13 +5,14 @@ import json
 import logging
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
-from qat.data.sources import open_source
+from qat.data.sources import check_source, open_source
 from qat.data.stdlib_text import docstrings, stdlib_documents
-from qat.errors import DataError
+from qat.errors import DataError, HubError
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -227,6 +228,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, answer: object) -> list:
         return answer
 
     module = types.ModuleType("datasets")
+    module.__spec__ = ModuleSpec("datasets", None)
+    monkeypatch.setattr("qat.data.sources.is_online", lambda name, kind: True)
     module.load_dataset = load_dataset
     module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
     monkeypatch.setitem(sys.modules, "datasets", module)
@@ -248,6 +251,18 @@ def test_an_unknown_hub_id_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, "not found")
     with pytest.raises(DataError, match="datasets cannot load it: not found"):
         open_source("owner/none")
+
+
+def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = hub(monkeypatch, [])
+
+    def silent(name: str, kind: str) -> bool:
+        raise HubError(f"{name} cannot be asked for")
+
+    monkeypatch.setattr("qat.data.sources.is_online", silent)
+    with pytest.raises(HubError, match="owner/wiki cannot be asked for"):
+        check_source("owner/wiki:raw@test")
+    assert calls == []
 
 
 def test_docstrings_of_module_class_and_function() -> None:

@@ -21,9 +21,9 @@ from qat.models.convert import (
     REPORT_NAME,
     calibration_batches,
     convert_checkpoint,
-    read_plan,
 )
 from qat.models.load import load_model, load_tokenizer
+from qat.models.plan import read_plan
 from qat.models.quantize import quantize_model
 from qat.nn.step import quant_linears
 from qat.quant.spec import PRESETS, by_group

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from qat.errors import CheckpointError, ConfigError
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, resolve
+from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
+from qat.models.source import resolve
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -113,13 +114,15 @@ def test_a_hub_id_is_asked_of_the_hub(
     network: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("qat.models.source.is_online", lambda _: True)
     with pytest.raises(CheckpointError, match="nobody/has-this does not give a tokenizer"):
         load_tokenizer("nobody/has-this")
     assert network
     network.clear()
 
 
-def test_owner_and_name_are_a_hub_id() -> None:
+def test_owner_and_name_are_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qat.models.source.is_online", lambda _: True)
     assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 

@@ -27,10 +27,10 @@ from qat.kernels import head as head_kernels
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.targets import Targets
 from qat.models.config import ConvertConfig
-from qat.models.convert import read_plan
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
+from qat.models.plan import read_plan
 from qat.models.regions import SLICE_TOKENS
 from qat.models.swap import decoder_layers, linear_names, replace_module
 from qat.nn.step import quant_linears

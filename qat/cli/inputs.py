@@ -1,0 +1,61 @@
+"""What a command line names is looked at before torch is imported: a wrong path costs no wait."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from qat.data.cache import MANIFEST, read_manifest
+from qat.data.sources import check_source
+from qat.errors import ConfigError, DataError
+from qat.models.source import resolve
+
+
+def check_inputs(
+    *,
+    models: Iterable[str | None] = (),
+    caches: Iterable[str | Path | None] = (),
+    calibration: str | None = None,
+    folders: Iterable[Path | None] = (),
+    texts: Iterable[Path | None] = (),
+    out: Path | None = None,
+) -> None:
+    """Refuse what is not there, or not what it should be, and an `out` that cannot be made.
+
+    Each is None where the user names none; caches may be addresses, which are not asked here.
+
+    Raises:
+        CheckpointError, HubError, CacheError, DataError, ConfigError: see their messages.
+    """
+    if out is not None:
+        _check_out(out)
+    for cache in caches:
+        if cache is not None and "://" not in str(cache):
+            read_manifest(Path(cache))
+    _check_files(texts, folders)
+    if calibration is not None and not (Path(calibration) / MANIFEST).exists():
+        check_source(calibration)
+    for model in models:
+        if model is not None:
+            resolve(model)
+
+
+def _check_files(texts: Iterable[Path | None], folders: Iterable[Path | None]) -> None:
+    for text in texts:
+        if text is not None and not text.is_file():
+            found = "is a directory" if text.is_dir() else "is not there"
+            raise DataError(f"{text} {found}, expected a text file; check the path")
+    for folder in folders:
+        if folder is not None and not folder.is_dir():
+            raise DataError(f"{folder} is no directory, expected one; check the path")
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file, expected a directory; choose another --out")
+    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        found = "may not be written by you" if above.is_dir() else "is a file"
+        raise ConfigError(
+            f"out={out} cannot be made: {above} {found}; expected a directory of yours: choose "
+            "another --out or change who may write there"
+        )

@@ -1,0 +1,58 @@
+"""What a user may call a model: a directory, a run, or a hub id. Loads nothing."""
+
+import re
+from pathlib import Path
+
+from qat.errors import CheckpointError
+from qat.online import is_online
+
+RUN_POINTERS = ("best", "latest")
+"""Files of a run directory that name one of its checkpoints, in order of preference."""
+POINTED = re.compile(r"checkpoints/\w[\w.-]*")
+
+
+def resolve(source: str) -> str:
+    """The model directory or hub id behind `source`: a run directory gives one of its checkpoints.
+
+    Raises:
+        CheckpointError: `source` is a path without a model.
+        HubError: `source` may be a hub id, but the hub does not know it or does not answer.
+    """
+    path = Path(source)
+    if (path / "config.json").is_file():
+        return source
+    for pointer in RUN_POINTERS:
+        if (path / pointer).is_file():
+            named = (path / pointer).read_bytes().decode(errors="replace").strip()
+            checkpoint = path / named
+            if not POINTED.fullmatch(named) or not (checkpoint / "config.json").is_file():
+                raise CheckpointError(
+                    f"{path / pointer} names {named[:80]!r}, which holds no config.json or is no "
+                    "checkpoint of this run; expected one: name another of its checkpoints yourself"
+                )
+            return str(checkpoint)
+    if path.exists():
+        raise CheckpointError(
+            f"{source} holds neither config.json nor a run's checkpoint; expected a model "
+            "directory, a run directory or a hub id: check the path"
+        )
+    if not _may_be_hub_id(source):
+        raise CheckpointError(
+            f"{source} does not exist; expected a model directory, a run directory or a hub id: "
+            "check the path"
+        )
+    is_online(source)
+    return source
+
+
+def is_kept_here(source: str) -> bool:
+    """Whether the files of a resolved `source` are read without asking a hub."""
+    return Path(source).is_dir() or not is_online(source)
+
+
+def _may_be_hub_id(source: str) -> bool:
+    """Whether `source` looks like `owner/name`, not like a path below what is here."""
+    path = Path(source)
+    return (
+        not source.startswith((".", "/", "~")) and len(path.parts) == 2 and not path.parent.is_dir()
+    )

@@ -1,0 +1,71 @@
+"""Whether a hub knows a name: asked once, before anything is loaded, with little patience."""
+
+import logging
+import ssl
+import urllib.error
+import urllib.request
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from qat.errors import HubError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+UNKNOWN = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND}
+"""What the hub answers to a name that it does not have, or does not show."""
+
+
+@cache
+def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
+    """Whether the hub is to be asked for `name`; false where only kept copies of it can be read.
+
+    The libraries of the hub ask for each file several times, for up to a minute, before they say
+    that nobody answers.
+
+    Raises:
+        HubError: the hub does not know it, or does not answer and no copy is kept here.
+    """
+    from huggingface_hub import constants, get_token
+
+    trouble = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        token = get_token()
+        request = urllib.request.Request(
+            f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}",
+            headers={"authorization": f"Bearer {token}"} if token else {},
+        )
+        trouble = _trouble(request, name, kind)
+        if trouble is None:
+            return True
+    folder = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
+    if kind == "model" and folder.is_dir():
+        logger.warning("%s: %s; using the copy in %s", name, trouble, folder.parent)
+        return False
+    raise HubError(
+        f"{name} is no path here, and {constants.ENDPOINT} cannot be asked for it ({trouble}); "
+        f"check the path, or download the {kind} and name its directory"
+    )
+
+
+def _trouble(request: urllib.request.Request, name: str, kind: str) -> str | None:
+    """Why nobody answers; None if somebody does."""
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S):
+            return None
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code not in UNKNOWN:
+            return None  # a hub that is busy, which its library waits for
+        raise HubError(
+            f"{name} is no path here, and the hub shows no such {kind} (answer {error.code}); "
+            "check the name, and for a private or gated one log in with 'hf auth login'"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):
+            return None  # its library brings certificates of its own
+        return str(getattr(reason, "strerror", None) or reason)

@@ -1,0 +1,86 @@
+"""Wrong names on a command line: one line each, said before torch is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qat.cli.inputs import check_inputs
+from qat.errors import ConfigError
+
+MODEL = "checkpoints/tiny-qwen3"
+WRONG = [
+    ("train none --cache-dir {tmp} --out {tmp}/r", "holds no manifest.json"),
+    (f"train {MODEL} --cache-dir none --out {{tmp}}/r", "none is no directory, expected a teacher"),
+    (f"train {MODEL} --cache-dir none --out {{file}}", "is a file, expected a directory"),
+    (f"train {MODEL} --cache-dir none --out {{file}}/r", "text.txt is a file; expected a direct"),
+    (f"cache --teacher {MODEL} --data none.jsonl", "data=none.jsonl is no file or directory"),
+    (f"cache --teacher {MODEL} --data {{tmp}}/none", "is no file or directory"),
+    (f"cache --teacher {MODEL} --data {{empty}}", "is empty, expected at least one row"),
+    ("cache --teacher none --data {file}", "none does not exist; expected a model directory"),
+    ("cache --teacher {file} --data {file}", "holds neither config.json nor"),
+    ("cache info none", "none is no directory, expected a teacher cache"),
+    ("cache verify {tmp}", "holds no manifest.json"),
+    ("cache import none", "none is no directory"),
+    ("convert none --to q2a4 --out {tmp}/c", "none does not exist"),
+    (f"convert {MODEL} --to q9 --out {{tmp}}/c", "to=q9 is neither a file nor a preset"),
+    (f"convert {MODEL} --to q2a4 --out {{tmp}}", "is not empty, expected a new or empty"),
+    (f"convert {MODEL} --to q2a4 --base none --out {{tmp}}/c", "none does not exist"),
+    (f"convert {MODEL} --to q2a4 --calibration none.txt --out {{tmp}}/c", "none.txt is no file"),
+    ("eval none --text {file}", "none does not exist"),
+    (f"eval {MODEL}", "neither a cache nor a text nor tasks"),
+    (f"eval {MODEL} --text none.txt", "none.txt is not there, expected a text file"),
+    (f"eval {MODEL} --text {{tmp}}", "is a directory, expected a text file"),
+    (f"eval {MODEL} --tasks x --tasks-dir none", "none is no directory"),
+    ("export none --to gguf --out {tmp}/e", "none does not exist"),
+    (f"export {MODEL} --to gguf --out {{tmp}}", "is not empty, expected a new or empty"),
+    ("generate none", "none does not exist"),
+    ("bench none", "student=none is neither a model directory nor a shape"),
+    ("bench tiny --cache-dir none", "none is no directory, expected a teacher cache"),
+    ("bench baselines none", "student=none is neither a model directory nor a shape"),
+    ("bench quality none.toml --out {tmp}/q", "recipe=none.toml: No such file"),
+    ("bench sweep none.toml", "recipe=none.toml: No such file"),
+    ("demo --steps 0 --out {tmp}/d", 'Invalid value "0" for --steps'),
+    ("demo --teacher none --out {tmp}/d", "teacher=none holds no model"),
+    ("hub pull none", "no entry is called 'none'"),
+    ("hub unpack none.tgz --out {tmp}/u", "none.tgz is not there"),
+]
+SCRIPT = """
+import sys
+from qat.cli import main
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["qat", *line.split()]
+    try:
+        main()
+    except SystemExit as stop:
+        print(stop.code, "torch" in sys.modules)
+"""
+
+
+def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "empty.txt").touch()
+    places = {"tmp": tmp_path, "file": tmp_path / "text.txt", "empty": tmp_path / "empty.txt"}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input="\n".join(words.format(**places) for words, _ in WRONG),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    said = result.stderr.splitlines()
+    assert len(said) == len(WRONG)
+    for line, (words, message) in zip(said, WRONG, strict=True):
+        assert line.startswith("qat: ") and message in line, (words, line)
+    assert result.stdout.splitlines() == ["1 False"] * len(WRONG)
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "empty.txt"}
+
+
+def test_an_out_that_may_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} may not be written by you; expected"):
+        check_inputs(out=tmp_path / "a" / "b")

@@ -1,0 +1,84 @@
+"""What is said of a name that only a hub could know, without asking one."""
+
+import io
+import ssl
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from qat.errors import HubError
+from qat.online import is_online
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
+    """Answers of the hub, given in turn; what is an exception is raised. Nothing is remembered."""
+    answers: list[object] = []
+
+    def urlopen(request: object, timeout: float) -> object:
+        assert timeout <= 5
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    is_online.cache_clear()
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    yield answers
+    is_online.cache_clear()
+    assert answers == []
+
+
+def refusal(code: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("https://hub", code, "no", {}, io.BytesIO())
+
+
+def test_a_known_name_is_asked_for_once(hub: list[object]) -> None:
+    hub.append(io.BytesIO())
+    assert is_online("a/b") and is_online("a/b")
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_an_unknown_name_is_one_line(hub: list[object], code: int) -> None:
+    hub.append(refusal(code))
+    with pytest.raises(HubError, match=f"the hub shows no such model .answer {code}.; check") as e:
+        is_online("a/b")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "answer", [refusal(503), urllib.error.URLError(ssl.SSLCertVerificationError("self-signed"))]
+)
+def test_what_may_be_our_fault_is_left_to_the_library(hub: list[object], answer: object) -> None:
+    hub.append(answer)
+    assert is_online("a/b")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (urllib.error.URLError(OSError(-2, "Name or service not known")), "Name or service"),
+        (TimeoutError("timed out"), "timed out"),
+    ],
+)
+def test_nobody_answers_is_one_line(hub: list[object], answer: object, reason: str) -> None:
+    hub.append(answer)
+    with pytest.raises(HubError, match=f"a/b is no path here, and .*{reason}.*; check the path"):
+        is_online("a/b", "dataset")
+
+
+def test_a_kept_copy_serves_where_nobody_answers(
+    hub: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
+    hub.append(TimeoutError("timed out"))
+    assert not is_online("a/b")
+    assert "a/b: timed out; using the copy in" in caplog.text
+
+
+def test_offline_mode_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
+        is_online("a/b")
