@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from qat.errors import ConfigError
 from qat.folders import parents_of
@@ -136,3 +137,19 @@ def _keep_foreign(old: Path, new: Path, written: Collection[str]) -> None:
             shutil.copy2(old / name, new / name, follow_symlinks=False)
     if foreign:
         logger.info("%s: %d files that qat did not write stay (%s)", old, len(foreign), foreign[0])
+
+
+def import_command(path: Path) -> str | None:
+    """The command that brings in what the reference system wrote at `path`; None if it is not its.
+
+    Nothing is read: a `.pt` file, or a directory that holds such and no weights of another kind.
+    """
+    directory = path.parent if path.is_file() else path
+    files = [path] if path.is_file() else [*path.glob("*.pt")]
+    if not any(file.suffix == ".pt" for file in files):
+        return None
+    if path.is_dir() and any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
+        return None
+    if (directory / "meta.json").is_file():
+        return f"qat cache import {quote(str(directory))} --teacher MODEL --out DIR"
+    return f"qat convert {quote(str(path))} --from anemll --base MODEL --out DIR"

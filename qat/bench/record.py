@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -119,10 +120,19 @@ def page(record: Record) -> str:
             f"An interval is the bootstrap's, of the median over runs ({MIN_SAMPLES} or more), or "
             "over the samples of fewer runs, and then says nothing about the next run.\n",
             markdown_table(("environment", ""), _place(record)),
+            f"{_timed(cases)}\n",
             f"`{ROWS}` holds every row with its raw samples, `{RECIPE}` the settings, "
             f"`{ENVIRONMENT}` versions and device, `{FIGURES}` the numbers.\n",
         ]
     )
+
+
+def _timed(cases: Sequence[Case]) -> str:
+    """How long was measured, and how many tokens went through meanwhile."""
+    rows = [row for case in cases for row in case.rows if row.get("unit", "s") == "s"]
+    hours = sum(sum(row["samples"]) for row in rows) / 3600
+    tokens = sum(sum(row["samples"]) * (row.get("tokens_per_s") or 0.0) for row in rows)
+    return f"Samples took {hours:.3g} hours and {tokens:,.0f} tokens, warm-up left out."
 
 
 def draw_medians(cases: dict[str, Case], path: Path) -> None:

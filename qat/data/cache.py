@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
-from qat.files import sha256_file
+from qat.files import import_command, sha256_file
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -118,6 +118,12 @@ def read_manifest(directory: Path) -> Manifest:
         CacheError: it is missing, foreign, damaged, or of an unknown format.
     """
     path = directory / MANIFEST
+    theirs = None if path.is_file() else import_command(directory)
+    if theirs is not None:
+        raise CacheError(
+            f"{directory} holds no {MANIFEST} but pickled tensors (.pt), expected a teacher cache; "
+            f"if Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
+        )
     if not directory.is_dir():
         raise CacheError(
             f"{directory} is no directory, expected a teacher cache; build it with 'qat cache'"

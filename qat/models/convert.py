@@ -22,7 +22,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
-from qat.files import check_free
+from qat.files import check_free, import_command
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.bits_budget import BudgetReport, plan_within_budget
 from qat.models.calibrate import TokenBatch
@@ -238,7 +238,7 @@ def calibration_batches(
             text, and there is no tokenizer.
     """
     is_path = isinstance(calibration, str | Path)
-    if is_path and (Path(calibration) / MANIFEST).exists():
+    if is_path and ((Path(calibration) / MANIFEST).exists() or import_command(Path(calibration))):
         calibration = TeacherCache.open(calibration)
     if isinstance(calibration, TeacherCache):
         tokens = [_cached_tokens(calibration, config, student, tokenizer)]

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from qat.errors import CheckpointError
+from qat.files import import_command
 from qat.online import is_online
 
 RUN_POINTERS = ("best", "latest")
@@ -15,10 +16,16 @@ def resolve(source: str) -> str:
     """The model directory or hub id behind `source`: a run directory gives one of its checkpoints.
 
     Raises:
-        CheckpointError: `source` is a path without a model.
+        CheckpointError: `source` is a path without a model, or one that is to be imported.
         HubError: `source` may be a hub id, but the hub does not know it or does not answer.
     """
     path = Path(source)
+    theirs = import_command(path)
+    if theirs is not None:
+        raise CheckpointError(
+            f"{source} holds pickled tensors (.pt), expected a model directory, a run directory or "
+            f"a hub id; if Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
+        )
     if (path / "config.json").is_file():
         return source
     for pointer in RUN_POINTERS:

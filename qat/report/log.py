@@ -12,10 +12,11 @@ from qat.errors import CheckpointError, ConfigError
 from qat.files import write_atomically
 from qat.logs import METRICS
 from qat.report.page import number
-from qat.report.runs import Run, read_directory
+from qat.report.runs import Run, read_directory, token_count, wall_seconds
 
 ENTRIES = "## Entries\n"
-COLUMNS = ("case", "KD (nats)", "KL (nats)", "ppl", "tokens/s", "MFU", "peak GiB")
+SCORED = ("case", "KD (nats)", "KL (nats)", "ppl")
+COLUMNS = (*SCORED, "hours", "tokens", "tokens/s", "MFU", "peak GiB")
 SCORES = {
     "kl_tail_nats": "tail KL",
     "sampled_ce_nats": "cross-entropy with draws",
@@ -151,8 +152,10 @@ def _config(run: Run, settings: Mapping[str, Any]) -> str:
 
 
 def _table(run: Run) -> str:
-    speeds = [run.tokens_per_s(), run.median("mfu_frac"), run.peak_gib()]
-    rows = [("before", run.evals[0], [None] * 3), ("after, best step", _best(run), speeds)]
+    beats = run.heartbeats
+    cost = [wall_seconds(beats) / 3600, token_count(beats)] if beats else [None, None]
+    cost += [run.tokens_per_s(), run.median("mfu_frac"), run.peak_gib()]
+    rows = [("before", run.evals[0], [None] * 5), ("after, best step", _best(run), cost)]
     lines = [COLUMNS]
     for case, verdict, measured in rows:
         values = [*map(verdict.get, ("kd_nats", "kl_tail_nats", "ppl")), *measured]

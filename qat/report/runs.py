@@ -1,7 +1,9 @@
 """What a run or a conversion left in its directory, read back and checked."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from qat.logs import (
 )
 
 CONVERSION = "convert_report.json"
+Beat = dict[str, Any]
+"""A line of a heartbeat."""
+NOTHING: Beat = {"step": 0, "elapsed_s": 0.0}
+"""Before the first beat."""
 
 
 class Module(BaseModel):
@@ -108,6 +114,25 @@ class Run:
         """The most device memory seen, None where nobody counts."""
         peaks = [row["peak_gib"] for row in self.heartbeats if row.get("peak_gib") is not None]
         return max(peaks, default=None)
+
+
+def wall_seconds(beats: Sequence[Beat]) -> float:
+    """Seconds of all processes that made a run."""
+    total = 0.0
+    for before, beat in pairwise([NOTHING, *beats]):
+        is_same = before.get("pid") == beat.get("pid") and before["elapsed_s"] <= beat["elapsed_s"]
+        total += beat["elapsed_s"] - (before["elapsed_s"] if is_same else 0.0)
+    return total
+
+
+def token_count(beats: Sequence[Beat]) -> int:
+    """Tokens of all ranks; a beat stands for the steps since the one before it."""
+    return round(
+        sum(
+            beat["tokens_per_s"] * beat["step_s"] * (beat["step"] - before["step"])
+            for before, beat in pairwise([NOTHING, *beats])
+        )
+    )
 
 
 def read_directory(path: Path) -> Run | Conversion:

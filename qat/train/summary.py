@@ -9,11 +9,10 @@ from typing import Any
 
 from qat.files import write_atomically
 from qat.logs import EVENTS, FACTS, HEARTBEAT, METRICS, SUMMARY, read_json_lines
+from qat.report.runs import NOTHING, token_count, wall_seconds
 
 COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
 """Facts of `run.json` that stand in the summary too."""
-NOTHING = {"step": 0, "elapsed_s": 0.0}
-"""Before the first beat."""
 
 
 def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
@@ -53,24 +52,19 @@ def _times(beats: list[dict]) -> dict[str, float]:
 
     A beat stands for the steps since the one before it.
     """
-    wall_s = train_s = 0.0
-    for before, beat in pairwise([NOTHING, *beats]):
-        is_same = before.get("pid") == beat.get("pid") and before["elapsed_s"] <= beat["elapsed_s"]
-        wall_s += beat["elapsed_s"] - (before["elapsed_s"] if is_same else 0.0)
-        train_s += beat["step_s"] * (beat["step"] - before["step"])
-    return {"wall_s": wall_s, "train_s": train_s}
+    train_s = sum(
+        beat["step_s"] * (beat["step"] - before["step"])
+        for before, beat in pairwise([NOTHING, *beats])
+    )
+    return {"wall_s": wall_seconds(beats), "train_s": train_s}
 
 
 def _speed(beats: list[dict]) -> dict[str, float | int | None]:
     """Tokens over all ranks, the median of their rate without the first beat, the peak memory."""
     warm = beats[1:] or beats
     peaks = [beat["peak_gib"] for beat in beats if beat["peak_gib"] is not None]
-    tokens = sum(
-        beat["tokens_per_s"] * beat["step_s"] * (beat["step"] - before["step"])
-        for before, beat in pairwise([NOTHING, *beats])
-    )
     return {
-        "tokens": round(tokens),
+        "tokens": token_count(beats),
         "tokens_per_s": statistics.median(b["tokens_per_s"] for b in warm) if warm else None,
         "peak_gib": max(peaks, default=None),
     }

@@ -1,6 +1,7 @@
 """`qat bench record`: what it freezes, and what it refuses."""
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -56,6 +57,10 @@ def test_a_record_holds_what_it_takes_to_judge_it(source, tmp_path, monkeypatch,
     page = (out / "README.md").read_text()
     for text in ("# 2026-01-31: two steps", "qat bench tiny", "nothing changed besides", "| 2 |"):
         assert text in page
+    samples = 9 * (1.0 + 1.1 + 2.0)  # about, and 100 tokens each
+    hours, tokens = re.search(r"took ([\d.]+) hours and ([\d,]+) tokens", page).groups()
+    assert float(hours) == pytest.approx(samples / 3600, rel=0.02)
+    assert int(tokens.replace(",", "")) == pytest.approx(27 * 100, rel=0.02)
     assert "between runs of a case" in page and "medians.svg" in page
     assert compare_files(source, out).exit_code == 0  # a record can be compared with
     assert {entry.figure.figure for entry in read_records(tmp_path / "r")} == {

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
 from transformers import PreTrainedModel
 
-from qat.errors import CheckpointError, ConfigError
+from qat.data.reader import TeacherCache
+from qat.errors import CacheError, CheckpointError, ConfigError
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
@@ -100,6 +101,28 @@ def test_a_pointer_to_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("checkpoints/step-000001")
     with pytest.raises(CheckpointError, match="holds no config.json"):
         resolve(str(tmp_path))
+
+
+def test_files_of_the_reference_name_the_command_that_imports_them(tmp_path: Path) -> None:
+    checkpoint, cache = tmp_path / "my q2", tmp_path / "cache"
+    for directory, beside, file in (
+        (checkpoint, "config.json", "best_state_dict.pt"),
+        (cache, "meta.json", "shard_00000.pt"),
+    ):
+        directory.mkdir()
+        (directory / beside).write_text("{}")
+        (directory / file).write_bytes(b"")
+    command = "wrote it: qat convert '.*/my q2{}' --from anemll --base MODEL --out DIR$"
+    with pytest.raises(CheckpointError, match=command.format("")):
+        load_model(str(checkpoint), device="cpu")
+    with pytest.raises(CheckpointError, match=command.format("/best_state_dict.pt")):
+        load_tokenizer(str(checkpoint / "best_state_dict.pt"))
+    command = f"wrote it: qat cache import {cache} --teacher MODEL --out DIR$"
+    for place in (cache, cache / "shard_00000.pt"):
+        with pytest.raises(CacheError, match=command):
+            TeacherCache.open(place)
+    with pytest.raises(CheckpointError, match=command):
+        resolve(str(cache))
 
 
 @pytest.mark.parametrize("name", ["{tmp}/none", "./none", "{tmp}", "tests/none", "a/b/c", "~/x"])
