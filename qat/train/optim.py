@@ -55,6 +55,8 @@ def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KIND
 def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
     """Parameter names by kind: of the linears `names`, of every norm, of all sparse attention.
 
+    Fixed grids have no codebook to learn: beside other kinds that one is then left out.
+
     Raises:
         ConfigError: a wished kind has no parameters here.
     """
@@ -75,6 +77,8 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
                 "learn=gates, but the student's attention has no gates (it is dense, or its "
                 "branches are merged); drop it from --learn, or convert with --attention nsa"
             )
+    if not found.get("codebook", ["other"]) and len(found) > 1:
+        del found["codebook"]
     for kind, parameters in found.items():
         if not parameters:
             raise ConfigError(
