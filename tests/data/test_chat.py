@@ -171,14 +171,24 @@ def test_a_chat_without_template_is_refused() -> None:
         render(CHAT, tokenizer, "true")
 
 
-def test_only_a_token_that_the_tokenizer_puts_itself_begins_a_text() -> None:
+def test_a_text_begins_with_the_token_for_it_whether_the_tokenizer_puts_it_or_not() -> None:
     tokenizer = tiny_tokenizer()
     assert begin_token(tokenizer) is None
-    tokenizer.bos_token = "<|system|>"
+    plain, chat = Rendering("the cat", False, spoken=((0, 3),)), Rendering("the cat", True)
+    ((without, _),) = encode([plain], tokenizer)
+    tokenizer.bos_token = "<|end|>"  # the end token as well: texts are not known to begin with it
     assert begin_token(tokenizer) is None
-    pair = [("<|system|>", tokenizer.bos_token_id)]
+    tokenizer.bos_token = "<|system|>"
+    begin = tokenizer.bos_token_id
+    assert begin_token(tokenizer) == begin
+    named = encode([plain, chat, plain._replace(spoken=None)], tokenizer)
+    assert [ids for ids, _ in named] == [[begin, *without], without, [begin, *without]]
+    assert not named[0].is_target[0] and named[0].is_target[1]
+    pair = [("<|system|>", begin)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|system|> $A", None, pair)
-    assert begin_token(tokenizer) == tokenizer.bos_token_id
+    assert begin_token(tokenizer) == begin
+    assert encode([plain], tokenizer)[0].ids == named[0].ids
+    assert encode([plain], tokenizer)[0].is_target.tolist() == named[0].is_target.tolist()
 
 
 def test_a_tokenizer_without_end_is_refused() -> None:
