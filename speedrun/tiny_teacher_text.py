@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qat.data.batch import NO_LABEL
 from qat.data.config import CacheSettings
+from qat.data.split import split_of
 from qat.data.stdlib_text import stdlib_documents
-from qat.data.stream import split_of
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import on
 from qat.data.cache import (
     MANIFEST,
-    SPLITS,
     Manifest,
     Shard,
     TeacherInfo,
@@ -74,7 +73,7 @@ def build_cache(
 
     Raises:
         ConfigError: K above the vocabulary, or sequences longer than the teacher can read.
-        DataError: the documents hold no text.
+        DataError: the documents hold no text, or a split gets none of them.
         CacheError: `out` holds something else, or was built from other settings or data.
     """
     _check_limits(settings, info)
@@ -95,7 +94,6 @@ def build_cache(
             manifest = manifest.model_copy(update={"state": "complete"})
             write_atomic(out / MANIFEST, manifest.to_bytes())
             remove_logs(out)
-            _warn_if_empty(manifest)
         ranks.wait()
     return manifest
 
@@ -318,13 +316,3 @@ def _describe(block: Block, raw: bytes) -> Shard:
         sha256=hashlib.sha256(raw).hexdigest(),
         content=_content_hash(block.packed),
     )
-
-
-def _warn_if_empty(manifest: Manifest) -> None:
-    for split in SPLITS:
-        if not manifest.of_split(split) and (split == "train" or manifest.settings.held_out):
-            logger.warning(
-                "no document fell into the %s split; --held-out is %g",
-                split,
-                manifest.settings.held_out,
-            )

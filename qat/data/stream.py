@@ -1,12 +1,10 @@
 """The documents of a cache as blocks of packed sequences, in an order that never changes."""
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import chain, islice
 from typing import NamedTuple
 
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.cache import SPLITS, Split
@@ -14,6 +12,7 @@ from qat.data.chat import Document, render
 from qat.data.config import CacheSettings
 from qat.data.packing import Packed, Packer
 from qat.data.pipeline import computed_ahead
+from qat.data.split import divided
 from qat.data.text import Tokens, begin_token, encode, end_token
 from qat.errors import DataError, QatError
 from qat.process import cores
@@ -22,6 +21,9 @@ BATCH_CHARACTERS = 2**19  # about 130,000 tokens of English
 BATCHES_AHEAD = max(3, cores() // 8)
 """Under way at once: the interpreter has work beside the tokenizer's, on one core, and a batch of
 long documents, each of which takes one core, keeps few of them busy."""
+
+
+Assigned = tuple[Document, Split]
 
 
 class Block(NamedTuple):
@@ -44,10 +46,11 @@ def blocks(
     """Blocks of `shard_size` sequences of both splits, as the documents fill them.
 
     Reading stops when `num_sequences` training sequences are there; the held-out split then has
-    what was read until that point. Each split's last block is smaller, its last sequence padded.
+    what was read until that point, and one document or more. Each split's last block is smaller,
+    its last sequence padded.
 
     Raises:
-        DataError: the documents hold no text.
+        DataError: the documents hold no text, or a split gets none of them.
         ConfigError: the tokenizer cannot render chats or end documents.
     """
     end, begin = end_token(tokenizer), begin_token(tokenizer)
@@ -56,13 +59,13 @@ def blocks(
         split: _Cutter(split, Packer(settings.sequence_length, end, begin), settings, limits[split])
         for split in SPLITS
     }
-    for document, texts in _tokenised(documents, tokenizer, settings):
-        cutter = cutters[split_of(document, settings.seed, settings.held_out)]
+    train, held_out = cutters["train"], cutters["held_out"]
+    for split, texts in _tokenised(divided(documents, settings), tokenizer, settings):
         for tokens in texts:
-            if len(tokens.ids) > 1:
-                cutter.packer.push(*tokens)
-        yield from cutter.full_blocks()
-        if cutters["train"].is_satisfied:
+            if len(tokens.ids) > 1 and not cutters[split].is_satisfied:
+                cutters[split].packer.push(*tokens)
+        yield from cutters[split].full_blocks()
+        if train.is_satisfied and not (settings.held_out and held_out.is_empty):
             break
     if all(cutter.is_empty for cutter in cutters.values()):
         raise DataError(
@@ -74,16 +77,16 @@ def blocks(
 
 
 def _tokenised(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
-) -> Iterator[tuple[Document, list[Tokens]]]:
-    """Each document with the tokens of its renderings; some batches are encoded ahead."""
+    documents: Iterator[Assigned], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
+) -> Iterator[tuple[Split, list[Tokens]]]:
+    """The split and the tokens of each document's renderings; some batches are encoded ahead."""
     thinking, targets = settings.thinking, settings.targets
 
-    def encoded(batch: list[Document] | QatError) -> tuple[list, QatError | None]:
+    def encoded(batch: list[Assigned] | QatError) -> tuple[list, QatError | None]:
         if isinstance(batch, QatError):
             return [], batch
         rendered, trouble = [], None
-        for document in batch:
+        for document, _ in batch:
             try:
                 rendered.append(render(document, tokenizer, thinking, targets))
             except QatError as error:
@@ -91,7 +94,7 @@ def _tokenised(
                 break
         tokens = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
         found = zip(batch, rendered, strict=False)
-        return [(document, list(islice(tokens, len(texts)))) for document, texts in found], trouble
+        return [(split, list(islice(tokens, len(texts)))) for (_, split), texts in found], trouble
 
     with closing(computed_ahead(encoded, _batches(documents), BATCHES_AHEAD)) as ahead:
         for batch, trouble in ahead:
@@ -100,7 +103,7 @@ def _tokenised(
                 raise trouble
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document] | QatError]:
+def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatError]:
     """The documents, so many at once that tokenising them keeps all cores busy.
 
     A bad row's error comes last, as an item: who has enough by then never sees it.
@@ -109,7 +112,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document] | QatErro
     try:
         for document in documents:
             batch.append(document)
-            characters += _num_characters(document)
+            characters += _num_characters(document[0])
             if characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
@@ -124,12 +127,6 @@ def _num_characters(document: Document) -> int:
     if isinstance(document, str):
         return len(document)
     return sum(len(message["content"]) for message in document)
-
-
-def split_of(document: Document, seed: int, held_out: float) -> Split:
-    """The split of a document: of its content and the seed alone, so copies stay together."""
-    content = json.dumps([seed, document], sort_keys=True).encode()
-    return "held_out" if xxhash.xxh3_64_intdigest(content) < held_out * 2**64 else "train"
 
 
 class _Cutter:

@@ -19,7 +19,8 @@ from qat.data.cache import read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.reader import TeacherCache
-from qat.data.stream import blocks, split_of
+from qat.data.split import divided, split_of
+from qat.data.stream import blocks
 from qat.errors import CacheError, ConfigError, DataError
 
 
@@ -285,11 +286,51 @@ def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         build(tmp_path / "c", teacher=model)
 
 
-def test_an_empty_split_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "qat"):
-        build(tmp_path / "c", documents=texts(2), held_out=0.01)
-    assert "no document fell into the held_out split" in caplog.text
-    assert TeacherCache.open(tmp_path / "c").num_sequences("held_out") == 0
+@pytest.mark.parametrize(
+    ("count", "held_out", "message"),
+    [
+        (2, 0.01, "held_out=0.01 keeps none of the 2 documents of data=words .* --held-out 0.24"),
+        (2, 0.99, "held_out=0.99 keeps all 2 documents of data=words away from training"),
+        (1, 0.5, "data=words is one document, and held_out=0.5 keeps whole documents away"),
+    ],
+)
+def test_an_empty_split_is_refused_before_the_teacher_is_asked(
+    tmp_path: Path, count: int, held_out: float, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build(tmp_path / "c", documents=texts(count), held_out=held_out, teacher=FailingTeacher(1))
+    assert not (tmp_path / "c").exists()
+
+
+def test_reading_goes_on_until_something_is_held_out(tmp_path: Path) -> None:
+    build(tmp_path / "c", num_sequences=1, held_out=0.05)
+    cache = TeacherCache.open(tmp_path / "c")
+    assert cache.num_sequences("train") == 1 and cache.num_sequences("held_out") >= 1
+
+
+def test_near_identical_documents_never_straddle_the_split() -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=5)) for _ in range(3000)]
+    originals = [" ".join(rng.choices(words, k=rng.randrange(20, 200))) for _ in range(400)]
+    documents = list(originals)
+    for text in originals:
+        changed = text.split()
+        changed[rng.randrange(len(changed))] = "another"
+        documents += [" ".join(changed), text.upper() + ".", text.replace(" ", "\n")]
+    found = divided(documents, settings(held_out=0.3))
+    sides = dict.fromkeys(documents)
+    for document, side in found:
+        sides[document] = side
+    apart = sum(
+        sides[document] != sides[originals[i % 400]] for i, document in enumerate(originals)
+    )
+    for i in range(400):
+        copies = documents[400 + 3 * i : 403 + 3 * i]
+        apart += sum(sides[copy] != sides[documents[i]] for copy in copies)
+    assert apart <= 2
+    # the others go where they always went
+    assert [sides[text] for text in originals] == [split_of(text, 0, 0.3) for text in originals]
+    assert 80 < sum(sides[text] == "held_out" for text in originals) < 160
 
 
 def test_settings_keep_something_and_leave_the_device_out() -> None:
