@@ -1,6 +1,7 @@
 """How a run fared: one line a question, each with a number, its limit and a word."""
 
 import statistics
+import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,12 @@ LEAST_GROWTH_MIB = 64.0
 """Growth below this is no growth."""
 LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
 """Of sparse attention: dense mass that chosen blocks hold, and the gates' share of their branch."""
+MOST_COLLAPSED_FRAC = 0.5
+"""Of a layer's gates, of those that give one branch almost all."""
+LEAST_LOSSES = 40
+"""Logged losses from which on it can be told whether they still move."""
+TO_ERROR = 1.4826 * 1.2533
+"""From the median distance to the median to the standard deviation, and to a median's error."""
 WARM_C, HOT_C = 80, 90
 """GPUs slow down somewhere above 80 degrees."""
 
@@ -53,6 +60,7 @@ def health(run: Run) -> list[Check]:
         _waiting(beats),
         _slowest(run),
         *(_events(run, *kind) for kind in EVENTS),
+        _loss(run),
         _skipped(run),
         _recompiles(beats),
         _on_host(beats),
@@ -135,6 +143,28 @@ def _skipped(run: Run) -> Check:
     return Check("skipped steps", "ok" if share <= 0.01 else "look", _percent(share), "1 %")
 
 
+def _loss(run: Run) -> Check | None:
+    """The training loss: whether the last quarter of the run lies below the second one.
+
+    Half of the run lies between. It moves if their medians differ by more than twice the error of
+    the difference between medians of so many losses.
+    """
+    losses = [row["loss_nats"] for row in run.steps]
+    if len(losses) < LEAST_LOSSES:
+        return None
+    quarter = len(losses) // 4
+    parts = losses[quarter : 2 * quarter], losses[-quarter:]
+    before, last = map(statistics.median, parts)
+    spread = max(
+        statistics.median(abs(x - statistics.median(part)) for x in part) for part in parts
+    )
+    noise = 2 * TO_ERROR * spread * (2 / quarter) ** 0.5
+    fall = before - last
+    word = "" if fall > noise else ", rises" if fall < -noise else ", no longer moves"
+    found = f"{before:.4g} to {last:.4g} nats{word}"
+    return Check("loss", "look" if word else "ok", found, f"falls by {noise:.2g}")
+
+
 def _recompiles(beats: list[dict]) -> Check | None:
     if not beats or "recompiles" not in beats[-1]:
         return None
@@ -173,10 +203,23 @@ def _sparse(run: Run) -> Iterator[Check]:
     yield Check("blocks left out", "ok" if acts else "look", found, "more than none")
     if gated := [layer for layer in layers if layer.get("selected_frac") is not None]:
         yield _least("selected branch", gated, "selected_frac", LEAST_SELECTED_FRAC)
+        yield _collapsed(run, gated)
     slow = [layer["layer"] for layer in layers if layer["is_fallback"]]
     names = f"layers {', '.join(map(str, slow[:5]))}{', ...' if len(slow) > 5 else ''}"
     found = f"{names}: {layers[slow[0]]['route']}" if slow else "none"
     yield Check("attention fallbacks", "look" if slow else "ok", found, "none")
+
+
+def _collapsed(run: Run, layers: list[dict]) -> Check:
+    """The layer with most gates that give one branch almost all, as all do where they begin."""
+    worst = max(layers, key=lambda layer: layer["collapse_frac"])
+    share = worst["collapse_frac"]
+    kinds = tomllib.loads(run.recipe).get("train", {}).get("learn", "").split(",")
+    found = f"{_percent(share)} in layer {worst['layer']}"
+    if share > MOST_COLLAPSED_FRAC and "gates" not in kinds:
+        return Check("collapsed gates", "ok", f"{found}, where they began", "of gates that learn")
+    state = "ok" if share <= MOST_COLLAPSED_FRAC else "look"
+    return Check("collapsed gates", state, found, f"at most {_percent(MOST_COLLAPSED_FRAC)}")
 
 
 def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:

@@ -1,5 +1,6 @@
 """The table of a run's health: what is asked, and what each answer is called."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def answer(run: Run, name: str) -> Check:
 
 def test_a_calm_run_is_healthy(calm: Run) -> None:
     checks = health(calm)
-    assert worst(checks) == "ok" and len(checks) == 15
+    assert worst(checks) == "ok" and len(checks) == 16
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
     assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
@@ -69,6 +70,8 @@ def with_layers(run: Run, **changes: object) -> Run:
         ("block recall", {"recall_frac": 0.8}, "look", "80 % in layer 1"),
         ("blocks left out", {}, "ok", "50 % of queries"),
         ("selected branch", {"selected_frac": 0.01}, "look", "1 % in layer 1"),
+        ("collapsed gates", {}, "ok", "0 % in layer 0"),
+        ("collapsed gates", {"collapse_frac": 0.91}, "look", "91 % in layer 1"),
         ("attention fallbacks", {}, "ok", "none"),
         (
             "attention fallbacks",
@@ -81,8 +84,28 @@ def with_layers(run: Run, **changes: object) -> Run:
 def test_sparse_attention_is_asked_about(
     calm: Run, name: str, changes: dict, state: str, found: str
 ) -> None:
-    check = answer(with_layers(calm, **changes), name)
+    learning = Run(**{**vars(calm), "recipe": '[train]\nlearn = "scales,gates"\n'})
+    check = answer(with_layers(learning, **changes), name)
     assert (check.state, check.found) == (state, found)
+
+
+def test_gates_that_do_not_learn_stay_where_they_began(calm: Run) -> None:
+    check = answer(with_layers(calm, collapse_frac=1.0), "collapsed gates")
+    assert (check.state, check.found) == ("ok", "1e+02 % in layer 1, where they began")
+
+
+@pytest.mark.parametrize(
+    ("slope", "state", "word"),
+    [(-2e-3, "ok", "nats"), (0.0, "look", "nats, no longer moves"), (2e-3, "look", "nats, rises")],
+)
+def test_a_loss_that_no_longer_moves(calm: Run, slope: float, state: str, word: str) -> None:
+    noise = random.Random(0)
+    losses = [1 + slope * step + noise.gauss(0, 0.05) for step in range(200)]
+    steps = [{**row, "loss_nats": loss} for row, loss in zip(calm.steps, losses, strict=True)]
+    check = answer(Run(**{**vars(calm), "steps": steps}), "loss")
+    assert check.state == state and check.found.endswith(word)
+    few = Run(**{**vars(calm), "steps": steps[:39]})
+    assert "loss" not in {each.name for each in health(few)}
 
 
 def test_dense_and_merged_layers_have_fewer_questions(calm: Run) -> None:
