@@ -5,6 +5,7 @@ CPU and CUDA are implemented here; MPS works through the same code. XLA has a fi
 
 import logging
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,23 @@ DTYPES = {
 }
 OTHER_KINDS = {"xla": "qat.backend.xla", "tpu": "qat.backend.tpu"}
 """Where the backends of devices live that need a package of their own."""
+SHAPING = re.compile(
+    r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|XLA|PJRT|TPU|LIBTPU|OMP|GOMP"
+    r"|KMP|MKL|OPENBLAS|MALLOC)_\w+|NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)|LD_PRELOAD"
+)
+"""Names of environment variables that decide what a run computes on, how fast and how exactly."""
+PRIVATE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+"""Parts of the names of those that are nobody's business."""
 T = TypeVar("T")
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process that shape a run: allocator, threads, devices, exchange."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if SHAPING.fullmatch(name) and not PRIVATE.search(name)
+    }
 
 
 @dataclass(frozen=True)

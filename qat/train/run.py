@@ -19,6 +19,7 @@ import torch
 import transformers
 
 import qat
+from qat.backend.device import environment
 from qat.errors import ConfigError
 from qat.files import LEAVING, check_free, partial_file, write_atomically
 from qat.logs import (
@@ -245,6 +246,7 @@ class Run:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
+            "environment": _scrubbed(environment()),
         }
         write_atomically(
             self.path / FACTS, json.dumps({**common, **_scrubbed(facts)}, indent=1) + "\n"

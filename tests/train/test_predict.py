@@ -98,7 +98,7 @@ def test_a_long_run_without_checkpoints_is_refused(
 def test_a_day_on_a_gpu_with_the_settings_of_a_test_is_refused(
     tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    build(tmp_path / "cache", documents=texts(450), sequence_length=128, num_sequences=64)
+    build(tmp_path / "cache", documents=texts(900), sequence_length=128, num_sequences=64)
     shape = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
     student = tiny_quantized("qwen3", SPECS["lut2"], **shape)
     save_checkpoint(student, TOKENIZER, tmp_path / "student")

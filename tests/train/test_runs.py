@@ -206,6 +206,33 @@ def test_the_directory_of_a_run(place: Path, whole) -> None:
     assert TrainConfig.parse(recipe, "recipe") == settings
 
 
+def test_the_environment_that_shaped_a_run_is_recorded(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shaping = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "NCCL_DEBUG": "INFO",
+        "XLA_FLAGS": "--xla_dump_to=/tmp --token=hf_abcdefghijklmnopqrstuvw",
+        "PJRT_DEVICE": "CPU",
+        "TORCH_LOGS": "recompiles",
+    }
+    others = {
+        "HF_TOKEN": "hf_" + "a" * 20,
+        "TORCH_API_KEY": "b" * 20,
+        "TPU_SECRET": "c",
+        "HOME": "/",
+    }
+    for name, value in {**shaping, **others}.items():
+        monkeypatch.setenv(name, value)
+    Run(tmp_path).write_facts()
+    found = json.loads((tmp_path / "run.json").read_text())["environment"]
+    hidden = {"XLA_FLAGS": "--xla_dump_to=/tmp --token=[hidden]"}
+    assert found.items() >= (shaping | hidden).items() and not found.keys() & others.keys()
+
+
 def test_the_final_checkpoint_is_the_best_one(whole) -> None:
     out, report = whole
     best = Run(out).pointed("best")
