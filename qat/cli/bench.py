@@ -1,7 +1,7 @@
 """`qat bench`: how fast a training step is, how large it can be, and what others would take."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import App, Parameter
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qat.bench.run import BenchReport
     from qat.bench.tpu_plan.search import Planned
 
+Measured = TypeVar("Measured", bound=MeasureConfig)
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
 SUMMARY_DIGITS = 6
 FILE_WIDTH, QUALITY_WIDTH = 120, 400
@@ -56,7 +57,7 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    _check_inputs(student, config, out)
+    config = _checked(student, config, out)
     from qat.backend.device import select
     from qat.bench.run import run_bench
     from qat.bench.tpu_plan.run import run_tpu_plan
@@ -90,7 +91,7 @@ def baselines(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    _check_inputs(student, config, out)
+    config = _checked(student, config, out)
     from qat.bench.baselines.run import run_baselines
 
     report = run_baselines(config, student, out)
@@ -136,15 +137,16 @@ def quality(
     return dict(out=report.path, best=found.recipe, kl_nats=_rounded(kl_nats))
 
 
-def _check_inputs(student: str, config: MeasureConfig, out: Path | None) -> None:
-    """As `check_inputs`; a student may be the name of a shape."""
+def _checked(student: str, config: Measured, out: Path | None) -> Measured:
+    """`config` for what `check_inputs` accepts; a student may be the name of a shape."""
     from qat.bench.shapes import SHAPES, shape_called
-    from qat.cli.inputs import check_inputs
+    from qat.cli.inputs import check_inputs, with_fitting_loss
 
     if "/" not in student and not Path(student).exists():
         shape_called(student)
-    models = [] if student in SHAPES else [student]
+    models = [] if student.lower() in SHAPES else [student]
     check_inputs(models=models, caches=[config.cache_dir], out=out)
+    return with_fitting_loss(config, config.cache_dir)
 
 
 def _quality_table(report: "QualityReport") -> "Table":

@@ -1,13 +1,21 @@
 """What a command line names is looked at before torch is imported: a wrong path costs no wait."""
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from qat.data.cache import MANIFEST, read_manifest
 from qat.data.sources import check_source
 from qat.errors import ConfigError, DataError
+from qat.losses.config import fitting_loss
 from qat.models.source import resolve
+from qat.train.config import StepConfig
+
+logger = logging.getLogger(__name__)
+
+Step = TypeVar("Step", bound=StepConfig)
 
 
 def check_inputs(
@@ -37,6 +45,20 @@ def check_inputs(
     for model in models:
         if model is not None:
             resolve(model)
+
+
+def with_fitting_loss(config: Step, cache_dir: str | Path | None) -> Step:
+    """`config` with a loss that the cache can give, said in a line, where the user named none."""
+    if cache_dir is None or "://" in str(cache_dir) or "loss" in config.model_fields_set:
+        return config
+    manifest = read_manifest(Path(cache_dir))
+    settings = manifest.settings
+    loss = fitting_loss(settings.top_k, settings.draws, has_tail=manifest.has_tail)
+    if loss == config.loss:
+        return config
+    lacks = "holds draws alone" if manifest.has_tail else "was imported without the teacher's tail"
+    logger.warning("%s %s: learning with --loss %s", cache_dir, lacks, loss)
+    return config.model_copy(update={"loss": loss})
 
 
 def _check_files(texts: Iterable[Path | None], folders: Iterable[Path | None]) -> None:

@@ -49,9 +49,11 @@ def train(
             speaks against it, and leave nothing behind.
         force: train in spite of the preflight's errors (recorded in run.json).
     """
-    from qat.cli.inputs import check_inputs
+    from qat.cli.inputs import check_inputs, with_fitting_loss
 
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
+    if config.teacher is None:
+        config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select
     from qat.ranks import joined
     from qat.track.follow import follow

@@ -146,6 +146,13 @@ def check_targets(
             )
 
 
+def fitting_loss(top_k: int, draws: int, *, has_tail: bool = True) -> str:
+    """The loss that a cache with so much of its teacher gives without being asked for one."""
+    if top_k == 0 and draws > 0:
+        return "sampled"
+    return "tail" if has_tail else "candidates"
+
+
 def check_with_teacher(terms: dict[str, float]) -> None:
     """Refuse losses that read a cache where the teacher itself is there.
 

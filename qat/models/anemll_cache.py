@@ -7,10 +7,10 @@ from qat.data.anemll_shards import cache_root, read_meta
 from qat.data.cache import Manifest
 from qat.data.config import ImportConfig
 from qat.data.text import tokenizer_hash
-from qat.errors import CacheError, CheckpointError
+from qat.errors import CacheError, CheckpointError, HubError
 from qat.files import check_free
 from qat.models.directory import atomic_directory
-from qat.models.load import load_tokenizer
+from qat.models.load import load_config, load_tokenizer
 
 
 def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
@@ -30,11 +30,22 @@ def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
     name = config.teacher or meta.tokenizer
     try:
         tokenizer = tokenizer_hash(load_tokenizer(name))
-    except CheckpointError as error:
+    except (CheckpointError, HubError) as error:
         raise CacheError(
             f"the tokenizer that made the tokens of {root} cannot be opened ({str(error)[:200]}), "
             "and students must have the same; add --teacher MODEL, a model with that tokenizer"
         ) from None
+    _check_vocabulary(name, meta.vocab_size, root)
     wish = Wish(meta, tokenizer, config.held_out, config.keep_negatives)
     with atomic_directory(out) as partial:
         return write_cache(root, wish, partial)
+
+
+def _check_vocabulary(name: str, vocab_size: int, root: Path) -> None:
+    """Refuse a model of another vocabulary than that of the teacher whose words were kept."""
+    has = load_config(name).get_text_config().vocab_size
+    if has != vocab_size:
+        raise CacheError(
+            f"teacher={name} has {has} words, but the teacher of {root} had {vocab_size}; expected "
+            "the same vocabulary: add --teacher MODEL, the model that made the cache"
+        )

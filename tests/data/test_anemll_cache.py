@@ -1,6 +1,7 @@
 """Imported caches of the reference system: its targets, its loss, and no tail."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from legacy_case import save_base, save_legacy_cache
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.bench.config import BenchConfig
 from qat.cli import run_verb
+from qat.cli.inputs import with_fitting_loss
 from qat.data.cache import read_manifest
 from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache
@@ -18,9 +21,10 @@ from qat.data.verify import check_shards
 from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge_cache import split_batches
-from qat.losses.config import check_targets
+from qat.losses.config import check_targets, fitting_loss
 from qat.models.anemll_cache import import_cache
 from qat.models.load import load_model, load_tokenizer
+from qat.train.config import TrainConfig
 from qat.train.judge import score
 
 
@@ -119,8 +123,9 @@ def test_a_student_learns_from_it(cache: TeacherCache, place: Path, tmp_path: Pa
     flags = ["--cache-dir", str(cache.directory), "--max-steps", "1", "--batch-size", "4"]
     train = ["train", str(student), *flags, "--device", "cpu"]
     with pytest.raises(ConfigError, match="losses=tail reads the teacher's mass outside"):
-        run_verb([*train, "--out", str(tmp_path / "refused")])
-    run_verb([*train, "--loss", "candidates", "--out", str(tmp_path / "run")])
+        run_verb([*train, "--loss", "tail", "--out", str(tmp_path / "refused")])
+    run_verb([*train, "--out", str(tmp_path / "run")])  # of its own accord with candidates
+    assert 'loss = "candidates"' in (tmp_path / "run" / "recipe.toml").read_text()
     verdicts = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
@@ -138,6 +143,39 @@ def test_the_verb_and_a_directory_packed_in_itself(
     assert result["sequences"] == 10 and result["held_out_sequences"] == 1
     run_verb(["cache", "info", "caches/name"])
     assert "4 (tail unknown)" in capsys.readouterr().out
+
+
+def test_a_model_of_another_vocabulary_is_refused(place: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(place / "base", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 512}))
+    message = "has 512 words, but the teacher of .* had 320; expected the same vocabulary"
+    with pytest.raises(CacheError, match=message):
+        import_cache(place / "foreign", ImportConfig(teacher=str(other)), tmp_path / "out")
+
+
+def test_verbs_take_the_loss_that_it_can_give(cache: TeacherCache, caplog) -> None:
+    directory = cache.directory
+    config = TrainConfig(cache_dir=str(directory))
+    assert with_fitting_loss(config, config.cache_dir).loss == "candidates"
+    assert caplog.messages == [
+        f"{directory} was imported without the teacher's tail: learning with --loss candidates"
+    ]
+    named = TrainConfig(cache_dir=str(directory), loss="tail")  # what is asked for is refused
+    assert with_fitting_loss(named, named.cache_dir) is named
+    measured = BenchConfig(cache_dir=directory)
+    assert with_fitting_loss(measured, measured.cache_dir).loss == "candidates"
+    assert with_fitting_loss(BenchConfig(), None).loss == "tail"
+
+
+@pytest.mark.parametrize(
+    ("top_k", "draws", "has_tail", "loss"),
+    [(4, 0, True, "tail"), (4, 0, False, "candidates"), (0, 9, True, "sampled")],
+)
+def test_the_fitting_loss_is_one_that_the_cache_gives(top_k, draws, has_tail, loss) -> None:
+    assert fitting_loss(top_k, draws, has_tail=has_tail) == loss
+    check_targets({loss: 1.0}, top_k, draws, has_tail=has_tail)
 
 
 def refused(source: Path, base: Path, message: str, **settings: object) -> None:
