@@ -108,8 +108,13 @@ def progress(
             finally:
                 bars.remove_task(task)
     else:
-        ticker.tell = _Lines(ticker).tell
-        yield ticker
+        # inside another piece of work a short one is that one's part
+        ticker.tell = _Lines(ticker, LINE_EVERY_S if _TOLD else FIRST_LINE_S).tell
+        _TOLD.append(ticker)
+        try:
+            yield ticker
+        finally:
+            _TOLD.remove(ticker)
 
 
 class Ticker:
@@ -124,14 +129,16 @@ class Ticker:
         """What `note` was given last."""
         self.tell: Callable[[], None] = lambda: None
         """Called after each part."""
+        self._latest = 0.0
         self._timed: tuple[float, int] | None = None
         """When the first part was done, which alone may be compiled, and the parts before it."""
 
     def advance(self, count: int = 1) -> None:
         """So many parts more are done."""
         self.done += count
+        self._latest = time.monotonic()
         if self._timed is None:
-            self._timed = (time.monotonic(), self.done)
+            self._timed = (self._latest, self.done)
         self.tell()
 
     def skip(self, count: int) -> None:
@@ -150,16 +157,16 @@ class Ticker:
         began, before = self._timed
         if self.done == before:
             return ""
-        pace = (time.monotonic() - began) / (self.done - before)
-        return f"about {duration(pace * (self.total - self.done))} left"
+        whole_s = (self._latest - began) / (self.done - before) * (self.total - self.done)
+        return f"about {duration(max(0.0, whole_s - (time.monotonic() - self._latest)))} left"
 
 
 class _Lines:
     """Logs how far a piece of work is, now and then."""
 
-    def __init__(self, ticker: Ticker) -> None:
+    def __init__(self, ticker: Ticker, first_s: float) -> None:
         self._ticker = ticker
-        self._due = time.monotonic() + FIRST_LINE_S
+        self._due = time.monotonic() + first_s
 
     def tell(self) -> None:
         """Log a line if one is due."""
@@ -186,6 +193,8 @@ class _Words(ProgressColumn):
 
 _SHOWN: list[Progress] = []
 """The bars of this process's terminal, while there are any."""
+_TOLD: list[Ticker] = []
+"""Pieces of work under way that lines tell of, the outermost first."""
 
 
 @contextmanager

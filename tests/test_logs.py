@@ -169,6 +169,17 @@ def test_short_work_is_silent_off_a_terminal(clock: Clock, told) -> None:
     assert not told.records
 
 
+def test_a_piece_inside_another_is_silent_for_longer(clock: Clock, told) -> None:
+    with progress("outer", total=2) as outer:
+        for seconds in (10, 70):
+            with progress("inner", total=2) as inner:
+                clock.now += seconds
+                inner.advance()
+            outer.advance()
+    assert told.messages == ["outer: 1 of 2", "inner: 1 of 2", "outer: 2 of 2"]
+    assert not logs._TOLD
+
+
 def test_a_slow_first_part_is_told_without_a_guess(clock: Clock, told) -> None:
     with progress("work", total=1000, unit="steps") as ticker:
         clock.now += 90  # compiling
@@ -188,6 +199,18 @@ def test_what_was_there_before_makes_nothing_faster(clock: Clock, told) -> None:
         clock.now += 10
         ticker.advance()
     assert told.messages == ["work: 511 of 1,000 rows, about 82 min left"]
+
+
+def test_the_time_that_is_left_runs_down_between_two_parts(clock: Clock) -> None:
+    with progress("work", total=12) as ticker:
+        for _ in range(3):
+            ticker.advance()
+            clock.now += 10
+        assert ticker.left() == "about 80 s left"
+        clock.now += 30
+        assert ticker.left() == "about 50 s left"
+        clock.now += 100
+        assert ticker.left() == "about 0 s left"
 
 
 def test_other_threads_and_other_ranks_are_silent(clock: Clock, told) -> None:

@@ -11,6 +11,7 @@ from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.generation import generate_text
+from qat.logs import progress
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.nsa_health import attention_health, health_numbers
@@ -68,12 +69,14 @@ class Judge:
     def _batches(self) -> Iterator[Batch]:
         count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))
         size = min(self.config.batch_size, count)
-        for start in range(0, count, size):
-            # the last batch is filled up, for a compiled model knows one shape
-            places = np.arange(start, start + size)
-            batch = self.cache.batch(places % count, split="held_out")
-            is_new = torch.from_numpy(places < count)
-            yield batch._replace(mask=batch.mask & is_new[:, None])
+        with progress("judging", count, "sequences") as ticker:
+            for start in range(0, count, size):
+                # the last batch is filled up, for a compiled model knows one shape
+                places = np.arange(start, start + size)
+                batch = self.cache.batch(places % count, split="held_out")
+                is_new = torch.from_numpy(places < count)
+                yield batch._replace(mask=batch.mask & is_new[:, None])
+                ticker.advance(min(size, count - start))
 
 
 def score(verdict: dict[str, object]) -> float:
