@@ -247,8 +247,18 @@ next_step() {
     fi
 }
 
+# The shell code that the caller is to run.
+exports() {
+    case ":$PATH:" in
+    *":$(dirname "$QAT"):"*) ;;
+    *) printf 'export PATH=%s:"$PATH"\n' "$(quoted "$(dirname "$QAT")")" ;;
+    esac
+    if [ -n "$CACHE_DIR" ]; then echo "export CACHE_DIR=$(quoted "$CACHE_DIR")"; fi
+    if [ -n "$CHECKPOINT" ]; then echo "export CHECKPOINT=$(quoted "$CHECKPOINT")"; fi
+}
+
 say_next() {
-    if [ "$SOURCED" = yes ]; then
+    if [ "$SOURCED" = yes ] || [ -z "$(exports)" ]; then
         say "next: $(next_step)"
     else
         say "the lines below set nothing in the shell that ran this; for that: source speedrun/setup.sh"
@@ -275,12 +285,7 @@ main() {
     say_idle_gpu
     for word in ${names[@]+"${names[@]}"}; do resolve "$word"; done
     say_next
-    case ":$PATH:" in
-    *":$(dirname "$QAT"):"*) ;;
-    *) printf 'export PATH=%s:"$PATH"\n' "$(quoted "$(dirname "$QAT")")" >&3 ;;
-    esac
-    if [ -n "$CACHE_DIR" ]; then echo "export CACHE_DIR=$(quoted "$CACHE_DIR")" >&3; fi
-    if [ -n "$CHECKPOINT" ]; then echo "export CHECKPOINT=$(quoted "$CHECKPOINT")" >&3; fi
+    exports >&3
 }
 
 main "$@"

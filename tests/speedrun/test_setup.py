@@ -222,6 +222,13 @@ def test_executed_it_prints_the_exports(machine: Machine, shell: str) -> None:
     assert machine.run(shell, "speedrun/setup.sh", "nope").returncode == 1
 
 
+def test_executed_where_nothing_is_to_be_set_it_says_what_comes_next(machine: Machine) -> None:
+    machine.variables["PATH"] = f"{machine.clone}/.venv/bin:/usr/bin:/bin"
+    done = machine.run("bash", "speedrun/setup.sh")  # as notebooks do
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[1:] == ["qat: next: qat demo"]
+
+
 def test_a_plain_shell_that_sources_it_goes_on(machine: Machine) -> None:
     done = machine.run("sh", "-c", "if . speedrun/setup.sh; then :; fi; echo on")
     assert done.stdout.splitlines()[-1] == "on"
