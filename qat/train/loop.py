@@ -123,7 +123,7 @@ class Trainer:
         return [
             f"training on {devices}{self.backend.name()} in {config.dtype}: "
             f"{self.optimizer.num_learnable():,} values learn "
-            f"({', '.join(config.kinds)} of {linears} linears {where[config.scope]})",
+            f"({', '.join(self.optimizer.kinds)} of {linears} linears {where[config.scope]})",
             f"{config.max_steps:,} steps{begin}, each of "
             f"{sequences * self.cache.sequence_length:,} tokens ({sequences} sequences of "
             f"{self.cache.sequence_length}): {config.max_steps * sequences / count:.3g} passes "

@@ -111,6 +111,8 @@ class Optimizer:
     ) -> None:
         self._config = config
         self.ranks = ranks
+        self.kinds = tuple(by_kind)
+        """What learns."""
         self.copying: backend.Copying | None = None
         """A copy of the parameters that the next step must not overtake."""
         wanted = {name for names in by_kind.values() for name in names}

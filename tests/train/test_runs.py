@@ -387,11 +387,21 @@ def test_what_does_not_fit_leaves_nothing(
     assert not out.exists()
 
 
+def test_fixed_grids_learn_with_the_defaults(place: Path, tmp_path: Path) -> None:
+    save_checkpoint(tiny_quantized("qwen3", SPECS["seq2"]), tiny_tokenizer(), tmp_path / "seq")
+    settings = config(place, max_steps=1, learn=TrainConfig.model_fields["learn"].default)
+    assert "codebook" in settings.kinds
+    report = train_student(settings, str(tmp_path / "seq"), tmp_path / "run", resume=False)
+    assert report.steps == 1
+    settings = config(place, max_steps=1, learn="codebook")
+    with pytest.raises(ConfigError, match="learn=codebook, but the linears in scope hold no"):
+        train_student(settings, str(tmp_path / "seq"), tmp_path / "none", resume=False)
+
+
 def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
     with atomic_directory(tmp_path / "float") as partial:
         tiny_model().save_pretrained(partial)
         tiny_tokenizer().save_pretrained(partial)
-    save_checkpoint(tiny_quantized("qwen3", SPECS["seq2"]), tiny_tokenizer(), tmp_path / "seq")
     short = tiny_quantized("qwen3", SPECS["lut2"], max_position_embeddings=8)
     save_checkpoint(short, tiny_tokenizer(), tmp_path / "short")
     cases = [
@@ -400,7 +410,6 @@ def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
             ConfigError,
             "no quantized linears in scope e2e; quantize it first with",
         ),
-        ("seq", ConfigError, "learn=codebook, but the linears in scope hold no codebook that can"),
         ("short", CacheError, "holds sequences of 16 tokens, the student reads at most 8"),
         ("nowhere", CheckpointError, "nowhere does not exist"),
     ]
