@@ -7,7 +7,7 @@ import torch
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
 from qat.data.build import build_cache
-from qat.data.cache import Manifest, TeacherInfo
+from qat.data.cache import MANIFEST, Manifest, Split, TeacherInfo
 from qat.data.config import CacheSettings
 from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE
@@ -69,6 +69,13 @@ def build(out: Path, **overrides: object) -> Manifest:
     for name in parts:
         parts[name] = overrides.pop(name, parts[name])
     return build_cache(settings(**overrides), out=out, **parts)
+
+
+def without_split(out: Path, split: Split) -> None:
+    """Build the case's cache as an import or an earlier version may have left it."""
+    manifest = build(out)
+    shards = [shard for shard in manifest.shards if shard.split != split]
+    (out / MANIFEST).write_bytes(manifest.model_copy(update={"shards": shards}).to_bytes())
 
 
 def contents(directory: Path) -> dict[str, bytes]:

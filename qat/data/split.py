@@ -121,9 +121,16 @@ def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) 
             f"{held_out} keeps all {count} documents of {data} away from training, expected some "
             "to learn from; lower --held-out or give more documents"
         )
-    enough = math.ceil(100 * min(_place(document, settings.seed) for document in documents)) / 100
+    firsts, known = [], set()
+    for document in documents:
+        keys = set(_keys(_text(document)))
+        if known.isdisjoint(keys):
+            firsts.append(document)
+        known |= keys
+    enough = math.ceil(100 * min(_place(document, settings.seed) for document in firsts)) / 100
     return DataError(
         f"{held_out} keeps none of the {count} documents of {data} away from training, expected "
-        f"one or more to judge by; --held-out {enough:g} is enough for one, or give more "
-        "documents, or keep none away with --held-out 0"
+        f"one or more to judge by (near-identical ones stay together, so they count as "
+        f"{len(firsts)}); --held-out {enough:g} is enough for one, or give more documents, or keep "
+        "none away with --held-out 0"
     )

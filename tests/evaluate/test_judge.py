@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cache_case import texts
 from cyclopts import App
 from quantized import SPECS, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
@@ -41,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved_model(place / "teacher", seed=2)
     saved_model(place / "student", seed=1)
     (place / "text.txt").write_text(TEXT * 4, encoding="utf-8")
-    rows = [json.dumps({"text": TEXT * 3 + str(i)}) for i in range(20)]
+    rows = [json.dumps({"text": text}) for text in texts(60)]
     (place / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     build_cache(place, "cache", top_k=8, draws=10)
     build_cache(place, "draws", top_k=0, draws=10)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cache_case import build, texts
+from cache_case import build, texts, without_split
 from quantized import SPECS, nearest_e5m3, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -292,7 +292,7 @@ def test_settings_that_are_wrong(
 
 def test_caches_that_do_not_fit(place: Path, tmp_path: Path) -> None:
     build(tmp_path / "foreign", tokenizer=tiny_tokenizer(265))
-    build(tmp_path / "held", held_out=0.999)
+    without_split(tmp_path / "held", "train")
     out = tmp_path / "out"
     wished = config(place, calibration=str(tmp_path / "foreign"))
     with pytest.raises(CacheError, match="was tokenised with tokenizer .* the student has"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cache_case import build, info
+from cache_case import build, info, without_split
 from crash import stopped_at
 from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
@@ -332,6 +332,11 @@ def without(kind: str) -> Callable[[Path], dict]:
     return make
 
 
+def untrainable(tmp_path: Path) -> dict:
+    without_split(tmp_path / "cache", "train")
+    return {"cache_dir": tmp_path / "cache"}
+
+
 def foreign(**parts: object) -> Callable[[Path], dict]:
     def make(tmp_path: Path) -> dict:
         build(tmp_path / "cache", **parts)
@@ -357,7 +362,7 @@ def foreign(**parts: object) -> Callable[[Path], dict]:
         ),
         (foreign(held_out=0.0), {}, ConfigError, "and 0 held-out sequences, expected some of both"),
         (
-            foreign(held_out=0.999),
+            untrainable,
             {},
             ConfigError,
             "has 0 training and .* held-out sequences",
