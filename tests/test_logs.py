@@ -273,7 +273,8 @@ def test_a_reader_who_left_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("verbose", "level"), [(False, logging.INFO), (True, logging.DEBUG)])
-def test_verbose_logs_more(verbose: bool, level: int) -> None:
+def test_verbose_logs_more(verbose: bool, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.NOTSET, logger="qat")  # which puts the level back afterwards
     configure(verbose)
     assert logging.getLogger("qat").level == level
 

@@ -368,6 +368,7 @@ def test_a_build_that_goes_on_counts_what_is_there(
     monkeypatch.setattr(logs, "FIRST_LINE_S", 0.0)
     monkeypatch.setattr(logs, "LINE_EVERY_S", 0.0)
     caplog.set_level("INFO", logger="qat")
+    caplog.clear()
     build(tmp_path / "cache")
     total, last = whole.total("sequences"), whole.shards[-1].sequences
     assert f"asking the teacher: {total - last + min(4, last)} of" in caplog.messages[1]
