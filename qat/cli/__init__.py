@@ -32,6 +32,7 @@ from qat.cli.mistakes import mistake, unknown_flag
 from qat.cli.recipe import check_recipe
 from qat.cli.report import report
 from qat.cli.result import print_result
+from qat.cli.run import run
 from qat.cli.train import train
 from qat.config import OTHERS, EveryVerb
 from qat.errors import ConfigError, QatError
@@ -51,6 +52,7 @@ VERBS: dict[str, tuple[App | Callable, str]] = {
     "report": (report, "qat report runs/q2"),
     "hub": (hub_app, "qat hub pull NAME"),
     "bench": (bench_app, "qat bench qwen3-0.6b --find-max-batch"),
+    "run": (run, "qat run MODEL --data FILE --out students/mine"),
     "demo": (demo, "qat demo --out demo"),
 }
 """The verbs in the order of a student's life, each with an example that ends its help."""
@@ -132,6 +134,8 @@ def _launch(
     if recipe is not None:
         check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
         app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
+        if tokens[:1] == ("run",):  # which reads the tables of its stages too
+            tokens = (*tokens, "--recipe", str(recipe))
     if tokens[:1] == ("help",):
         tokens = (*tokens[1:], "--help")
     print_result(run_verb(list(tokens)))

@@ -1,166 +1,86 @@
 """`qat demo`: the whole pipeline on the embedded teacher, each stage the verb a user would call."""
 
-import shlex
-import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
+from qat.cli.pipeline import Pipeline
 from qat.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from qat.lock import held
 
 TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
-MARKER = "demo.txt"
 PROMPT = "Return the number of"
-Steps = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
-@dataclass(frozen=True)
-class Student:
-    """One line of the demo's table."""
-
-    name: str
-    path: Path
-    bits_per_weight: float
-    numbers: dict
-
-
-class Demo:
-    """Runs verbs, prints the command of each, and keeps what they found."""
-
-    def __init__(self, teacher: Path, out: Path, console: "Console") -> None:
-        self.teacher = teacher
-        self.out = out
-        self.console = console
-
-    def qat(self, *words: object) -> dict:
-        """Run one verb in this process; what it found."""
-        from qat.cli import run_verb
-
-        tokens = [str(word) for word in words]
-        self.say(f"\n[bold]$ qat {shlex.join(tokens)}[/bold]")
-        began = time.perf_counter()
-        found = run_verb(tokens)
-        self.say(f"[dim]{time.perf_counter() - began:.1f} s[/dim]")
-        return found
-
-    def say(self, line: str) -> None:
-        """Print a line that may be copied: it is never broken to fit the terminal."""
-        self.console.print(line, highlight=False, soft_wrap=True)
-
-    def judge(self, name: str, path: Path, bits_per_weight: float) -> Student:
-        """Measure one model against the teacher on the held-out split."""
-        numbers = self.qat(
-            "eval", path, "--teacher", self.teacher, "--cache-dir", self.out / "cache"
-        )
-        return Student(name, path, bits_per_weight, numbers)
-
-
-def demo(*, out: Path = Path("demo"), teacher: Path = TINY_TEACHER, steps: Steps = 200) -> dict:
+def demo(
+    *,
+    out: Path = Path("demo"),
+    teacher: Path = TINY_TEACHER,
+    steps: Annotated[int, Parameter(validator=Number(gt=0))] = 200,
+) -> dict:
     """Take a small teacher to an exported 2-bit student; about three minutes on two CPU cores.
 
+    A demo that was stopped goes on where it was.
+
     Args:
-        out: directory for everything that is made; an earlier demo there is replaced.
+        out: directory for everything that is made.
         teacher: the float model to start from.
         steps: training steps of the 2-bit student.
     """
     from rich.console import Console
 
-    _clear(out, teacher)
-    console = Console()
-    began = time.perf_counter()
-    run = Demo(teacher, out, console)
-    students = _quantize_and_train(run, steps)
-    final = students[-1].path
-    run.qat("export", final, "--to", "dense", "--dtype", "bf16", "--out", out / "dense")
-    run.qat("generate", final, "--prompt", PROMPT, "--raw", "--max-new-tokens", 48)
-    reported = [out / name for name in ("q4", "q2_init", "q4_run", "q2_run")]
-    page = run.qat("report", *reported, "--out", out / "report.html")["page"]
-    console.print(_table(students))
-    seconds = time.perf_counter() - began
-    run.say(f"{seconds:.0f} s in all. Open {page}")
-    return {
-        "seconds": round(seconds, 1),
-        "report": page,
-        "kl_nats": {student.name: student.numbers["kl_nats"] for student in students},
-    }
-
-
-def _quantize_and_train(run: Demo, steps: int) -> list[Student]:
-    """Cache, Q4, Q2: the teacher and its three students, judged."""
-    teacher, out = run.teacher, run.out
-    run.qat(
-        "cache", "--teacher", teacher, "--data", "stdlib", "--out", out / "cache",
-        "--num-sequences", 3000, "--batch-size", 32,
-    )  # fmt: skip
-    run.qat("cache", "info", out / "cache")
-    # steps that two CPU cores take in a third of a second
-    train = ["--cache-dir", out / "cache", "--batch-size", 16, "--eval-every", 50]
-    train += ["--eval-sequences", 64]
-    q4 = run.qat("convert", teacher, "--to", "q4a4", "--out", out / "q4")
-    q4_run = run.qat(
-        "train", out / "q4", "--learn", "scales,codebook", "--max-steps", 20,
-        "--out", out / "q4_run", *train,
-    )  # fmt: skip
-    q2 = run.qat(
-        "convert", q4_run["final"], "--to", "q2a4", "--base", teacher,
-        "--calibration", out / "cache", "--calibration-sequences", 128, "--out", out / "q2_init",
-    )  # fmt: skip
-    q2_run = run.qat(
-        "train", out / "q2_init", "--mlp-only", "--max-steps", steps, "--out", out / "q2_run",
-        *train,
-    )  # fmt: skip
-    return [
-        run.judge("teacher", teacher, 16.0),
-        run.judge("Q4", Path(q4_run["final"]), q4["bits_per_weight"]),
-        run.judge("Q2 converted", out / "q2_init", q2["bits_per_weight"]),
-        run.judge("Q2 trained", Path(q2_run["final"]), q2["bits_per_weight"]),
-    ]
-
-
-def _clear(out: Path, teacher: Path) -> None:
-    """Make `out` an empty directory, if it is free or an earlier demo's.
-
-    Raises:
-        ConfigError: it holds something else, or there is no teacher.
-    """
     if not (teacher / "config.json").exists():
         raise ConfigError(
             f"teacher={teacher} holds no model; expected a model directory; run from a clone of "
             "the repository or give --teacher"
         )
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARKER).exists():
-            raise ConfigError(
-                f"out={out} is not empty and not an earlier demo; choose another --out"
-            )
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARKER).write_text("Made by `qat demo`, which may replace this directory.\n")
+    began = time.perf_counter()
+    with held(out):
+        pipeline = Pipeline("demo", out, Console())
+        settings = {"teacher": str(teacher), "steps": steps}
+        pipeline.check_same("demo", settings, pipeline.recorded.get("demo", settings))
+        pipeline.record({"demo": settings})
+        page = _stages(pipeline, teacher, steps)
+    pipeline.show()
+    seconds = time.perf_counter() - began
+    pipeline.say(f"{seconds:.0f} s in all. Open {page}")
+    return {
+        "seconds": round(seconds, 1),
+        "report": page,
+        "kl_nats": {name: found["kl_nats"] for name, found in pipeline.exams().items()},
+    }
 
 
-def _table(students: list[Student]) -> "Table":
-    from rich.table import Table
-
-    from qat.models.count import model_bytes
-
-    table = Table(
-        "", "KD", "KL", "top-1", "perplexity", "bits/weight", "MB",
-        title="On documents that none was trained on; KD and KL in nats a token",
+def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
+    """Cache, Q4, Q2: the teacher's three students, judged, exported, sampled, on a page."""
+    cache = pipeline.make(
+        "cache", "cache", "--teacher", teacher, "--data", "stdlib",
+        "--num-sequences", 3000, "--batch-size", 32,
     )  # fmt: skip
-    for student in students:
-        found = student.numbers
-        table.add_row(
-            student.name,
-            *(f"{found[key]:.3f}" for key in ("kd_nats", "kl_nats", "top1_frac")),
-            f"{found['ppl']:.2f}",
-            f"{student.bits_per_weight:.2f}",
-            f"{model_bytes(student.path) / 1e6:.2f}",
+    pipeline.call("cache", "info", cache, stage="cache info")
+    # steps that two CPU cores take in a third of a second
+    train = ["--cache-dir", cache, "--batch-size", 16, "--eval-every", 50, "--eval-sequences", 64]
+    q4 = pipeline.make("q4", "convert", teacher, "--to", "q4a4")
+    q4_run = pipeline.make(
+        "q4_run", "train", q4, "--learn", "scales,codebook", "--max-steps", 20, *train
+    )
+    q2 = pipeline.make(
+        "q2_init", "convert", q4_run, "--to", "q2a4", "--base", teacher,
+        "--calibration", cache, "--calibration-sequences", 128,
+    )  # fmt: skip
+    q2_run = pipeline.make("q2_run", "train", q2, "--mlp-only", "--max-steps", steps, *train)
+    for name, model, converted in (
+        ("Q4", q4_run, q4),
+        ("Q2 converted", q2, q2),
+        ("Q2 trained", q2_run, q2),
+    ):
+        pipeline.examine(
+            name, model, "--cache-dir", cache, teacher=str(teacher), converted=converted
         )
-    return table
+    pipeline.make("dense", "export", q2_run, "--to", "dense", "--dtype", "bf16")
+    sample = ["--prompt", PROMPT, "--raw", "--max-new-tokens", 48]
+    pipeline.call("generate", q2_run, *sample, stage="generate")
+    return pipeline.report()

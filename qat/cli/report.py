@@ -23,7 +23,8 @@ def report(
     Parameters
     ----------
     runs
-        Directories made by `qat train` (runs) or `qat convert` (checkpoints), in any mix.
+        Directories made by `qat train` (runs) or `qat convert` (checkpoints), in any mix; or one
+        made by `qat run` or `qat demo`, for all that it holds.
     out
         The page; by default `report.html` in the first directory.
     log

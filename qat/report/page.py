@@ -1,6 +1,7 @@
 """The report: one self-contained HTML page, and its pictures as PNG files beside it."""
 
 import base64
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,16 @@ from jinja2 import Environment, FileSystemLoader, Template
 from qat.errors import ConfigError
 from qat.files import write_atomically
 from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
+from qat.report.exam import CAPTION, exam_rows
+from qat.report.exam import COLUMNS as EXAM_COLUMNS
 from qat.report.health import health
-from qat.report.runs import Conversion, Module, Run, read_directory
+from qat.report.runs import Conversion, Module, Run, read_directory, read_exam, stages_in
 
 COLUMNS = (
     ("run", ""),
     ("steps", ""),
     ("loss", "nats, last"),
-    ("KL", "nats, best"),
+    ("KL with tail", "nats, best"),
     ("KD", "nats, best"),
     ("top-1", "%, last"),
     ("perplexity", "best"),
@@ -63,7 +66,9 @@ def write_report(directories: list[Path], out: Path) -> Written:
         CheckpointError: a directory is missing, foreign or damaged.
         ConfigError: a file of that name is there that no report wrote.
     """
-    sources = with_unique_labels([read_directory(path) for path in directories])
+    exam = read_exam(directories[0]) if len(directories) == 1 else {}
+    found = stages_in(directories[0]) if exam else directories
+    sources = with_unique_labels([read_directory(path) for path in found])
     runs = [source for source in sources if isinstance(source, Run)]
     conversions = [source for source in sources if isinstance(source, Conversion)]
     curves = run_charts(runs)
@@ -71,8 +76,10 @@ def write_report(directories: list[Path], out: Path) -> Written:
     html = template("page.html").render(
         title="qat report" if len(sources) > 1 else f"qat report: {sources[0].label}",
         subtitle=_subtitle(runs, conversions),
+        exam=exam and {"columns": EXAM_COLUMNS, "rows": exam_rows(exam), "caption": CAPTION},
         columns=COLUMNS,
         table=run_table(runs),
+        judged_on=_judged_on(runs),
         curves=[picture(chart) for chart in curves],
         runs=[_run_view(run) for run in runs],
         conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
@@ -213,6 +220,12 @@ def _module_row(module: Module) -> list[str]:
         module.seconds,
     )
     return [module.name, *map(number, numbers)]
+
+
+def _judged_on(runs: list[Run]) -> str:
+    """How many sequences the evaluations of the runs looked at, as their recipes say."""
+    found = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
+    return " or ".join(dict.fromkeys(match[1] for match in found if match)) or "few"
 
 
 def _subtitle(runs: list[Run], conversions: list[Conversion]) -> str:

@@ -13,6 +13,7 @@ from qat.config import explain
 from qat.errors import CheckpointError
 from qat.logs import (
     EVENTS,
+    EXAM,
     FACTS,
     HEARTBEAT,
     HEARTBEATS,
@@ -133,6 +134,35 @@ def token_count(beats: Sequence[Beat]) -> int:
             for before, beat in pairwise([NOTHING, *beats])
         )
     )
+
+
+def read_exam(path: Path) -> dict[str, dict[str, Any]]:
+    """The exam in a directory of `qat run` or `qat demo`; nothing in any other.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    file = path / EXAM
+    if not file.is_file():
+        return {}
+    try:
+        return {name: dict(found) for name, found in json.loads(file.read_bytes()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged ({error}), expected what 'qat run' measured; delete it and run the "
+            "same command again"
+        ) from None
+
+
+def stages_in(path: Path) -> list[Path]:
+    """The runs and conversions in a directory of `qat run` or `qat demo`, the oldest first."""
+    last = {each: file for each in path.iterdir() for file in _tells(each)}
+    return sorted(last, key=lambda each: last[each].stat().st_mtime_ns)
+
+
+def _tells(path: Path) -> list[Path]:
+    """The file that makes a directory a run or a conversion, if there is one."""
+    return [path / name for name in (METRICS, CONVERSION) if (path / name).is_file()][:1]
 
 
 def read_directory(path: Path) -> Run | Conversion:
