@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from qat.models.quantize import QuantizeReport
     from qat.models.shipping import Shipping
 
+MUCH_OF_A_FILE = 0.3
+"""Share of the bytes from which on a table in floating point is worth a line."""
+
 
 def _names(_: object, tokens: Sequence[Token]) -> tuple[TargetName, ...]:
     """`a,b` as well as `a` and `b`, each given with a flag of its own."""
@@ -141,9 +144,10 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     from rich.table import Table
 
     console = Console()
-    bits = f"{report.bits_per_weight:.3f} bits per weight"
+    bits = f"{report.bits_per_weight:.3f} bits per quantized weight"
     bits = "nothing quantized" if math.isnan(report.bits_per_weight) else bits
-    title = f"{report.plan}: {bits}, {report.seconds:.1f} s"
+    whole = f"{report.whole_bits_per_weight:.3f} over the whole file ({report.megabytes:.1f} MB)"
+    title = f"{report.plan}: {bits}, {whole}, {report.seconds:.1f} s"
     table = Table("linear", "format", "bits/weight", "error", "output error", "s", title=title)
     for module in report.modules:
         scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
@@ -159,6 +163,11 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
         )
     if report.modules:
         console.print(table)
+    if report.modules and report.float_tables_frac > MUCH_OF_A_FILE:
+        console.print(
+            f"{report.float_tables_frac:.0%} of the file are the embedding and the head in "
+            "floating point: --embedding-bits 8 (or 4) quantizes them too"
+        )
     if report.budget is not None:
         _show_budget(report.budget, console)
     if report.kept:

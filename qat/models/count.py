@@ -4,8 +4,10 @@ import math
 from pathlib import Path
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from qat.models.stored_state import packed_state_dict
+from qat.models.tables import table_names
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
@@ -62,6 +64,15 @@ def tensor_bytes(model: nn.Module) -> int:
     """Bytes of the tensors that a checkpoint of this model would hold; a tied head counts once."""
     tensors = {t.data_ptr(): t for t in packed_state_dict(model).values()}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def float_table_bytes(model: PreTrainedModel) -> int:
+    """Bytes that a checkpoint of this model would spend on tables in floating point."""
+    stored = packed_state_dict(model)
+    tables = {
+        t.data_ptr(): t for n in table_names(model) if (t := stored.get(f"{n}.weight")) is not None
+    }
+    return sum(t.numel() * t.element_size() for t in tables.values())
 
 
 def model_bytes(path: Path) -> int:

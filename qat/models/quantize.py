@@ -21,6 +21,7 @@ from qat.models.bits_budget import BudgetReport
 from qat.models.calibrate import StageInputs, TokenBatch, Walk, quantize_in_order
 from qat.models.count import (
     bits_per_weight,
+    float_table_bytes,
     model_bits_per_weight,
     tensor_bytes,
     whole_model_bits,
@@ -82,6 +83,8 @@ class QuantizeReport:
     num_tables: int
     """How many of `modules` are tables."""
     modules: list[ModuleReport]
+    float_tables_frac: float = 0.0
+    """Share of `megabytes` that an embedding and a head in floating point take."""
     budget: BudgetReport | None = None
     """How a budget was spent; None without one."""
 
@@ -114,6 +117,8 @@ def quantize_model(
     if base is not None:
         _check_base(student.model, base.model, list(specs))
     todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
+    if base is None:
+        _say_requantized(student.model, todo)
     description = f"quantizing to {plan.name}"
     with progress(description, len(todo), "linears") as ticker, matmul_precision("medium"):
         job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
@@ -132,6 +137,7 @@ def quantize_model(
         bits_per_weight=model_bits_per_weight(student.model),
         whole_bits_per_weight=whole_model_bits(student.model),
         megabytes=tensor_bytes(student.model) / 1e6,
+        float_tables_frac=float_table_bytes(student.model) / tensor_bytes(student.model),
         kept=len(specs) - len(todo),
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
@@ -172,6 +178,24 @@ def _say_others(plan: QuantPlan, linears: list[str]) -> None:
             others[0],
             plan.name,
             plan.spec_for(others[0]).bits,
+        )
+
+
+def _say_requantized(model: nn.Module, todo: dict[str, LutSpec]) -> None:
+    """Name what is fitted to rounded values, since the float ones are not here."""
+    modules = {name: model.get_submodule(name) for name in todo}
+    rounded = {
+        n: m.spec.bits for n, m in modules.items() if isinstance(m, QuantLinear | FrozenLutTable)
+    }
+    if rounded:
+        name = next(iter(rounded))
+        logger.warning(
+            "%d linears and tables are quantized already (%s in %d bits, now %d): without the "
+            "float weights their error stays; name the float model with --base",
+            len(rounded),
+            name,
+            rounded[name],
+            todo[name].bits,
         )
 
 

@@ -28,6 +28,12 @@ def resolve(source: str) -> str:
         )
     if (path / "config.json").is_file():
         return source
+    if found := [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")):
+        raise CheckpointError(
+            f"{found[0]} is a GGUF file, expected a model directory in the form of Hugging Face; "
+            "download that, or make it with transformers: from_pretrained(DIR, gguf_file=NAME) of "
+            "model and tokenizer, and save_pretrained of both"
+        )
     for pointer in RUN_POINTERS:
         if (path / pointer).is_file():
             named = (path / pointer).read_bytes().decode(errors="replace").strip()

@@ -201,7 +201,8 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
         "label": conversion.label,
         "tiles": [
             ("plan", conversion.plan),
-            ("bits a weight", number(conversion.bits_per_weight)),
+            ("bits a quantized weight", number(conversion.bits_per_weight)),
+            ("bits a weight of the whole file", number(conversion.whole_bits_per_weight)),
             ("mean relative error", number(mean)),
             (f"worst, {worst.kind} of layer {worst.layer}", number(worst.relative_error)),
             ("seconds", number(conversion.seconds)),

@@ -74,6 +74,8 @@ class Conversion(BaseModel):
     plan: str
     seconds: float
     bits_per_weight: float
+    whole_bits_per_weight: float | None = None
+    """Over the whole file; None in a report that does not say."""
     modules: list[Module]
 
 

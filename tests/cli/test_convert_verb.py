@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import build
+from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
 from qat.cli import main
@@ -55,6 +56,43 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert result["after"]["kl_tail_nats"] != result["before"]["kl_tail_nats"]
     assert "KD (nats)" in printed and "perplexity" in printed and "output error" in printed
     assert TeacherCache.open(cache).num_sequences("held_out") > 0
+
+
+def test_both_bits_and_what_dominates_the_file(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    flags = ["--to", "q2a4", "--device", "cpu"]
+    assert call(monkeypatch, "convert", place / "float", *flags, "--out", tmp_path / "out") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    result = json.loads(printed[printed.rindex('{"out"') :])
+    assert f"{result['bits_per_weight']:.3f} bits per quantized weight" in printed
+    assert f"{result['whole_bits_per_weight']:.3f} over the whole file" in printed
+    assert "% of the file are the embedding and the head" in printed
+    report = json.loads((tmp_path / "out/convert_report.json").read_text())
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    tables = sum(bytes_of[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert report["float_tables_frac"] == pytest.approx(tables / sum(bytes_of.values()))
+    small = [*flags, "--embedding-bits", 4, "--out", tmp_path / "small"]
+    assert call(monkeypatch, "convert", place / "float", *small) == 0
+    assert "of the file are" not in " ".join(capsys.readouterr().out.split())
+
+
+def test_more_bits_without_the_float_weights_are_remarked(
+    place: Path, tmp_path: Path, monkeypatch, capsys, caplog: pytest.LogCaptureFixture
+) -> None:
+    two, four = tmp_path / "two", tmp_path / "four"
+    cpu = ["--device", "cpu"]
+    assert call(monkeypatch, "convert", place / "float", "--to", "q2a2", *cpu, "--out", two) == 0
+    assert "quantized already" not in caplog.text
+    with caplog.at_level("WARNING", logger="qat"):
+        assert call(monkeypatch, "convert", two, "--to", "q4a4", *cpu, "--out", four) == 0
+    assert "14 linears and tables are quantized already" in caplog.text
+    assert "in 2 bits, now 4" in caplog.text and "--base" in caplog.text
+    caplog.clear()
+    with_base = ["--base", place / "float", "--out", tmp_path / "based"]
+    assert call(monkeypatch, "convert", two, "--to", "q4a4", *cpu, *with_base) == 0
+    assert "quantized already" not in caplog.text
 
 
 def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:

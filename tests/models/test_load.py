@@ -133,6 +133,13 @@ def test_missing_models_are_one_line(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "."])
+def test_a_gguf_is_named_as_such(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"model.gguf is a GGUF file, .*gguf_file=NAME"):
+        load_model(str(tmp_path / name), device="cpu")
+
+
 def test_a_hub_id_is_asked_of_the_hub(
     network: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
