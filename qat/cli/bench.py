@@ -154,7 +154,7 @@ def _quality_table(report: "QualityReport") -> "Table":
 
     from qat.bench.quality.table import cells
 
-    headings, body = cells(report.lines, report.texts)
+    headings, body = cells(report.lines, report.texts, report.unmade)
     table = Table(headings[0], title="Mean +- standard deviation over seeds; KL and KD in nats")
     for heading in headings[1:]:
         table.add_column(heading, justify="right")

@@ -58,6 +58,35 @@ class BudgetReport:
     modules: dict[str, list[Trial]]
 
 
+def formats_to_try(
+    model: LanguageModel,
+    plan: QuantPlan,
+    bits_budget: float,
+    *,
+    with_tables: bool = False,
+    wider_groups: bool = False,
+    bend: Bend | None = None,
+) -> tuple[dict[str, LutSpec], dict[str, list[LutSpec]], dict[str, list[int]]]:
+    """What `plan_within_budget` leaves as `plan` has it, what it tries, and the bits that takes.
+
+    Reads names and shapes alone, so `model` may lie on the meta device.
+
+    Raises:
+        ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
+    """
+    tables = table_names(model.model)
+    planned = plan.assign(linear_names(model.model), tables)
+    formats = _table_formats(model, tables) if with_tables else {}
+    kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
+    linears = {n: spec for n, spec in planned.items() if n not in tables}
+    formats |= _linear_formats(model, linears, wider_groups)
+    if bend is not None:
+        formats = {n: _bent(model, n, specs, bend) for n, specs in formats.items()}
+    bits = {n: [_stored_bits(model, n, spec) for spec in specs] for n, specs in formats.items()}
+    _check_reach(bits_budget, list(bits.values()), sum(_num_weights(model, n) for n in formats))
+    return kept, formats, bits
+
+
 def plan_within_budget(
     model: LanguageModel,
     plan: QuantPlan,
@@ -85,17 +114,10 @@ def plan_within_budget(
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
     """
     began = time.perf_counter()
-    tables = table_names(model.model)
-    planned = plan.assign(linear_names(model.model), tables)
-    formats = _table_formats(model, tables) if with_tables else {}
-    kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
-    linears = {n: spec for n, spec in planned.items() if n not in tables}
-    formats |= _linear_formats(model, linears, wider_groups)
-    if bend is not None:
-        formats = {n: _bent(model, n, specs, bend) for n, specs in formats.items()}
-    bits = {n: [_stored_bits(model, n, spec) for spec in specs] for n, specs in formats.items()}
+    kept, formats, bits = formats_to_try(
+        model, plan, bits_budget, with_tables=with_tables, wider_groups=wider_groups, bend=bend
+    )
     sizes = {name: _num_weights(model, name) for name in formats}
-    _check_reach(bits_budget, list(bits.values()), sum(sizes.values()))
     with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
         nats = measure_sensitivities(model, calibration, formats, ticker)
     options = {

@@ -24,7 +24,7 @@ from qat.data.text import begin_token, encode, end_token, tokenizer_hash
 from qat.errors import ConfigError
 from qat.files import check_free, import_command
 from qat.kernels.nsa.config import NSAConfig
-from qat.models.bits_budget import BudgetReport, plan_within_budget
+from qat.models.bits_budget import BudgetReport, formats_to_try, plan_within_budget
 from qat.models.calibrate import TokenBatch
 from qat.models.checkpoint import check_written, write_model
 from qat.models.config import ConvertConfig
@@ -36,7 +36,8 @@ from qat.models.nsa_swap import change_attention, nsa_config, read_attention
 from qat.models.plan import read_plan
 from qat.models.quantize import QuantizeReport, check_experts, quantize_model
 from qat.models.shipping import Shipping
-from qat.models.tables import with_tables
+from qat.models.swap import linear_names
+from qat.models.tables import table_names, weight_shape, with_tables
 from qat.quant.spec import QuantPlan
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,30 @@ def convert_model(
     return Converted(replace(report, budget=budget), plan, fits)
 
 
+def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
+    """Refuse formats and budgets that do not fit the shapes of `model`; no weight is read.
+
+    Raises:
+        ConfigError: see its message.
+    """
+    plan, _ = _read_settings(config)
+    if config.bits_budget is not None:
+        formats_to_try(model, plan, config.bits_budget, **_room(config))
+        return
+    linears = linear_names(model.model)
+    for name, spec in plan.assign(linears, table_names(model.model)).items():
+        if name in linears:
+            spec.check_shape(name, *weight_shape(model.model.get_submodule(name)))
+
+
+def _room(config: ConvertConfig) -> dict[str, bool]:
+    """What else a budget may be spent on."""
+    return {
+        "with_tables": config.embedding_bits == "auto",
+        "wider_groups": config.to is None and config.group_size is None,
+    }
+
+
 def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
     """The plan, and the sparse attention to be; None for dense, or as it is."""
     check_budget(config)
@@ -176,8 +201,7 @@ def _budgeted(
         plan,
         config.bits_budget,
         calibration,
-        with_tables=config.embedding_bits == "auto",
-        wider_groups=config.to is None and config.group_size is None,
+        **_room(config),
         bend=None if shipping is None else shipping.bend,
     )
 

@@ -170,6 +170,41 @@ def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, caps
     assert {row["recipe"]: row["workers"] for row in rows} == {"teacher": 1, "better": 2}
 
 
+def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys) -> None:
+    """Said before the first cache is built; what follows it is not made either."""
+    little = {"name": "little", "train": False, "convert": {"bits_budget": 1.5}}
+    follows = {"name": "follows", "equal_time_to": "little"}
+    good = {"name": "good", "train": False}
+    with monkeypatch.context() as patched:
+        patched.setattr("qat.bench.quality.prepare.build_teacher_cache", None)
+        write({**little, "name": "alone"})
+        assert call(patched) == 1
+        assert "no recipe can be made; the first, 'alone': bits_budget=1.5" in (
+            capsys.readouterr().err
+        )
+        assert not Path("out").exists()
+    write({**little, "train": {}}, follows, good)
+    assert call(monkeypatch) == 0
+    captured = capsys.readouterr()
+    assert "little" in captured.out and "cannot be made" in captured.out
+    page = Path("out/quality.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| little"))
+    assert "bits_budget=1.5, but these" in row and row.count("|") == page.splitlines()[4].count("|")
+    assert "equal_time_to='little' cannot be made" in page
+    assert {each["recipe"] for each in read_json_lines(Path("out/results.jsonl"))} == {
+        "teacher",
+        "good",
+    }
+
+
+def test_a_conversion_that_fails_is_a_row_too(place: Path, monkeypatch) -> None:
+    """What shapes do not tell: here a text to calibrate on that is gone."""
+    gone = {"name": "gone", "train": False, "convert": {"calibration": "gone.txt"}}
+    write(gone, {"name": "good", "train": False})
+    assert call(monkeypatch) == 0
+    assert "data=gone.txt is no file" in Path("out/quality.md").read_text()
+
+
 def test_jobs_go_where_fewest_run() -> None:
     busy, devices = [], ("cuda:0", "cuda:1", "cuda:2")
     for _ in range(7):

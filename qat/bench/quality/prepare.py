@@ -9,6 +9,7 @@ from qat.backend.device import select
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Plan, cache_config, convert_config
+from qat.bench.quality.possible import Unmade, made
 from qat.bench.quality.resolve import shared_facts
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
@@ -48,14 +49,25 @@ class Workshop:
                     f"those of {self.recipe.name!r}; choose another --out"
                 )
 
-    def prepare(self, plans: Sequence[Plan]) -> None:
-        """Build every cache and make every first conversion that is not there yet."""
+    def prepare(self, plans: Sequence[Plan]) -> tuple[list[Plan], Unmade]:
+        """Build every cache and make every first conversion that is not there yet.
+
+        Returns:
+            The plans that this was possible for, and why not for the others.
+
+        Raises:
+            ConfigError: it was for none.
+        """
         for table in [self.recipe.cache, *(plan.cache for plan in plans)]:
             self._build_cache(table)
-        for plan in plans:
+
+        def convert(plan: Plan) -> None:
             if plan.convert is not None:
                 self.convert(plan.convert, plan.cache)
+
+        found = made(plans, convert)
         select(self.device).free_memory()  # it is the jobs' now
+        return found
 
     def convert(self, convert: Table, cache: Table) -> None:
         """Convert the teacher, unless it was done; it may calibrate on that cache."""

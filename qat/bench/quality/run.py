@@ -13,6 +13,7 @@ from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
 from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Job, Plan
 from qat.bench.quality.plot import charts
+from qat.bench.quality.possible import Unmade, check_shapes
 from qat.bench.quality.prepare import Workshop
 from qat.bench.quality.processes import Failure, run_jobs
 from qat.bench.quality.resolve import resolve
@@ -35,6 +36,7 @@ class QualityReport:
     texts: tuple[str, ...]
     lines: list[Line]
     failures: list[Failure]
+    unmade: Unmade
 
     def check(self) -> None:
         """Make sure that every job finished.
@@ -54,20 +56,20 @@ class QualityReport:
 def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport:
     """Train, judge and compare all recipes of the file; what is finished in `out` is kept.
 
-    A job that fails is part of the report.
+    A job that fails is part of the report, and so is a recipe that cannot be made.
 
     Raises:
         ConfigError, CacheError, CheckpointError, DataError: see their messages.
     """
     spread = devices(config.device)
     shop = Workshop(read_recipe(recipe), Places(out), spread[0])
-    plans = resolve(shop.recipe)
+    plans, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
     shop.claim()
-    shop.prepare(plans)
+    plans, later = shop.prepare(plans)
     plans = with_equal_time(plans, _step_times(shop, plans))
     jobs = make_jobs(shop.recipe, plans, out, config, num_devices=len(spread))
     open_jobs = [job for job in jobs if not shop.places.rows(job.label).exists()]
-    write = partial(write_results, shop, jobs)
+    write = partial(write_results, shop, jobs, unmade | later)
     return write(run_jobs(open_jobs, spread, shop.places, write))
 
 
@@ -94,18 +96,21 @@ def make_jobs(
     return [Job(plan=None, seed=0, **shared), *students]
 
 
-def write_results(shop: Workshop, jobs: Sequence[Job], failures: list[Failure]) -> QualityReport:
-    """Write rows, table and pictures of all jobs that are finished."""
+def write_results(
+    shop: Workshop, jobs: Sequence[Job], unmade: Unmade, failures: list[Failure]
+) -> QualityReport:
+    """Write rows, table and pictures of all jobs that are finished, and what cannot be made."""
     recipe, out = shop.recipe, shop.places.out
     files = [shop.places.rows(job.label) for job in jobs]
     rows = [row for file in files if file.exists() for row in json.loads(file.read_text())]
     texts = tuple(recipe.texts.report)
-    report = QualityReport(out, texts, summarise(rows, texts), failures)
+    report = QualityReport(out, texts, summarise(rows, texts), failures, unmade)
     write_atomically(out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
     write_atomically(out / TABLE, _page(recipe, report))
     whole = {
         "environment": environment(select(shop.device), recipe),
         "step_times": _known_times(shop),
+        "unmade": unmade,
         "failures": [failure._asdict() for failure in failures],
         "rows": rows,
     }
@@ -145,7 +150,7 @@ def _page(recipe: QualityRecipe, report: QualityReport) -> str:
         "distinct tokens of samples at temperature 1, top-p 0.95. bits/w: quantized linears, "
         "everything counted; MB: the whole model. seconds: the training loop without compiling "
         "and evaluating. Means and standard deviations over seeds.",
-        markdown(report.lines, report.texts).rstrip(),
+        markdown(report.lines, report.texts, report.unmade).rstrip(),
     ]
     workers = sorted({count for line in report.lines for count in line.workers})
     if workers and workers != [1]:

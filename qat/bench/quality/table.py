@@ -1,7 +1,7 @@
 """Rows of results as one table: a line a recipe, mean and spread over its seeds."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qat.bench.page import markdown_table
@@ -78,20 +78,29 @@ def columns(texts: Sequence[str]) -> list[tuple[str, str, str]]:
     ]
 
 
-def cells(lines: Sequence[Line], texts: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the words of each line."""
+def cells(
+    lines: Sequence[Line], texts: Sequence[str], unmade: Mapping[str, str] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the words of each line; behind them what cannot be made, with its reason."""
     found = columns(texts)
     headings = ["recipe", "seeds", *(title for title, _, _ in found)]
     body = [
         [line.recipe, str(line.num_seeds), *(_cell(line, key, form) for _, key, form in found)]
         for line in lines
     ]
+    if unmade:
+        headings = [*headings, "cannot be made"]
+        nothing = ["-"] * (len(headings) - 3)
+        body = [[*words, ""] for words in body]
+        body += [[name, "0", *nothing, reason] for name, reason in unmade.items()]
     return headings, body
 
 
-def markdown(lines: Sequence[Line], texts: Sequence[str]) -> str:
+def markdown(
+    lines: Sequence[Line], texts: Sequence[str], unmade: Mapping[str, str] | None = None
+) -> str:
     """The table in Markdown."""
-    return markdown_table(*cells(lines, texts))
+    return markdown_table(*cells(lines, texts, unmade))
 
 
 def best(lines: Sequence[Line]) -> Line | None:
