@@ -250,4 +250,4 @@ def _values(beats: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2g} %"
+    return f"{100 * fraction:.{3 if fraction >= 0.995 else 2}g} %"

@@ -91,7 +91,7 @@ def test_sparse_attention_is_asked_about(
 
 def test_gates_that_do_not_learn_stay_where_they_began(calm: Run) -> None:
     check = answer(with_layers(calm, collapse_frac=1.0), "collapsed gates")
-    assert (check.state, check.found) == ("ok", "1e+02 % in layer 1, where they began")
+    assert (check.state, check.found) == ("ok", "100 % in layer 1, where they began")
 
 
 @pytest.mark.parametrize(
