@@ -55,15 +55,41 @@ FREE_TO_CHANGE = {
     "batch_size",
     "grad_accum_steps",
     "global_batch_size",
+    "max_steps",
+    "eval_every",
+    "log_every",
+    "sample_prompt",
+    "compile",
+    "gradient_checkpointing",
+    "checkpoint_every",
+    "cache_dir",
 }
-"""Settings that a run may go on with in another value, if a step sees as many sequences."""
+"""Settings that a run may go on with in another value: if a step sees as many sequences, and the
+cache elsewhere is the same."""
+WHY_NOT = {
+    "what learns has its moments, which would fit nothing else": (
+        "learn mlp_only attention_only e2e lora_rank optimizer latent_dtype"
+    ),
+    "a run has one course of rates": (
+        "lr lr_scales lr_codebook lr_lora lr_norms lr_gates schedule warmup_steps min_lr_ratio "
+        "weight_decay beta2 clip_grad_norm"
+    ),
+    "the losses before and after would not compare": "loss temperature teacher dtype",
+    "the best student is told by the same sequences from the first to the last": "eval_sequences",
+    "it decides which sequences a step sees": "seed",
+    "it is what learns": "student",
+}
+"""Why a run does not go on with other values of settings."""
 WHAT_CHANGED = {
-    "cache_content": "the cache was rebuilt since",
+    "cache_content": "the cache was rebuilt since, and decides what is learned and what judges",
     "student_fingerprint": "the student was changed since",
     "tokenizer": "the tokenizer was changed since",
     "sequences_per_step": "batch_size x grad_accum_steps x ranks must stay what it was",
 }
 """What another value of a fact in `run.json` means."""
+
+
+BEGIN_THERE = " (with this run for STUDENT a new one begins from its best student)"
 
 
 class Run:
@@ -106,7 +132,7 @@ class Run:
             if name in old and value is not None and old[name] != value:
                 raise ConfigError(
                     f"{name}={value}, but the run in {self.path} was begun with {old[name]}: "
-                    f"{WHAT_CHANGED[name]}; restore it or choose another --out"
+                    f"{WHAT_CHANGED[name]}; restore it or choose another --out{BEGIN_THERE}"
                 )
 
     def begin(self, config: TrainConfig, student: str) -> None:
@@ -114,23 +140,48 @@ class Run:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / RECIPE, tomli_w.dumps({"train": resolved(config, student)}))
 
-    def _check_same(self, config: TrainConfig, student: str) -> None:
+    def inherited(self, config: TrainConfig) -> TrainConfig:
+        """The settings with the warm-up that the run began with, unless another was asked for."""
+        if "warmup_steps" in config.model_fields_set or not (self.path / RECIPE).exists():
+            return config
+        return config.model_copy(update={"warmup_steps": self.begun_with()[0].warmup_steps})
+
+    def changes(self, config: TrainConfig, student: str) -> dict[str, tuple[object, object]]:
+        """By name, what the recipe says and what the settings say instead."""
+        old, new = resolved(*self.begun_with()), resolved(config, student)
+        names = sorted(old.keys() | new.keys())
+        return {k: (old.get(k), new.get(k)) for k in names if old.get(k) != new.get(k)}
+
+    def begun_with(self) -> tuple[TrainConfig, str]:
+        """The settings and the student that the recipe names.
+
+        Raises:
+            ConfigError: it is no recipe of a run.
+        """
         path = self.path / RECIPE
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))["train"]
-            old_student = table.pop("student")
-            old = resolved(TrainConfig.parse(table, str(path)), old_student)
+            student = table.pop("student")
+            if not isinstance(student, str):
+                raise ValueError(f"student={student!r}")
+            return TrainConfig.parse(table, str(path)), student
         except (ValueError, KeyError, AttributeError, ConfigError) as error:
             raise ConfigError(
                 f"{path} is not a run's recipe ({error}), expected what the run began with; "
                 "restore it or choose another --out"
             ) from None
-        new = resolved(config, student)
-        for key in sorted(old.keys() | new.keys()):
-            if key not in FREE_TO_CHANGE and old.get(key) != new.get(key):
+
+    def _check_same(self, config: TrainConfig, student: str) -> None:
+        # of these the content is compared later, where they are there
+        elsewhere = {"student"} if Path(student).is_dir() else set()
+        elsewhere |= {"teacher"} if config.teacher and self.begun_with()[0].teacher else set()
+        for key, (old, new) in self.changes(config, student).items():
+            if key not in FREE_TO_CHANGE | elsewhere:
+                whys = [why for why, keys in WHY_NOT.items() if key in keys.split()]
+                why = f": {whys[0]}" if whys else ""
                 raise ConfigError(
-                    f"{key}={new.get(key)!r}, but the run in {self.path} was begun with "
-                    f"{old.get(key)!r}; resume it with the same settings or choose another --out"
+                    f"{key}={new!r}, but the run in {self.path} was begun with {old!r}{why}; "
+                    f"resume it with the same settings or choose another --out{BEGIN_THERE}"
                 )
 
     def has_pointer(self, name: str) -> bool:

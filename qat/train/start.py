@@ -38,6 +38,7 @@ from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.resume import Choice, best_of, choose, load_training_state
 from qat.train.run import CHECKPOINTS, Run, git_commit
+from qat.train.schedule import lr_share
 from qat.train.step import check_dtype
 from qat.train.summary import write_summary
 from qat.train.teacher import check_batch, check_losses, open_teacher
@@ -80,6 +81,7 @@ def train_student(
         ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
     """
     run = Run(out)
+    config = ranks.together(lambda: run.inherited(config)) if resume else config
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
         ranks.together(lambda: stack.enter_context(lock))
@@ -162,6 +164,11 @@ def _begin_files(
     else:
         source = choice.checkpoint.name
         entry = {"step": step, "from": source, "world_size": ranks.size, "skipped": choice.skipped}
+        changed = run.changes(config, student)
+        if changed:
+            _say_changes(run, config, changed, opened)
+            entry["changed"] = {name: list(values) for name, values in changed.items()}
+            run.begin(config, student)
         resumed = [*resumed, entry]
     run.remove_leavings()
     if choice.is_best_lost:
@@ -175,6 +182,33 @@ def _begin_files(
     facts = _facts(config, student, opened, ranks)
     forced = list(dict.fromkeys([*old.get("forced", []), *forced]))
     run.write_facts(**facts, **opened.identity, forced=forced, resumed=resumed)
+
+
+def _say_changes(
+    run: Run, config: TrainConfig, changed: dict[str, tuple[object, object]], opened: "_Opened"
+) -> None:
+    """Say with what other settings the run goes on, and what more steps do to the rates."""
+    for name, (old, new) in changed.items():
+        logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
+    if "max_steps" in changed and config.schedule != "constant":
+        step, before = max(opened.begin.step, 1), run.begun_with()[0]
+        shares = [
+            lr_share(
+                step - 1,
+                each.max_steps,
+                schedule=config.schedule,
+                warmup_steps=config.warmup_steps,
+                min_ratio=config.min_lr_ratio,
+            )
+            for each in (before, config)
+        ]
+        logger.info(
+            "from here on the rates follow the %s schedule of %d steps: they were at %.2g of their "
+            "peak and go on at %.2g",
+            config.schedule,
+            config.max_steps,
+            *shares,
+        )
 
 
 class _Opened(NamedTuple):
@@ -244,6 +278,11 @@ def _open(
     resolved = check_dtype(divided)
     teacher = open_teacher(resolved, cache)
     begin = _prepare(model, resolved, choice.checkpoint, ranks)
+    if begin.step > config.max_steps:
+        raise ConfigError(
+            f"max_steps={config.max_steps}, but the run in {run.path} has taken {begin.step} "
+            "already, expected as many or more; raise --max-steps"
+        )
     if choice.is_best_lost:
         begin = begin._replace(best=math.inf)
     return _Opened(cache, choice, identity, tokenizer, model, resolved, teacher, begin)

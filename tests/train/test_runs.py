@@ -31,7 +31,7 @@ from qat.nn.step import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.resume import load_training_state
-from qat.train.run import Run
+from qat.train.run import FREE_TO_CHANGE, WHY_NOT, Run
 from qat.train.start import TrainReport, _two_digits, train_student
 
 
@@ -289,12 +289,14 @@ def test_a_cache_of_draws_alone_is_judged_by_them(place: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lr_scales": 0.5}, r"lr_scales=0.5, but the run in \S+ was begun with 0.001; resume it"),
         (
-            {"max_steps": 8},
-            "max_steps=8, but the run in .* was begun with 7; .*choose another",
+            {"lr_scales": 0.5},
+            r"lr_scales=0.5, but the run in \S+ was begun with 0.001: a run has one course",
         ),
-        ({"mlp_only": True}, "mlp_only=True, but the run in .* was begun with False"),
+        ({"max_steps": 6}, "max_steps=6, but the run in .* has taken 7 already, expected as many"),
+        ({"eval_sequences": 3}, "begun with 4: the best student is told by the same sequences"),
+        ({"seed": 3}, "begun with 0: it decides which sequences a step sees; resume it"),
+        ({"mlp_only": True}, "mlp_only=True, but the run in .* was begun with False: what learns"),
         ({"loss": "jsd"}, "loss='jsd', but the run in .* was begun with 'tail'"),
     ],
 )
@@ -306,6 +308,53 @@ def test_resuming_with_other_settings(place: Path, whole, values: dict, message:
         settings = config(place, max_steps=7, learn="weights,scales,codebook,norms")
         train_student(settings, "other", whole[0], resume=True)
     assert (whole[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_every_setting_may_change_or_has_a_reason_why_not() -> None:
+    named = {key for keys in WHY_NOT.values() for key in keys.split()} - {"student"}
+    others = {"trust_remote_code"}
+    assert named | FREE_TO_CHANGE | others == TrainConfig.model_fields.keys()
+    assert not named & FREE_TO_CHANGE
+
+
+def test_a_finished_run_takes_more_steps(place: Path, tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    same = {"schedule": "constant", "eval_every": 2, "save_every": 2}
+    long = tmp_path / "long", run(place, tmp_path / "long", max_steps=6, **same)
+    out = tmp_path / "run"
+    run(place, out, max_steps=4, **same)
+    report = run(place, out, resume=True, max_steps=6, **same)
+    assert_same_end(long, out, report)  # a constant rate knows no end
+    assert "goes on with max_steps=6 instead of 4" in caplog.text and "schedule" not in caplog.text
+    assert tomllib.loads((out / "recipe.toml").read_text())["train"]["max_steps"] == 6
+    (entry,) = json.loads((out / "run.json").read_text())["resumed"]
+    assert entry["step"] == 4 and entry["changed"] == {"max_steps": [4, 6]}
+
+
+def test_a_run_goes_on_with_more_steps_and_another_cadence(
+    place: Path, tmp_path: Path, whole, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    out, moved = tmp_path / "run", tmp_path / "cache"
+    shutil.copytree(whole[0], out)
+    shutil.copytree(place / "cache", moved)
+    shutil.copytree(place / "student", tmp_path / "student")
+    more = {"max_steps": 14, "eval_every": 5, "log_every": 2, "save_every": 4, "cache_dir": moved}
+    settings = config(place, learn="weights,scales,codebook,norms", **more)
+    settings = without_warm_up(settings)
+    assert settings.warmup_steps == 1
+    report = train_student(settings, str(tmp_path / "student"), out, resume=True)
+    assert report.steps == 14
+    said = "cosine schedule of 14 steps: they were at 0.1 of their peak and go on at 0.7"
+    assert said in caplog.text
+    steps = [m["step"] for m in read_json_lines(out / "metrics.jsonl") if m["step"] > 7]
+    assert steps == [8, 10, 10, 12, 14, 14]
+    recipe = tomllib.loads((out / "recipe.toml").read_text())["train"]
+    assert recipe["warmup_steps"] == 2 and recipe["student"] == str(tmp_path / "student")
+    # and on with the same, which changes nothing more
+    train_student(settings, str(tmp_path / "student"), out, resume=True)
+    entries = json.loads((out / "run.json").read_text())["resumed"]
+    assert ["changed" in entry for entry in entries] == [True, False]
 
 
 def test_how_many_checkpoints_to_keep_may_change(place: Path, tmp_path: Path, whole) -> None:
