@@ -1,5 +1,6 @@
 """`qat eval`: how far a student is from its teacher, in numbers."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,6 +49,8 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from qat.data.remote import open_cache
+
     table = Table("measure", title=Path(student).name, title_justify="left")
     if config.text is not None:
         table.caption = f"text: windows of {config.context}, stride {config.stride}"
@@ -55,7 +58,12 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
         table.add_column(side, justify="right")
     for row in _rows(verdict, config):
         table.add_row(*row[: len(table.columns)])
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if config.cache_dir is not None and config.teacher is None:
+        teacher = open_cache(config.cache_dir).manifest.teacher.name
+        words = f"for the teacher's numbers beside these: --teacher {shlex.quote(teacher)}"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:

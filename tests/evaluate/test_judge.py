@@ -72,6 +72,7 @@ def test_against_cache_teacher_and_text(place: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     for words in ("student", "teacher", "top-1 agreement", "windows of 32, stride 16"):
         assert words in out
+    assert "--teacher" not in out  # its numbers stand there
     assert 0 < numbers["kl_tail_nats"] < numbers["kl_nats"]
     assert numbers["kd_nats"] > 0 and 0 <= numbers["top1_frac"] <= 1
     assert numbers["ppl"] != numbers["teacher_ppl"]
@@ -109,6 +110,7 @@ def test_a_cache_of_draws_alone(place: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert numbers["kd_nats"] is None and numbers["sampled_ce_nats"] > 0
     assert "KD, nats" not in out
+    assert f"for the teacher's numbers beside these: --teacher {place}/teacher\n" in out
 
 
 def test_split_and_number_of_sequences_matter(place: Path) -> None:
