@@ -98,7 +98,8 @@ def _next(final: Path, config: "TrainConfig", facts: dict) -> list[list[str]]:
 
     teacher = facts.get("teacher")
     beside = ["--teacher", teacher] if teacher else []
-    to = "dense" if ships_to(final)["gguf"] else "gguf"
+    lacks = ships_to(final)
+    to = next((name for name in ("gguf", "dense") if lacks[name] is None), "packed")
     return [
         ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
         ["qat", "generate", str(final), "--prompt", config.sample_prompt],

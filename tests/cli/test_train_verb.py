@@ -10,8 +10,10 @@ import torch
 from cli_case import call
 from train_case import config, make_place
 
+from qat.cli.health import _next
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
+from qat.train.config import TrainConfig
 from qat.train.run import resolved
 from qat.train.start import train_student
 
@@ -164,3 +166,15 @@ def test_the_same_command_goes_on_where_the_machine_was_lost(
     assert call(monkeypatch, "train", place / "student", *words) == 0
     for name in ("metrics.jsonl", "recipe.toml", "best", "latest", "training.csv"):
         assert (out / name).read_bytes() == before[name]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "to"), [((), "gguf"), (("gguf",), "dense"), (("gguf", "dense"), "packed")]
+)
+def test_the_export_that_comes_next_holds_the_student(
+    lacking: tuple[str, ...], to: str, monkeypatch
+) -> None:
+    lacks = {name: "cannot" if name in lacking else None for name in ("gguf", "dense", "packed")}
+    monkeypatch.setattr("qat.export.targets.ships_to", lambda _: lacks)
+    *_, export = _next(Path("final"), TrainConfig(cache_dir="c"), {})
+    assert export == ["qat", "export", "final", "--to", to, "--out", f"final-{to}"]
