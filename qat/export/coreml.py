@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.parts import DTYPE_NAMES, exact, require, unquantized_state, write_config
+from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import FrozenLutTable
@@ -112,14 +113,15 @@ def write(
     from qat.export.coreml_graph import OPSET, decoder
 
     program = decoder(model.config, _weights(model, dtype), _rotary(model), NUMPY_DTYPES[dtype])
-    converted = ct.convert(
-        program,
-        convert_to="mlprogram",
-        minimum_deployment_target=OPSET,
-        compute_precision=ct.precision.FLOAT32,  # as the graph is: nothing is cast
-        pass_pipeline=ct.PassPipeline.EMPTY,
-        skip_model_load=True,
-    )
+    with quiet_transformers():
+        converted = ct.convert(
+            program,
+            convert_to="mlprogram",
+            minimum_deployment_target=OPSET,
+            compute_precision=ct.precision.FLOAT32,  # as the graph is: nothing is cast
+            pass_pipeline=ct.PassPipeline.EMPTY,
+            skip_model_load=True,
+        )
     converted.save(str(directory / FILE_NAME))
     write_config(model, tokenizer, directory, dtype=dtype, extra={})
 

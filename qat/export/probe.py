@@ -35,7 +35,7 @@ def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Ten
         reloaded = AutoModelForCausalLM.from_pretrained(
             directory, dtype=embedding_dtype(model), local_files_only=True
         )
-    return logits_of(reloaded.eval(), ids)
+        return logits_of(reloaded.eval(), ids)  # some decompress at the first call
 
 
 def logits_of_weights(

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
@@ -224,11 +225,16 @@ def is_packed(path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """A block without the progress bars of transformers, which outlive their work on a terminal."""
-    shown = hf_logging.is_progress_bar_enabled()
+    """A block without the progress bars of transformers and of what it calls.
+
+    They outlive their work on a terminal, and stand between the lines of a log elsewhere.
+    """
+    shown, begin = hf_logging.is_progress_bar_enabled(), tqdm.__init__
     hf_logging.disable_progress_bar()
+    tqdm.__init__ = lambda bar, *args, **given: begin(bar, *args, **{**given, "disable": True})
     try:
         yield
     finally:
+        tqdm.__init__ = begin
         if shown:
             hf_logging.enable_progress_bar()

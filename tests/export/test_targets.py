@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -100,11 +101,16 @@ def test_every_name_has_a_module() -> None:
 @pytest.mark.parametrize("to", SHIPPED)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_the_targets_library_reads_our_logits(
-    to: TargetName, dtype: str, students: dict[TargetName, Path], tmp_path: Path
+    to: TargetName,
+    dtype: str,
+    students: dict[TargetName, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     library(to)
     out = tmp_path / "out"
     report = export_model(str(students[to]), ExportConfig(to=to, dtype=dtype), out)
+    assert not re.search(r"\d+%\|", capfd.readouterr().err)  # no library's progress bar
     if load_target(to).SLACK == 0:
         assert report.logits_max_diff == 0
     assert report.logits_max_diff < (1e-4 if dtype == "fp32" or to != "coreml" else 1e-2)
