@@ -171,6 +171,19 @@ def test_snapped_weights_of_version_1(mode: str) -> None:
             imported(parts, 1, snapped=mode)
 
 
+def test_baked_weights_of_terms_that_cancel_may_be_summed_in_another_order() -> None:
+    parts = first_parts(torch.randn(O, I) * 0.2)
+    large = torch.rand(O, 1) * 300, torch.rand(1, I) + 0.5
+    parts["scale_A"] = torch.cat([large[0], parts["scale_A"], -large[0]], 1)
+    parts["scale_B"] = torch.cat([large[1], parts["scale_B"], large[1]], 0)
+    S = (parts["scale_A"].double() @ parts["scale_B"].double()).float()
+    level = even_lut(4)[torch.randint(4, (O, I))]
+    parts["weight"] = level * S
+    apart = (level * (parts["scale_A"] @ parts["scale_B"]) - parts["weight"]).abs().max()
+    assert apart > 2e-6 * parts["weight"].abs().max()  # more than one rounding of a weight
+    assert imported(parts, 1, snapped="baked").quantized.indices.shape == (O, I)
+
+
 @pytest.mark.parametrize("alpha", [None, 4.0, 3.0])
 def test_a_lora_is_kept(alpha: float | None) -> None:
     parts = second_parts(torch.randn(O, I), keep=("_indices",))
