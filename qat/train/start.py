@@ -190,17 +190,18 @@ def _say_changes(
     """Say with what other settings the run goes on, and what more steps do to the rates."""
     for name, (old, new) in changed.items():
         logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
-    if "max_steps" in changed and config.schedule != "constant":
-        step, before = max(opened.begin.step, 1), run.begun_with()[0]
+    is_constant = config.schedule == "constant"
+    if "max_steps" in changed and not is_constant and opened.begin.step < config.max_steps:
+        step, before = opened.begin.step, run.begun_with()[0].max_steps
         shares = [
             lr_share(
-                step - 1,
-                each.max_steps,
+                at,
+                of,
                 schedule=config.schedule,
                 warmup_steps=config.warmup_steps,
                 min_ratio=config.min_lr_ratio,
             )
-            for each in (before, config)
+            for at, of in ((max(0, step - 1), before), (step, config.max_steps))
         ]
         logger.info(
             "from here on the rates follow the %s schedule of %d steps: they were at %.2g of their "
