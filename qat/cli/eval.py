@@ -52,17 +52,25 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     from qat.data.remote import open_cache
 
     table = Table("measure", title=Path(student).name, title_justify="left")
+    captions = []
     if config.text is not None:
-        table.caption = f"text: windows of {config.context}, stride {config.stride}"
-    for side in ("student", "teacher") if config.teacher else ("student",):
+        captions.append(f"text: windows of {config.context}, stride {config.stride}")
+    has_teacher = config.teacher is not None or verdict.cached_teacher is not None
+    for side in ("student", "teacher") if has_teacher else ("student",):
         table.add_column(side, justify="right")
     for row in _rows(verdict, config):
         table.add_row(*row[: len(table.columns)])
+    if verdict.cached_teacher is not None and config.teacher is None:
+        outside = verdict.cached_teacher.labels_outside_frac
+        captions.append(
+            f"teacher: by the cache, at least; {outside:.1%} of the tokens lie outside its top K"
+        )
+    table.caption = "\n".join(captions)
     console = Console()
     console.print(table)
     if config.cache_dir is not None and config.teacher is None:
         teacher = open_cache(config.cache_dir).manifest.teacher.name
-        words = f"for the teacher's numbers beside these: --teacher {shlex.quote(teacher)}"
+        words = f"for the teacher's exact numbers beside these: --teacher {shlex.quote(teacher)}"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -81,11 +89,14 @@ def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:
         ("perplexity (text)", "text_ppl"),
         ("bits per byte (text)", "text_bits_per_byte"),
     ]
-    measured = [
-        (label, _number(found[name]), _number(found.get(f"teacher_{name}")))
-        for label, name in rows
-        if found[name] is not None
-    ]
+    # without the teacher itself, what the cache tells of it
+    floors = {"ppl": "teacher_ppl_floor", "sampled_ce_nats": "teacher_entropy_floor_nats"}
+    measured = []
+    for label, name in rows:
+        if found[name] is not None:
+            teacher = _number(found.get(f"teacher_{name}"))
+            floor = _number(found.get(floors.get(name, "")))
+            measured.append((label, _number(found[name]), teacher or (floor and f">= {floor}")))
     return measured + _task_rows(verdict)
 
 

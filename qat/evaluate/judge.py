@@ -8,9 +8,11 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import (
+    CachedTeacher,
     Divergence,
     ExactDivergence,
     cached_divergence,
+    cached_teacher,
     exact_divergence,
 )
 from qat.evaluate.judge_cache import check_fit, open_student, split_batches
@@ -26,6 +28,8 @@ class Verdict(NamedTuple):
 
     cached: Divergence | None
     """Against the cache."""
+    cached_teacher: CachedTeacher | None
+    """The teacher by what the cache holds of it."""
     exact: ExactDivergence | None
     """Against the teacher, on the cache's sequences, or on the text where there is no cache."""
     text: Perplexity | None
@@ -44,6 +48,7 @@ class Verdict(NamedTuple):
         """
         parts = [
             ("", Divergence, self.cached),
+            ("", CachedTeacher, self.cached_teacher),
             ("", ExactDivergence, self.exact),
             ("text_", Perplexity, self.text),
             ("teacher_text_", Perplexity, self.teacher_text),
@@ -77,6 +82,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
     batches = _batches(config, cache, text)
     return Verdict(
         cached=None if cache is None else cached_divergence(student, batches()),
+        cached_teacher=None if cache is None else cached_teacher(batches()),
         exact=None
         if teacher is None or not has_texts
         else exact_divergence(student, teacher, batches()),

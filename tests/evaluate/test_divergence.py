@@ -13,7 +13,7 @@ import qat.losses.targets
 from qat.data.batch import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate import divergence
-from qat.evaluate.divergence import cached_divergence, exact_divergence
+from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence
 from qat.evaluate.targets import to_targets
 from qat.models.language_model import LanguageModel
 
@@ -53,6 +53,34 @@ def test_to_targets_keeps_rows_in_order(teacher: LanguageModel) -> None:
     assert torch.equal(targets.topk_ids, batch.topk_ids.view(B * S, 4))
     assert targets.sample_ids.shape == (B * S, 3)
     assert NO_LABEL == qat.losses.targets.NO_LABEL, "two floors, one convention"
+
+
+@pytest.mark.parametrize("top_k", [VOCAB, 30])
+def test_the_teacher_by_its_cache_is_at_least_so_perplexed(
+    teacher: LanguageModel, top_k: int
+) -> None:
+    batches = [batch_from(teacher, top_k=top_k, seed=seed) for seed in range(2)]
+    actual = cached_teacher(batches)
+    exact = exact_divergence(teacher, teacher, batches)
+    rows = [logits_of(teacher, batch)[batch.mask.flatten()] for batch in batches]
+    log_p = torch.cat(rows).log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1).mean().item()
+    if top_k == VOCAB:
+        assert actual.teacher_ppl_floor == pytest.approx(exact.teacher_ppl, rel=1e-4)
+        assert actual.teacher_entropy_floor_nats == pytest.approx(entropy, rel=1e-4)
+        assert actual.labels_outside_frac == 0
+    else:
+        assert 1 < actual.teacher_ppl_floor < exact.teacher_ppl
+        assert 0 < actual.teacher_entropy_floor_nats < entropy
+        assert 0 < actual.labels_outside_frac < 1
+
+
+def test_a_cache_without_a_top_k_or_its_tail_tells_nothing_of_the_teacher(
+    teacher: LanguageModel,
+) -> None:
+    batch = batch_from(teacher, top_k=4, draws=3)
+    assert cached_teacher([batch._replace(tail_logprob=batch.tail_logprob * torch.nan)]) is None
+    assert cached_teacher([batch_from(teacher, top_k=0, draws=3)]) is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])

@@ -64,6 +64,19 @@ def settings(**values: object) -> EvalConfig:
     return EvalConfig(context=32, stride=16, device="cpu", dtype="fp32", **values)
 
 
+def test_the_cache_puts_its_teacher_beside_the_student(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(cache_dir=place / "cache")
+    numbers = evaluate(str(place / "student"), config=config)
+    out = capsys.readouterr().out
+    assert "teacher" in out and f">= {numbers['teacher_ppl_floor']:.4f}" in out
+    named = config.model_copy(update={"teacher": str(place / "teacher")})
+    both = evaluate(str(place / "student"), config=named)
+    assert 1 < both["teacher_ppl_floor"] < both["teacher_ppl"]
+    assert f" {both['teacher_ppl']:.4f}" in capsys.readouterr().out
+
+
 def test_against_cache_teacher_and_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings(
         cache_dir=place / "cache", teacher=str(place / "teacher"), text=place / "text.txt"
@@ -110,7 +123,7 @@ def test_a_cache_of_draws_alone(place: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert numbers["kd_nats"] is None and numbers["sampled_ce_nats"] > 0
     assert "KD, nats" not in out
-    assert f"for the teacher's numbers beside these: --teacher {place}/teacher\n" in out
+    assert f"for the teacher's exact numbers beside these: --teacher {place}/teacher\n" in out
 
 
 def test_split_and_number_of_sequences_matter(place: Path) -> None:
