@@ -45,9 +45,9 @@ EveryVerb = Annotated[T, _below("Every verb")]
 
 
 class Settings(BaseModel):
-    """Base of every typed configuration: immutable, and an unknown key is an error."""
+    """Base of every typed configuration: immutable, of finite numbers, without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str) -> Self:

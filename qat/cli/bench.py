@@ -15,6 +15,7 @@ from qat.cli.bench_record import record
 from qat.cli.bench_sweep import sweep
 from qat.cli.tables import wide_console
 from qat.config import OTHERS, Required
+from qat.losses.config import parse_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,6 +143,7 @@ def _checked(student: str, config: Measured, out: Path | None) -> Measured:
     from qat.bench.shapes import SHAPES, shape_called
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
+    parse_losses(config.loss)
     if "/" not in student and not Path(student).exists():
         shape_called(student)
     models = [] if student.lower() in SHAPES else [student]

@@ -12,6 +12,7 @@ from qat.cli.result import print_result
 from qat.config import Careful, Required
 from qat.errors import QatError
 from qat.logs import RECIPE
+from qat.losses.config import parse_losses
 from qat.track.config import TrackConfig
 from qat.train.config import TrainConfig
 
@@ -51,6 +52,7 @@ def train(
     """
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
+    parse_losses(config.loss)
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
     if config.teacher is None:
         config = with_fitting_loss(config, config.cache_dir)

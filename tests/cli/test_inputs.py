@@ -13,6 +13,10 @@ MODEL = "checkpoints/tiny-qwen3"
 WRONG = [
     ("train none --cache-dir {tmp} --out {tmp}/r", "holds no manifest.json"),
     (f"train {MODEL} --cache-dir none --out {{tmp}}/r", "none is no directory, expected a teacher"),
+    (f"train {MODEL} --cache-dir none --out {{tmp}}/r --lr inf", "lr='inf': Input should be a fin"),
+    (f"train {MODEL} --cache-dir none --out {{tmp}}/r --loss tial", "no loss called 'tial'"),
+    ("bench tiny --loss tial", "no loss called 'tial'"),
+    ("generate none --temperature nan", "temperature='nan': Input should be"),
     (f"train {MODEL} --cache-dir none --out {{file}}", "is a file, expected a directory"),
     (f"train {MODEL} --cache-dir none --out {{file}}/r", "text.txt is a file; expected a direct"),
     (f"cache --teacher {MODEL} --data none.jsonl", "data=none.jsonl is no file or directory"),
