@@ -51,7 +51,9 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
 
     from qat.data.remote import open_cache
 
-    table = Table("measure", title=Path(student).name, title_justify="left")
+    name, tokens = Path(student).name, verdict.numbers()["num_tokens"]
+    title = name if tokens is None else f"{name}, over {tokens:,} tokens"
+    table = Table("measure", title=title, title_justify="left")
     captions = []
     if config.text is not None:
         captions.append(f"text: windows of {config.context}, stride {config.stride}")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PLAN, PACKED = "q2a4", ("packed",)
 STAGES = ("cache", "convert", "train", "eval", "export")
+PLACES = {"convert": "converted", "train": "trained"}
+"""Directories that are not called as their stage."""
 FOUND = {
     "cache": {"teacher", "data"},
     "convert": {"source", "for"},
@@ -151,7 +153,8 @@ class Road:
                     f"[{stage}] {taken[0]} is for 'qat run' itself to say, expected other keys; "
                     "drop it"
                 )
-            before = pipeline.recorded.get(stage, {}) if stage in self.done else {}
+            is_begun = stage in self.done or (pipeline.out / PLACES.get(stage, stage)).exists()
+            before = pipeline.recorded.get(stage, {}) if is_begun else {}
             self.tables[stage] = before | table | flags[stage]
         if not {"to", "bits_budget", "attention"} & self.tables["convert"].keys():
             self.tables["convert"]["to"] = DEFAULT_PLAN
@@ -188,8 +191,8 @@ class Road:
         """Whether a stage has made all, or of several things the first."""
         if stage == "eval":
             return bool(self.pipeline.exams())
-        places = {"convert": "converted", "train": "trained", "export": f"export/{self.targets[0]}"}
-        return self.pipeline.is_done(stage, places.get(stage, stage))
+        place = f"export/{self.targets[0]}" if stage == "export" else PLACES.get(stage, stage)
+        return self.pipeline.is_done(stage, place)
 
     def _check_what_it_is_of(self) -> None:
         """Refuse another model or text than what is done was made of."""

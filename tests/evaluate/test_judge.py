@@ -8,6 +8,8 @@ from cache_case import texts
 from cyclopts import App
 from quantized import SPECS, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
+from train_case import config as train_config
+from train_case import make_place
 
 from qat.backend.device import DTYPES
 from qat.cli.cache import cache
@@ -25,6 +27,7 @@ from qat.models.checkpoint import save_checkpoint
 from qat.models.decode_step import DecodeStep
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears, release_weights
+from qat.train.start import train_student
 
 TEXT = "the cat sat on the mat and the dog saw the cat. "
 
@@ -195,3 +198,13 @@ def test_a_decoder_speaks_where_it_fits(place: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(open_speaker(source, device="cpu", dtype="fp32")[0], LanguageModel)
     monkeypatch.setattr(Decoder, "fits", staticmethod(DecodeStep.fits))
     assert isinstance(open_speaker(source, device="cpu", dtype="fp32")[0], Decoder)
+
+
+def test_a_run_s_best_score_is_what_eval_finds_on_the_same_sequences(tmp_path: Path) -> None:
+    place = make_place(tmp_path)
+    report = train_student(
+        train_config(place), str(place / "student"), tmp_path / "run", resume=False
+    )
+    same = EvalConfig(cache_dir=place / "cache", max_sequences=4, dtype="fp32", device="cpu")
+    found = judge(str(report.final), same).numbers()
+    assert found["kl_tail_nats"] == pytest.approx(report.best, rel=1e-5)
