@@ -107,7 +107,9 @@ def _batches(
     """What divergences are measured on: each call starts anew."""
     if cache is not None:
         return lambda: split_batches(cache, config.split, config.batch_size, config.max_sequences)
-    return lambda: text_batches(text.ids, config.context, config.stride, config.batch_size)
+    return lambda: text_batches(
+        text.ids, config.context, config.stride, config.batch_size, begin=text.begin
+    )
 
 
 def _on_text(

@@ -34,7 +34,7 @@ def text_perplexity(
         ConfigError: `context` is beyond the model's positions, or `stride` not below `context`.
     """
     check_context(model, context)
-    batches = text_batches(text.ids, context, stride, batch_size)
+    batches = text_batches(text.ids, context, stride, batch_size, begin=text.begin)
     judged = cached_divergence(model, batches)
     nats = math.log(judged.ppl)
     bits = nats * judged.num_tokens / math.log(2)

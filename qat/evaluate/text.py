@@ -26,6 +26,8 @@ class Text(NamedTuple):
     """`(N,)` int64, with the tokens that the tokenizer puts around a text."""
     num_bytes: int
     """Length in UTF-8."""
+    begin: int | None = None
+    """`qat.data.text.begin_token`, which `ids` then begin with."""
 
 
 class Window(NamedTuple):
@@ -52,10 +54,13 @@ def read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
         raise DataError(
             f"{path}: byte {error.start} is not UTF-8; expected a UTF-8 text file; convert it first"
         ) from None
-    ids = torch.tensor(tokenizer(content, verbose=False)["input_ids"], dtype=torch.int64)
+    ids, begin = tokenizer(content, verbose=False)["input_ids"], begin_token(tokenizer)
+    if begin is not None and ids[:1] != [begin]:
+        ids = [begin, *ids]
+    ids = torch.tensor(ids, dtype=torch.int64)
     if len(ids) < 2:
         raise DataError(f"{path}: holds {len(ids)} tokens; expected at least 2; give a longer text")
-    return Text(ids, len(content.encode()))
+    return Text(ids, len(content.encode()), begin)
 
 
 def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
@@ -79,7 +84,9 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     return found
 
 
-def text_batches(ids: Tensor, context: int, stride: int, batch_size: int) -> Iterator[Batch]:
+def text_batches(
+    ids: Tensor, context: int, stride: int, batch_size: int, *, begin: int | None = None
+) -> Iterator[Batch]:
     """The windows of a text as batches without a teacher's word, with a progress bar.
 
     The mask is true where a window's prediction is scored.
@@ -89,6 +96,8 @@ def text_batches(ids: Tensor, context: int, stride: int, batch_size: int) -> Ite
         context: tokens in a window.
         stride: tokens from one window to the next, below `context`.
         batch_size: windows in a batch.
+        begin: takes the place of each window's first token, which is never scored: models that
+            learned with it are at a loss without it.
 
     Raises:
         ConfigError: `stride` is not less than `context`.
@@ -99,12 +108,14 @@ def text_batches(ids: Tensor, context: int, stride: int, batch_size: int) -> Ite
     groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
     with progress("judging on the text", len(spans), "windows") as ticker:
         for group in [*groups, last]:
-            yield _window_batch(ids, group)
+            yield _window_batch(ids, group, begin)
             ticker.advance(len(group))
 
 
-def _window_batch(ids: Tensor, group: list[Window]) -> Batch:
+def _window_batch(ids: Tensor, group: list[Window], begin: int | None) -> Batch:
     input_ids = torch.stack([ids[window.begin : window.end] for window in group])
+    if begin is not None:
+        input_ids[:, 0] = begin
     B, S = input_ids.shape
     position_ids = torch.arange(S).expand(B, S)
     labels = torch.cat([input_ids[:, 1:], torch.full((B, 1), NO_LABEL)], dim=1)

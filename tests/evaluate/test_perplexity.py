@@ -89,6 +89,19 @@ def test_read_text(tmp_path: Path) -> None:
     assert tiny_tokenizer().decode(text.ids) == "the cat s\u00e4t on the mat"
 
 
+def test_each_window_begins_with_the_token_for_it(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "text.txt", tiny_tokenizer()
+    path.write_text("the cat sat on the mat and the dog saw the cat", encoding="utf-8")
+    plain = read_text(path, tokenizer)
+    tokenizer.bos_token = "<|system|>"
+    text = read_text(path, tokenizer)
+    assert text.ids.tolist() == [tokenizer.bos_token_id, *plain.ids.tolist()]
+    batches = list(text_batches(text.ids, 6, 3, batch_size=2, begin=text.begin))
+    assert all((batch.input_ids[:, 0] == tokenizer.bos_token_id).all() for batch in batches)
+    scored = torch.cat([batch.labels[batch.mask] for batch in batches])
+    assert torch.equal(scored, plain.ids), "each token of the text once"
+
+
 def test_read_text_refuses(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none.txt: No such file.*check --text"):
         read_text(tmp_path / "none.txt", tiny_tokenizer())
