@@ -100,7 +100,7 @@ def test_of_a_run_the_student_is_pushed_and_the_rest_on_request(
         assert call(monkeypatch, "push", "runs/q2", "folder", "--force", *words) == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found["add"].startswith("qat hub add q2 --kind checkpoint")
-        out = tmp_path / "out"
+        out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
         assert call(monkeypatch, "unpack", "folder/q2.tar.lz4", "--out", str(out), "--force") == 0
         assert sha256_tree(out) == found["tree_sha256"]
         capsys.readouterr()
