@@ -5,7 +5,7 @@ It is measured once, by `qat eval`, and written to `eval.json`: whoever shows it
 
 from collections.abc import Mapping
 
-COLUMNS = ("", "KD", "KL", "top-1", "perplexity", "bits/weight", "of all", "MB")
+COLUMNS = ("", "KD", "KL", "top-1", "perplexity", "bits", "of all", "MB")
 KEYS = {
     "kd_nats": 4,
     "kl_nats": 4,
