@@ -8,6 +8,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -23,6 +24,8 @@ STRAY = (
 DELIMITERS = ",;\t"
 LONGEST_CELL = 2**30
 """Characters; the csv module takes 131,072 unless told, which a book exceeds."""
+LONGEST_PIECE = 4000
+"""Characters of a piece, where a file that is one document is cut: about a thousand tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,8 @@ def is_text_file(path: Path) -> bool:
 def file_rows(path: Path) -> Rows:
     """The rows of a file; of a text file, its documents, each as the row's `text`.
 
-    A text is split at `<|endoftext|>` if it holds that, else at blank lines. Rows count from 1.
+    A text is split at `<|endoftext|>` if it holds that, else at blank lines; one that holds neither
+    is cut into pieces of at most `LONGEST_PIECE` characters. Rows count from 1.
 
     Raises:
         DataError: its kind is unknown, or, on reading, it is not what its name says.
@@ -58,11 +62,13 @@ def file_rows(path: Path) -> Rows:
     reader = READERS.get(_suffix(path))
     if reader is None:
         raise DataError(f"{path} ends in {path.suffix!r}, expected {EXPECTED}; convert it")
-    return reader(path)
+    rows = reader(path)
+    return _cut_if_alone(rows) if reader is _text_rows else rows
 
 
 def directory_rows(directory: Path) -> Rows:
-    """The rows of all files below a directory, in sorted order.
+    """The rows of all files below a directory, in sorted order; a text is cut as by `file_rows`
+    if it is the only file.
 
     Hidden files are not read, nor those called README, LICENSE, SOURCE or the like beside others:
     a log line names them.
@@ -80,11 +86,18 @@ def directory_rows(directory: Path) -> Rows:
     if not found:
         raise DataError(f"{directory} holds no {EXPECTED} file; name a file or directory")
     stray = [path for path in found if path.name.partition(".")[0].lower() in STRAY]
-    if len(stray) in (0, len(found)):
-        return chain.from_iterable(map(file_rows, found))
-    names = ", ".join(str(path.relative_to(directory)) for path in stray)
+    if len(stray) not in (0, len(found)):
+        _tell_left_out(directory, ", ".join(str(path.relative_to(directory)) for path in stray))
+        found = [path for path in found if path not in stray]
+    if len(found) == 1:
+        return file_rows(found[0])
+    return chain.from_iterable(READERS[_suffix(path)](path) for path in found)
+
+
+@cache
+def _tell_left_out(directory: Path, names: str) -> None:
+    """Say it once, however often a verb opens the directory."""
     logger.info("not read in %s: %s; to learn it, name the file itself", directory, names)
-    return chain.from_iterable(file_rows(path) for path in found if path not in stray)
 
 
 def _text_rows(path: Path) -> Rows:
@@ -94,6 +107,31 @@ def _text_rows(path: Path) -> Rows:
     documents = (part.strip() for part in text.split(separator))
     for number, document in enumerate(filter(None, documents), start=1):
         yield Place(str(path), number), {"text": document}
+
+
+def _cut_if_alone(rows: Rows) -> Rows:
+    """The rows; the only one in pieces, so that some can be kept away from training."""
+    first, second = next(rows, None), next(rows, None)
+    if first is None:
+        return
+    if second is not None:
+        yield from chain([first, second], rows)
+        return
+    place, row = first
+    for number, piece in enumerate(_pieces(row["text"]), start=1):
+        yield place._replace(row=number), {"text": piece}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut at its blank lines, else at its lines' ends, else between words."""
+    begin = 0
+    while len(text) - begin > LONGEST_PIECE:
+        half, limit = begin + LONGEST_PIECE // 2, begin + LONGEST_PIECE
+        ends = (text.rfind(mark, half, limit) for mark in ("\n\n", "\n", " "))
+        end = next((end for end in ends if end > 0), limit)
+        yield text[begin:end].strip()
+        begin = end
+    yield text[begin:].strip()
 
 
 def _json_lines(path: Path) -> Rows:

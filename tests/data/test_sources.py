@@ -70,6 +70,27 @@ def test_text_files_split_at_blank_lines_or_at_their_separator(tmp_path: Path) -
     assert documents(write(tmp_path / "b.txt", stories)) == ["a\n\nb", "c"]
 
 
+@pytest.mark.parametrize("mark", ["\n", " ", "\n\n"])
+def test_a_long_text_that_is_alone_is_cut(tmp_path: Path, mark: str) -> None:
+    lines = [f"{number}:1 And it came to pass on day {number}," for number in range(1000)]
+    end = "<|endoftext|>" if mark == "\n\n" else ""
+    data = write(tmp_path / "a.txt", mark.join(lines) + end)
+    found = documents(data)
+    assert len(found) > 5 and all(1000 < len(text) <= 4000 for text in found[:-1])
+    assert mark.join(found) == mark.join(lines), "nothing is lost"
+    assert documents(str(tmp_path)) == found, "also the only file of a directory"
+    write(tmp_path / "b.txt", "a short one")
+    assert len(documents(str(tmp_path))) == 2, "beside others a file is what its author made it"
+
+
+def test_a_short_or_a_parted_text_is_not_cut(tmp_path: Path) -> None:
+    assert documents(write(tmp_path / "a.txt", "one line\nand another")) == [
+        "one line\nand another"
+    ]
+    long = "\n".join(["a line"] * 2000)
+    assert documents(write(tmp_path / "a.txt", f"{long}\n\ntwo")) == [long, "two"]
+
+
 def test_directories_are_read_in_sorted_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub" / "z.txt", "last")
@@ -154,7 +175,8 @@ def test_files_about_the_data_are_not_read(
     write(tmp_path / "SOURCE.txt", "from elsewhere")
     write(tmp_path / "rows.json", [ALPACA])
     assert len(documents(str(tmp_path))) == 1
-    assert "README.md, SOURCE.txt" in caplog.text
+    documents(str(tmp_path))
+    assert caplog.text.count("README.md, SOURCE.txt") == 1, "once, however often it is opened"
     (tmp_path / "rows.json").unlink()
     assert documents(str(tmp_path)) == ["about the rows", "from elsewhere"]
 
