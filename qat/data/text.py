@@ -66,6 +66,13 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return begin if is_put or begin != tokenizer.eos_token_id else None
 
 
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a plain text with what the tokenizer adds, begun by `begin_token`."""
+    return _begun(
+        Tokens(tokenizer(text, verbose=False)["input_ids"], None), begin_token(tokenizer)
+    ).ids
+
+
 class Tokens(NamedTuple):
     """One text as a tokenizer writes it."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from qat.backend.device import on
+from qat.data.text import text_ids
 from qat.errors import ConfigError
 from qat.evaluate.decode import Decoder, Sampling, until_end
 from qat.evaluate.divergence import judging
@@ -151,7 +152,8 @@ def _ends(config: GenerationConfig) -> set[int]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:
-    """Token ids `(1, N)` of a prompt, in the chat template unless there is none or `raw` is set.
+    """Token ids `(1, N)` of a prompt, in the chat template unless there is none or `raw` is set:
+    then it begins as plain text does in a cache, with `qat.data.text.begin_token`.
 
     Raises:
         ConfigError: the prompt holds no token.
@@ -162,7 +164,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool 
         )
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     else:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = text_ids(prompt, tokenizer)
     if not ids:
         raise ConfigError(
             f"prompt={prompt!r} holds no token; expected something to continue; use --prompt TEXT"

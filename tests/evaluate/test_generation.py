@@ -67,6 +67,9 @@ def test_the_prompt_is_a_users_message_unless_raw() -> None:
     assert tokenizer.decode(encode_prompt(tokenizer, PROMPT)[0]) == PROMPT
     with pytest.raises(ConfigError, match="prompt='' holds no token"):
         encode_prompt(tokenizer, "")
+    tokenizer.bos_token = "<|system|>"
+    begun = [tokenizer.bos_token_id, *tokenizer(PROMPT).input_ids]
+    assert encode_prompt(tokenizer, PROMPT, raw=True).tolist() == [begun]
 
 
 def test_generation_stops_at_the_end_token(model: LanguageModel) -> None:
