@@ -217,8 +217,8 @@ def read_student(root: Path) -> str:
 def read_run(config: TrainConfig, student: str, root: Path) -> str:
     """What a run goes on from: a hash of all that the trainer and the student hold."""
     run = Run(root)
-    choice = start._chosen(config, student, run, resume=True, ranks=ALONE)
-    opened = start._open(config, student, run, choice=choice, ranks=ALONE)
+    choice = start._chosen(config, student, run, resume=True, begins_anew=False, ranks=ALONE)
+    opened = start._open(config, student, run, choice=choice, ranks=ALONE, loaded=None)
     begin = opened.begin
     run.forget_after(begin.step)
     tensors = [*begin.optimizer.state().values(), *opened.model.model.state_dict().values()]

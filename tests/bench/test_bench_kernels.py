@@ -270,7 +270,7 @@ def test_tuning_on_a_gpu_writes_the_table_and_the_figures(tmp_path, monkeypatch)
     """As far as a CPU can tell: the report is a tuned one's."""
     tables: Mapping = {"command": "qat bench kernels", "commit": "0", "device": "cpu"}
     report = module.KernelsReport(tmp_path, [], RATES, "", [tuned_by(Stops(2))])
-    assert report.worst_ratio > 1
+    assert report.worst_ratio >= 1
     record_figures(tmp_path / "new" / "figures.jsonl", report.figures(), tables)
     (line,) = [json.loads(x) for x in (tmp_path / "new" / "figures.jsonl").read_text().splitlines()]
     assert line["figure"] == "autotune_worst_ratio" and line["goal"] == ">= 1.0"
