@@ -1,8 +1,10 @@
 """`qat convert`: float weights to look-up tables, or to smaller ones; dense attention to sparse."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, Token
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from qat.models.bits_budget import BudgetReport
-    from qat.models.quantize import QuantizeReport
+    from qat.models.quantize import ModuleReport, QuantizeReport
     from qat.models.shipping import Shipping
 
 MUCH_OF_A_FILE = 0.3
@@ -148,18 +150,24 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     bits = "nothing quantized" if math.isnan(report.bits_per_weight) else bits
     whole = f"{report.whole_bits_per_weight:.3f} over the whole file ({report.megabytes:.1f} MB)"
     title = f"{report.plan}: {bits}, {whole}, {report.seconds:.1f} s"
-    table = Table("linear", "format", "bits/weight", "error", "output error", "s", title=title)
-    for module in report.modules:
-        scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
-        scale += " s8" if module.scale_bits == 8 else ""
-        output_error = "" if module.weighted_error is None else f"{module.weighted_error:.4f}"
+    console.print(title, highlight=False, soft_wrap=True)
+    table = Table(caption="error: the mean over layers; each weight's is in convert_report.json")
+    table.add_column("weights", no_wrap=True)
+    has_outputs = any(module.weighted_error is not None for module in report.modules)
+    for name in ("", "format", "bits", "error", *["of outputs"] * has_outputs, "largest"):
+        table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    for (name, form), alike in _kinds(report.modules).items():
+        outputs = [m.weighted_error for m in alike if m.weighted_error is not None]
+        worst = max(alike, key=lambda module: module.weighted_error or module.relative_error)
+        places = re.findall(r"\.(\d+)\.", worst.name)
         table.add_row(
-            module.name.removeprefix("model.layers."),
-            f"{module.codebook}{module.bits} {scale}",
-            f"{module.bits_per_weight:.3f}",
-            f"{module.relative_error:.4f}",
-            output_error,
-            f"{module.seconds:.1f}",
+            name,
+            str(len(alike)),
+            form,
+            f"{fmean(module.bits_per_weight for module in alike):.3f}",
+            f"{fmean(module.relative_error for module in alike):.4f}",
+            *([f"{fmean(outputs):.4f}" if outputs else ""] if has_outputs else []),
+            f"in layer {places[0]}" if places else "",
         )
     if report.modules:
         console.print(table)
@@ -178,6 +186,17 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
             table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))
         console.print(table)
+
+
+def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[ModuleReport]]":
+    """The modules by what they are in their layer and by format: one of each in every layer."""
+    kinds: dict[tuple[str, str], list[ModuleReport]] = {}
+    for module in modules:
+        scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
+        scale += " s8" if module.scale_bits == 8 else ""
+        name = re.sub(r"^.*\.\d+\.", "", module.name)
+        kinds.setdefault((name, f"{module.codebook}{module.bits} {scale}"), []).append(module)
+    return kinds
 
 
 def _show_budget(budget: "BudgetReport", console: "Console") -> None:
