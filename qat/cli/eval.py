@@ -27,6 +27,8 @@ def evaluate(
         config: settings.
     """
     from qat.cli.inputs import check_inputs
+    from qat.data.sources import check_source
+    from qat.data.text_files import holds_rows
 
     config.check_named()
     check_inputs(
@@ -35,6 +37,8 @@ def evaluate(
         texts=[config.text],
         folders=[config.tasks_dir],
     )
+    if config.text is not None and holds_rows(config.text):
+        check_source(str(config.text), config.format, config.text_field)
     from qat.backend.device import select
     from qat.evaluate.judge import judge
 

@@ -11,12 +11,28 @@ from qat.errors import ConfigError
 DataFormat = Literal["auto", "plain", "alpaca", "pairs", "messages", "sharegpt"]
 Thinking = Literal["false", "true", "both", "none", "all"]
 Targets = Literal["assistant", "all"]
+AnyTargets = Literal["auto", "assistant", "all"]
 
 
 Location = Annotated[
     str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)
 ]
 """A directory, or an address such as s3://bucket/name."""
+
+
+def chosen_targets(targets: AnyTargets, data_format: DataFormat, data: str) -> Targets:
+    """Whose tokens count in data that was read as `data_format`; `auto` is settled.
+
+    Raises:
+        ConfigError: assistants alone are to count in plain text.
+    """
+    if data_format == "plain" and targets == "assistant":
+        raise ConfigError(
+            f"targets=assistant, but {data} is plain text, expected chats; drop --targets"
+        )
+    if targets == "auto":
+        return "all" if data_format == "plain" else "assistant"
+    return targets
 
 
 class CacheSettings(Settings):
@@ -68,7 +84,7 @@ class CacheSettings(Settings):
 class CacheConfig(CacheSettings, DeviceSettings):
     """Flags of `qat cache`."""
 
-    targets: Text[Literal["auto", "assistant", "all"]] = "auto"
+    targets: Text[AnyTargets] = "auto"
     """Whose tokens count: in chats those that assistants say, with the token that ends their turn,
     or all; auto is assistant for chats, all for plain text."""
 
@@ -89,14 +105,7 @@ class CacheConfig(CacheSettings, DeviceSettings):
         Raises:
             ConfigError: assistants alone are to count in plain text.
         """
-        targets = self.targets
-        if data_format == "plain" and targets == "assistant":
-            raise ConfigError(
-                f"targets=assistant, but data={self.data} is plain text, expected chats; "
-                "drop --targets"
-            )
-        if targets == "auto":
-            targets = "all" if data_format == "plain" else "assistant"
+        targets = chosen_targets(self.targets, data_format, f"data={self.data}")
         values = {name: getattr(self, name) for name in CacheSettings.model_fields}
         return CacheSettings(**values | {"format": data_format, "targets": targets})
 

@@ -50,6 +50,21 @@ def is_text_file(path: Path) -> bool:
     return _suffix(path) in READERS
 
 
+def holds_rows(path: Path) -> bool:
+    """Whether the name ends as a file of rows, each of them a document; any other is one text."""
+    return READERS.get(_suffix(path), _text_rows) is not _text_rows
+
+
+def whole_text(path: Path) -> str:
+    """All of a text file as it is.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    with _opened(path) as file:
+        return file.read()
+
+
 def file_rows(path: Path) -> Rows:
     """The rows of a file; of a text file, its documents, each as the row's `text`.
 
@@ -101,8 +116,7 @@ def _tell_left_out(directory: Path, names: str) -> None:
 
 
 def _text_rows(path: Path) -> Rows:
-    with _opened(path) as file:
-        text = file.read()
+    text = whole_text(path)
     separator = SEPARATOR if SEPARATOR in text else "\n\n"
     documents = (part.strip() for part in text.split(separator))
     for number, document in enumerate(filter(None, documents), start=1):
@@ -141,8 +155,7 @@ def _json_lines(path: Path) -> Rows:
 
 def _json_list(path: Path) -> Rows:
     """The rows of a list; of a file that says .json and holds a row a line, those."""
-    with _opened(path) as file:
-        text = file.read()
+    text = whole_text(path)
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:

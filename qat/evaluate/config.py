@@ -6,7 +6,8 @@ from typing import Literal
 from pydantic import Field
 
 from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Speed
-from qat.data.config import Location
+from qat.config import Text as OfText
+from qat.data.config import AnyTargets, DataFormat, Location, Thinking
 from qat.errors import ConfigError
 
 
@@ -18,7 +19,16 @@ class EvalConfig(DeviceSettings):
     teacher: Judged[str | None] = None
     """Teacher, directory or hub id: exact KL and its own perplexity, on the cache or the text."""
     text: Judged[Path | None] = None
-    """UTF-8 text file for sliding-window perplexity."""
+    """UTF-8 text file, or a file of chats or other rows, for sliding-window perplexity."""
+    format: OfText[DataFormat] = "auto"
+    """What a row of the text file holds; `auto` looks at the fields of the first row."""
+    text_field: OfText[str] = "text"
+    """Field of a `plain` row that holds the text."""
+    thinking: OfText[Thinking] = "false"
+    """How chats are rendered: without thinking, with, both, without template (none), all three."""
+    targets: OfText[AnyTargets] = "auto"
+    """Whose tokens count: in chats those that assistants say, with the token that ends their turn,
+    or all; auto is assistant for chats, all for plain text."""
     tasks: Judged[str | None] = None
     """Tasks of lm-eval, joined by commas: arc_easy,hellaswag,... (needs the extra eval)."""
     tasks_dir: Judged[Path | None] = None

@@ -72,7 +72,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
     tasks = None if config.tasks is None else Tasks(config)
     cache = None if config.cache_dir is None else open_cache(config.cache_dir)
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)
-    text = None if config.text is None else read_text(config.text, tokenizer)
+    text = None if config.text is None else read_text(config, tokenizer)
     if cache is not None:
         check_fit(cache, student, tokenizer)
     if text is not None:
@@ -107,9 +107,7 @@ def _batches(
     """What divergences are measured on: each call starts anew."""
     if cache is not None:
         return lambda: split_batches(cache, config.split, config.batch_size, config.max_sequences)
-    return lambda: text_batches(
-        text.ids, config.context, config.stride, config.batch_size, begin=text.begin
-    )
+    return lambda: text_batches(text, config.context, config.stride, config.batch_size)
 
 
 def _on_text(

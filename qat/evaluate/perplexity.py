@@ -13,13 +13,14 @@ class Perplexity(NamedTuple):
     """How surprised a model is by a text."""
 
     num_tokens: int
-    """Tokens scored: all but the first."""
+    """Tokens scored: all but the first of a text; of chats, what assistants say."""
     nats_per_token: float
     """Mean of `-log q` of the tokens scored."""
     ppl: float
     """`exp(nats_per_token)`; depends on the tokenizer."""
     bits_per_byte: float
-    """Bits spent on the tokens scored, over the bytes of the whole text: free of the tokenizer."""
+    """Bits spent on the tokens scored, over the bytes of the text that counts: free of the
+    tokenizer."""
 
 
 def text_perplexity(
@@ -34,7 +35,7 @@ def text_perplexity(
         ConfigError: `context` is beyond the model's positions, or `stride` not below `context`.
     """
     check_context(model, context)
-    batches = text_batches(text.ids, context, stride, batch_size, begin=text.begin)
+    batches = text_batches(text, context, stride, batch_size)
     judged = cached_divergence(model, batches)
     nats = math.log(judged.ppl)
     bits = nats * judged.num_tokens / math.log(2)

@@ -1,33 +1,42 @@
 """A text as batches: of overlapping windows, each token scored once, or packed as in a cache.
 
-Shapes: N tokens of the text, B windows, S tokens in a window.
+Shapes: N tokens of a document, B windows, S tokens in a window.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from qat.data import packing
 from qat.data.batch import NO_LABEL, Batch
-from qat.data.chat import Document, render
-from qat.data.text import begin_token, encode, end_token
+from qat.data.chat import Document, Rendering, render
+from qat.data.config import chosen_targets
+from qat.data.sources import open_source
+from qat.data.text import Tokens, begin_token, encode, end_token, text_ids
+from qat.data.text_files import holds_rows, whole_text
 from qat.errors import ConfigError, DataError
+from qat.evaluate.config import EvalConfig
 from qat.logs import progress
+
+logger = logging.getLogger(__name__)
 
 
 class Text(NamedTuple):
-    """A text as a tokenizer sees it."""
+    """Documents as a tokenizer sees them: a whole text file is one, each row of others is one."""
 
-    ids: Tensor
-    """`(N,)` int64, with the tokens that the tokenizer puts around a text."""
+    documents: list[Tokens]
+    """With the tokens that the tokenizer or the chat template puts around a text; a row also with
+    the end token, as in a cache."""
     num_bytes: int
-    """Length in UTF-8."""
+    """Length in UTF-8; of chats, where assistants alone count, that of what they say."""
     begin: int | None = None
-    """`qat.data.text.begin_token`, which `ids` then begin with."""
+    """`qat.data.text.begin_token`."""
 
 
 class Window(NamedTuple):
@@ -38,29 +47,63 @@ class Window(NamedTuple):
     first_scored: int
 
 
-def read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Read and tokenize a UTF-8 file.
+def read_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Read and tokenize the text file: rows as `qat cache` does, any other file as one text.
 
     Raises:
-        DataError: no such file, not UTF-8, or fewer than two tokens.
+        DataError: no such file, not UTF-8, a row that is not as it should be, or nothing to score.
+        ConfigError: assistants alone are to count in plain text, or chats need a template.
     """
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
+    if holds_rows(config.text):
+        text = _rows_text(config, tokenizer)
+    else:
+        chosen_targets(config.targets, "plain", f"text={config.text}")
+        content = whole_text(config.text)
+        tokens = Tokens(text_ids(content, tokenizer), None)
+        text = Text([tokens], len(content.encode()), begin_token(tokenizer))
+    if not any(_targets(tokens)[1:].any() for tokens in text.documents):
+        count = sum(len(tokens.ids) for tokens in text.documents)
         raise DataError(
-            f"{path}: {error.strerror}; expected a UTF-8 text file; check --text"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: byte {error.start} is not UTF-8; expected a UTF-8 text file; convert it first"
-        ) from None
-    ids, begin = tokenizer(content, verbose=False)["input_ids"], begin_token(tokenizer)
-    if begin is not None and ids[:1] != [begin]:
-        ids = [begin, *ids]
-    ids = torch.tensor(ids, dtype=torch.int64)
-    if len(ids) < 2:
-        raise DataError(f"{path}: holds {len(ids)} tokens; expected at least 2; give a longer text")
-    return Text(ids, len(content.encode()), begin)
+            f"{config.text}: holds {count} tokens, and none that counts behind another one; "
+            "expected at least 2; give a longer text"
+        )
+    return text
+
+
+def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
+    source = open_source(str(config.text), config.format, config.text_field)
+    targets = chosen_targets(config.targets, source.format, f"text={config.text}")
+    rendered = (
+        render(document, tokenizer, config.thinking, targets) for document in source.documents
+    )
+    renderings = list(chain.from_iterable(rendered))
+    text = Text(
+        encode(renderings, tokenizer), sum(map(_num_bytes, renderings)), begin_token(tokenizer)
+    )
+    if targets == "assistant":
+        counts = sum(int(_targets(tokens).sum()) for tokens in text.documents)
+        total = sum(len(tokens.ids) for tokens in text.documents)
+        logger.info(
+            "%s: what assistants say counts, %d of the %d tokens of %d chats; --targets all "
+            "counts all",
+            config.text,
+            counts,
+            total,
+            len(renderings),
+        )
+    return text
+
+
+def _num_bytes(rendering: Rendering) -> int:
+    spans = ((0, None),) if rendering.spoken is None else rendering.spoken
+    return sum(len(rendering.text[begin:end].encode()) for begin, end in spans)
+
+
+def _targets(tokens: Tokens) -> Tensor:
+    """Which tokens count, `(N,)` bool."""
+    if tokens.is_target is None:
+        return torch.ones(len(tokens.ids), dtype=torch.bool)
+    return torch.from_numpy(tokens.is_target)
 
 
 def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
@@ -84,44 +127,69 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     return found
 
 
-def text_batches(
-    ids: Tensor, context: int, stride: int, batch_size: int, *, begin: int | None = None
-) -> Iterator[Batch]:
-    """The windows of a text as batches without a teacher's word, with a progress bar.
+def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iterator[Batch]:
+    """The windows of each document as batches without a teacher's word, with a progress bar.
 
-    The mask is true where a window's prediction is scored.
+    The mask is true where a window's prediction is scored; windows without such are left out. A
+    window that goes on with a document begins with the text's beginning token, in the place of its
+    first one, which is never scored: models that learned with it are at a loss without it.
 
     Args:
-        ids: `(N,)` int64.
+        text: what is judged on.
         context: tokens in a window.
         stride: tokens from one window to the next, below `context`.
         batch_size: windows in a batch.
-        begin: takes the place of each window's first token, which is never scored: models that
-            learned with it are at a loss without it.
 
     Raises:
         ConfigError: `stride` is not less than `context`.
     """
-    spans = windows(len(ids), context, stride)
-    # the last window may be shorter: it goes alone
-    whole, last = spans[:-1], spans[-1:]
-    groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
-    with progress("judging on the text", len(spans), "windows") as ticker:
-        for group in [*groups, last]:
-            yield _window_batch(ids, group, begin)
+    whole, last = [], []
+    for tokens in text.documents:
+        ids, counts = torch.tensor(tokens.ids, dtype=torch.int64), _targets(tokens)
+        pieces = [_Piece(ids, counts, each) for each in windows(len(ids), context, stride)]
+        whole += pieces[:-1]
+        last += pieces[-1:]
+    # those that end documents may be shorter: longest first, and the shortest goes alone
+    last.sort(key=lambda piece: piece.window.begin - piece.window.end)
+    pieces = [piece for piece in (*whole, *last) if piece.is_scored().any()]
+    *many, one = pieces
+    groups = [many[start : start + batch_size] for start in range(0, len(many), batch_size)]
+    with progress("judging on the text", len(pieces), "windows") as ticker:
+        for group in [*groups, [one]]:
+            yield _window_batch(group, text.begin)
             ticker.advance(len(group))
 
 
-def _window_batch(ids: Tensor, group: list[Window], begin: int | None) -> Batch:
-    input_ids = torch.stack([ids[window.begin : window.end] for window in group])
-    if begin is not None:
-        input_ids[:, 0] = begin
+class _Piece(NamedTuple):
+    """A window of a document."""
+
+    ids: Tensor
+    """All tokens of the document, `(N,)` int64."""
+    counts: Tensor
+    """Which of them count, `(N,)` bool."""
+    window: Window
+
+    def input_ids(self, start: int | None) -> Tensor:
+        """The window's tokens, the first of them `start` where it goes on with a document."""
+        ids = self.ids[self.window.begin : self.window.end].clone()
+        if start is not None and self.window.begin > 0:
+            ids[0] = start
+        return ids
+
+    def is_scored(self) -> Tensor:
+        """Where the window's predictions count, `(S,)` bool: never at its last token."""
+        begin, end, first_scored = self.window
+        scored = self.counts[begin + 1 : end] & (torch.arange(begin + 1, end) >= first_scored)
+        return torch.nn.functional.pad(scored, (0, 1))
+
+
+def _window_batch(group: list[_Piece], begin: int | None) -> Batch:
+    input_ids = pad_sequence([piece.input_ids(begin) for piece in group], batch_first=True)
+    mask = pad_sequence([piece.is_scored() for piece in group], batch_first=True)
     B, S = input_ids.shape
     position_ids = torch.arange(S).expand(B, S)
-    labels = torch.cat([input_ids[:, 1:], torch.full((B, 1), NO_LABEL)], dim=1)
-    predicted = position_ids + 1 + torch.tensor([[window.begin] for window in group])
-    is_scored = predicted >= torch.tensor([[window.first_scored] for window in group])
-    return _without_teacher(input_ids, position_ids, is_scored & (labels != NO_LABEL), labels)
+    labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=NO_LABEL)
+    return _without_teacher(input_ids, position_ids, mask, labels)
 
 
 def packed_batches(

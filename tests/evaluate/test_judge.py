@@ -17,7 +17,7 @@ from qat.cli.eval import evaluate
 from qat.cli.generate import generate
 from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
-from qat.errors import CacheError, ConfigError
+from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
 from qat.evaluate.decode import Decoder, open_speaker
 from qat.evaluate.divergence import cached_divergence
@@ -156,6 +156,15 @@ def test_a_packed_student_is_formed_once(place: Path, tmp_path: Path, dtype: str
         str(tmp_path / "packed"), place / "cache", device="cpu", dtype=dtype
     )
     assert by_name == formed
+
+
+def test_a_row_that_is_none_is_refused_before_the_model_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("qat.evaluate.judge.judge")
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}')
+    with pytest.raises(DataError, match=r"row 1 has the fields \['body'\].*--text-field"):
+        evaluate(str(place / "student"), config=settings(text=tmp_path / "a.jsonl"))
 
 
 def test_refusals(place: Path, tmp_path: Path) -> None:

@@ -1,17 +1,25 @@
 """Sliding-window perplexity against Hugging Face's loop, and each token scored once."""
 
+import json
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
 from qat.backend.device import Backend
+from qat.data.text import Tokens
 from qat.errors import ConfigError, DataError
+from qat.evaluate.config import EvalConfig
 from qat.evaluate.perplexity import text_perplexity
 from qat.evaluate.text import Text, read_text, text_batches, windows
 from qat.models.language_model import LanguageModel
+
+
+def one_text(ids: torch.Tensor) -> Text:
+    return Text([Tokens(ids.tolist(), None)], num_bytes=100)
 
 
 def reference_nats(model: LanguageModel, ids: torch.Tensor, context: int, stride: int) -> float:
@@ -37,7 +45,7 @@ def reference_nats(model: LanguageModel, ids: torch.Tensor, context: int, stride
 def test_equals_the_loop_of_hugging_face(num_tokens: int, context: int, stride: int) -> None:
     model = LanguageModel(tiny_model(initializer_range=0.3))
     ids = torch.randint(VOCAB, (num_tokens,))
-    text = Text(ids, num_bytes=100)
+    text = one_text(ids)
     actual = text_perplexity(model, text, context=context, stride=stride, batch_size=2)
     expected = reference_nats(model, ids, context, stride)
     assert actual.num_tokens == num_tokens - 1
@@ -53,7 +61,7 @@ def test_each_token_but_the_first_is_scored_once(
     num_tokens: int, context: int, stride: int
 ) -> None:
     ids = torch.arange(num_tokens)
-    batches = list(text_batches(ids, context, stride, batch_size=3))
+    batches = list(text_batches(one_text(ids), context, stride, batch_size=3))
     scored = torch.cat([batch.labels[batch.mask] for batch in batches])
     assert torch.equal(scored.sort().values, ids[1:])
     assert max(len(batch.input_ids) for batch in batches) <= 3
@@ -63,7 +71,7 @@ def test_each_token_but_the_first_is_scored_once(
 
 def test_context_and_stride_change_the_number() -> None:
     model = LanguageModel(tiny_model(initializer_range=0.3))
-    text = Text(torch.randint(VOCAB, (60,)), num_bytes=60)
+    text = one_text(torch.randint(VOCAB, (60,)))
     settings = [(8, 4), (16, 4), (16, 8)]
     found = {
         text_perplexity(model, text, context=c, stride=s, batch_size=4).nats_per_token
@@ -74,7 +82,7 @@ def test_context_and_stride_change_the_number() -> None:
 
 def test_refuses_bad_windows() -> None:
     model = LanguageModel(tiny_model())
-    text = Text(torch.arange(40), num_bytes=40)
+    text = one_text(torch.arange(40))
     with pytest.raises(ConfigError, match="stride=8 with context=8; .* use --stride 4"):
         text_perplexity(model, text, context=8, stride=8, batch_size=1)
     with pytest.raises(ConfigError, match="context=256, .*positions for 128.*--context 128"):
@@ -84,38 +92,120 @@ def test_refuses_bad_windows() -> None:
 def test_read_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("the cat s\u00e4t on the mat", encoding="utf-8")
-    text = read_text(path, tiny_tokenizer())
+    text = read_text(EvalConfig(text=path), tiny_tokenizer())
     assert text.num_bytes == 23
-    assert tiny_tokenizer().decode(text.ids) == "the cat s\u00e4t on the mat"
+    assert tiny_tokenizer().decode(text.documents[0].ids) == "the cat s\u00e4t on the mat"
 
 
 def test_each_window_begins_with_the_token_for_it(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "text.txt", tiny_tokenizer()
     path.write_text("the cat sat on the mat and the dog saw the cat", encoding="utf-8")
-    plain = read_text(path, tokenizer)
+    (plain,) = read_text(EvalConfig(text=path), tokenizer).documents
     tokenizer.bos_token = "<|system|>"
-    text = read_text(path, tokenizer)
-    assert text.ids.tolist() == [tokenizer.bos_token_id, *plain.ids.tolist()]
-    batches = list(text_batches(text.ids, 6, 3, batch_size=2, begin=text.begin))
+    text = read_text(EvalConfig(text=path), tokenizer)
+    assert text.documents[0].ids == [tokenizer.bos_token_id, *plain.ids]
+    batches = list(text_batches(text, 6, 3, batch_size=2))
     assert all((batch.input_ids[:, 0] == tokenizer.bos_token_id).all() for batch in batches)
     scored = torch.cat([batch.labels[batch.mask] for batch in batches])
-    assert torch.equal(scored, plain.ids), "each token of the text once"
+    assert scored.tolist() == plain.ids, "each token of the text once"
 
 
 def test_read_text_refuses(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="none.txt: No such file.*check --text"):
-        read_text(tmp_path / "none.txt", tiny_tokenizer())
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 noir")
-    with pytest.raises(DataError, match="byte 3 is not UTF-8"):
-        read_text(tmp_path / "latin.txt", tiny_tokenizer())
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="holds 0 tokens"):
-        read_text(tmp_path / "empty.txt", tiny_tokenizer())
+    for name, message in [
+        ("none.txt", "none.txt: No such file"),
+        ("latin.txt", r"not UTF-8 text \(byte 3\)"),
+        ("empty.txt", "holds 0 tokens"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            read_text(EvalConfig(text=tmp_path / name), tiny_tokenizer())
+    with pytest.raises(ConfigError, match=r"targets=assistant, but text=.*empty.txt is plain"):
+        read_text(EvalConfig(text=tmp_path / "empty.txt", targets="assistant"), tiny_tokenizer())
+
+
+QUESTIONS = ["the cat sat", "the dog saw the cat and the mat", "on"]
+ANSWERS = ["on the mat and the dog", "the", "the cat s\u00e4t on the mat and the dog saw the cat"]
+
+
+def chat_file(place: Path) -> Path:
+    """Chats of one question each, the last of them of two."""
+    pairs = list(zip(QUESTIONS, ANSWERS, strict=True))
+    path = place / "chats.jsonl"
+    rows = [
+        [
+            message
+            for question, answer in turns
+            for message in (
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            )
+        ]
+        for turns in ([pairs[0]], [pairs[1]], pairs[1:])
+    ]
+    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_assistants_alone_are_scored_in_chats(tmp_path: Path) -> None:
+    """Against a loop over each chat by itself, its tokens written by hand."""
+    model, tokenizer = LanguageModel(tiny_model(initializer_range=0.3)), tiny_tokenizer()
+    nats, num_bytes = [], 0
+    pairs = list(zip(QUESTIONS, ANSWERS, strict=True))
+    for turns in ([pairs[0]], [pairs[1]], pairs[1:]):
+        ids, counts = [], []
+        for question, answer in turns:
+            asked = tokenizer(f"<|user|>{question}<|end|><|assistant|>").input_ids
+            said = tokenizer(f"{answer}<|end|>").input_ids
+            ids += asked + said
+            counts += [False] * len(asked) + [True] * len(said)
+            num_bytes += len(answer.encode())
+        with torch.no_grad():
+            logits = model.model(torch.tensor([ids])).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        nats += each[torch.tensor(counts[1:])].tolist()
+    text = read_text(EvalConfig(text=chat_file(tmp_path)), tokenizer)
+    for batch_size in (1, 2, 8):
+        actual = text_perplexity(model, text, context=128, stride=64, batch_size=batch_size)
+        assert actual.num_tokens == len(nats)
+        assert actual.nats_per_token == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+        bits = sum(nats) / math.log(2)
+        assert actual.bits_per_byte == pytest.approx(bits / num_bytes, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 50])
+@pytest.mark.parametrize("targets", ["assistant", "all"])
+def test_what_counts_in_chats_is_scored_once(
+    tmp_path: Path, targets: Literal["assistant", "all"], batch_size: int
+) -> None:
+    config = EvalConfig(text=chat_file(tmp_path), targets=targets)
+    text = read_text(config, tiny_tokenizer())
+    expected = [
+        token
+        for ids, is_target in text.documents
+        for place, token in enumerate(ids)
+        if place and (is_target is None or is_target[place])
+    ]
+    batches = list(text_batches(text, 8, 4, batch_size))
+    scored = torch.cat([batch.labels[batch.mask] for batch in batches])
+    assert sorted(scored.tolist()) == sorted(expected)
+    assert all(batch.mask.any(1).all() for batch in batches), "no window for nothing"
+    shapes = [batch.input_ids.shape for batch in batches]
+    assert shapes[0] == (max(s[0] for s in shapes), max(s[1] for s in shapes))
+
+
+def test_rows_of_plain_text_are_documents(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.csv", tiny_tokenizer()
+    path.write_text("story,n\nthe cat sat,1\non the mat,2\n", encoding="utf-8")
+    text = read_text(EvalConfig(text=path, text_field="story"), tokenizer)
+    found = [tokenizer.decode(tokens.ids) for tokens in text.documents]
+    assert found == ["the cat sat<|end|>", "on the mat<|end|>"]
+    assert text.num_bytes == len("the cat saton the mat")
 
 
 def test_one_shape_is_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = LanguageModel(tiny_model(initializer_range=0.3)), set()
-    text = Text(torch.randint(VOCAB, (50,)), num_bytes=100)
+    text = one_text(torch.randint(VOCAB, (50,)))
     sizes = {"context": 16, "stride": 8, "batch_size": 2}
     expected = text_perplexity(model, text, **sizes)
     real = model.hidden
