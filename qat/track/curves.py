@@ -86,9 +86,13 @@ class Curves:
 
 
 def run_config(run: Path) -> dict[str, Any]:
-    """Every setting of the run (`train.lr`) and every fact about it (`run.device`)."""
+    """Every setting of the run (`train.lr`) and every fact about it (`run.device`).
+
+    Without the hashes of what judges it, which are many.
+    """
     recipe = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))
     facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
+    facts.pop("judged", None)
     tables = {**recipe, "run": facts}
     return {
         f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()

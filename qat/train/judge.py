@@ -17,6 +17,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.nsa_health import attention_health, health_numbers
 from qat.models.nsa_swap import nsa_modules
 from qat.train.config import TrainConfig
+from qat.train.judged import Judged
 
 SAMPLE_TOKENS = 32
 LOOKED_AT = 2
@@ -24,7 +25,10 @@ LOOKED_AT = 2
 
 
 class Judge:
-    """Evaluates one student on the same held-out sequences every time."""
+    """Evaluates one student on the same held-out sequences every time.
+
+    These are the `judged` ones, or else as many of the first as the settings say.
+    """
 
     def __init__(
         self,
@@ -32,11 +36,14 @@ class Judge:
         tokenizer: PreTrainedTokenizerBase,
         cache: TeacherCache,
         config: TrainConfig,
+        *,
+        judged: Judged | None = None,
     ) -> None:
         self.student = student
         self.tokenizer = tokenizer
         self.cache = cache
         self.config = config
+        self.judged = judged
         self.backend = backends.select(config.device)
 
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
@@ -68,14 +75,19 @@ class Judge:
 
     def _batches(self) -> Iterator[Batch]:
         count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))
+        found, ends = np.arange(count), np.full(count, self.cache.sequence_length)
+        if self.judged is not None:
+            found, ends = np.array(self.judged.places), self.judged.ends()
+            count = len(found)
+        inside_NS = np.arange(self.cache.sequence_length) < ends[:, None]
         size = min(self.config.batch_size, count)
         with progress("judging", count, "sequences") as ticker:
             for start in range(0, count, size):
                 # the last batch is filled up, for a compiled model knows one shape
                 places = np.arange(start, start + size)
-                batch = self.cache.batch(places % count, split="held_out")
-                is_new = torch.from_numpy(places < count)
-                yield batch._replace(mask=batch.mask & is_new[:, None])
+                batch = self.cache.batch(found[places % count], split="held_out")
+                counts = inside_NS[places % count] & (places < count)[:, None]
+                yield batch._replace(mask=batch.mask & torch.from_numpy(counts))
                 ticker.advance(min(size, count - start))
 
 

@@ -119,14 +119,15 @@ class Trainer:
         linears = len(linears_in_scope(self.student.model, config.scope, config.kinds))
         where = {"mlp": "in the MLPs", "attention": "in the attention", "e2e": "in all blocks"}
         devices = f"{self.ranks.size} x " if self.ranks.size > 1 else ""
-        begin = f" from step {self.step} on" if self.step else ""
+        left = config.max_steps - self.step
+        steps = f"{left:,} steps left of {config.max_steps:,}" if self.step else f"{left:,} steps"
         return [
             f"training on {devices}{self.backend.name()} in {config.dtype}: "
             f"{self.optimizer.num_learnable():,} values learn "
             f"({', '.join(self.optimizer.kinds)} of {linears} linears {where[config.scope]})",
-            f"{config.max_steps:,} steps{begin}, each of "
+            f"{steps}, each of "
             f"{sequences * self.cache.sequence_length:,} tokens ({sequences} sequences of "
-            f"{self.cache.sequence_length}): {config.max_steps * sequences / count:.3g} passes "
+            f"{self.cache.sequence_length}): {left * sequences / count:.3g} passes "
             f"over the {count:,} sequences of {self.cache.directory}",
         ]
 

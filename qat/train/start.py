@@ -34,6 +34,7 @@ from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
 from qat.train.division import digest, divide
 from qat.train.judge import Judge
+from qat.train.judged import Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.resume import Choice, best_of, choose, load_training_state
@@ -165,8 +166,10 @@ def _begin_files(
         source = choice.checkpoint.name
         entry = {"step": step, "from": source, "world_size": ranks.size, "skipped": choice.skipped}
         changed = run.changes(config, student)
+        _say_changes(run, config, changed, opened)
+        for name, value in opened.more.items():
+            changed[name] = (old[name], value)
         if changed:
-            _say_changes(run, config, changed, opened)
             entry["changed"] = {name: list(values) for name, values in changed.items()}
             run.begin(config, student)
         resumed = [*resumed, entry]
@@ -187,7 +190,15 @@ def _begin_files(
 def _say_changes(
     run: Run, config: TrainConfig, changed: dict[str, tuple[object, object]], opened: "_Opened"
 ) -> None:
-    """Say with what other settings the run goes on, and what more steps do to the rates."""
+    """Say with what else the run goes on, and what more steps do to the rates."""
+    if opened.more:
+        logger.info(
+            "%s goes on with %d training sequences instead of %d, judged by the same %d",
+            run.path,
+            opened.more["cache_sequences"]["train"],
+            run.facts()["cache_sequences"]["train"],
+            len(opened.judged.marks),
+        )
     for name, (old, new) in changed.items():
         logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
     is_constant = config.schedule == "constant"
@@ -220,6 +231,10 @@ class _Opened(NamedTuple):
     """The checkpoint that the run goes on from."""
     identity: dict[str, object]
     """What the run is made of: it goes on with nothing else."""
+    more: dict[str, object]
+    """By name in `run.json`, what is new of a cache that has more sequences than it had."""
+    judged: Judged | None
+    """What the student is judged by, on the first rank."""
     tokenizer: PreTrainedTokenizerBase
     model: LanguageModel
     config: TrainConfig
@@ -257,7 +272,11 @@ def _open(
         "tokenizer": tokenizer_hash(tokenizer),
         "sequences_per_step": divided.sequences_per_step * ranks.size,
     }
-    run.check_identity(**identity)
+    more = {}
+    if holds_more(cache, identity["cache_content"], run):
+        more = {"cache_content": identity["cache_content"], **cache_facts(cache)}
+        more.pop("cache_settings")
+    run.check_identity(**{**identity, **dict.fromkeys(more.keys() & identity.keys())})
     identity["student_fingerprint"] = run.facts().get(
         "student_fingerprint", identity["student_fingerprint"]
     )
@@ -266,6 +285,7 @@ def _open(
         "world_size": ranks.size,
         "config_fingerprint": config.fingerprint(),
     }
+    judged = same_judged(cache, config.eval_sequences, run) if ranks.is_first else None
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
     model = (
         begins_with.model if begins_with else load_model(source, device=config.device, dtype="fp32")
@@ -286,7 +306,9 @@ def _open(
         )
     if choice.is_best_lost:
         begin = begin._replace(best=math.inf)
-    return _Opened(cache, choice, identity, tokenizer, model, resolved, teacher, begin)
+    return _Opened(
+        cache, choice, identity, more, judged, tokenizer, model, resolved, teacher, begin
+    )
 
 
 def _identity(student: str, choice: Choice, loaded: Loaded | None) -> str | None:
@@ -300,7 +322,7 @@ def _identity(student: str, choice: Choice, loaded: Loaded | None) -> str | None
 def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:
     """The loop over what was opened, from where the run stands."""
     begin = opened.begin
-    judge = Judge(opened.model, opened.tokenizer, opened.cache, opened.config)
+    judge = Judge(opened.model, opened.tokenizer, opened.cache, opened.config, judged=opened.judged)
     trainer = Trainer(
         opened.model,
         opened.cache,
@@ -343,8 +365,9 @@ def _prepare(
     if checkpoint is None:
         if config.has_short_warm_up():
             logger.info(
-                "warm-up: %d steps, a tenth of %d (--warmup-steps sets another)",
+                "warm-up: %d %s, a tenth of %d (--warmup-steps sets another)",
                 config.warmup_steps,
+                "step" if config.warmup_steps == 1 else "steps",
                 config.max_steps,
             )
         torch.manual_seed(config.seed)
@@ -371,6 +394,8 @@ def _facts(config: TrainConfig, student: str, opened: _Opened, ranks: Ranks) -> 
         "student": student,
         "cache": str(config.cache_dir),
         "cache_fingerprint": manifest.fingerprint,
+        **cache_facts(opened.cache),
+        "judged": opened.judged.marks if opened.judged else [],
         "teacher": manifest.teacher.name,
         "trust_remote_code": config.trust_remote_code,
         "config_fingerprint": config.fingerprint(),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cache_case import build, info, without_split
+from cache_case import build, info, texts, without_split
 from crash import stopped_at
 from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
@@ -98,9 +98,11 @@ def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_pa
 
 def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
     place = make_place(tmp_path)
+    shutil.rmtree(place / "cache")
+    build(place / "cache", documents=texts(seed=4), num_sequences=20)
     run(place, tmp_path / "run")
     shutil.rmtree(place / "cache")
-    build(place / "cache", seed=5)
+    build(place / "cache", documents=texts(seed=5), num_sequences=20)
     with pytest.raises(
         ConfigError, match="cache_content=.* begun with .* rebuilt since, .*restore"
     ):
@@ -520,6 +522,10 @@ def test_the_warm_up_of_a_short_run_is_short_and_said(place: Path, tmp_path: Pat
         recipe = tomllib.loads((tmp_path / str(number) / "recipe.toml").read_text())["train"]
         assert recipe["warmup_steps"] == 2
     assert caplog.text.count(said) == 1
+    with stopped_at(Optimizer, "step", 0):
+        settings = without_warm_up(config(place, max_steps=10))
+        train_student(settings, str(place / "student"), tmp_path / "short", resume=False)
+    assert "warm-up: 1 step, a tenth of 10" in caplog.text
 
 
 def without_warm_up(settings: TrainConfig) -> TrainConfig:
