@@ -15,8 +15,13 @@ COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def show_findings(checked: "Checked") -> None:
-    """Print the findings on stdout, the worst first."""
-    table = Table("", "Finding", "Found", "Why it matters", "What to do")
+    """Print the findings on stdout, the worst first; lines break between words, never in a flag."""
+    words = [word for finding in checked.findings for word in finding.mend.split()]
+    table = Table("", expand=True)
+    table.add_column("Finding", no_wrap=True)
+    table.add_column("Found", ratio=1, overflow="fold")
+    table.add_column("Why it matters", ratio=1, overflow="fold")
+    table.add_column("What to do", ratio=1, width=max(map(len, words), default=None))
     for finding in checked.findings:
         code, severity, *words = finding
         table.add_row(severity, code, *words, style=COLOURS[severity])

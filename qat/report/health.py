@@ -9,7 +9,7 @@ from qat.report.runs import Run
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10
-"""Heartbeats before speed and memory can be judged."""
+"""Heartbeats before speed, memory and waiting can be judged."""
 SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05
 """Limits: speed around its median, memory from the first tenth to the last, waiting for data."""
 SLOW_TIMES = 1.2
@@ -105,7 +105,7 @@ def _growth(name: str, beats: list[dict], key: str) -> Check | None:
 
 def _waiting(beats: list[dict]) -> Check | None:
     waits, steps = _values(beats, "data_wait_s"), _values(beats, "step_s")
-    if not waits:
+    if len(waits) < LEAST_BEATS:
         return None
     share = statistics.median(waits) / statistics.median(steps)
     state = "ok" if share <= WAIT_FRAC else "look"

@@ -1,0 +1,26 @@
+"""The table of what the preflight found."""
+
+from qat.cli.findings import show_findings
+from qat.train.check import Checked
+from qat.train.preflight import LESS_MEMORY, Finding
+
+
+def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    reason = "memory runs out before the end of the run"
+    found = Finding("save_every_off", "error", "attention=something_long", reason, LESS_MEMORY)
+    show_findings(Checked([found], None, is_long=True))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    for flag in (
+        "save_every_off",
+        "--batch-size",
+        "--grad-accum-steps,",
+        "--gradient-checkpointing",
+    ):
+        assert flag in said
+
+
+def test_nothing_found_is_a_table_too(capsys) -> None:
+    show_findings(Checked([], None, is_long=False))
+    assert "What to do" in capsys.readouterr().out
