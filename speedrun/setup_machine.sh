@@ -241,7 +241,7 @@ next_step() {
         echo "qat convert \"\$CHECKPOINT\" --to q4a4 --calibration $cache --out checkpoints/q4"
     elif ! grep -q '"bits": 2' "$config"; then
         echo "qat convert \"\$CHECKPOINT\" --to q2a4 --base $(quoted_base) --calibration $cache" \
-            "--out checkpoints/q2_init"
+            "--for mlx,gguf --out checkpoints/q2_init"
     else
         echo "qat train \"\$CHECKPOINT\" --cache-dir $cache --mlp-only$loss --out runs/q2"
     fi

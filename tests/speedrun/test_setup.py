@@ -499,7 +499,7 @@ def test_the_suggested_conversion_names_the_float_model(machine: Machine, report
     suggested = (
         f"""qat convert "$CHECKPOINT" --to q2a4 --base '{base}' --calibration "$CACHE_DIR" """
     )
-    assert f"next: {suggested}--out checkpoints/q2_init\n" in machine.said
+    assert f"next: {suggested}--for mlx,gguf --out checkpoints/q2_init\n" in machine.said
 
 
 def test_no_network(machine: Machine) -> None:
