@@ -75,7 +75,7 @@ def ship(name: str, arguments: argparse.Namespace) -> list[Shipped]:
         run_verb([*words, "--out", str(source)])
         if arguments.cache_dir:
             source = train(source, Path(place, "run"), arguments.cache_dir)
-        dtypes = ("fp32", "fp16") if load_target(name).SLACK else ("fp32",)
+        dtypes = ("fp32", "fp16") if load_target(name).COMPARED != "bits" else ("fp32",)
         return [export(name, source, Path(place, dtype), dtype) for dtype in dtypes]
 
 

@@ -46,7 +46,10 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
     size = f"{report.bytes / 1e6:.2f} MB"
     difference = report.logits_max_diff
     logits = "equal" if difference == 0 else f"within {difference:.2g}"
-    table.add_row(config.to, report.dtype, size, f"{report.bits_per_weight:.3f}", logits)
+    dtype = report.dtype
+    if dtype != report.saved_dtype:
+        dtype += f" (saved in {report.saved_dtype})"
+    table.add_row(config.to, dtype, size, f"{report.bits_per_weight:.3f}", logits)
     Console().print(table)
 
 
@@ -62,14 +65,16 @@ def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
     from qat.export.targets import ships_to
 
     lacks = ships_to(directory, adapters=adapters)
-    to = [name for name, reason in lacks.items() if reason is None]
+    to = [name for name, lack in lacks.items() if lack is None]
     words = f"ships to {', '.join(to)}"
     others: dict[str, list[str]] = {}
-    for name, reason in lacks.items():
-        if reason is not None:
-            others.setdefault(reason, []).append(name)
+    for name, lack in lacks.items():
+        if lack is not None:
+            others.setdefault(lack.reason, []).append(name)
     if others:
         named = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
-        words += f"\nnot to {named} (choose before training: qat convert --for NAME,NAME)"
+        words += f"\nnot to {named}"
+    if any(lack is not None and lack.is_format for lack in lacks.values()):
+        words += " (choose before training: qat convert --for NAME,NAME)"
     Console().print(words, markup=False, highlight=False, soft_wrap=True)
     return to

@@ -30,7 +30,7 @@ from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales, dequantize
 
-SLACK = 1e-5
+COMPARED = "sums"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = False
 HOW_TO_LOAD = """\

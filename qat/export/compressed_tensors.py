@@ -22,7 +22,7 @@ from qat.models.stored_state import quantized_modules
 from qat.models.tables import embedding_dtype
 from qat.quant.spec import LutSpec
 
-SLACK = 0.0
+COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
 GRIDS = ("int", "ternary")

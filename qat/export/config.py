@@ -17,4 +17,5 @@ class ExportConfig(Settings):
     """packed: the checkpoint itself; dense: a plain Hugging Face model that needs no qat; the
     others: files of that program, and only what they hold without loss."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Of the dense weights, or of what is not packed; auto: the one the checkpoint was saved in."""
+    """Of the dense weights, or of what is not packed; auto: the one the checkpoint was saved in,
+    or where the target cannot hold it in that one, fp16, or else fp32."""

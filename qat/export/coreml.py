@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
+from qat.export.dense import DtypeError
 from qat.export.parts import DTYPE_NAMES, exact, require, unquantized_state, write_config
 from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import quantized_modules
@@ -20,8 +21,7 @@ from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
 
-SLACK = 5e-3
-"""The sums run in float32; the weights, in a float16 program, are rounded to float16."""
+COMPARED = "constants"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 FILE_NAME = "model.mlpackage"
@@ -104,7 +104,7 @@ def write(
     require("coremltools", "coreml")
     dtype = embedding_dtype(model)
     if dtype not in NUMPY_DTYPES:
-        raise ExportError(
+        raise DtypeError(
             f"Core ML has no {DTYPE_NAMES[dtype]}, expected float16 or float32; export with "
             "--dtype fp16 (what the Neural Engine runs) or fp32"
         )

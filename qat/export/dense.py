@@ -14,7 +14,7 @@ from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
 
-SLACK = 0.0
+COMPARED = "bits"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
 HOW_TO_LOAD = """\
@@ -24,6 +24,10 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
 ```
 """
+
+
+class DtypeError(ExportError):
+    """A value that the wished dtype does not hold, and another may."""
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
@@ -102,13 +106,13 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype`, if it is a floating-point one; `name` is for the message.
 
     Raises:
-        ExportError: a finite value overflows `dtype`.
+        DtypeError: a finite value overflows `dtype`.
     """
     if not tensor.is_floating_point():
         return tensor
     cast = tensor.to(dtype)
     if cast.isinf().any():
-        raise ExportError(
+        raise DtypeError(
             f"{name} holds {tensor.abs().max().item():.4g}, but {dtype} ends at "
             f"{torch.finfo(dtype).max:.4g}; export with --dtype bf16"
         )

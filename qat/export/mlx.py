@@ -30,7 +30,7 @@ from qat.models.tables import embedding_dtype
 from qat.quant.pack import pack
 from qat.quant.spec import LutSpec
 
-SLACK = 1e-4
+COMPARED = "sums"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 BITS = (2, 3, 4, 5, 6, 8)

@@ -9,7 +9,7 @@ from qat.export.probe import reloaded_logits
 from qat.models.checkpoint import write_checkpoint
 from qat.quant.spec import LutSpec
 
-SLACK = 0.0
+COMPARED = "bits"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
 HOW_TO_LOAD = """\

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError, how_to_install
-from qat.export.dense import cast
+from qat.export.dense import DtypeError, cast
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
@@ -50,15 +50,15 @@ def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = Tr
     """`value` (float64) in `dtype`, where that changes nothing.
 
     Raises:
-        ExportError: it changes something; the remedy is another dtype where the target
-            `has_choice`.
+        ExportError: it changes something; a `DtypeError` where the target `has_choice` of others.
     """
     found = value.to(dtype)
     if torch.equal(found.double(), value):
         return found
     index = (found.double() != value).flatten().nonzero()[0, 0]
-    wider = "export with --dtype fp32, or " if has_choice else ""
-    raise ExportError(
+    is_dtype = has_choice and dtype != torch.float32
+    wider = "export with --dtype fp32, or " if is_dtype else ""
+    raise (DtypeError if is_dtype else ExportError)(
         f"{name} holds {value.flatten()[index].item():.9g}, which is no {DTYPE_NAMES[dtype]} "
         f"number, expected values that the files hold exactly; {wider}convert the model with "
         "'qat convert --for', which takes shorter ones"

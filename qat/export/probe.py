@@ -46,6 +46,17 @@ def logits_of_weights(
     Raises:
         RuntimeError: a weight is missing, or there is one too many.
     """
+    return logits_of(float_model(model, weights, dtype), ids)
+
+
+def float_model(
+    model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """A float model like `model` with these weights in `dtype`, in eval mode.
+
+    Raises:
+        RuntimeError: a weight is missing, or there is one too many.
+    """
     with init_empty_weights(include_buffers=False):
         dense = float_skeleton(model, dtype)
     state = {name: weight.to(dtype) for name, weight in weights.items()}
@@ -55,7 +66,7 @@ def logits_of_weights(
                 state.setdefault(other, state[one])
     dense.load_state_dict(state, assign=True)
     dense.tie_weights()
-    return logits_of(dense.eval(), ids)
+    return dense.eval()
 
 
 def float_skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -6,7 +6,7 @@ A target says of every weight format whether it holds it without loss, before an
 
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,12 +34,22 @@ TARGETS: dict[TargetName, str] = {
 """The module of each target; none is imported before it is asked for."""
 
 
+class Lack(NamedTuple):
+    """Why a target cannot hold a checkpoint as it is."""
+
+    reason: str
+    """In a clause."""
+    is_format: bool
+    """Whether it is a weight's format, which `qat convert --for` would have chosen otherwise."""
+
+
 class Target(Protocol):
     """What the module of a target defines. Its own library is imported inside the functions."""
 
-    SLACK: float
-    """How far a logit read back may be off, relative to the largest, where sums run in another
-    order; then both sides compute in float32. 0: equal to the bit in the model's own dtype."""
+    COMPARED: Literal["bits", "sums", "constants"]
+    """How logits that are read back must equal the model's. bits: to the bit, in its own dtype;
+    sums: in float32, where sums run in another order; constants: in float32 with weights rounded to
+    the model's dtype, as angles and other constants are in the files."""
     HOLDS_ADAPTERS: bool
     """Whether `lora_out @ lora_in` may be part of a weight."""
     HOLDS_TABLES: bool
@@ -102,7 +112,7 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
             )
 
 
-def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, str | None]:
+def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, Lack | None]:
     """Of the packed checkpoint in `directory`: what each target lacks for it, None where nothing.
 
     Its configuration alone is read.
@@ -118,17 +128,18 @@ def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, str
     return {name: _lacks(load_target(name), name, model, adapters) for name in TARGETS}
 
 
-def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> str | None:
-    """What a target lacks for a model, in a clause."""
+def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | None:
+    """What a target lacks for a model."""
     try:
         check_attention(name, model)
         target.check(model)
     except ExportError as error:
-        return str(error).removeprefix(f"{name} ").split(",")[0]
+        return Lack(str(error).removeprefix(f"{name} ").split(",")[0], is_format=False)
     if adapters and not target.HOLDS_ADAPTERS:
-        return "holds no adapters"
+        return Lack("holds no adapters", is_format=False)
     losses = (_lost(target, module) for module in quantized_modules(model).values())
-    return next((loss[0].split(",")[0] for loss in losses if loss is not None), None)
+    lost = next((loss for loss in losses if loss is not None), None)
+    return lost and Lack(lost[0].split(",")[0], is_format="--for" in lost[1])
 
 
 def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, str] | None:

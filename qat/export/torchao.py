@@ -24,7 +24,7 @@ from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
 
-SLACK = 0.0
+COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
 MOST_SEQ_BITS = 4

@@ -156,17 +156,7 @@ class LanguageModel:
         off = _distance(found, expected)
         if off == 0:
             return
-        generator = torch.Generator().manual_seed(0)
-        eps = max(torch.finfo(expected.dtype).eps, TF32_EPS)
-
-        def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-            is_bare = isinstance(output, Tensor)
-            hidden = output if is_bare else output[0]
-            signs = torch.randint(2, hidden.shape, generator=generator).to(hidden) * 2 - 1
-            hidden = hidden * (1 + eps * signs)
-            return hidden if is_bare else (hidden, *output[1:])
-
-        with _watching(decoder_layers(self.model), disturb):
+        with disturbed(self.model, max(torch.finfo(expected.dtype).eps, TF32_EPS)):
             noise = _distance(self.hidden(ids, positions), found)
         if not off <= MOST_OF_NOISE * noise:
             raise CheckpointError(
@@ -201,6 +191,22 @@ class LanguageModel:
         logits = head(hidden.to(module_device(head)))
         softcap = self.softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+@contextmanager
+def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
+    """A block in which every decoder layer gives each value off by `eps` of it, up or down."""
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+        is_bare = isinstance(output, Tensor)
+        hidden = output if is_bare else output[0]
+        signs = torch.randint(2, hidden.shape, generator=generator).to(hidden) * 2 - 1
+        hidden = hidden * (1 + eps * signs)
+        return hidden if is_bare else (hidden, *output[1:])
+
+    with _watching(decoder_layers(model), disturb):
+        yield
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
