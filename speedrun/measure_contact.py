@@ -4,6 +4,8 @@
     python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml
     python speedrun/measure_contact.py gpu gpu.xml --figures FIGURES.jsonl
 
+`--commit` and `--device` say where the tests ran if that was another checkout or machine.
+
 POINTS.toml has a table `[[point]]` for each finding: its name, and the tests that show it mended.
 A finding is open while it names no test, or one that fails, is skipped or is not there.
 """
@@ -44,15 +46,20 @@ def points(file: Path, *, figures: Path) -> None:
 
 
 @app.command
-def gpu(reports: list[Path], *, figures: Path) -> None:
+def gpu(
+    reports: list[Path], *, figures: Path, commit: str | None = None, device: str | None = None
+) -> None:
     """Record how many of the GPU tests in pytest's JUnit REPORTS failed, and how many passed."""
     states = [state for report in reports for state in outcomes(report).values()]
     passed, failed = (states.count(state) for state in ("passed", "failed"))
     if not passed:
         raise SystemExit("no GPU test passed, so nothing was measured; run pytest -m gpu on a GPU")
     print(f"{passed} passed, {failed} failed, {states.count('skipped')} skipped")
-    record(figures, "gpu_tests_failed", failed, "tests", "0", runs=len(states))
-    record(figures, "gpu_tests_passed", passed, "tests", "", runs=len(states))
+    told = {"commit": commit, "device": device}
+    measured = {name: value for name, value in told.items() if value is not None}
+    for figure, count, goal in (("failed", failed, "0"), ("passed", passed, "")):
+        name = f"gpu_tests_{figure}"
+        record(figures, name, count, "tests", goal, runs=len(states), measured=measured)
 
 
 def run(named: set[str]) -> dict[str, State]:

@@ -50,10 +50,13 @@ def test_points_and_gpu_tests_are_counted(tmp_path: Path) -> None:
     )
     report = tmp_path / "gpu.xml"
     report.write_text(REPORT)
-    for words in (["points", points], ["gpu", report]):
+    for words in (["points", points], ["gpu", report, "--device", "a GPU"]):
         command = [sys.executable, ROOT / "speedrun/measure_contact.py", *words]
         subprocess.run([*command, "--figures", figures], check=True, capture_output=True)
     found = {line["figure"]: line for line in map(json.loads, figures.read_text().splitlines())}
     assert found["contact_findings_open"]["value"] == 2
     assert found["contact_findings_open"]["runs"] == 3
+    assert (
+        found["gpu_tests_failed"]["device"] == "a GPU" != found["contact_findings_open"]["device"]
+    )
     assert (found["gpu_tests_failed"]["value"], found["gpu_tests_passed"]["value"]) == (2, 2)
