@@ -154,7 +154,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     table = Table(caption="error: the mean over layers; each weight's is in convert_report.json")
     table.add_column("weights", no_wrap=True)
     has_outputs = any(module.weighted_error is not None for module in report.modules)
-    for name in ("", "format", "bits", "error", *["of outputs"] * has_outputs, "largest"):
+    for name in ("", "format", "bits", "error", *["of outputs"] * has_outputs, "worst"):
         table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
     for (name, form), alike in _kinds(report.modules).items():
         outputs = [m.weighted_error for m in alike if m.weighted_error is not None]
@@ -167,7 +167,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             f"{fmean(module.bits_per_weight for module in alike):.3f}",
             f"{fmean(module.relative_error for module in alike):.4f}",
             *([f"{fmean(outputs):.4f}" if outputs else ""] if has_outputs else []),
-            f"in layer {places[0]}" if places else "",
+            f"layer {places[0]}" if places else "",
         )
     if report.modules:
         console.print(table)

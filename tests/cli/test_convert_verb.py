@@ -57,7 +57,7 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert "KD (nats)" in printed and "perplexity" in printed and "of outputs" in printed
     # one row for what every layer has; the name of each weight is in the report beside the tensors
     (row,) = [line for line in printed.splitlines() if "mlp.down_proj" in line]
-    assert " 2 " in row and "lut2 g16 s8" in row and "in layer" in row
+    assert " 2 " in row and "lut2 g16 s8" in row and "layer" in row
     assert TeacherCache.open(cache).num_sequences("held_out") > 0
 
 
