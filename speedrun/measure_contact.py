@@ -1,13 +1,14 @@
 """What strangers ran into, counted: findings whose tests do not all pass, and failed GPU tests.
 
-    python speedrun/measure_contact.py points POINTS.toml --figures FIGURES.jsonl
+    python speedrun/measure_contact.py points POINTS.toml --figures FIGURES.jsonl --reports gpu.xml
     python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml
     python speedrun/measure_contact.py gpu gpu.xml --figures FIGURES.jsonl
 
 `--commit` and `--device` say where the tests ran if that was another checkout or machine.
 
 POINTS.toml has a table `[[point]]` for each finding: its name, and the tests that show it mended.
-A finding is open while it names no test, or one that fails, is skipped or is not there.
+A finding is open while it names no test, or one that fails, is skipped or is not there. Tests that
+are skipped here for want of a GPU count as in --reports, pytest's JUnit reports of a GPU.
 """
 
 import subprocess
@@ -28,10 +29,12 @@ ANY_MARK = "gpu or not gpu"
 
 
 @app.command
-def points(file: Path, *, figures: Path) -> None:
+def points(file: Path, *, figures: Path, reports: tuple[Path, ...] = ()) -> None:
     """Run the tests that FILE names and record how many of its findings are still open."""
     found = tomllib.loads(file.read_text(encoding="utf-8"))["point"]
-    states = run({test for point in found for test in point["tests"]})
+    states = {name: state for report in reports for name, state in outcomes(report).items()}
+    here = run({test for point in found for test in point["tests"]})
+    states |= {name: state for name, state in here.items() if state != "skipped"}
     still_open = [
         point["name"]
         for point in found
