@@ -9,7 +9,6 @@ from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
-from qat.models import calibrate
 from qat.models.calibrate import (
     StageInputs,
     TokenBatch,
@@ -25,9 +24,8 @@ STAGES = [QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.dow
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(_seeded: None, monkeypatch) -> None:
+def _one_thread(_seeded: None) -> None:
     torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-    monkeypatch.setattr(calibrate, "ENOUGH", 0)  # moments as they are, of however few tokens
 
 
 def batches(packed: bool = False) -> list[TokenBatch]:
@@ -144,7 +142,7 @@ def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: b
 
 def test_experts_that_see_some_tokens_have_no_gap() -> None:
     """A linear whose input is a list of tokens, as routing makes it, is not compared."""
-    model, seen = tiny_model("llama"), {}
+    model, seen = tiny_model(), {}
     for layer in model.model.layers:
         layer.mlp = _Routed(layer.mlp)
     names = [n for n in linear_names(model) if "mlp" in n]
@@ -189,30 +187,6 @@ def test_only_the_named_linears_are_visited() -> None:
         LanguageModel(model), batches(), names, lambda stage, _: visited.append(stage)
     )
     assert visited == [[name] for name in names]
-
-
-def test_few_tokens_couple_features_less(monkeypatch) -> None:
-    found: list[dict[str, StageInputs]] = []
-    for enough in (0, 4):
-        monkeypatch.setattr(calibrate, "ENOUGH", enough)
-        model, seen = tiny_model("llama"), {}
-        quantize_in_order(
-            LanguageModel(model),
-            batches(),
-            linear_names(model),
-            lambda names, inputs, seen=seen: seen.update(dict.fromkeys(names, inputs)),
-            teacher=Walk(LanguageModel(tiny_model("llama", initializer_range=0.1)), batches()),
-        )
-        found.append(seen)
-    for name, whole in found[0].items():
-        I, fewer = len(whole.second_moment), found[1][name]
-        believed = min(1.0, 50 / (4 * I))
-        assert believed < 1, "50 tokens are few for each of these widths"
-        alone = whole.second_moment.diagonal().diag()
-        expected = alone + believed * (whole.second_moment - alone)
-        torch.testing.assert_close(fewer.second_moment, expected)
-        assert torch.equal(fewer.second_moment.diagonal(), whole.second_moment.diagonal())
-        torch.testing.assert_close(fewer.input_gap, believed * whole.input_gap)
 
 
 def test_packed_blocks_are_walked_too() -> None:
