@@ -212,7 +212,7 @@ def compare(place: Path) -> dict[str, object]:
         student = str(place / "student")
         with stopped_at(Optimizer, "step", 3):
             train_student(settings, student, out / "run", resume=False)
-        train_student(settings, student, out / "run", resume=True)
+        train_student(settings, student, out / "run", resume=True, begins_anew=True)
         train_student(settings, student, out / "whole", resume=False)
         lower = config(place, **values, dtype="bf16")
         train_student(lower, student, out / "lower", resume=False)

@@ -145,6 +145,7 @@ def test_the_verb_and_a_directory_packed_in_itself(
     assert "4 (tail unknown)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("stored")
 def test_a_model_of_another_vocabulary_is_refused(place: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(place / "base", other)

@@ -65,7 +65,8 @@ def test_a_run_and_one_that_was_resumed(
 
     def run(name: str, *, resume: bool = False, **others: object) -> list[dict]:
         settings = config(place, **{**values, **others})
-        train_student(settings, str(place / "student"), tmp_path / name, resume=resume)
+        student = str(place / "student")
+        train_student(settings, student, tmp_path / name, resume=resume, begins_anew=resume)
         if settings.device == "xla" and name != "stopped" or resume:  # all before the clock
             (*_, beat) = read_json_lines(tmp_path / name / "heartbeat-rank0.jsonl")
             assert 0 < beat["graphs"] <= 2 and beat["recompiles"] == 0

@@ -7,6 +7,7 @@ standard input does: no job outlives whoever started it.
 import json
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -85,6 +86,8 @@ def _forget_training_state(run: Path) -> None:
     for checkpoint in run.glob("stage*/checkpoints/step-*"):
         for name in (STATE, STATE_TENSORS, MANIFEST):
             (checkpoint / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, or holds what somebody else put there
+            (checkpoint / STATE).parent.rmdir()
 
 
 def main() -> None:
