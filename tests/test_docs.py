@@ -58,3 +58,13 @@ def test_the_index_has_every_extra() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/colab.md", "qat/cli/demo.py"])
 def test_the_demo_takes_the_same_time_everywhere(page: str) -> None:
     assert DEMO_TIME in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_promises_name_tests_that_there_are() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    table = text.partition("| what is promised |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row.rpartition(" | ")[2])
+        assert named, row
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
