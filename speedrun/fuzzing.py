@@ -4,14 +4,23 @@ import argparse
 import collections
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 GOAL = 10_000
 Outcomes = collections.Counter[tuple[str, str]]
 """How often a kind of mutant came to which end; WRONG begins an end that is not clean."""
+
+
+class Forged(NamedTuple):
+    """One forged input."""
+
+    kind: str
+    act: Callable[[], str]
+    """Gives it to what reads it, and names a harmless end; or WRONG, and what is wrong with it."""
 
 
 class TookTooLong(BaseException):
@@ -30,16 +39,22 @@ def asked_for(doc: str) -> tuple[range, Path | None]:
 
 def settle(figure: str, outcomes: Outcomes, figures: Path | None) -> None:
     """Print what came of the cases, record the number of clean ones, and exit."""
-    for (kind, outcome), count in sorted(outcomes.items()):
-        print(f"{kind:15s} {count:6d}  {outcome}")
-    wrong = sum(count for (_, outcome), count in outcomes.items() if outcome.startswith("WRONG"))
-    print(f"{outcomes.total()} cases, {wrong} not clean")
+    wrong = told(outcomes)
     if figures is not None:
         from figures import record  # imports torch, which takes more memory than a case may
 
         value = 0 if wrong else outcomes.total()
         record(figures, figure, value, "cases", f">= {GOAL}, all clean")
     raise SystemExit(wrong > 0)
+
+
+def told(outcomes: Outcomes) -> int:
+    """Print what came of the cases; how many did not end as they should."""
+    for (kind, outcome), count in sorted(outcomes.items()):
+        print(f"{kind:15s} {count:6d}  {outcome}")
+    wrong = sum(count for (_, outcome), count in outcomes.items() if outcome.startswith("WRONG"))
+    print(f"{outcomes.total()} cases, {wrong} not clean")
+    return wrong
 
 
 @contextmanager
