@@ -1,10 +1,12 @@
-"""What strangers ran into, counted: findings whose tests do not all pass, and failed GPU tests.
+"""What strangers or attackers found, counted: findings whose tests fail, and failed GPU tests.
 
     python speedrun/measure_contact.py points POINTS.toml --figures FIGURES.jsonl --reports gpu.xml
     python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml
     python speedrun/measure_contact.py gpu gpu.xml --figures FIGURES.jsonl
 
 `--commit` and `--device` say where the tests ran if that was another checkout or machine.
+
+`--figure` names the figure of another kind of findings: `fault_classes_open`.
 
 POINTS.toml has a table `[[point]]` for each finding: its name, and the tests that show it mended.
 A finding is open while it names no test, or one that fails, is skipped or is not there. Tests that
@@ -29,7 +31,13 @@ MARKS = "not gpu and not xla"
 
 
 @app.command
-def points(file: Path, *, figures: Path, reports: tuple[Path, ...] = ()) -> None:
+def points(
+    file: Path,
+    *,
+    figures: Path,
+    reports: tuple[Path, ...] = (),
+    figure: str = "contact_findings_open",
+) -> None:
     """Run the tests that FILE names and record how many of its findings are still open."""
     found = tomllib.loads(file.read_text(encoding="utf-8"))["point"]
     states = {name: state for report in reports for name, state in outcomes(report).items()}
@@ -45,7 +53,7 @@ def points(file: Path, *, figures: Path, reports: tuple[Path, ...] = ()) -> None
     print(f"{len(found) - len(still_open)} of {len(found)} findings are mended")
     if not found:
         raise SystemExit(f"{file} names no finding; expected tables [[point]]")
-    record(figures, "contact_findings_open", len(still_open), "findings", "0", runs=len(found))
+    record(figures, figure, len(still_open), "findings", "0", runs=len(found))
 
 
 @app.command
