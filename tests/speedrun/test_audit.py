@@ -1,64 +1,73 @@
-"""The audit fails on a weakness that nobody has looked at, and only on that."""
+"""The audit passes where all is known, or where the network does not answer, and nowhere else."""
 
 import datetime
-import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import requests
+from packaging.version import Version
 
-WEAK = {
-    "dependencies": [
-        {"name": "sound", "version": "1", "vulns": []},
-        {"name": "odd", "skip_reason": "not there"},
-        {
-            "name": "weak",
-            "version": "2",
-            "vulns": [{"id": "CVE-1", "fix_versions": ["3"]}, {"id": "CVE-2", "fix_versions": []}],
-        },
-    ]
-}
+SPEEDRUN = Path(__file__).resolve().parents[2] / "speedrun"
+PACKAGES = {name: Version("1") for name in ("a", "b", "weak")}
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "speedrun"))
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
     import audit
 
     monkeypatch.setattr(audit, "KNOWN", tmp_path / "known.toml")
+    monkeypatch.setattr(audit, "installed", lambda: PACKAGES)
     (tmp_path / "known.toml").touch()
     yield audit
     sys.modules.pop("audit")
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, script: ModuleType, text: str | None) -> None:
-    monkeypatch.setattr(script, "ask", lambda: text)
+def run(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, **answers: Exception | list[str] | None
+) -> object:
+    """The exit code; a package has weaknesses, is not in the database (None) or raises."""
+    service = script.service
+
+    class Database:
+        def query(self, asked: object) -> tuple[object, list]:
+            answer = answers.get(asked.name, [])
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is None:
+                return service.SkippedDependency(asked.name, "not there"), []
+            make = service.VulnerabilityResult
+            return asked, [make(each, "", [Version("3")], set()) for each in answer]
+
+    monkeypatch.setattr(service, "PyPIService", lambda timeout: Database())
+    try:
+        script.main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
 
 
-def excuse(script: ModuleType, days: int) -> None:
+def excuse(script: ModuleType, name: str, days: int) -> None:
     until = datetime.date.today() + datetime.timedelta(days)
-    lines = [f'[{name}]\nuntil = {until}\nreason = "x"\n' for name in ("CVE-1", "CVE-2")]
-    script.KNOWN.write_text("".join(lines))
+    script.KNOWN.write_text(f'[{name}]\nuntil = {until}\nreason = "x"\n')
 
 
 def test_a_weakness_fails(script: ModuleType, monkeypatch: object, capsys: object) -> None:
-    answer(monkeypatch, script, json.dumps(WEAK))
-    with pytest.raises(SystemExit) as caught:
-        script.main()
-    assert caught.value.code
+    assert run(script, monkeypatch, weak=["CVE-1", "CVE-2"])
     printed = capsys.readouterr().out
-    assert "WEAK: weak 2: CVE-1, fixed in 3" in printed and "2 of them not known" in printed
+    assert "WEAK: weak 1: CVE-1, fixed in 3" in printed and "; 2 not excused" in printed
 
 
 @pytest.mark.parametrize(("days", "fails"), [(10, False), (-1, True), (0, True)])
-def test_an_excuse_has_an_end(script: ModuleType, monkeypatch: object, days: int, fails: bool):
-    answer(monkeypatch, script, json.dumps(WEAK))
-    excuse(script, days)
-    with pytest.raises(SystemExit) as caught:
-        script.main()
-    assert bool(caught.value.code) is fails
+@pytest.mark.parametrize(("name", "answer"), [("CVE-1", ["CVE-1"]), ("weak", None)])
+def test_an_excuse_has_an_end(
+    script: ModuleType, monkeypatch: object, name: str, answer: object, days: int, fails: bool
+) -> None:
+    excuse(script, name, days)
+    assert bool(run(script, monkeypatch, weak=answer)) is fails
 
 
 def test_an_excuse_needs_a_reason(script: ModuleType) -> None:
@@ -67,16 +76,65 @@ def test_an_excuse_needs_a_reason(script: ModuleType) -> None:
         script.excuses(script.KNOWN)
 
 
-@pytest.mark.parametrize("text", [None, "", "no route", '{"dependencies": []}', "{}"])
-def test_nobody_answers(script: ModuleType, monkeypatch: object, capsys: object, text: str | None):
-    answer(monkeypatch, script, text)
-    script.main()
-    assert capsys.readouterr().out == "packages not audited: nobody answered\n"
+def test_a_package_that_is_not_in_the_database_is_counted_and_fails(
+    script: ModuleType, monkeypatch: object, capsys: object
+) -> None:
+    assert run(script, monkeypatch, b=None)
+    printed = capsys.readouterr().out
+    assert "UNKNOWN: b is not in the database" in printed
+    assert "2 of 3 packages audited: 0 weaknesses, 1 packages unknown; 1 not excused" in printed
 
 
-def test_it_does_not_wait_for_ever(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*_: object, timeout: float, **__: object) -> None:
-        raise subprocess.TimeoutExpired("pip_audit", timeout)
+@pytest.mark.parametrize("error", [requests.ConnectionError(), requests.ReadTimeout(), None])
+def test_a_network_that_does_not_answer_passes(
+    script: ModuleType, monkeypatch: object, capsys: object, error: Exception | None
+) -> None:
+    error = error or script.service.ConnectionError("timed out")
+    assert run(script, monkeypatch, a=error) == 0
+    assert capsys.readouterr().out == "3 packages not audited: nobody answered\n"
+    assert run(script, monkeypatch, b=error) == 0
+    assert "nobody answered about 2 packages\n1 of 3" in capsys.readouterr().out
+    assert run(script, monkeypatch, a=["CVE-1"], b=error), "what was found before counts"
 
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert script.ask() is None
+
+def test_a_mirror_without_the_database_passes(
+    script: ModuleType, monkeypatch: object, capsys: object
+) -> None:
+    assert run(script, monkeypatch, a=None, b=None, weak=None) == 0
+    assert "3 packages not audited: who answered knows none of them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", ["a", "b"])
+@pytest.mark.parametrize(
+    "error",
+    [requests.JSONDecodeError("<html>", "", 0), requests.exceptions.SSLError("forged"), None],
+)
+def test_an_answer_that_is_not_the_databases_fails(
+    script: ModuleType, monkeypatch: object, error: Exception | None, at: str
+) -> None:
+    error = error or script.service.ServiceError("503")
+    assert "not the database answered" in run(script, monkeypatch, **{at: error})
+
+
+def test_it_does_not_wait_for_ever(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: object
+) -> None:
+    monkeypatch.setattr(script, "TIME_S", 0)
+    assert run(script, monkeypatch) == 0
+    assert "nobody answered" in capsys.readouterr().out
+
+
+def test_without_pip_audit_it_fails() -> None:
+    hidden = "import runpy, sys; sys.modules['pip_audit'] = None; runpy.run_path(sys.argv[1])"
+    command = [sys.executable, "-c", hidden, SPEEDRUN / "audit.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode and "pip_audit" in ended.stderr.splitlines()[-1]
+
+
+def test_a_build_of_a_release_is_looked_up_as_the_release(monkeypatch: object) -> None:
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
+    import audit
+
+    found = audit.installed()
+    assert "qat-distill" not in found and not any(each.local for each in found.values())
+    assert "torch" in found
