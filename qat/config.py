@@ -42,6 +42,8 @@ Careful = Annotated[T, _below("Trying, going on, watching")]
 OTHERS = Group.create_ordered("Others")
 """Heading of what has no other."""
 EveryVerb = Annotated[T, _below("Every verb")]
+RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command"}
+"""Flags that have code of others run: a model's, that of a task, a program of a sweep."""
 
 
 class Settings(BaseModel):
@@ -73,6 +75,28 @@ class DeviceSettings(Settings):
     """auto, cpu, cuda, cuda:1, mps, xla or tpu."""
     xla_cache_dir: Speed[Path | None] = None
     """With --device xla: keep what is compiled in this directory, for later processes."""
+
+
+def refuse_code(values: object, where: str) -> None:
+    """Refuse what a file, `where`, says if it would have code of others run, at any depth.
+
+    That only who types a command may ask for; a file may come from anybody.
+
+    Raises:
+        ConfigError: it holds a key that does, with another value than false.
+    """
+    if isinstance(values, dict):
+        for key, value in values.items():
+            flag = f"--{key.replace('_', '-')}"
+            if flag in RUNS_CODE and value is not False:
+                raise ConfigError(
+                    f"{where} has {key} = {value!r}, which runs code of others, expected no such "
+                    f"key in a file; drop it, and if you trust that code type {flag} yourself"
+                )
+            refuse_code(value, where)
+    elif isinstance(values, list):
+        for value in values:
+            refuse_code(value, where)
 
 
 def fingerprint(values: object) -> str:

@@ -11,9 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 import qat.cli
+from qat.bench.quality.config import read_recipe as read_quality
+from qat.bench.sweep.config import read_recipe as read_sweep
 from qat.cli import VERBS, app, main
+from qat.cli.pipeline import Pipeline
 from qat.cli.recipe import check_recipe
 from qat.cli.result import print_result
 from qat.config import Required
@@ -239,6 +243,39 @@ def test_recipe_mistakes_name_what_was_meant(text: str, message: str, tmp_path: 
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=message):
         check_recipe(recipe, FLAGS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[cache]\ntrust_remote_code = true\n",
+        '[convert]\ntrust-remote-code = "yes"\n',
+        "[train]\ntrust_remote-code = 1\n",
+        '[eval]\ntasks_dir = "theirs"\n',
+        "[settings]\ntrust_remote_code = true\n",
+        "[product]\ntrust_remote_code = [false, true]\n",
+        '[[groups]]\nname = "a"\nsettings = { trust_remote_code = true }\n',
+        '[[recipes]]\nname = "a"\nstages = [{ convert = { trust_remote_code = true } }]\n',
+    ],
+)
+def test_no_file_has_code_of_others_run(text: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text)
+    readers = [
+        lambda: check_recipe(recipe, FLAGS),
+        lambda: read_quality(recipe),
+        lambda: read_sweep(recipe, tiny=True),
+        lambda: Pipeline("run", tmp_path, Console()),  # what another call recorded
+    ]
+    for read in readers:
+        with pytest.raises(ConfigError, match="runs code of others.* type --t.* yourself"):
+            read()
+
+
+def test_a_recipe_may_say_that_no_code_runs(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[cache]\ntrust_remote_code = false\n")  # as runs record it
+    check_recipe(recipe, {"cache": {"trust-remote-code"}})
 
 
 def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qat.config import refuse_code
 from qat.errors import ConfigError
 
 
@@ -13,10 +14,10 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """The tables of a TOML file that should be a recipe of `kind`.
 
     Raises:
-        ConfigError: it is missing or no TOML.
+        ConfigError: it is missing or no TOML, or would run code of others.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"recipe={path}: {error.strerror}; expected a TOML file; check the path"
@@ -25,6 +26,8 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
         raise ConfigError(
             f"recipe={path} is not TOML ({error}); expected a {kind} recipe; mend that line"
         ) from None
+    refuse_code(values, str(path))
+    return values
 
 
 def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:

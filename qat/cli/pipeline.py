@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
+from qat.config import refuse_code
 from qat.errors import ConfigError, QatError, Stopped
 from qat.files import check_free, write_atomically
 from qat.logs import EXAM, RECIPE, SUMMARY
@@ -179,9 +180,11 @@ def _megabytes(model: Path) -> float | None:
 
 def _read(recipe: Path) -> dict[str, dict[str, object]]:
     try:
-        return tomllib.loads(recipe.read_text(encoding="utf-8"))
+        tables = tomllib.loads(recipe.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{recipe} is not TOML ({error}), expected the settings that this directory was begun "
             "with; restore it or choose another --out"
         ) from None
+    refuse_code(tables, str(recipe))
+    return tables

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from qat.config import refuse_code
 from qat.errors import ConfigError
 
 
@@ -14,9 +15,12 @@ def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> None:
     A key is a flag's name with `_` or `-` between its words.
 
     Raises:
-        ConfigError: the file is missing or no TOML, or a table or key has no such name.
+        ConfigError: the file is missing or no TOML, a table or key has no such name, or a key
+            would run code of others.
     """
-    for verb, values in _load(path).items():
+    tables = _load(path)
+    refuse_code(tables, str(path))
+    for verb, values in tables.items():
         if verb not in flags:
             raise ConfigError(f"{path}: no verb is called [{verb}]; {_nearest(verb, flags)}")
         if not isinstance(values, dict):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from qat.cli.convert import Targets
 from qat.cli.pipeline import Pipeline
-from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text
+from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
 from qat.errors import ConfigError, QatError
 from qat.lock import held
 
@@ -109,6 +109,7 @@ def run(
 
     app.config = None  # from here the recipe's tables are read by `Road`, once
     tables = tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe else {}
+    refuse_code(tables, str(recipe))
     with held(out):
         pipeline = Pipeline("run", out, Console())
         road = Road(pipeline, model, config=config, targets=targets or PACKED, tables=tables)

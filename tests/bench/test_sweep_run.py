@@ -35,6 +35,7 @@ repeats = {repeats}
 timeout_s = {timeout_s}
 stop_on_error = {stop}
 """
+ALLOWED = SweepConfig(allow_command=True)
 GROUP = '[[groups]]\nname = "{name}"\nsettings = {{ code = "{code}" }}\n'
 
 
@@ -84,7 +85,7 @@ def call(monkeypatch, *tokens: str) -> int:
 
 def test_a_crash_costs_only_itself_and_runs_again(tmp_path: Path, in_this_process) -> None:
     recipe, out = write(tmp_path, {"bad": "sys.exit(3)", "good": "pass"}), tmp_path / "out"
-    report = run_sweep(SweepConfig(), recipe, out)
+    report = run_sweep(ALLOWED, recipe, out)
     assert statuses(out) == ["failed", "done"] and report.waiting == 0
     with pytest.raises(TrainingError, match="1 of 2 runs failed.*'bad'.*status 3.*expected 0"):
         report.check()
@@ -95,13 +96,13 @@ def test_a_crash_costs_only_itself_and_runs_again(tmp_path: Path, in_this_proces
     assert row["case"] == "good" and row["samples"][0] > 0 and row["telemetry"]["rss_mib"] is None
     before = next((out / "rows").iterdir()).stat().st_mtime_ns
     write(tmp_path, {"bad": "pass", "good": "pass"})
-    assert run_sweep(SweepConfig(), recipe, out).failures == []
+    assert run_sweep(ALLOWED, recipe, out).failures == []
     assert before in {path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
 
 
 def test_stop_on_error_leaves_the_rest_waiting(tmp_path: Path, in_this_process) -> None:
     recipe = write(tmp_path, {"bad": "sys.exit(3)", "good": "pass"}, stop="true")
-    report = run_sweep(SweepConfig(), recipe, tmp_path / "out")
+    report = run_sweep(ALLOWED, recipe, tmp_path / "out")
     assert statuses(tmp_path / "out") == ["failed", "waiting"] and report.waiting == 1
     assert "1 runs have not run yet." in (tmp_path / "out" / PAGE).read_text()
 
@@ -110,7 +111,7 @@ def test_three_repeats_are_ranked_against_the_baseline(
     tmp_path: Path, in_this_process, monkeypatch, capsys
 ) -> None:
     recipe = write(tmp_path, {"slow": "time.sleep(0.2)", "quick": "pass"}, repeats=3)
-    assert call(monkeypatch, str(recipe), "--out", str(tmp_path / "out")) == 0
+    assert call(monkeypatch, str(recipe), "--allow-command", "--out", str(tmp_path / "out")) == 0
     printed = capsys.readouterr().out
     last = json.loads(printed.splitlines()[-1])
     assert last["fastest"] == "quick" and last["done"] == 6 and last["rate"] > 5
@@ -128,14 +129,14 @@ def test_a_directory_belongs_to_one_sweep_at_a_time(
     tmp_path: Path, in_this_process, monkeypatch
 ) -> None:
     out = tmp_path / "out"
-    run_sweep(SweepConfig(), write(tmp_path, {"a": "pass"}), out)
+    run_sweep(ALLOWED, write(tmp_path, {"a": "pass"}), out)
     with pytest.raises(ConfigError, match="holds sweep 's', expected 'other' or an empty"):
-        run_sweep(SweepConfig(), write(tmp_path, {"a": "pass"}, name="other"), out)
+        run_sweep(ALLOWED, write(tmp_path, {"a": "pass"}, name="other"), out)
     monkeypatch.setattr(drive, "PATIENCE_S", 0.05)
     with (out / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="in use by another sweep, expected one at a time"):
-            run_sweep(SweepConfig(), write(tmp_path, {"a": "pass"}), out)
+            run_sweep(ALLOWED, write(tmp_path, {"a": "pass"}), out)
 
 
 def test_too_few_steps_say_nothing_of_leaks() -> None:
@@ -147,7 +148,7 @@ def test_too_few_steps_say_nothing_of_leaks() -> None:
 def test_a_hang_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     codes = {"hang": "time.sleep(600)", "good": "pass", "bad": "sys.exit(3)"}
     recipe, out = write(tmp_path, codes, timeout_s=6), tmp_path / "out"
-    report = run_sweep(SweepConfig(), recipe, out)
+    report = run_sweep(ALLOWED, recipe, out)
     assert statuses(out) == ["timeout", "done", "failed"]
     assert "no end after 6 s" in report.failures[0]["message"]
     log = Path(report.failures[0]["log"]).read_text()
@@ -157,17 +158,25 @@ def test_a_hang_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     assert "status 3, expected 0" in report.failures[1]["message"]
 
 
+def test_a_program_runs_only_where_somebody_allowed_it(tmp_path: Path) -> None:
+    recipe = write(tmp_path, {"a": "open('ran', 'w')"})
+    with pytest.raises(ConfigError, match="runs the program '{python}'.*add --allow-command"):
+        run_sweep(SweepConfig(), recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
     recipe = write(tmp_path, {"a": "time.sleep(1)", "b": "pass"})
     _, runs = plan_sweep(SweepConfig(), recipe, tmp_path / "out")
-    command = [sys.executable, "-m", "qat", "bench", "sweep", str(recipe), "--out"]
+    command = [sys.executable, "-m", "qat", "bench", "sweep", str(recipe)]
+    command += ["--allow-command", "--out"]
     process = subprocess.Popen([*command, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
     while not runs[0].log.exists() and process.poll() is None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert run_sweep(SweepConfig(), recipe, tmp_path / "out").failures == []
+    assert run_sweep(ALLOWED, recipe, tmp_path / "out").failures == []
     assert statuses(tmp_path / "out") == ["done", "done"]
 
 

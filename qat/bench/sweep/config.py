@@ -32,6 +32,8 @@ class SweepConfig(Settings):
     """Fail a run in which something else ran than was asked for."""
     sample_s: float = Field(1.0, gt=0)
     """Seconds between samples of GPU and host."""
+    allow_command: bool = False
+    """Run the program that a recipe of verb = "command" names: read it before."""
 
 
 class StepsConfig(BenchConfig):

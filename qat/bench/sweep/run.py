@@ -77,9 +77,15 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
     """Run all that has not finished in `out`; a run that fails is part of the report.
 
     Raises:
-        ConfigError: a mistake in the recipe, or a directory of another sweep.
+        ConfigError: a mistake in the recipe, a program that nobody allowed, or a directory of
+            another sweep.
     """
     found, runs = plan_sweep(config, recipe, out)
+    if found.verb == "command" and not config.allow_command:
+        raise ConfigError(
+            f"{recipe} runs the program {found.command[0]!r}, expected settings alone; read what "
+            "it would do (--dry-run lists the runs), and if you trust it add --allow-command"
+        )
     place = runs[0].out
     with claimed(place) as lock:
         _check_place(place, found)
