@@ -1,5 +1,6 @@
-"""Parent folders that stay only where something came of them."""
+"""Parent folders that stay only where something came of them, and folders behind links."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -20,3 +21,8 @@ def parents_of(path: Path) -> Iterator[None]:
             except OSError:  # somebody else has put something there
                 break
         raise
+
+
+def real(path: Path) -> Path:
+    """The path behind all symbolic links, there or not: one directory has one such name."""
+    return Path(os.path.realpath(path))

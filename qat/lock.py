@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from qat.errors import ConfigError
-from qat.folders import parents_of
+from qat.folders import parents_of, real
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,13 @@ SIGN = b"process "
 def held(out: Path) -> Iterator[None]:
     """Make `out` this process's alone while the block runs; a process that dies lets go of it.
 
-    The lock is a file beside `out`, which need not exist.
+    The lock is a file beside `out`, which need not exist; where `out` is a symbolic link, beside
+    the directory behind it, so that all names of a directory have one lock.
 
     Raises:
         ConfigError: another process has it, or it cannot be written.
     """
-    path = out.absolute().parent / f".{out.absolute().name}.lock"
+    path = real(out).parent / f".{real(out).name}.lock"
     with ExitStack() as stack:
         try:
             stack.enter_context(parents_of(path))

@@ -25,6 +25,21 @@ def test_a_second_one_is_told_who_was_first(tmp_path: Path) -> None:
     assert not out.exists() and not list(out.parent.iterdir())
 
 
+def test_all_names_of_a_directory_have_one_lock(tmp_path: Path) -> None:
+    out, alias = tmp_path / "run", tmp_path / "elsewhere" / "alias"
+    alias.parent.mkdir()
+    alias.symlink_to("../run")
+    (tmp_path / "folder").symlink_to(".")
+    for first, second in ((out, alias), (alias, out), (alias, tmp_path / "folder" / "run")):
+        with lock.held(first), pytest.raises(ConfigError, match="is in use by process"):
+            with lock.held(second):
+                pass
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="loop.run cannot be written"):
+        with lock.held(tmp_path / "loop" / "run"):
+            pass
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")  # it only takes a lock
 def test_a_process_that_dies_lets_go(tmp_path: Path) -> None:
     ready, tell = os.pipe()

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from qat.config import Settings, explain
 from qat.errors import HubError
 from qat.files import LEAVING, check_free, sha256_file
-from qat.folders import parents_of
+from qat.folders import parents_of, real
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
 from qat.hub.files import (
@@ -212,7 +212,7 @@ def _stage(out: Path) -> Iterator[Path]:
     Raises:
         HubError: another process is pulling to `out`, or nothing can be written there.
     """
-    stage = out.parent / f".{out.name}.pull"
+    stage = real(out).parent / f".{real(out).name}.pull"
     with ExitStack() as stack:
         try:
             stack.enter_context(parents_of(stage))
