@@ -1,5 +1,6 @@
 """Directories and small files that appear whole or not at all, and the hash of a file."""
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -9,47 +10,80 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from shlex import quote
 
 from qat.errors import ConfigError
-from qat.folders import parents_of
+from qat.folders import parents_of, real
 
 logger = logging.getLogger(__name__)
 
 MEND = "remove it or choose another --out"
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
 """What a directory or file is called until it is whole, and when it is no longer wanted."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""What Linux calls the working directory, and the wish that two names be exchanged."""
 
 
 @contextmanager
 def whole_directory(
     out: Path,
     *,
+    replace: bool = False,
+    written: Callable[[Path], Collection[str]] = lambda out: (),
+    overwrite: bool = True,
     place: Path | None = None,
     root: Callable[[Path], Path] = lambda partial: partial,
-    written: Callable[[Path], Collection[str]] = lambda out: (),
+    mend: str = MEND,
 ) -> Iterator[Path]:
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
     The files are on the disk before the name is: a crash, a kill or a full disk leaves either no
-    `out` or a whole one; an older `out` stays until the new one is complete. All in it may be read
-    and written by whom the umask says, and nothing in it can be run. Files of an older `out` that
-    are neither replaced nor `written` are somebody else's: they stay.
+    `out` or a whole one. All in it may be read and written by whom the umask says, and nothing in
+    it can be run. Where `out` is a symbolic link, it stays one, and the directory behind it is
+    made.
+
+    With `replace` an older `out` stays until the new one is complete. Then the two change names,
+    in one step where the system knows how (Linux, on most file systems); elsewhere in two, of
+    which the first is undone if the second fails, and between which a kill leaves the older one
+    beside `out`, as `.NAME.old-...`.
 
     Args:
+        replace: an `out` that holds something, before the block or after it, may be replaced.
+        written: names in an older `out`, relative to it, of what qat wrote there. Files that are
+            neither that nor replaced are somebody else's: they stay.
+        overwrite: files that are not `written` may be replaced by new ones of their names.
         place: where it is filled, on the same disk as `out`; by default beside it.
         root: which directory of the filled one becomes `out`.
-        written: names in an older `out`, relative to it, of what qat wrote there.
+        mend: what to do about an `out` that may not be replaced.
+
+    Raises:
+        ConfigError: `out` holds something that may not be replaced.
     """
-    with parents_of(out):
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=place or out.parent))
+    check_free(out, replace=replace, mend=mend)
+    target = real(out)
+    with parents_of(target):
+        prefix = f".{target.name}.partial-"
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=place or target.parent))
         try:
             yield partial
             for path in [*partial.rglob("*"), partial]:
                 # mkdtemp makes directories private, and safetensors files
                 path.chmod(allowed(0o777 if path.is_dir() else 0o666))
                 sync(path)
-            _put_in_place(root(partial), out, written)
+            new = root(partial)
+            try:
+                new.rename(target)  # where nothing is, or an empty directory
+            except OSError:
+                if not (target.is_dir() and any(target.iterdir())):
+                    raise
+                if not replace:
+                    raise ConfigError(
+                        f"out={out} was filled by somebody else meanwhile, expected it to stay "
+                        f"new or empty; {mend}"
+                    ) from None
+                _replace(target, new, written, overwrite=overwrite)
+            sync(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -108,35 +142,68 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _put_in_place(
-    partial: Path, out: Path, written: Callable[[Path], Collection[str]] = lambda out: ()
+def _replace(
+    out: Path, new: Path, written: Callable[[Path], Collection[str]], *, overwrite: bool
 ) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        _keep_foreign(out, partial, written(out))
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
+    """Let `new` be called `out`, with the files of the older one that are somebody else's."""
+    _keep_foreign(out, new, written(out), overwrite=overwrite)
+    old = new if _is_exchanged(new, out) else _renamed_in_turn(new, out)
+    _keep_foreign(old, out, written(old), overwrite=True)  # what came in between
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_exchanged(one: Path, other: Path) -> bool:
+    """Whether two directories were given each other's name in one step."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one.absolute()), os.fsencode(other.absolute())
+    return exchange is not None and not exchange(
+        AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE
+    )
+
+
+def _renamed_in_turn(new: Path, out: Path) -> Path:
+    """What the older `out` is called now that `new` has its name."""
+    old = out.with_name(f".{out.name}.old-{token_hex(4)}")
+    try:
         out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old)
-    else:
-        partial.rename(out)
-    sync(out.parent)
+        new.rename(out)
+    except BaseException as error:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        if old.exists():
+            raise ConfigError(
+                f"out={out} changed while it was replaced ({error}); what it held before is in "
+                f"{old}: move it to where it should be"
+            ) from None
+        raise
+    return old
 
 
-def _keep_foreign(old: Path, new: Path, written: Collection[str]) -> None:
+def _keep_foreign(old: Path, new: Path, written: Collection[str], *, overwrite: bool) -> None:
     """Have in `new`, too, every file of `old` that it does not replace and that is not `written`.
 
     A directory that holds no file is not kept.
+
+    Raises:
+        ConfigError: `new` replaces one that is not `written`, and `overwrite` is false.
     """
     names = [p.relative_to(old) for p in old.rglob("*") if p.is_symlink() or not p.is_dir()]
-    foreign = [n for n in names if n.as_posix() not in written and not (new / n).exists()]
-    for name in foreign:
+    foreign = [name for name in names if name.as_posix() not in written]
+    kept = [name for name in foreign if not (new / name).exists()]
+    if len(kept) < len(foreign) and not overwrite:
+        taken = next(name for name in foreign if name not in kept)
+        raise ConfigError(
+            f"{old / taken} would be replaced and was not written by qat, expected only what qat "
+            "wrote there; move it or choose another --out"
+        )
+    for name in kept:
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(old / name, new / name, follow_symlinks=False)
         except OSError:  # no links here
             shutil.copy2(old / name, new / name, follow_symlinks=False)
-    if foreign:
-        logger.info("%s: %d files that qat did not write stay (%s)", old, len(foreign), foreign[0])
+    if kept:
+        logger.info("%s: %d files that qat did not write stay (%s)", old, len(kept), kept[0])
 
 
 def import_command(path: Path) -> str | None:

@@ -35,7 +35,8 @@ def test_a_replaced_directory_keeps_them(tmp_path: Path) -> None:
     mine = [thesis(tmp_path / "out" / name) for name in ("thesis.txt", "a/b/thesis.txt", ".hidden")]
     thesis(tmp_path / "out" / "shard-1")
     thesis(tmp_path / "out" / "shard-2")
-    with whole_directory(tmp_path / "out", written=lambda out: {"shard-2"}) as partial:
+    out = tmp_path / "out"
+    with whole_directory(out, replace=True, written=lambda out: {"shard-2"}) as partial:
         (partial / "shard-1").write_text("new")
     assert [path.read_text() for path in mine] == [THESIS] * 3
     assert (tmp_path / "out" / "shard-1").read_text() == "new"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qat.errors import HubError
-from qat.files import allowed, check_free, sha256_file, sync, whole_directory
+from qat.files import allowed, sha256_file, sync, whole_directory
 from qat.hub.limits import MIB
 from qat.logs import Ticker, progress
 
@@ -31,11 +31,12 @@ def atomic_directory(
     it.
 
     Raises:
-        ConfigError: `out` exists and is not empty, and `replace` is false.
+        ConfigError: `out` is not empty, or no longer, and `replace` is false.
         HubError: `out` cannot be written.
     """
-    check_free(out, replace=replace, mend=MEND)
-    whole = whole_directory(out, place=place, root=peeled, written=received_files)
+    whole = whole_directory(
+        out, replace=replace, written=received_files, place=place, root=peeled, mend=MEND
+    )
     with _explained(out), whole as partial:
         yield partial
 
@@ -153,6 +154,6 @@ def _explained(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise HubError(
-            f"{out}: writing stopped ({error.strerror or error}); nothing was left there: free "
+            f"{out}: writing stopped ({error.strerror or error}); nothing new was left there: free "
             "some space, or choose a place that you may write to"
         ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from qat.errors import CheckpointError
-from qat.files import check_free, whole_directory
+from qat.files import whole_directory
 from qat.models.checksums import listed_files
 
 
@@ -19,15 +19,14 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
     that qat did not write.
 
     Raises:
-        ConfigError: `out` exists and is not empty, and `replace` is false.
+        ConfigError: `out` is not empty, or no longer, and `replace` is false.
         CheckpointError: the disk is full, or `out` cannot be written for another reason.
     """
-    check_free(out, replace=replace)
     try:
-        with whole_directory(out, written=listed_files) as partial:
+        with whole_directory(out, replace=replace, written=listed_files) as partial:
             yield partial
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{out}: writing stopped ({error}); nothing was left there: free some space or choose "
-            "another --out"
+            f"{out}: writing stopped ({error}); nothing new was left there: free some space or "
+            "choose another --out"
         ) from error

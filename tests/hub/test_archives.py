@@ -80,7 +80,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-    with pytest.raises(HubError, match="writing stopped .No space left on device.; nothing was"):
+    with pytest.raises(HubError, match="writing stopped .No space left on device.; nothing new"):
         pack(source, tmp_path / "a.tar.lz4")
     assert os.listdir(tmp_path) == ["model"]
 

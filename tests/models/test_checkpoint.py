@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_what_was_there(is_there_before: bool, tmp_path: Path
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(CheckpointError, match="nothing was left there"):
+        with pytest.raises(CheckpointError, match="nothing new was left there"):
             save_checkpoint(tiny_quantized("qwen3", SPECS["lut4"]), None, out, replace=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

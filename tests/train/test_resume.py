@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_in_the_end(place: Path, out: Path, monkeypatch) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copytree", full)
-        message = r"writing stopped \(\[Errno 28\] No space left on device: 'b'\); nothing was left"
+        message = r"writing stopped \(\[Errno 28\] No space left on device: 'b'\); nothing new was"
         with pytest.raises(CheckpointError, match=message):
             run(place, out, resume=True)
     assert run(place, out, resume=True).final.is_dir()

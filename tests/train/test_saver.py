@@ -84,7 +84,7 @@ def test_a_save_that_fails_is_told_at_the_next_one(trainer: Trainer, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(saving, "write_checkpoint", full)
         trainer.saver.save(2, 0.5, is_best=True)
-        message = r"step-000002: writing stopped \(.*No space.*\); nothing was left there: free"
+        message = r"step-000002: writing stopped \(.*No space.*\); nothing new was left there: free"
         with pytest.raises(CheckpointError, match=message):
             trainer.saver.finish()
         with pytest.raises(CheckpointError, match=message):
