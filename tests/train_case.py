@@ -11,6 +11,7 @@ from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer
 from qat.models.swap import to_latent
+from qat.nn.adapters import add_adapters
 from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
@@ -60,6 +61,8 @@ def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     names = linears_in_scope(model.model, config.scope)
     if "weights" in config.kinds:
         to_latent(model.model, names, is_spread=config.shard_latents)
+    if "lora" in config.kinds:
+        add_adapters(model.model, names, config.lora_rank, config.seed)
     by_kind = learnable(model.model, names, config.kinds)
     optimizer = Optimizer(model.model, by_kind, config)
     cache, run = TeacherCache.open(config.cache_dir), Run(out)

@@ -146,7 +146,7 @@ class TeacherCache:
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
         """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
         rows, _ = self._read(indices, split, ["log_sum_exp"])
-        return rows["log_sum_exp"]
+        return self._finite(rows["log_sum_exp"], "log-sum-exp")
 
     def negatives(
         self, indices: Sequence[int] | np.ndarray, split: Split = "train"
@@ -162,7 +162,7 @@ class TeacherCache:
         rows, _ = self._read(indices, split, ["negative_ids", "negative_logits"])
         bits = id_bits(self.manifest.teacher.vocab_size)
         ids = self._words(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
-        return ids.view(-1, S - 1, R), rows["negative_logits"]
+        return ids.view(-1, S - 1, R), self._finite(rows["negative_logits"], "logit")
 
     def _names(self, targets: Collection[str]) -> list[str]:
         """The fields that a batch with these targets is made of."""
@@ -177,7 +177,7 @@ class TeacherCache:
             return nothing.long(), nothing, torch.zeros(N, S)
         ids, logprobs = decode_top_k(rows, length=S, k=self.manifest.settings.top_k, vocab_size=V)
         tail = rows["tail_logprob"]
-        if not (tail <= 0).all():
+        if not (tail < 0).all():  # nor 0, which leaves the K likeliest nothing; nor NaN
             raise self._impossible("a tail that is no probability")
         self._words(ids)
         return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
@@ -213,6 +213,12 @@ class TeacherCache:
         if ids.numel() and int(ids.max()) >= self.manifest.teacher.vocab_size:
             raise self._impossible(f"token {int(ids.max())}")
         return ids
+
+    def _finite(self, values: Tensor, what: str) -> Tensor:
+        """The same values, all of them numbers."""
+        if not values.isfinite().all():
+            raise self._impossible(f"a {what} that is NaN or infinite")
+        return values
 
     def _impossible(self, what: str) -> CacheError:
         return CacheError(

@@ -26,6 +26,7 @@ from qat.ranks import ALONE, Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.division import check_alike, rank_indices
+from qat.train.finite import not_finite
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.pulse import Pulse
@@ -137,12 +138,12 @@ class Trainer:
             self._warm_up()
         if self.step == 0:
             with pulse.pause():
-                self._evaluate(metrics)
+                self._evaluate(metrics, pulse)
         else:
             pulse.event("resumed", step=self.step, world_size=self.ranks.size)
             if self.step == self.config.max_steps and math.isinf(self.best):
                 with pulse.pause():  # the best was lost, and no step is left to seek it anew
-                    self._evaluate(metrics)
+                    self._evaluate(metrics, pulse)
         for name in self.skipped:
             pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 
@@ -189,7 +190,7 @@ class Trainer:
         ticker.advance()
         if is_pause:
             with pulse.pause():
-                self._pause(metrics)
+                self._pause(metrics, pulse)
         if self.take_step.agreed_stop() and self.step < self.config.max_steps:
             with pulse.pause():
                 self._stop(result, pulse)
@@ -208,8 +209,8 @@ class Trainer:
 
     def _read(self, result: StepResult) -> "_Said":
         """What a step says to the host, over all ranks, which call this together."""
-        result = result.over_ranks(self.ranks)
-        told = (result.valid_tokens, result.grad_norm, self.take_step.trouble)
+        result, trouble = self.take_step.told(result)
+        told = (result.valid_tokens, result.grad_norm, trouble)
         *sums, valid, norm, trouble = self.backend.read([*result.sums.values(), *told])
         count = max(valid, 1)
         means = {f"{k}_nats": part / count for k, part in zip(result.sums, sums, strict=True)}
@@ -235,14 +236,14 @@ class Trainer:
         )
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
 
-    def _pause(self, metrics: Metrics | None) -> None:
+    def _pause(self, metrics: Metrics | None, pulse: Pulse) -> None:
         """Evaluate and save where they are due; a best student is always saved."""
-        is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics)
+        is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics, pulse)
         if is_best or self._is_due(self.config.save_every):
             check_alike(self.optimizer.replicated(), self.step, self.ranks)
             self.saver.save(self.step, self.best, is_best=is_best)
 
-    def _evaluate(self, metrics: Metrics | None) -> bool:
+    def _evaluate(self, metrics: Metrics | None, pulse: Pulse) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.
 
         All ranks form the weights; the first judges, and the others wait for its number.
@@ -260,6 +261,9 @@ class Trainer:
             logger.info("step %d, held out: %s", self.step, "  ".join(numbers))
             now = score(verdict)
         now = self.ranks.copy_from_first(torch.tensor(now, dtype=torch.float64)).item()
+        if math.isnan(now):
+            pulse.event("not_finite", step=self.step, loss_nats=now, which="the held-out loss")
+            self._give_up(f"the held-out loss after step {self.step} is NaN")
         is_best = self.step > 0 and now < self.best
         if is_best:
             self.best = now
@@ -285,14 +289,22 @@ class Trainer:
         if said.is_finite:
             return
         loss = said.means["loss_nats"]
-        pulse.event("not_finite", step=self.step, loss_nats=loss)
+        which = not_finite(self.take_step.numbers())
+        pulse.event("not_finite", step=self.step, loss_nats=loss, which=which)
+        found = f"loss {loss:.4g}, gradient norm {said.grad_norm:.4g}"
+        self._give_up(
+            f"not every loss, gradient, weight and moment up to step {self.step} is finite (there: "
+            f"{found}{f'; {which}' if which else ''})"
+        )
+
+    def _give_up(self, found: str) -> None:
+        """End a run that has lost its numbers; what is saved behind is finished first."""
         self.saver.finish()
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(
-            f"not every loss and gradient up to step {self.step} is finite (there: loss "
-            f"{loss:.4g}, gradient norm {said.grad_norm:.4g}), expected numbers; {kept}: "
-            "lower --lr and its kin, or --clip-grad-norm, and start anew"
+            f"{found}, expected numbers; {kept}: lower --lr and its kin, or --clip-grad-norm, and "
+            "start anew"
         )
 
 
@@ -304,7 +316,7 @@ class _Said(NamedTuple):
     valid_tokens: int
     grad_norm: float
     is_finite: bool
-    """The loss, and every gradient up to this step."""
+    """Every loss and gradient up to this step, and all that the run is made of after it."""
 
 
 @contextmanager

@@ -308,6 +308,13 @@ class Optimizer:
                     found[key] = host(whole)
         return found
 
+    def moving(self) -> dict[str, Tensor]:
+        """Moments and loss scale of this rank: what moves the parameters."""
+        tensors = {} if self.loss_scale is None else self.loss_scale.state()
+        for mover in self._movers:
+            tensors |= mover.state()
+        return tensors
+
     def state_bytes(self) -> int:
         """Bytes of `state` and `gathered`."""
         rows = {key: tensor for key, tensor in self._state().items() if self._owner(key, tensor)}
@@ -319,13 +326,11 @@ class Optimizer:
         return self.sharded.get(key.partition(".")[2]) if tensor.dim() else None
 
     def _state(self) -> dict[str, Tensor]:
-        tensors = {} if self.loss_scale is None else self.loss_scale.state()
+        tensors = {}
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors[f"size.{name}"] = torch.tensor(self.sizes[name], dtype=torch.float64)
-        for mover in self._movers:
-            tensors |= mover.state()
-        return tensors
+        return tensors | self.moving()
 
     @torch.no_grad()
     def _load(self, state: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from qat.errors import CheckpointError
 from qat.files import sha256_file, sync
 from qat.logs import STATE_TENSORS
+from qat.train.finite import not_finite
 
 STATE = "trainer/state.json"
 MANIFEST = "trainer/manifest.json"
@@ -28,9 +29,14 @@ def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     file is hashed while it is compared.
 
     Raises:
-        CheckpointError: a file holds something else.
+        CheckpointError: a file holds something else, or a tensor holds NaN or infinity.
     """
     meant = {name: tensor for tensors in written for name, tensor in tensors.items()}
+    if which := not_finite(meant):
+        raise CheckpointError(
+            f"{which}, expected numbers to save; lower --lr and its kin, or --clip-grad-norm, and "
+            "go on from an older checkpoint"
+        )
     of_tensors = list(directory.rglob("*.safetensors"))
     for path in of_tensors:
         _forget_pages(path)
@@ -51,6 +57,8 @@ def prove(directory: Path, *written: dict[str, Tensor]) -> None:
 def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
     """What is wrong with a run's checkpoint, in a few words; None where nothing is.
 
+    One whose bytes are as they were written, but hold NaN, is wrong too.
+
     One that was written before there were manifests is looked at by its trainer's state only. Of
     one that is wanted as a student alone the tensors of the trainer's state may be missing.
     """
@@ -62,9 +70,12 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
             if found is not None:
                 return found
         step = read_state(checkpoint)["step"]
-        if not is_student:
-            with safe_open(checkpoint / STATE_TENSORS, framework="pt"):
-                pass
+        state = [] if is_student else [checkpoint / STATE_TENSORS]
+        for path in [*sorted(checkpoint.glob("*.safetensors")), *state]:
+            with safe_open(path, framework="pt") as file:
+                found = (not_finite({name: file.get_tensor(name)}) for name in file.keys())
+                if which := next(filter(None, found), None):
+                    return f"{path.relative_to(checkpoint).as_posix()}: {which}"
         is_named_so = checkpoint.name == f"step-{step:06d}"
         return None if is_named_so else f"{STATE}: it is of step {step}"
     except (OSError, ValueError, RecursionError, SafetensorError) as error:

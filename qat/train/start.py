@@ -19,7 +19,7 @@ from qat.config import fingerprint
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
-from qat.errors import ConfigError
+from qat.errors import CheckpointError, ConfigError
 from qat.lock import held
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
@@ -33,6 +33,7 @@ from qat.ranks import ALONE, Ranks
 from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
 from qat.train.division import digest, divide
+from qat.train.finite import not_finite
 from qat.train.judge import Judge
 from qat.train.judged import Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
@@ -306,6 +307,11 @@ def _open(
         )
     if choice.is_best_lost:
         begin = begin._replace(best=math.inf)
+    numbers = {**model.model.state_dict(keep_vars=True), **begin.optimizer.moving()}
+    if which := not_finite(numbers):
+        raise CheckpointError(
+            f"{source}: {which}, expected numbers; make it anew, or train another student"
+        )
     return _Opened(
         cache, choice, identity, more, judged, tokenizer, model, resolved, teacher, begin
     )

@@ -23,9 +23,9 @@ from qat.models.language_model import LanguageModel
 from qat.models.precision import compute_in
 from qat.models.regions import Regions, compile_facts
 from qat.nn.step import form_moved_weights, release_weights
-from qat.ranks import Ranks
 from qat.train.config import StepConfig
 from qat.train.division import Agreement
+from qat.train.finite import trouble
 from qat.train.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,6 @@ class StepResult(NamedTuple):
     """Tokens that count, over all ranks."""
     positions: int
     """Tokens including those that do not count, over all ranks."""
-
-    def over_ranks(self, ranks: Ranks) -> "StepResult":
-        """The same with the losses summed over all ranks, which call this together."""
-        if ranks.size == 1:
-            return self
-        total = torch.stack([part.detach() for part in self.sums.values()])
-        ranks.sum_([total])
-        return self._replace(sums=dict(zip(self.sums, total.unbind(), strict=True)))
 
 
 class TrainingStep:
@@ -94,7 +86,7 @@ class TrainingStep:
         self._before = compile_facts()
         self._taken = 0
         self.trouble: Tensor | float = 0.0
-        """NaN once any gradient norm was not finite, else 0; stays on the device."""
+        """NaN once a loss here or a gradient was not finite, else 0; stays on the device."""
         self._steadiness = Steadiness(self.backend)
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self._is_stop_agreed = False
@@ -122,9 +114,10 @@ class TrainingStep:
         self.trouble = none = torch.zeros((), device=self.student.device)
         with self.optimizer.rehearsing():
             for _ in range(EAGER_STEPS):
-                self(batches, step)
+                result = self(batches, step)
             if self.optimizer.age():
-                self(batches, step)
+                result = self(batches, step)
+        self.told(result)
         self.trouble = none
         self.backend.synchronize()
         self._steadiness.expect_none()
@@ -148,7 +141,7 @@ class TrainingStep:
             sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
         norm = self.optimizer.step(step)
         self._taken += 1
-        self.trouble = self.trouble + 0.0 * norm
+        self.trouble = self.trouble + 0.0 * (norm + sums[-1])
         names = (*self.config.losses, "loss")
         by_name = dict(zip(names, sums.unbind(), strict=True))
         self.backend.step_end()
@@ -217,6 +210,25 @@ class TrainingStep:
             hidden.flatten(0, 1),
             self.teacher.head_in(self.dtype),
         )
+
+    def numbers(self) -> dict[str, Tensor]:
+        """All that the student is on this rank, and all that moves it, by name."""
+        return {**self.student.model.state_dict(keep_vars=True), **self.optimizer.moving()}
+
+    def told(self, result: StepResult) -> tuple[StepResult, Tensor]:
+        """The losses over all ranks, and NaN if any of them ever met a number that is none, else 0.
+
+        All ranks call this together, and none waits for its device. Losses and gradients of every
+        step up to here count, and the `numbers` as they are now.
+        """
+        found = [*result.sums.values(), self.trouble + trouble(self.numbers(), self.student.device)]
+        if self.optimizer.ranks.size > 1:
+            total = torch.stack(found)
+            self.optimizer.ranks.sum_([total])
+            found = total.unbind()
+        self.backend.step_end()
+        *sums, anywhere = found
+        return result._replace(sums=dict(zip(result.sums, sums, strict=True))), anywhere
 
     def agreed_stop(self) -> bool:
         """Whether all ranks stop after this step; where there are several, they say so alike."""

@@ -53,7 +53,9 @@ def first_shard(directory: Path) -> Path:
 
 def everything(directory: Path) -> None:
     cache = TeacherCache.open(directory)
-    cache.batch(range(cache.num_sequences("train")))
+    every = range(cache.num_sequences("train"))
+    cache.batch(every)
+    cache.log_sum_exp(every)
 
 
 def rows_of(directory: Path) -> list[torch.Tensor]:
@@ -268,6 +270,9 @@ def said(directory: Path, name: str, value: torch.Tensor) -> None:
         ("drawn ids", torch.tensor(255, dtype=torch.uint8), "holds token"),
         ("tail_logprob", torch.tensor(torch.nan), "no probability"),
         ("tail_logprob", torch.tensor(1.0), "no probability"),
+        ("tail_logprob", torch.tensor(0.0), "no probability"),
+        ("log_sum_exp", torch.tensor(torch.nan), "a log-sum-exp that is NaN or infinite"),
+        ("log_sum_exp", torch.tensor(torch.inf), "a log-sum-exp that is NaN or infinite"),
         ("sample_marks", torch.tensor(255, dtype=torch.uint8), "drawn ids take"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_save_that_fails_is_told_at_the_next_one(trainer: Trainer, monkeypatch
 
 
 def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> None:
-    written = {"a": torch.tensor([1.0, torch.nan]), "b": torch.zeros(0)}
+    written = {"a": torch.tensor([1.0, 3.0]), "b": torch.zeros(0)}
     safetensors.torch.save_file(written, tmp_path / "x.safetensors")
     (tmp_path / "trainer").mkdir()
     prove(tmp_path, written)
