@@ -116,6 +116,6 @@ def explain(error: ValidationError) -> str:
         if not name:  # a rule about several fields names them itself
             parts.append(message)
             continue
-        value = "" if item["type"] in {"missing", "extra_forbidden"} else f"={item['input']!r}"
+        value = "" if item["type"] in {"missing", "extra_forbidden"} else f"={item['input']!r:.200}"
         parts.append(f"{name}{value}: {message}")
     return "; ".join(parts)

@@ -9,11 +9,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from shlex import quote
 
-from qat.errors import ConfigError
+from qat.errors import ConfigError, QatError
 from qat.folders import parents_of, real
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,27 @@ def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:
         raise ConfigError(f"out={out} is a file, expected a directory; choose another --out")
     if out.is_dir() and any(out.iterdir()) and not replace:
         raise ConfigError(f"out={out} is not empty, expected a new or empty directory; {mend}")
+
+
+def inside(directory: Path, name: object, *, found_in: object, error: type[QatError]) -> Path:
+    """The path below `directory` that `name` says, which was read from the file `found_in`.
+
+    Every path that a file of somebody else names goes through here. Links in `directory` are
+    followed: it is yours, or came from an archive, which may hold none.
+
+    Raises:
+        error: it is no text, or leads elsewhere.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    leads_out = not parts or {"/", "//", ".."} & {*parts} or "\\" in name
+    if leads_out or not name.isprintable():
+        found = ascii(name)
+        found = found if len(found) <= 80 else f"{found[:77]}..."
+        raise error(
+            f"{found_in} names {found}, expected a name inside {directory}; do not use what a "
+            "stranger made of it: get it anew, or ask whoever made it"
+        )
+    return directory / name
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -96,7 +96,7 @@ def synthesise(directory: Path, gib: float) -> None:
                 counted=SHARD * LENGTH,
                 bytes=size,
                 sha256=digest,
-                content="",
+                content="0" * 16,
             )
         )
     (directory / MANIFEST).write_bytes(manifest(shards).to_bytes())

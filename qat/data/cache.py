@@ -5,22 +5,31 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
 
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
-from qat.files import import_command, sha256_file
+from qat.files import import_command, inside, sha256_file
 
 FORMAT = 3
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
-SHARD = re.compile(r"(train|held_out)-\d+\.safetensors")
+SHARD = re.compile(r"(train|held_out)-[0-9]{5,9}\.safetensors")
 """What a builder calls a shard."""
 
 Split = Literal["train", "held_out"]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
@@ -48,7 +57,8 @@ class TeacherInfo(_Part):
 class Shard(_Part):
     """One shard file."""
 
-    file: str
+    file: Annotated[str, Field(pattern=f"^{SHARD.pattern}$")]
+    """It lies beside the manifest."""
     split: Split
     sequences: int
     tokens: int
@@ -56,9 +66,19 @@ class Shard(_Part):
     counted: int
     """Positions where the loss mask is true."""
     bytes: int
-    sha256: str
-    content: str
+    sha256: Sha256
+    content: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """xxh3-64 of its tokens and document marks: a resumed build must find the same data."""
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if not 0 < self.sequences <= self.bytes:
+            raise ValueError(f"{self.sequences} sequences in {self.bytes} bytes ({self.file})")
+        return self
+
+    def path(self, directory: Path) -> Path:
+        """Where the file lies in a cache's directory."""
+        return inside(directory, self.file, found_in=directory / MANIFEST, error=CacheError)
 
 
 class Manifest(_Part):
@@ -66,7 +86,7 @@ class Manifest(_Part):
 
     format: Literal[3] = FORMAT
     state: Literal["building", "complete"]
-    fingerprint: str
+    fingerprint: Fingerprint
     """12 hex digits of settings, teacher and tokenizer."""
     settings: CacheSettings
     teacher: TeacherInfo
@@ -180,7 +200,7 @@ def _json(values: object) -> bytes:
 
 def shard_problem(directory: Path, shard: Shard, *, deep: bool) -> str | None:
     """What is wrong with a shard file, or None; `deep` reads all of it to compare hashes."""
-    path = directory / shard.file
+    path = shard.path(directory)
     if not path.is_file():
         return "missing"
     size = path.stat().st_size
@@ -200,7 +220,7 @@ def raise_if_damaged(directory: Path, shard: Shard, *, deep: bool) -> None:
     problem = shard_problem(directory, shard, deep=deep)
     if problem:
         raise CacheError(
-            f"{directory / shard.file}: {problem}; restore it, or delete it and run the same "
+            f"{shard.path(directory)}: {problem}; restore it, or delete it and run the same "
             "'qat cache' command again"
         )
 

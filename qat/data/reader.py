@@ -5,7 +5,6 @@ Of a cache only its manifest stays in memory, and the headers of the shards used
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
 """
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
@@ -24,9 +23,6 @@ from qat.data.resident import Resident
 from qat.data.rows import promised_layout
 from qat.data.shard_file import OPEN_SHARDS, ShardFile, Shelf
 from qat.errors import CacheError
-
-FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
-"""What a shard may be called: it lies beside the manifest."""
 
 
 class TeacherCache:
@@ -69,7 +65,6 @@ class TeacherCache:
                 f"{directory} is an unfinished cache of {manifest.total('sequences')} sequences; "
                 "run the same 'qat cache' command again to finish it"
             )
-        check_promises(manifest, directory)
         for shard in manifest.shards:
             raise_if_damaged(directory, shard, deep=False)
         return cls(directory, manifest)
@@ -238,20 +233,3 @@ class TeacherCache:
         owners_B = np.searchsorted(ends, indices_B, side="right")
         firsts = np.concatenate([[0], ends])
         return Places(self._files[split], owners_B, indices_B - firsts[owners_B], self._layout)
-
-
-def check_promises(manifest: Manifest, where: Path | str) -> None:
-    """Make sure that no number or name of a manifest can lead a reader astray.
-
-    Raises:
-        CacheError: a shard is not a plain file beside the manifest, or holds more sequences than
-            bytes, or less than one.
-    """
-    for shard in manifest.shards:
-        if not FILE_NAME.fullmatch(shard.file):
-            what = f"a shard called {shard.file[:60]!r}, expected a plain name of a file"
-        elif not 0 < shard.sequences <= shard.bytes:
-            what = f"{shard.sequences} sequences in {shard.bytes} bytes ({shard.file})"
-        else:
-            continue
-        raise CacheError(f"{where} names {what}; rebuild the cache, or ask whoever made it")

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from qat.config import fingerprint
 from qat.data.cache import MANIFEST, SHARD, Shard, parse_manifest, shard_problem, write_atomic
-from qat.data.reader import TeacherCache, check_promises
+from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError, how_to_install
-from qat.files import partial_file
+from qat.files import inside, partial_file
 from qat.secrets import scrubbed
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
             f"{address} is an unfinished cache of {manifest.total('sequences')} sequences; finish "
             "it where it is built, and copy it anew"
         )
-    check_promises(manifest, address)
     content = fingerprint([shard.sha256 for shard in manifest.shards])
-    directory = local or STREAMS.expanduser() / f"{manifest.fingerprint}-{content}"
+    name, found_in = f"{manifest.fingerprint}-{content}", f"{address}/{MANIFEST}"
+    directory = local or inside(STREAMS.expanduser(), name, found_in=found_in, error=CacheError)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -109,7 +109,7 @@ class Kept:
         Raises:
             CacheError: it does not come, or not with the bytes that the manifest names.
         """
-        path = self._directory / shard.file
+        path = shard.path(self._directory)
         if shard_problem(self._directory, shard, deep=False) is not None:
             self._make_room(shard.bytes)
             partial = partial_file(path)

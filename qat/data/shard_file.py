@@ -59,14 +59,14 @@ class ShardFile:
                 if self._proven is None or self._proven != self._stamp():
                     raise_if_damaged(shelf.directory, shard, deep=True)
                     self._proven = self._stamp()
-                opened = OpenShard(shelf.directory / shard.file, shard, shelf.layout)
+                opened = OpenShard(shard.path(shelf.directory), shard, shelf.layout)
                 shelf.opened.put(shard.file, opened)
             return opened
 
     def _stamp(self) -> tuple[int, ...] | None:
         """What changes when the file does; None if it is not there."""
         try:
-            found = (self._shelf.directory / self._shard.file).stat()
+            found = self._shard.path(self._shelf.directory).stat()
         except FileNotFoundError:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns

@@ -108,6 +108,22 @@ def test_what_comes_damaged_is_not_kept(store: MemoryFileSystem, tmp_path: Path)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
 
 
+@pytest.mark.parametrize("forged", ["../../evil", "/{}/evil", "0123456789a", "0123456789ab\n"])
+def test_a_forged_fingerprint_makes_no_directory(
+    built: Path,
+    store: MemoryFileSystem,
+    tmp_path: Path,
+    forged: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "STREAMS", tmp_path / "deep" / "streams")
+    evil = read_manifest(built).model_copy(update={"fingerprint": forged.format(tmp_path)})
+    store.pipe("/bucket/caches/c/manifest.json", evil.to_bytes())
+    with pytest.raises(CacheError, match="fingerprint=.*should match pattern") as caught:
+        open_cache(ADDRESS)
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
 def test_bad_addresses_are_one_line(built: Path, store: MemoryFileSystem, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="manifest.json is not there"):
         open_cache("memory://bucket/none", local=tmp_path)

@@ -19,6 +19,7 @@ from qat.data.codec import id_bits
 from qat.data.reader import TeacherCache
 from qat.data.resident import Resident
 from qat.data.rows import BRIDGE, MOST_BUFFERS, promised_layout, reads
+from qat.data.verify import check_shards
 from qat.errors import CacheError
 from qat.files import sha256_file
 
@@ -311,8 +312,10 @@ def test_without_draws_all_rows_are_equally_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"file": "../elsewhere"}, "expected a plain name"),
-        ({"file": "/etc/passwd"}, "expected a plain name"),
+        ({"file": "../elsewhere"}, r"shards.0.file='../elsewhere': .*match pattern"),
+        ({"file": "/etc/passwd"}, "shards.0.file="),
+        ({"sha256": "../" + "0" * 61}, "shards.0.sha256="),
+        ({"content": ""}, "shards.0.content="),
         ({"sequences": 10**19}, "sequences in"),
         ({"sequences": -1}, "-1 sequences in"),
     ],
@@ -322,5 +325,7 @@ def test_a_manifest_that_leads_astray_is_one_line(copy: Path, values: dict, mess
     shards = [manifest.shards[0].model_copy(update=values), *manifest.shards[1:]]
     changed = manifest.model_copy(update={"shards": shards})
     (copy / MANIFEST).write_bytes(changed.to_bytes())
-    with pytest.raises(CacheError, match=message):
-        TeacherCache.open(copy)
+    for read in (TeacherCache.open, check_shards):
+        with pytest.raises(CacheError, match=message) as caught:
+            read(copy)
+        assert "\n" not in str(caught.value)
