@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Required
+from qat.errors import HubError
+from qat.files import inside
 from qat.hub.config import Entry
 from qat.logs import METRICS, SUMMARY
 
@@ -173,9 +175,10 @@ def _student(path: Path) -> Path:
         return path
     if (path / SUMMARY).is_file():
         words = (path / SUMMARY).read_text(encoding="utf-8")
-        final = re.search(r'"final": "([\w.-]+)"', words)
-        if final and (path / final[1]).is_dir():
-            return path / final[1]
+        found = re.search(r'"final": "([^"]+)"', words)
+        final = found and inside(path, found[1], found_in=path / SUMMARY, error=HubError)
+        if final and final.is_dir():
+            return final
     from qat.models.source import resolve
 
     return Path(resolve(str(path)))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from qat.errors import CheckpointError
-from qat.files import sha256_file
+from qat.files import inside, sha256_file
 
 CHECKSUMS = "checksums.json"
 FORMAT = 1
@@ -39,14 +39,15 @@ def check_checksums(directory: Path, *, of_model: bool) -> None:
         is_known = values["format"] == FORMAT and all(isinstance(v, str) for v in listed.values())
     except (ValueError, TypeError, KeyError, RecursionError):
         is_known = False
-    if not is_known or "config.json" not in listed or any("/" in name for name in listed):
+    if not is_known or "config.json" not in listed:
         raise CheckpointError(
             f"{path} is damaged, expected a format and a table of files; copy the checkpoint anew"
         )
+    files = {n: inside(directory, n, found_in=path, error=CheckpointError) for n in listed}
     for name, digest in listed.items():
         if _is_of_model(name) != of_model:
             continue
-        file = directory / name
+        file = files[name]
         if not file.is_file() or sha256_file(file) != digest:
             what = "differs from its SHA-256" if file.is_file() else "is missing"
             raise CheckpointError(

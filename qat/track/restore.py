@@ -22,6 +22,7 @@ from qat.logs import (
     TRAINING_CSV,
     VAL_CSV,
 )
+from qat.models.source import pointed
 from qat.track.curves import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,6 @@ def link(file: Path, target: Path) -> None:
 
 
 def named(run: Path, name: str) -> str | None:
-    """What `best` or `latest` of a run names, relative to it."""
-    path = run / name
-    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+    """The checkpoint that `best` or `latest` of a run names, relative to it; None for no name."""
+    checkpoint = pointed(run, name)
+    return None if checkpoint is None else checkpoint.relative_to(run).as_posix()

@@ -7,7 +7,6 @@ checkpoints/step-NNNNNN/   latest  best   metrics.json  {quant}_{scope}_{loss}_{
 import json
 import logging
 import platform
-import re
 import shutil
 import subprocess
 import tomllib
@@ -34,15 +33,14 @@ from qat.logs import (
     cut_after,
     read_json_lines,
 )
-from qat.models.source import RUN_POINTERS
+from qat.models.source import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
 from qat.train.proof import is_all_ours
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS, ATTEMPT = "checkpoints", "attempt-"
-STEP_NAME = re.compile(r"step-\d{6,}")
+ATTEMPT = "attempt-"
 FREE_TO_CHANGE = {
     "device",
     "xla_cache_dir",
@@ -190,12 +188,7 @@ class Run:
 
     def pointed(self, name: str) -> Path | None:
         """The checkpoint that the pointer file `latest` or `best` names, there or not."""
-        if not self.has_pointer(name):
-            return None
-        text = (self.path / name).read_bytes().decode(errors="replace").strip()
-        folder, _, checkpoint = text.partition("/")
-        is_one = folder == CHECKPOINTS and STEP_NAME.fullmatch(checkpoint)
-        return self.path / text if is_one else None
+        return pointed(self.path, name)
 
     def point(self, name: str, checkpoint: Path) -> None:
         """Let `latest` or `best` name a checkpoint of this run."""

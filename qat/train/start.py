@@ -24,6 +24,7 @@ from qat.lock import held
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, model_identity, state_identity
+from qat.models.source import CHECKPOINTS
 from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
@@ -39,7 +40,7 @@ from qat.train.judged import Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.resume import Choice, best_of, choose, load_training_state
-from qat.train.run import CHECKPOINTS, Run, git_commit
+from qat.train.run import Run, git_commit
 from qat.train.schedule import lr_share
 from qat.train.step import check_dtype
 from qat.train.summary import write_summary

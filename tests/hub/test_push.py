@@ -1,11 +1,13 @@
 """Pushing: an archive in a folder, and the line that lets others pull it."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from hub_case import checkpoint, contents, legacy_cache
 
+from qat.cli.hub import push as push_verb
 from qat.errors import HubError
 from qat.files import sha256_file
 from qat.hub import push as pushing
@@ -74,4 +76,15 @@ def test_what_reads_back_differently_does_not_appear(tmp_path: Path, folder, mon
     monkeypatch.setattr(pushing, "copy_file", lose)
     with pytest.raises(HubError, match="what was written reads back differently"):
         put(source, folder / "file")
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("name", ["..", "../private", "/etc", "."])
+def test_of_a_run_nothing_outside_is_sent(tmp_path: Path, folder: Path, name: str) -> None:
+    checkpoint(tmp_path / "private")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.json").write_text(json.dumps({"final": name}))
+    with pytest.raises(HubError, match="metrics.json names .*, expected a name inside"):
+        push_verb(tmp_path / "run", str(folder))
     assert os.listdir(folder) == []

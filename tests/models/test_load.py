@@ -1,5 +1,6 @@
 """Whatever a user may call a model: directories, runs, bad names."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -329,4 +330,18 @@ def test_importing_qat_imports_nothing_heavy() -> None:
 def test_a_pointer_that_leads_elsewhere_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "latest").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match="is no checkpoint of this run"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../b", 3, ""])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors"}}))
+    assert resolve(str(tmp_path)) == str(tmp_path)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="index.json names .*, expected a name inside"):
+        resolve(str(tmp_path))
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="index.json is damaged"):
         resolve(str(tmp_path))

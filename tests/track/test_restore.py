@@ -17,7 +17,7 @@ from qat.hub import push
 from qat.track import upload
 from qat.track.config import TrackConfig
 from qat.track.follow import follow
-from qat.track.restore import STATE, restore, stage_run
+from qat.track.restore import STATE, named, restore, stage_run
 from qat.track.upload import Upload
 from qat.train.optim import Optimizer
 from qat.train.run import Run
@@ -176,3 +176,14 @@ def test_what_is_here_is_not_replaced(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="damaged|incomplete|ends"):
         restore(run, folder)
     assert not run.exists()
+
+
+def test_a_pointer_that_leads_elsewhere_sends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best").write_text("../private\n")
+    (tmp_path / "staged").mkdir()
+    assert named(tmp_path / "run", "best") is None
+    stage_run(tmp_path / "run", tmp_path / "staged")
+    assert list((tmp_path / "staged").iterdir()) == []
