@@ -2,13 +2,19 @@
 
     python speedrun/measure_convert.py --figures figures.jsonl
     python speedrun/measure_convert.py --layers 2 --phases
+    python speedrun/measure_convert.py gain MODEL=TEXT MODEL=TEXT --figures figures.jsonl
 
 Weights are random with heavy tails, tokens are random too: neither changes what is computed. The
 time is that of `quantize_model`, calibration forwards included; loading and writing are not. All
 196 linears change from q4a4 to q2a2; q4a4 to q2a4, which keeps the attention, is printed beside it.
+
+`gain` says what it is worth that calibration is drawn from a whole text: the exact KL of models as
+converted, on documents that are kept away, over the KL with the text's first sequences.
 """
 
 import json
+import random
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,14 +29,23 @@ from figures import record
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qat.backend.device import Backend, select
+from qat.data.chat import Document
+from qat.data.config import CacheSettings
+from qat.data.sources import open_source
+from qat.data.split import divided
+from qat.evaluate.divergence import exact_divergence
+from qat.evaluate.text import packed_batches
 from qat.models.calibrate import TokenBatch
-from qat.models.convert import BATCH
+from qat.models.config import ConvertConfig
+from qat.models.convert import BATCH, calibration_batches, convert_model
 from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_tokenizer
 from qat.models.quantize import QuantizeReport, quantize_model
 from qat.quant.spec import PRESETS
 
 app = App(help=__doc__)
 LAYERS, VOCAB = 28, 4096
+GAIN_GOALS = {"tiny-qwen3": "<= 0.87"}
 PHASES = {
     "moments": "qat.models.calibrate._MeanOuter.add",
     "block outputs": "qat.models.calibrate._Block.outputs",
@@ -86,6 +101,72 @@ def measure(
         on_gpu = backend.device.type == "cuda"
         name, goal = ("convert_gpu_seconds", 10) if on_gpu else ("convert_cpu_seconds", 180)
         record(figures, name, round(mean, 2), "s", f"<= {goal}", runs=runs)
+
+
+@app.command
+def gain(
+    pairs: list[str],
+    *,
+    to: str = "q2a4",
+    sequences: int = 128,
+    length: int = 64,
+    seeds: int = 5,
+    judged: int = 256,
+    device: str = "auto",
+    figures: Path | None = None,
+) -> None:
+    """Print KL with a drawn calibration over KL with a text's first sequences, per MODEL=TEXT.
+
+    Recorded are the median over `seeds` of each, calibration_gain_MODEL, and the worst of them.
+    """
+    worst = 0.0
+    for pair in pairs:
+        model, text = pair.rsplit("=", 1)
+        parts: dict[str, list[Document]] = {"train": [], "held_out": []}
+        settings = CacheSettings(data=text, held_out=0.1)
+        for document, side in divided(open_source(text).documents, settings):
+            parts[side].append(document)
+        random.Random(0).shuffle(parts["held_out"])
+        values = {"to": to, "calibration_sequences": sequences, "calibration_length": length}
+        config = ConvertConfig(**values, device=device)
+        first, *drawn = converted_kls(model, config, parts, seeds=seeds, judged=judged)
+        ratios = [kl / first for kl in drawn]
+        ratio, spread = statistics.median(ratios), statistics.stdev(ratios)
+        worst = max(worst, ratio)
+        name = Path(model).name
+        print(json.dumps({"model": name, "first": first, "drawn": drawn, "gain": ratio}))
+        if figures is not None:
+            gain_name, rounded = f"calibration_gain_{name}", round(spread, 4)
+            goal = GAIN_GOALS.get(name, "<= 1.0")
+            record(figures, gain_name, round(ratio, 4), "1", goal, runs=seeds, spread=rounded)
+    if figures is not None and len(pairs) > 1:
+        record(figures, "calibration_gain", round(worst, 4), "1", "<= 1.0", runs=len(pairs))
+
+
+def converted_kls(
+    model: str, config: ConvertConfig, parts: dict[str, list[Document]], *, seeds: int, judged: int
+) -> list[float]:
+    """KL as converted on the first sequences of the training documents, then on `seeds` draws."""
+    tokenizer = load_tokenizer(model)
+    teacher = load_model(model, device=config.device, dtype="fp32")
+    length = config.calibration_length
+    exam = packed_batches(
+        parts["held_out"], tokenizer, length=length, max_sequences=judged, batch_size=BATCH
+    )
+    number = config.calibration_sequences
+    first = packed_batches(
+        parts["train"], tokenizer, length=length, max_sequences=number, batch_size=BATCH
+    )
+    tokens = [[TokenBatch(batch.input_ids, batch.position_ids) for batch in first]]
+    for seed in range(seeds):
+        drawn = config.model_copy(update={"calibration_seed": seed})
+        tokens.append(calibration_batches(parts["train"], drawn, teacher, tokenizer))
+    found = []
+    for batches in tokens:
+        student = load_model(model, device=config.device, dtype="fp32")
+        convert_model(student, config, calibration=batches)
+        found.append(exact_divergence(student, teacher, exam).kl_nats)
+    return found
 
 
 def calibration(sequences: int, length: int) -> list[TokenBatch]:

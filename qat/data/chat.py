@@ -45,6 +45,13 @@ class Rendering(NamedTuple):
     """What the assistants say, which alone counts; None where all of the text does."""
 
 
+def num_characters(document: Document) -> int:
+    """Characters of a text, or of all that is said in a chat."""
+    if isinstance(document, str):
+        return len(document)
+    return sum(len(message["content"]) for message in document)
+
+
 def render(
     document: Document,
     tokenizer: "PreTrainedTokenizerBase",

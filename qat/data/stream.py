@@ -8,7 +8,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.cache import SPLITS, Split
-from qat.data.chat import Document, render
+from qat.data.chat import Document, num_characters, render
 from qat.data.config import CacheSettings
 from qat.data.packing import Packed, Packer
 from qat.data.pipeline import computed_ahead
@@ -112,7 +112,7 @@ def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatErro
     try:
         for document in documents:
             batch.append(document)
-            characters += _num_characters(document[0])
+            characters += num_characters(document[0])
             if characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
@@ -121,12 +121,6 @@ def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatErro
         yield error
         return
     yield batch
-
-
-def _num_characters(document: Document) -> int:
-    if isinstance(document, str):
-        return len(document)
-    return sum(len(message["content"]) for message in document)
 
 
 class _Cutter:

@@ -31,7 +31,9 @@ class ConvertConfig(Settings):
     calibration: Calibration[str | None] = None
     """Teacher cache or text file whose tokens show what each layer's inputs look like."""
     calibration_sequences: Calibration[int] = Field(256, gt=0)
-    """Sequences of it to use."""
+    """Sequences of it to use, drawn from all that it has."""
+    calibration_seed: Calibration[int] = Field(0, ge=0)
+    """Seed of that draw."""
     calibration_length: Calibration[int] = Field(256, gt=1)
     """Tokens per sequence of a text file (a cache has its own)."""
     workers: Speed[int] = Field(0, ge=0)

@@ -1,5 +1,6 @@
 """`qat convert`: from a model directory to a packed checkpoint with fewer bits per weight."""
 
+import heapq
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
 from qat.data.cache import MANIFEST
-from qat.data.chat import Document, render
+from qat.data.chat import Document, num_characters, render
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
@@ -45,6 +46,11 @@ logger = logging.getLogger(__name__)
 REPORT_NAME = "convert_report.json"
 PLAN_NAME = "plan.toml"
 BATCH = 16
+CHARACTERS_A_TOKEN = 64
+"""Of texts to calibrate on, so many characters are drawn for each token that is used: sixteen
+times what English takes."""
+MOST_CHARACTERS = 2**28
+"""Of a longer text, or of a data set that comes over a network, no more is read."""
 
 
 def convert_checkpoint(
@@ -251,8 +257,10 @@ def calibration_batches(
     student: LanguageModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[TokenBatch]:
-    """The first `calibration_sequences` sequences of a cache, a file, texts or tokens.
+    """`calibration_sequences` sequences of a cache's training split, a file, texts or tokens.
 
+    They are drawn from all that there are, by `calibration_seed`: what lies together in a file is
+    much alike. Of texts, documents are drawn until there is plenty, and then sequences of them.
     Token ids come as they are, `(S,)` or `(N, S)` each; those of equal length make a batch. Only
     they need no `tokenizer`.
 
@@ -283,7 +291,6 @@ def _cached_tokens(
     student: LanguageModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> TokenBatch:
-    number = config.calibration_sequences
     known = cache.manifest.tokenizer if tokenizer is None else tokenizer_hash(tokenizer)
     cache.check_student(known, student.config.vocab_size, student.longest)
     if cache.num_sequences("train") == 0:
@@ -291,17 +298,18 @@ def _cached_tokens(
             f"calibration={cache.directory} has no training sequences, expected some; rebuild it "
             "from more documents or choose another"
         )
-    batch = cache.batch(np.arange(min(number, cache.num_sequences("train"))))
+    batch = cache.batch(_draw(cache.num_sequences("train"), config))
     return TokenBatch(batch.input_ids, batch.position_ids)
 
 
 def _own_tokens(
     rows: Sequence[Tensor], config: ConvertConfig, student: LanguageModel
 ) -> list[TokenBatch]:
-    """One batch for each length among the first `calibration_sequences` rows."""
+    """One batch for each length among the rows drawn."""
     by_length: dict[int, list[Tensor]] = {}
     singles = [row for each in rows for row in torch.atleast_2d(each)]
-    for row in singles[: config.calibration_sequences]:
+    for number in _draw(len(singles), config):
+        row = singles[number]
         by_length.setdefault(len(row), []).append(row.long().cpu())
     longest, limit = max(by_length, default=0), student.longest
     if longest < 2 or longest > limit:
@@ -331,16 +339,42 @@ def _packed_text(
             "positions; lower --calibration-length"
         )
     packer = Packer(config.calibration_length, end_token(tokenizer), begin_token(tokenizer))
-    for document in documents:
+    wished = config.calibration_sequences * config.calibration_length * CHARACTERS_A_TOKEN
+    for document in _drawn_documents(documents, wished, config.calibration_seed):
         for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)
-        if packer.num_full >= config.calibration_sequences:
-            break
     if packer.num_full == 0:
         raise ConfigError(
             f"calibration={config.calibration} holds less than one sequence of "
             f"{config.calibration_length} tokens; give more text or lower --calibration-length"
         )
-    packed = packer.take(min(config.calibration_sequences, packer.num_left))
-    starts = torch.from_numpy(packed.starts)
-    return TokenBatch(torch.from_numpy(packed.tokens).long(), position_ids(starts))
+    packed = packer.take(packer.num_full)
+    drawn = _draw(len(packed.tokens), config)
+    starts = torch.from_numpy(packed.starts[drawn])
+    return TokenBatch(torch.from_numpy(packed.tokens[drawn]).long(), position_ids(starts))
+
+
+def _draw(count: int, config: ConvertConfig) -> np.ndarray:
+    """`calibration_sequences` numbers below `count`, or all of them, in random order."""
+    generator = np.random.default_rng(config.calibration_seed)
+    return generator.permutation(count)[: config.calibration_sequences]
+
+
+def _drawn_documents(documents: Iterable[Document], wished: int, seed: int) -> list[Document]:
+    """Documents in random order, just enough of them to hold `wished` characters.
+
+    Each document is as likely as any other to come first; the others are forgotten as they are
+    read.
+    """
+    generator = np.random.default_rng(seed)
+    kept: list[tuple[float, int, int, Document]] = []
+    held = read = 0
+    for number, document in enumerate(documents):
+        size = num_characters(document)
+        heapq.heappush(kept, (-generator.random(), number, size, document))
+        held, read = held + size, read + size
+        while held - kept[0][2] >= wished:
+            held -= heapq.heappop(kept)[2]
+        if read >= MOST_CHARACTERS:
+            break
+    return [document for *_, document in sorted(kept, reverse=True)]

@@ -1,5 +1,6 @@
 """From a model directory to a packed checkpoint: sources, plans, calibration, and bad input."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.backend.device import Backend
 from qat.data.reader import TeacherCache
+from qat.data.sources import Source
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
+from qat.models import convert
+from qat.models.calibrate import TokenBatch
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.config import ConvertConfig
 from qat.models.convert import (
+    BATCH,
     PLAN_NAME,
     REPORT_NAME,
     calibration_batches,
@@ -146,28 +151,69 @@ def test_a_base_is_better_than_the_four_bit_weights(place: Path, tmp_path: Path)
     assert errors[1] < errors[0]
 
 
+def calibration(place: Path, given: object, **values: object) -> TokenBatch:
+    """All rows that a conversion would calibrate on."""
+    student = load_model(str(place / "float"), device="cpu")
+    found = calibration_batches(given, config(place, **values), student, tiny_tokenizer())
+    assert all(len(batch.input_ids) <= BATCH for batch in found)
+    return TokenBatch(*(torch.cat(part) for part in zip(*found, strict=True)))
+
+
 def test_calibration_text_is_packed_to_the_wished_length(place: Path) -> None:
-    student = load_model(str(place / "float"), device="cpu")
-    wished = config(place, calibration=str(place / "text.txt"), calibration_sequences=20)
-    found = calibration_batches(wished.calibration, wished, student, tiny_tokenizer())
-    assert [batch.input_ids.shape for batch in found] == [(16, 32), (4, 32)]
-    first = found[0]
-    text = tiny_tokenizer().decode(first.input_ids[0]).split("<|end|>")
-    assert texts(60)[0].startswith(text[0][:20])
+    ids, positions = calibration(place, place / "text.txt", calibration_sequences=20)
+    assert ids.shape == positions.shape == (20, 32)
     # positions restart behind every document's end
-    ends = first.input_ids[:, :-1] == tiny_tokenizer().eos_token_id
-    assert ends.any() and (first.position_ids[:, 1:][ends] == 0).all()
+    ends = ids[:, :-1] == tiny_tokenizer().eos_token_id
+    assert ends.any() and (positions[:, 1:][ends] == 0).all()
 
 
-def test_calibration_from_a_cache_is_its_training_split(place: Path) -> None:
-    student = load_model(str(place / "float"), device="cpu")
+def test_calibration_is_drawn_from_the_whole_training_split_of_a_cache(place: Path) -> None:
     cache = TeacherCache.open(place / "cache")
-    for wished, expected in ((7, 7), (10_000, cache.num_sequences("train"))):
-        settings = config(place, calibration=str(place / "cache"), calibration_sequences=wished)
-        found = calibration_batches(settings.calibration, settings, student, tiny_tokenizer())
-        batch = cache.batch(np.arange(expected))
-        assert torch.equal(torch.cat([b.input_ids for b in found]), batch.input_ids)
-        assert torch.equal(torch.cat([b.position_ids for b in found]), batch.position_ids)
+    count = cache.num_sequences("train")
+    everything = cache.batch(np.arange(count))
+    rows = [row.tolist() for row in everything.input_ids]
+    drawn = []
+    for wished, seed in ((7, 0), (7, 1), (10_000, 0)):
+        values = {"calibration_sequences": wished, "calibration_seed": seed}
+        ids, positions = calibration(place, place / "cache", **values)
+        drawn.append([rows.index(row.tolist()) for row in ids])
+        assert torch.equal(positions, everything.position_ids[drawn[-1]])
+    assert len(set(drawn[0])) == len(drawn[0]) == 7 and drawn[0] != drawn[1]
+    assert max(drawn[0]) > count // 2 and max(drawn[1]) > count // 2
+    assert sorted(drawn[2]) == list(range(count))
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_calibration_is_drawn_from_all_texts_and_tokens_that_are_given(
+    place: Path, as_tokens: bool
+) -> None:
+    """Hundreds of documents of one word, then as many of another: each has its share."""
+    tokenizer = tiny_tokenizer()
+    documents = ["cat " * 60] * 200 + ["dog " * 60] * 200
+    words = [tokenizer(" " + word).input_ids[-1] for word in ("cat", "dog")]
+    given = [torch.tensor(tokenizer(text).input_ids[:32]) for text in documents]
+    shares = []
+    for seed in range(3):
+        ids, _ = calibration(
+            place,
+            given if as_tokens else documents,
+            calibration_sequences=40,
+            calibration_seed=seed,
+        )
+        first, second = ((ids == word).sum() for word in words)
+        shares.append((first / (first + second)).item())
+    assert all(0.2 < share < 0.8 for share in shares) and len(set(shares)) > 1
+
+
+def test_of_an_endless_text_only_so_much_is_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "MOST_CHARACTERS", 20_000)
+    read = itertools.count()
+    endless = (f"the cat sat on the mat {number}" for number in read)
+    monkeypatch.setattr(convert, "open_source", lambda _: Source(endless, "plain", "endless"))
+    assert calibration(place, "owner/name", calibration_sequences=3).input_ids.shape == (3, 32)
+    assert next(read) < 1000
 
 
 def test_the_group_size_of_a_plan_may_be_overridden(place: Path) -> None:

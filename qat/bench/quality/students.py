@@ -141,8 +141,8 @@ def _calibration(
     job: Job, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenBatch]:
     """What conversions calibrate on by default, for a baseline that does."""
-    keys = {"calibration", "calibration_sequences", "calibration_length"}
-    table = {key: value for key, value in job.recipe.convert.items() if key in keys}
+    given = job.recipe.convert.items()
+    table = {key: value for key, value in given if key.startswith("calibration")}
     if job.recipe.texts.calibration is not None:
         table = {"calibration": job.recipe.texts.calibration, **table}
     config = convert_config({"to": "q4a4", **table}, cache, job.device)
