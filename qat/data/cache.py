@@ -65,7 +65,7 @@ class Shard(_Part):
     """Tokens that are not padding."""
     counted: int
     """Positions where the loss mask is true."""
-    bytes: int
+    bytes: int = Field(le=2**50)
     sha256: Sha256
     content: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """xxh3-64 of its tokens and document marks: a resumed build must find the same data."""

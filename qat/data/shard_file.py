@@ -107,9 +107,11 @@ class OpenShard:
         begins = np.empty(self._shard.sequences + 1, "<i8")
         octets = memoryview(begins).cast("B")
         self.fill(Read(table, len(octets), [octets]))
-        shortest, longest = np.diff(begins).min(), np.diff(begins).max()
-        is_sound = begins[0] == 0 and begins[-1] == size == begins.max()
-        is_sound &= shortest >= layout.width and (layout.has_draws or longest == layout.width)
+        is_sound = begins[0] == 0 == begins.min() and begins[-1] == size == begins.max()
+        if is_sound:  # between these ends no difference wraps around
+            lengths = np.diff(begins)
+            is_sound = lengths.min() >= layout.width
+            is_sound &= layout.has_draws or lengths.max() == layout.width
         if not is_sound:
             raise self._wrong(f"row_begins does not cut {size} bytes into rows of {layout.width}")
         return begins + first

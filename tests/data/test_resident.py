@@ -13,13 +13,13 @@ from cache_case import build
 from safetensors.torch import load_file, save_file
 
 from qat.data import shard_file
-from qat.data.bits import packed_bytes
+from qat.data.bits import pack_bits, packed_bytes
 from qat.data.cache import MANIFEST, Manifest, read_manifest
 from qat.data.codec import id_bits
 from qat.data.reader import TeacherCache
 from qat.data.resident import Resident
-from qat.data.rows import BRIDGE, MOST_BUFFERS, promised_layout, reads
-from qat.data.verify import check_shards
+from qat.data.rows import BRIDGE, MOST_BUFFERS, Read, promised_layout, reads
+from qat.data.verify import check_shards, raise_if_any_damaged
 from qat.errors import CacheError
 from qat.files import sha256_file
 
@@ -57,6 +57,10 @@ def everything(directory: Path) -> None:
     every = range(cache.num_sequences("train"))
     cache.batch(every)
     cache.log_sum_exp(every)
+
+
+def verify(directory: Path) -> None:
+    raise_if_any_damaged(directory, check_shards(directory)[1])
 
 
 def rows_of(directory: Path) -> list[torch.Tensor]:
@@ -141,6 +145,20 @@ def test_each_row_is_one_read_and_all_are_asked_for_first(
         assert torch.equal(one, other)
     assert [what for what, *_ in calls] == ["ask"] * 3 + ["read"] * 3  # 3 and 4 are neighbours
     assert [place for _, *place in calls[:3]] == [place for _, *place in calls[3:]]
+
+
+def test_a_read_of_nothing_asks_for_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = read_manifest(built)
+    shard = manifest.shards[0]
+    opened = shard_file.OpenShard(built / shard.file, shard, promised_layout(manifest))
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call[1:3]), raising=False)
+    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
+    for size in (0, 5):  # of no bytes the system would take: up to the end of the file
+        opened.expect(Read(8, size, []))
+    assert asked == [(8, 5)]
+    monkeypatch.delattr(os, "posix_fadvise")
+    opened.expect(Read(8, 5, []))
 
 
 def test_only_the_shards_used_last_stay_open(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +275,7 @@ def said(directory: Path, name: str, value: torch.Tensor) -> None:
     if name in layout.fields:
         begin = layout.offsets[name]
         end = begin + layout.fields[name].stride
-    octets = value[None].view(torch.uint8)
+    octets = value.reshape(-1).view(torch.uint8)
     tensors["rows"][begin:end] = octets.repeat((end - begin) // len(octets))
     save_file(tensors, first_shard(directory))
     sealed(directory)
@@ -285,6 +303,18 @@ def test_what_no_teacher_can_have_said_is_one_line(
         everything(copy)
 
 
+def test_the_vocabulary_ends_before_its_size(copy: Path) -> None:
+    manifest = read_manifest(copy)
+    vocabulary, length = manifest.teacher.vocab_size, manifest.settings.sequence_length
+    for token in (vocabulary - 1, vocabulary):
+        ids = torch.full((1, length), token)
+        said(copy, "tokens", pack_bits(ids, id_bits(vocabulary))[0])
+        if token < vocabulary:
+            assert (TeacherCache.open(copy).batch([0]).input_ids == token).all()
+    with pytest.raises(CacheError, match=f"holds token {vocabulary}, expected"):
+        everything(copy)
+
+
 @pytest.mark.parametrize(
     ("place", "by"), [(0, 1), (1, -(2**40)), (1, 2**62), (2, -440), (-1, 1), (-1, -1)]
 )
@@ -293,12 +323,28 @@ def test_rows_that_lie_nowhere_are_one_line(copy: Path, place: int, by: int) -> 
     tensors["row_begins"][place] += by
     save_file(tensors, first_shard(copy))
     sealed(copy)
-    with pytest.raises(CacheError, match="row_begins does not cut"):
-        everything(copy)
+    for reading in (everything, verify):
+        with pytest.raises(CacheError, match="row_begins does not cut"):
+            reading(copy)
+
+
+def test_rows_whose_lengths_wrap_around_are_one_line(copy: Path) -> None:
+    tensors = load_file(first_shard(copy))
+    begins = tensors["row_begins"]
+    begins[2:4] = torch.tensor([-(2**63) + 500, 0])
+    begins[1] = 1000
+    lengths = begins.numpy()[1:4] - begins.numpy()[:3]
+    assert (lengths > 0).all()  # as int64 has them
+    save_file(tensors, first_shard(copy))
+    sealed(copy)
+    for reading in (everything, verify):
+        with pytest.raises(CacheError, match="row_begins does not cut"):
+            reading(copy)
 
 
 def test_without_draws_all_rows_are_equally_long(tmp_path: Path) -> None:
     build(tmp_path, draws=0)
+    everything(tmp_path)
     tensors = load_file(first_shard(tmp_path))
     assert len(set(tensors["row_begins"].diff().tolist())) == 1
     tensors["rows"] = torch.cat([tensors["rows"], tensors["rows"][:3]])
@@ -317,6 +363,7 @@ def test_without_draws_all_rows_are_equally_long(tmp_path: Path) -> None:
         ({"sha256": "../" + "0" * 61}, "shards.0.sha256="),
         ({"content": ""}, "shards.0.content="),
         ({"sequences": 10**19}, "sequences in"),
+        ({"sequences": 10**29, "bytes": 10**30}, "shards.0.bytes="),
         ({"sequences": -1}, "-1 sequences in"),
     ],
 )

@@ -47,3 +47,10 @@ def test_a_trillion_sequences_take_the_memory_of_a_window() -> None:
     found = sequence_indices(0, 10**9, 64, 10**12)
     assert len(set(found.tolist())) == 64 and 0 <= found.min() and found.max() < 10**12
     assert found.max() - found.min() < sampler.WINDOW
+
+
+def test_a_run_that_goes_on_meets_the_same_windows() -> None:
+    window = 2**22  # another size would be another order, and so another run
+    found = sequence_indices(1, 5, 4, window + 1)  # of which the window of one comes first
+    expected = np.random.Generator(np.random.PCG64([1, 0, 0])).permutation(window)[19:23]
+    np.testing.assert_array_equal(found, expected)
