@@ -11,6 +11,7 @@ from qat.errors import HubError
 from qat.files import inside
 from qat.hub.config import Entry
 from qat.logs import METRICS, SUMMARY
+from qat.secrets import scrubbed
 
 if TYPE_CHECKING:
     from qat.hub.registry import Registry
@@ -36,7 +37,8 @@ def pull(
         name: one of `qat hub list`.
         out: directory to make; by default caches/NAME or checkpoints/NAME.
         drive: where a Google Drive is mounted, or gs://BUCKET with its files, for mirrors on it.
-        force: fetch it even if it is there, and replace that; files that nobody pulled stay.
+        force: fetch it even if it is there, and replace what 'qat hub' brought; other files stay,
+            and one that is in the way is left and named.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
     from qat.hub.mirrors import in_bucket
@@ -67,7 +69,7 @@ def list_entries(*, own: Own = None) -> dict[str, object]:
     table = Table("name", "kind", "hash", "what, and where", show_lines=True)
     for name, entry in registry.items():
         is_known = "known" if entry.sha256 or entry.tree_sha256 else "unknown"
-        lines = [*filter(None, [entry.note]), *entry.mirrors]
+        lines = map(scrubbed, filter(None, [entry.note, *entry.mirrors]))
         table.add_row(name, entry.kind, is_known, Text("\n".join(lines), overflow="fold"))
     Console().print(table)
     return {"names": list(registry)}
@@ -127,7 +129,8 @@ def unpack(
     Args:
         archive: file to read.
         out: directory to make; the files lie in it, without the archive's own directory.
-        force: replace files of the same names in `out`; others stay.
+        force: replace what 'qat hub' brought to `out`; other files stay, and one that is in the
+            way is left and named.
     """
     from qat.hub.files import regular_files
     from qat.hub.unpack import unpack as write
@@ -135,6 +138,21 @@ def unpack(
     write(archive, out, replace=force)
     files = regular_files(out)
     return dict(out=out, files=len(files), bytes=sum(path.stat().st_size for path in files))
+
+
+@hub_app.command(help_epilogue="Example: qat hub verify caches/mine")
+def verify(directory: Required[Path], *, own: Own = None) -> dict[str, object]:
+    """Read every byte of a directory that was pulled or unpacked, and compare it with its hashes.
+
+    Those are the ones that were kept then, and those that the registry has now.
+
+    Args:
+        directory: where it lies.
+        own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
+    """
+    from qat.hub.receipt import verify as prove
+
+    return dict(path=directory, **prove(directory, _registry(own))._asdict())
 
 
 @hub_app.command(help_epilogue="Example: qat hub push runs/q2 /content/drive/MyDrive/qat")

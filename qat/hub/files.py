@@ -16,7 +16,7 @@ from qat.logs import Ticker, progress
 
 MEND = "remove it, choose another --out, or replace it with --force"
 RECEIPT = ".qat-hub.json"
-"""What `qat hub pull` leaves in a directory; no part of its content."""
+"""What `qat hub` leaves in a directory that it brought; no part of its content."""
 
 
 @contextmanager
@@ -27,22 +27,29 @@ def atomic_directory(
 
     A directory that holds nothing but another one is left out: `name/name/files` becomes
     `out/files`. With `replace`, an older `out` stays until the new one is complete; files of it
-    that nobody pulled stay. It is filled in `place`, on the same disk as `out`; by default beside
-    it.
+    that nobody brought stay, and where one is in the way, nothing is replaced. It is filled in
+    `place`, on the same disk as `out`; by default beside it.
 
     Raises:
-        ConfigError: `out` is not empty, or no longer, and `replace` is false.
+        ConfigError: `out` is not empty, or no longer, and `replace` is false; or it holds files
+            of new names that `qat hub` did not bring.
         HubError: `out` cannot be written.
     """
     whole = whole_directory(
-        out, replace=replace, written=received_files, place=place, root=peeled, mend=MEND
+        out,
+        replace=replace,
+        written=received_files,
+        overwrite=False,
+        place=place,
+        root=peeled,
+        mend=MEND,
     )
     with _explained(out), whole as partial:
         yield partial
 
 
 def received_files(directory: Path) -> set[str]:
-    """The names of the files that `qat hub pull` brought to `directory`; none without a receipt."""
+    """The names of the files that `qat hub` brought to `directory`; none without a receipt."""
     try:
         return {RECEIPT, *json.loads((directory / RECEIPT).read_bytes())["files"]}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -112,12 +119,24 @@ def sha256_tree(directory: Path, skip: str | None = None) -> str:
     Without `skip` (see `regular_files`) equal to, in that directory:
     `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum`.
     """
-    total = hashlib.sha256()
+    return tree_of(sha256_files(directory, skip))
+
+
+def sha256_files(directory: Path, skip: str | None = None) -> dict[str, str]:
+    """The SHA-256 of every file below `directory` (see `regular_files`), by its name there."""
     files = regular_files(directory, skip)
-    names = {path.relative_to(directory).as_posix(): path for path in files}
-    for name in sorted(names):
-        total.update(f"{sha256_file(names[name])}  {name}\n".encode())
-    return total.hexdigest()
+    with progress(f"reading {directory.name}", len(files), "files") as ticker:
+        found = {}
+        for path in files:
+            found[path.relative_to(directory).as_posix()] = sha256_file(path)
+            ticker.advance()
+    return found
+
+
+def tree_of(files: dict[str, str]) -> str:
+    """What `sha256_tree` says of files with these hashes."""
+    lines = (f"{files[name]}  {name}\n" for name in sorted(files))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 from tarfile import TarInfo
 
 from qat.errors import HubError
+from qat.hub.files import RECEIPT
 from qat.hub.limits import Limits
 
 JUNK = (".DS_Store", "__MACOSX")
@@ -24,8 +25,9 @@ class Members:
     links are the usual way out of a directory.
     """
 
-    def __init__(self, archive: str, limits: Limits) -> None:
-        self.archive, self._limits = archive, limits
+    def __init__(self, archive: str, limits: Limits, most: int) -> None:
+        """At most `most` members are let in, and files and directories that come of them."""
+        self.archive, self._limits, self._most = archive, limits, most
         self._files: set[PurePosixPath] = set()
         self._directories: set[PurePosixPath] = {PurePosixPath()}
         self._count = 0
@@ -37,14 +39,15 @@ class Members:
             HubError: it is no file or directory, lies outside, or was there before.
         """
         self._count += 1
-        if self._count > self._limits.members:
-            raise self._refused(f"more than {self._limits.members:,} members")
+        self._check_number(self._count)
         path = self._inside(member.name)
         if not (member.isdir() or member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)):
             kind = KINDS.get(member.type, f"a member of type {member.type!r}")
             raise self._refused(f"{kind} ({shown(member.name)})")
         if member.size < 0:
             raise self._refused(f"a file of {member.size} bytes ({shown(member.name)})")
+        if RECEIPT in path.parts:
+            raise self._refused(f"{RECEIPT}, which says that files were compared with their hashes")
         if any(part in JUNK or part.startswith("._") for part in path.parts):
             return None
         self._claim(path, member)
@@ -67,6 +70,11 @@ class Members:
             raise self._refused(f"{shown(member.name)} twice")
         self._directories.update(path.parents)
         (self._directories if member.isdir() else self._files).add(path)
+        self._check_number(len(self._directories) + len(self._files))
+
+    def _check_number(self, found: int) -> None:
+        if found > self._most:
+            raise self._refused(f"more than {self._most:,} files and directories")
 
     def _refused(self, what: str) -> HubError:
         return HubError(

@@ -8,9 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
-from qat.config import Settings, explain
 from qat.errors import HubError
 from qat.files import LEAVING, check_free, sha256_file
 from qat.folders import parents_of, real
@@ -18,7 +15,6 @@ from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
 from qat.hub.files import (
     MEND,
-    RECEIPT,
     atomic_directory,
     copy_files,
     peeled,
@@ -26,9 +22,18 @@ from qat.hub.files import (
     sha256_tree,
 )
 from qat.hub.mirrors import PICKLE, Arrival, Places, fetch
+from qat.hub.receipt import (
+    ASK,
+    UNKNOWN,
+    examine,
+    extra_files,
+    is_registered,
+    leave_receipt,
+    read_receipt,
+)
+from qat.hub.receipt import MEND as REPLACE
 from qat.hub.tar_stream import OPENERS, is_web_page
 from qat.hub.unpack import extract
-from qat.secrets import scrubbed
 
 logger = logging.getLogger(__name__)
 LITTLE = ("config.json",)
@@ -45,23 +50,11 @@ class Pulled(NamedTuple):
     sha256: str | None
     """Of the archive; None if there was none."""
     tree_sha256: str | None
-    """Of the files; None if nobody asked, as the archive's was compared or can be."""
+    """Of the files; None if they were placed there by hand and there is nothing to compare with."""
     is_verified: bool
-    """A hash was known and is equal."""
+    """A hash was registered, and is that of what lies there now: every byte was read."""
     is_new: bool
     """It was fetched just now."""
-
-
-class Receipt(Settings):
-    """What a pulled directory says of itself: where it came from, and the sizes of its files."""
-
-    name: str
-    format: Format
-    mirror: str
-    sha256: str | None
-    tree_sha256: str | None
-    is_verified: bool
-    files: dict[str, int]
 
 
 def pull(
@@ -98,16 +91,21 @@ def _pull_from(mirror: str, name: str, entry: Entry, to: tuple[Path, Places]) ->
     try:
         sha256 = _verify(arrival, entry, mirror)
         with atomic_directory(out, replace=True, place=places.stage) as partial:
-            _fill(arrival, partial)
-            pulled = _inspect(peeled(partial), entry, mirror, sha256)
-            _write_receipt(peeled(partial), name, pulled)
+            if not _fill(arrival, partial):
+                sha256 = None
+            root = peeled(partial)
+            found = format_of(root, entry.kind)
+            receipt = leave_receipt(root, name, mirror, sha256)
+            tree = receipt.tree_sha256
+            is_verified = is_registered(entry, sha256, tree, where=mirror, mend=ASK)
     except HubError as error:
         if arrival.is_ours and not isinstance(error.__cause__, OSError):  # a full disk is no fault
             _remove(arrival.path)
         raise
     if arrival.is_ours:
         _remove(arrival.path)
-    return pulled._replace(path=out)
+    pulled = Pulled(out, found, mirror, sha256, tree, is_verified, is_new=True)
+    return _told(pulled, extra_files(out, receipt))
 
 
 def _verify(arrival: Arrival, entry: Entry, mirror: str) -> str | None:
@@ -124,13 +122,12 @@ def _verify(arrival: Arrival, entry: Entry, mirror: str) -> str | None:
     if entry.size is not None and size != entry.size:
         raise HubError(f"{mirror}: {size:,} bytes came, {entry.size:,} were registered")
     if entry.sha256 is not None and sha256 != entry.sha256:
-        raise HubError(
-            f"{mirror}: SHA-256 is {sha256}, registered is {entry.sha256}; ask who registered it"
-        )
+        raise HubError(f"{mirror}: SHA-256 is {sha256}, registered is {entry.sha256}; {ASK}")
     return sha256
 
 
-def _fill(arrival: Arrival, partial: Path) -> None:
+def _fill(arrival: Arrival, partial: Path) -> bool:
+    """Write the files; whether the hash of what arrived, if it has one, is one of all of them."""
     if arrival.path.is_dir():
         copy_files(regular_files(arrival.path), arrival.path, partial)
     elif _is_packed(arrival.path) or not arrival.name.endswith(PICKLE):
@@ -141,6 +138,8 @@ def _fill(arrival: Arrival, partial: Path) -> None:
         beside = (arrival.path.with_name(each) for each in LITTLE)
         files = [arrival.path, *(path for path in beside if path.is_file())]
         copy_files(files, arrival.path.parent, partial)
+        return len(files) == 1
+    return True
 
 
 def _is_packed(path: Path) -> bool:
@@ -148,61 +147,45 @@ def _is_packed(path: Path) -> bool:
         return file.read(4).startswith(tuple(OPENERS))
 
 
-def _inspect(root: Path, entry: Entry, mirror: str, sha256: str | None) -> Pulled:
-    found = format_of(root, entry.kind)
-    tree = sha256_tree(root) if entry.tree_sha256 or sha256 is None else None
-    if entry.tree_sha256 and tree != entry.tree_sha256:
-        raise HubError(
-            f"{mirror}: SHA-256 of the files is {tree}, registered is {entry.tree_sha256}; ask who "
-            "registered it"
-        )
-    is_verified = bool(entry.tree_sha256 or (entry.sha256 and sha256))
-    if not is_verified:
-        logger.info("%s: SHA-256 %s; nothing to compare it with", mirror, sha256 or tree)
-    return Pulled(root, found, mirror, sha256, tree, is_verified, is_new=True)
-
-
-def _write_receipt(root: Path, name: str, pulled: Pulled) -> None:
-    sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in regular_files(root)}
-    facts = {key: getattr(pulled, key) for key in Receipt.model_fields if key in pulled._fields}
-    receipt = Receipt(name=name, files=sizes, **facts | {"mirror": scrubbed(pulled.mirror)})
-    (root / RECEIPT).write_text(receipt.model_dump_json(indent=1), encoding="utf-8")
-
-
 def _there_already(name: str, entry: Entry, out: Path) -> Pulled | None:
     """What `out` holds if that is `name`, complete, or something placed there by hand.
 
     Raises:
-        HubError: `out` holds another entry, or files of it are missing or cut.
+        HubError: `out` holds another entry, or what is there is not what was brought or registered.
     """
     if not out.is_dir() or not any(out.iterdir()):
         return None
-    if not (out / RECEIPT).is_file():
-        logger.info("%s was not pulled by qat; it is taken as it is", out)
-        return Pulled(out, format_of(out, entry.kind), None, None, None, False, is_new=False)
-    receipt = _read_receipt(out / RECEIPT)
-    if why := _missing(out, receipt, name):
-        raise HubError(f"{out} is not all of {name!r}: {why}; replace it with --force")
-    known = {key: getattr(receipt, key) for key in Receipt.model_fields if key in Pulled._fields}
-    return Pulled(out, is_new=False, **known)
+    receipt = read_receipt(out)
+    if receipt is None:
+        return _by_hand(entry, out)
+    if receipt.name not in (None, name):  # None: by 'qat hub unpack', as an error below advises
+        raise HubError(f"{out} is not {name!r}: it is {receipt.name!r}; {REPLACE}")
+    extra, tree = examine(out, receipt), receipt.tree_sha256
+    is_verified = is_registered(entry, receipt.sha256, tree, where=str(out), mend=REPLACE)
+    found, mirror = format_of(out, entry.kind), receipt.mirror
+    return _told(Pulled(out, found, mirror, receipt.sha256, tree, is_verified, False), extra)
 
 
-def _read_receipt(path: Path) -> Receipt:
-    try:
-        return Receipt.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise HubError(f"{path}: {explain(error)}; pull again with --force") from None
+def _by_hand(entry: Entry, out: Path) -> Pulled:
+    """What somebody placed in `out`; its files are read where there is a hash to compare."""
+    tree = sha256_tree(out) if entry.tree_sha256 else None
+    is_verified = tree is not None and tree == entry.tree_sha256
+    told = "its files are the registered ones" if is_verified else "it is taken as it is"
+    logger.info("%s was not pulled by qat; %s", out, told)
+    return Pulled(out, format_of(out, entry.kind), None, None, tree, is_verified, is_new=False)
 
 
-def _missing(out: Path, receipt: Receipt, name: str) -> str:
-    """Why `out` is not what was pulled as `name`; empty if it is."""
-    if receipt.name != name:
-        return f"it is {receipt.name!r}"
-    for each, size in receipt.files.items():
-        path = out / each
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{each} is missing or cut"
-    return ""
+def _told(pulled: Pulled, extra: list[str]) -> Pulled:
+    """The same, with a line where nothing proves it: no hash, or files that nobody pulled."""
+    if extra:
+        logger.warning(
+            "%s also holds %d files that were not pulled (%s), so it is not verified",
+            *(pulled.path, len(extra), extra[0]),
+        )
+    elif not pulled.is_verified:
+        sha256 = pulled.sha256 or pulled.tree_sha256
+        logger.warning("%s: SHA-256 %s; %s", pulled.mirror, sha256, UNKNOWN)
+    return pulled._replace(is_verified=pulled.is_verified and not extra)
 
 
 @contextmanager

@@ -8,9 +8,11 @@ from pathlib import Path
 from tarfile import TarInfo
 
 from qat.errors import HubError
-from qat.hub.files import atomic_directory, mebibytes
+from qat.files import sha256_file
+from qat.hub.files import atomic_directory, mebibytes, peeled
 from qat.hub.limits import MIB, USUAL, Limits
 from qat.hub.members import Members
+from qat.hub.receipt import leave_receipt
 from qat.hub.tar_stream import TarStream, damaged, open_stream
 from qat.logs import progress
 
@@ -23,13 +25,15 @@ def unpack(archive: Path, out: Path, *, replace: bool = False, limits: Limits = 
     """Unpack `archive` (.tar.lz4 or .tgz) so that its files lie in `out`.
 
     Directories around all files are left out: `name/files` and, as one packer of old caches wrote
-    it, `name/name/files` both become `out/files`.
+    it, `name/name/files` both become `out/files`. With `replace`, files of an older `out` that
+    `qat hub` brought give way; others stay, and stop it if they are in the way.
 
     Raises:
         HubError: the archive is damaged, incomplete or not to be trusted, or `out` is in use.
     """
     with atomic_directory(out, replace=replace) as partial:
         extract(archive, partial, limits)
+        leave_receipt(peeled(partial), None, str(archive), sha256_file(archive))
 
 
 def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
@@ -45,7 +49,8 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
     bar = progress(f"unpacking {archive.name}", mebibytes(packed), "MiB")
     with bar as ticker, archive.open("rb") as raw, open_stream(raw, archive, limit) as stream:
         num_files = shown = 0
-        for written in _write_members(stream, Members(str(archive), limits), into):
+        members = Members(str(archive), limits, limits.entries(limit))
+        for written in _write_members(stream, members, into):
             num_files += written
             ticker.advance(raw.tell() // MIB - shown)
             shown = raw.tell() // MIB

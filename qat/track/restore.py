@@ -10,7 +10,8 @@ import shutil
 from pathlib import Path
 
 from qat.files import check_free
-from qat.hub.unpack import unpack
+from qat.hub.files import atomic_directory
+from qat.hub.unpack import extract
 from qat.lock import held
 from qat.logs import (
     EVENTS,
@@ -71,7 +72,8 @@ def restore(run: Path, folder: Path) -> None:
         return
     with held(run):
         check_free(run)
-        unpack(archive, run)
+        with atomic_directory(run) as partial:
+            extract(archive, partial)
     logger.info("brought %s back from %s, as it was at %s", run, archive, named(run, "latest"))
 
 

@@ -18,6 +18,7 @@ from qat.hub.config import Entry
 from qat.hub.files import RECEIPT, sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import Pulled, pull
+from qat.hub.receipt import verify
 from qat.hub.registry import load_registry
 
 WRONG = "0" * 64
@@ -58,7 +59,7 @@ def test_an_archive_with_its_hash(out: Path, model: Path, archive: Path) -> None
     size, sha256 = archive.stat().st_size, sha256_file(archive)
     pulled = get(out, archive, size=size, sha256=sha256)
     assert contents(out) == contents(model)
-    assert pulled == Pulled(out, "qat", str(archive), sha256, None, True, True)
+    assert pulled == Pulled(out, "qat", str(archive), sha256, sha256_tree(model), True, True)
     assert os.listdir(out.parent) == ["model"]
 
 
@@ -77,14 +78,85 @@ def test_what_is_there_is_not_fetched_again(out: Path, model: Path, archive: Pat
 def test_what_is_there_in_part_is_not_taken(out: Path, archive: Path) -> None:
     get(out, archive)
     (out / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(HubError, match="model.safetensors is missing or cut; replace .* --force"):
+    with pytest.raises(HubError, match="model.safetensors differs from its .* with --force"):
         get(out, archive)
     get(out, archive, replace=True)
+    (out / "config.json").unlink()
+    with pytest.raises(HubError, match="config.json is missing, .*replace it with --force"):
+        get(out, archive)
     with pytest.raises(HubError, match="it is 'model'; replace it with --force"):
         pull("other", Entry(kind="checkpoint", mirrors=(str(archive),)), out)
     (out / ".qat-hub.json").write_text("{")
-    with pytest.raises(HubError, match="qat-hub.json: .*pull again with --force"):
+    with pytest.raises(HubError, match="qat-hub.json is damaged .*remove the directory"):
         get(out, archive)
+
+
+def test_rot_of_equal_size_is_found(out: Path, model: Path, archive: Path) -> None:
+    get(out, archive, sha256=sha256_file(archive))
+    weights = bytearray((out / "model.safetensors").read_bytes())
+    weights[1000] ^= 1
+    (out / "model.safetensors").write_bytes(weights)
+    with pytest.raises(HubError, match="model.safetensors differs from its SHA-256"):
+        get(out, archive, sha256=sha256_file(archive))
+    with pytest.raises(HubError, match="model.safetensors differs from its SHA-256"):
+        verify(out, {})
+    assert get(out, archive, sha256=sha256_file(archive), replace=True).is_verified
+    assert contents(out) == contents(model)
+
+
+def test_a_file_that_nobody_pulled_is_no_part_of_what_is_verified(
+    out: Path, model: Path, archive: Path, caplog
+) -> None:
+    known = {"tree_sha256": sha256_tree(model)}
+    get(out, archive, **known)
+    (out / "modeling_evil.py").write_text("import os")
+    assert not get(out, archive, **known).is_verified
+    assert "holds 1 files that were not pulled (modeling_evil.py), so it is not" in caplog.text
+    assert not get(out, archive, **known, replace=True).is_verified
+    with pytest.raises(HubError, match="holds 1 files that did not come from .*modeling_evil"):
+        verify(out, {})
+
+
+def test_what_the_registry_says_now_counts(out: Path, model: Path, archive: Path) -> None:
+    assert get(out, archive, sha256=sha256_file(archive)).is_verified
+    assert not get(out, archive).is_verified
+    assert get(out, archive, tree_sha256=sha256_tree(model)).is_verified
+    for known in ({"sha256": WRONG}, {"tree_sha256": WRONG}):
+        with pytest.raises(HubError, match=f"registered is {WRONG}; replace it with --force"):
+            get(out, archive, **known)
+        entry = Entry(kind="checkpoint", mirrors=("drive:a",), **known)
+        with pytest.raises(HubError, match=f"registered is {WRONG}"):
+            verify(out, {"model": entry})
+    entry = Entry(kind="checkpoint", mirrors=("drive:a",), sha256=sha256_file(archive))
+    assert verify(out, {"model": entry}).is_verified and not verify(out, {}).is_verified
+
+
+def test_a_receipt_cannot_come_from_elsewhere(out: Path, model: Path, archive: Path) -> None:
+    get(out, archive)
+    forged = (out / RECEIPT).read_bytes().replace(sha256_file(archive).encode(), b"0" * 64)
+    for name in (f"model/{RECEIPT}", f"{RECEIPT}/x", RECEIPT):
+        members = (named("model/model.safetensors"), b"evil"), (named(name), forged)
+        evil = write_archive(archive.with_name("evil.tar.lz4"), *members)
+        with pytest.raises(HubError, match=f"holds {RECEIPT}, .*do not trust this archive"):
+            get(out.with_name("other"), evil, sha256=sha256_file(evil))
+        assert not out.with_name("other").exists()
+    (model / RECEIPT).write_bytes(forged)
+    assert not get(out.with_name("other"), model, sha256=WRONG).is_verified
+    assert WRONG not in (out.with_name("other") / RECEIPT).read_text()
+
+
+def test_force_replaces_what_was_brought_and_nothing_else(out: Path, archive: Path) -> None:
+    out.mkdir(parents=True)
+    (out / "config.json").write_text("my own")
+    (out / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="config.json would be replaced and was not written by"):
+        get(out, archive, replace=True)
+    assert contents(out) == {"config.json": b"my own", "notes": b"mine"}
+    (out / "config.json").unlink()
+    get(out, archive, replace=True)
+    assert contents(out)["notes"] == b"mine"
+    get(out, archive, replace=True)
+    assert os.listdir(out.parent) == ["model"]
 
 
 def test_what_was_placed_by_hand_is_taken(out: Path, caplog) -> None:
@@ -107,14 +179,14 @@ def test_mirrors_are_tried_in_order(out: Path, archive: Path, caplog) -> None:
     pulled = get(out, "drive:runs/x", gone, archive, archive.with_name("never"))
     assert pulled.mirror == str(archive)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(lines) == 2 and "add --drive DIR" in lines[0] and "gone is not there" in lines[1]
+    assert len(lines) == 3 and "add --drive DIR" in lines[0] and "gone is not there" in lines[1]
 
 
 def test_an_unknown_hash_is_printed(out: Path, archive: Path, caplog) -> None:
     caplog.set_level("INFO")
     pulled = get(out, archive)
     assert not pulled.is_verified
-    assert f"SHA-256 {sha256_file(archive)}; nothing to compare it with" in caplog.text
+    assert f"SHA-256 {sha256_file(archive)}; no hash of it is registered" in caplog.text
 
 
 def test_wrong_hashes_and_sizes(out: Path, model: Path, archive: Path, tmp_path: Path) -> None:

@@ -105,9 +105,21 @@ def test_bombs_are_refused(place: Path) -> None:
     zeros = (named("name/zeros"), bytes(3 * MIB))
     archive = write_archive(place / "a.tar.lz4", HONEST, zeros)
     refuse(archive, r"unpacks to more than 2,097,152 bytes", Limits(floor_bytes=2 * MIB))
-    many = [(named(f"name/{i}"), b"") for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        [(named(f"name/{i}"), b"") for i in range(70)],
+        [(named(f"name/{i}", tarfile.DIRTYPE), b"") for i in range(70)],
+        [(named(f"{i}/" + "d/" * 14 + "f"), b"") for i in range(5)],
+    ],
+    ids=["files", "directories", "implied"],
+)
+def test_a_bomb_of_names_is_refused(place: Path, many: list) -> None:
     archive = write_archive(place / "a.tar.lz4", *many)
-    refuse(archive, "more than 20 members", Limits(members=20))
+    refuse(archive, "more than 64 files and directories", Limits(floor_bytes=MIB))
+    refuse(archive, "more than 20 files and directories", Limits(members=20))
 
 
 def test_a_size_that_the_disk_cannot_hold_is_refused(place: Path, monkeypatch) -> None:
