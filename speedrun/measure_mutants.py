@@ -45,7 +45,7 @@ from measure_contact import outcomes
 app = App(help=__doc__)
 SIZE = 240
 GOAL = 92
-TESTS, TESTS_S = 80, 40.0
+TESTS, TESTS_S = 300, 40.0
 """How many tests a mutant may have, and how long they may take together."""
 START_S = 60
 MEMORY = 16 * 2**30
@@ -89,9 +89,11 @@ def run(
     killed = {name for name, each in read(out).items() if is_killed(each)}
     tests = Tests(coverage, report)
     with tempfile.TemporaryDirectory() as folder:
+        first = copy_project(Path(folder) / "0")
         copies: queue.Queue[Path] = queue.Queue()
-        for number in range(workers):
-            copies.put(copy_project(Path(folder) / str(number)))
+        copies.put(first)
+        for number in range(1, workers):
+            copies.put(Path(shutil.copytree(first, Path(folder) / str(number), symlinks=True)))
         with ThreadPoolExecutor(workers) as pool, out.open("a", encoding="utf-8") as file:
             left = [each for each in drawn if each.name not in killed]
             jobs = [pool.submit(judge, each, tests.of(each), copies) for each in left]
