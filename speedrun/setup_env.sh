@@ -2,6 +2,10 @@
 # clone, installs the package there when something changed, and sets PYTHON. Nothing outside .venv is
 # touched, unless `use_running_python` came before.
 #
+# `setup_env EXTRA LOCK` first installs what LOCK lists, each file only if its hash is one of those
+# listed. locked.txt is what the tests ran with, without torch and what that brings; the command
+# that renews it stands in its first lines (uv: pip install uv).
+#
 # Which torch: one >= 2.9 that sees a GPU (Colab, RunPod) is built on; else .venv gets its own, made
 # for the driver of the GPU that is there. A torch that is in PYTHON already stays if it can.
 
@@ -133,14 +137,18 @@ install_package() {
     if [ -n "$torch" ] && ! grep -qx "torch==${torch%%+*}" "$CONSTRAINTS"; then
         pins=("torch==$torch") # another than we would choose: it stays as it is
     fi
+    if [ -n "$2" ]; then
+        "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input \
+            --require-hashes --no-deps -r "$2" || return 1
+    fi
     "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input \
         "${pins[@]}" -e "$target" || return 1
     installation_hash "$1" >"$MARK-$1"
 }
 
-# setup_env EXTRA: `base` for users, `dev` (which holds `base`) for the tests.
+# setup_env EXTRA [LOCK]: `base` for users, `dev` (which holds `base`) for the tests.
 setup_env() {
     if ! has_version "$PYTHON"; then make_venv || return 1; fi
     if is_installed "$1" || is_installed dev; then return; fi
-    install_package "$1"
+    install_package "$1" "${2-}"
 }
