@@ -1,6 +1,8 @@
 """Train the embedded teacher: a small Qwen3 on the English text that ships with every Python.
 
     python speedrun/make_tiny_teacher.py --out checkpoints/tiny-qwen3
+    python speedrun/make_tiny_teacher.py again checkpoints/tiny-qwen3 --figures figures.jsonl
+    python speedrun/make_tiny_teacher.py freeze qat/data/stdlib.jsonl.gz
 
 Documents that `qat cache` would hold out (same hash, same seed) are never trained on: they choose
 the epoch that is kept and give the perplexity in the README. Runs on CUDA and on CPU.
@@ -34,10 +36,11 @@ from tiny_teacher_text import (
     Corpus,
     as_chat,
     encode,
+    freeze,
     pack,
     read_corpus,
+    stdlib_documents,
     train_tokenizer,
-    write_corpus,
 )
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -222,7 +225,6 @@ def readme(figures: dict, corpus: Corpus, log: Log, config: TeacherConfig) -> st
         **figures,
         vocab=config.vocab,
         train_documents=len(corpus.train),
-        python=corpus.python,
         hash=corpus.hash,
         seed=config.seed,
         device=backend.select(config.device).name(),
@@ -243,17 +245,15 @@ app = App(help=__doc__.splitlines()[0])
 def main(
     *,
     out: Path,
-    corpus: Path | None = None,
     config: Annotated[TeacherConfig, Parameter(name="*")] = DEFAULTS,
 ) -> None:
     """Train a teacher and write it to OUT with a README that says how good it is.
 
     Args:
         out: directory of the checkpoint.
-        corpus: file from `corpus`; this Python's own standard library if left out.
         config: shape and training.
     """
-    texts = read_corpus(corpus)
+    texts = read_corpus()
     tokenizer = train_tokenizer(texts.train, config.vocab)
     model, log = train(texts, tokenizer, config)
     out.mkdir(parents=True, exist_ok=True)
@@ -265,10 +265,23 @@ def main(
     print(json.dumps({"out": str(out)} | log.best_row() | figures))
 
 
+@app.command(name="freeze")
+def freeze_corpus(out: Path) -> None:
+    """Write the documents of this Python's standard library to OUT, for `--data stdlib`."""
+    corpus = freeze(out, list(stdlib_documents()))
+    print(f"{len(corpus.train)} documents to train on, {len(corpus.held_out)} held out")
+
+
 @app.command
-def corpus(out: Path) -> None:
-    """Write the documents to OUT, for a machine whose Python is another."""
-    write_corpus(out)
+def again(teacher: Path, *, figures: Path, device: str = "auto") -> None:
+    """Judge TEACHER on the documents that are held out, and record its perplexity in FIGURES."""
+    config = TeacherConfig()
+    held_out = read_corpus().held_out
+    where = backend.select(device)
+    found = judge(teacher, held_out, row=config.row, rows=config.rows, device=where)
+    print(json.dumps(found))
+    value = round(found["perplexity"], 2)
+    record(figures, "tiny_teacher_perplexity", value, "per token", "", runs=len(held_out))
 
 
 @app.command

@@ -1,11 +1,20 @@
 """The tiny teacher's text: documents, their split, a tokenizer, and rows packed from them.
 
+The documents are the docstrings of one Python's standard library, frozen in `qat/data`: another
+Python has others, and what is judged on them could not be compared.
+
 Shapes: N rows, L tokens a row.
 """
 
+import ast
+import gzip
+import importlib.util
+import inspect
 import json
-import platform
-from collections.abc import Iterable
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +27,21 @@ from transformers import PreTrainedTokenizerFast
 
 from qat.data.batch import NO_LABEL
 from qat.data.config import CacheSettings
-from qat.data.split import split_of
-from qat.data.stdlib_text import stdlib_documents
+from qat.data.sources import open_source
+from qat.data.split import divided, split_of
+
+MIN_CHARACTERS = 80
+SKIPPED_DIRECTORIES = {
+    "__pycache__",
+    "dist-packages",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -36,40 +58,103 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 @dataclass
 class Corpus:
-    """Documents in two disjoint lists, and where they came from."""
+    """Documents in two disjoint lists."""
 
     train: list[str]
     held_out: list[str]
-    python: str
-    hash: str
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits of both."""
+        both = "\0".join([*self.train, "", *self.held_out])
+        return xxhash.xxh3_64_hexdigest(both.encode())[:12]
 
 
-def read_corpus(path: Path | None) -> Corpus:
-    """The documents of this Python's standard library, or of a file that `write_corpus` made."""
-    if path is None:
-        python, documents = platform.python_version(), list(stdlib_documents())
-    else:
-        head, *lines = path.read_text(encoding="utf-8").splitlines()
-        python, documents = json.loads(head)["python"], [json.loads(line)["text"] for line in lines]
-    digest = xxhash.xxh3_64_hexdigest("\0".join(documents).encode())[:12]
-    return Corpus(*split(documents), python, digest)
+def read_corpus() -> Corpus:
+    """What `qat cache --data stdlib` trains on by default, and what it holds out."""
+    return split(list(open_source("stdlib").documents))
 
 
-def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """The documents that `qat cache` trains on by default, and those that it holds out."""
-    seed = CacheSettings.model_fields["seed"].default
-    fraction = CacheSettings.model_fields["held_out"].default
+def split(documents: list[str]) -> Corpus:
+    """The documents by the split that `qat cache` gives them by default."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
-    for document in documents:
-        parts[split_of(document, seed, fraction)].append(document)
-    return parts["train"], parts["held_out"]
+    for document, side in divided(documents, CacheSettings(data="stdlib")):
+        parts[side].append(document)
+    return Corpus(**parts)
 
 
-def write_corpus(path: Path) -> None:
-    """Write this Python's documents as JSON lines, its version first."""
-    lines = [{"python": platform.python_version()}]
-    lines += [{"text": document} for document in stdlib_documents()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+def freeze(path: Path, documents: list[str]) -> Corpus:
+    """Write `documents` to `path`, gzipped JSON lines, and return the corpus that they are.
+
+    A document that is held out is left out if a tenth of its runs of eight words stand in training
+    documents, or if it is near-identical to one: who learned those would be judged by what it read.
+    """
+    seed, fraction = (CacheSettings.model_fields[name].default for name in ("seed", "held_out"))
+    sides = [split_of(document, seed, fraction) for document in documents]
+    runs = [runs_of_words(document) for document in documents]
+    pairs = zip(runs, sides, strict=True)
+    learned = set().union(*(own for own, side in pairs if side == "train"))
+    apart = [
+        document
+        for document, own, side in zip(documents, runs, sides, strict=True)
+        if side == "train" or len(own & learned) < len(own) / 10
+    ]
+    kept = [
+        document
+        for document, side in divided(apart, CacheSettings(data="stdlib"))
+        if side == split_of(document, seed, fraction)
+    ]
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in kept)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    return split(kept)
+
+
+def runs_of_words(text: str) -> set[tuple[str, ...]]:
+    """All runs of eight words, or the whole of a shorter text."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + 8]) for i in range(max(1, len(words) - 7))}
+
+
+# ---- what ships with a Python
+
+
+def stdlib_documents() -> Iterator[str]:
+    """Docstrings of this Python's standard library and the topics of `pydoc`, each text once.
+
+    Sources are parsed, never imported, in the sorted order of their paths. Texts shorter than 80
+    characters are left out.
+    """
+    seen = set()
+    for text in _all_texts():
+        if len(text) >= MIN_CHARACTERS and text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _all_texts() -> Iterator[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts):
+            yield from docstrings(path.read_bytes())
+    if importlib.util.find_spec("pydoc_data") is not None:
+        from pydoc_data.topics import topics
+
+        yield from (inspect.cleandoc(topics[name]) for name in sorted(topics))
+
+
+def docstrings(source: bytes) -> Iterator[str]:
+    """The dedented docstrings of a module, its classes and functions, in the order of the file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = ast.parse(source)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+
+
+# ---- tokens
 
 
 def as_chat(document: str) -> str:

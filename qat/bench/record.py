@@ -33,7 +33,9 @@ SLUG = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 WIDE = 20
 """Samples that span so many times the least are drawn on a logarithmic axis."""
 HEADINGS = ("case", "median", "95 % interval", "tokens/s", "MFU", "peak GiB", "runs", "CV")
-FIELDS_OF_PLACE = ("device", "cpu", "dtype", "torch", "triton", "transformers", "commit", "host")
+FIELDS_OF_PLACE = (
+    *("device", "cpu", "dtype", "python", "torch", "triton", "transformers", "commit", "host"),
+)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from qat.train.run import git_commit
 HOME = Path("runs/bench")
 ROWS, TABLE, WHOLE = "results.jsonl", "results.csv", "results.json"
 PACKAGES = ("torch", "triton", "transformers", "torchao")
-IN_EVERY_ROW = ("commit", "dirty", "device", "cpu", "threads", "host", "run", "torch", "triton")
+IN_EVERY_ROW = (
+    *("commit", "dirty", "device", "cpu", "threads", "host", "run", "python", "torch", "triton"),
+)
 NOT_IN_TABLE = ("samples",)
 
 

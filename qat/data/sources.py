@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from qat.data.chat import Document, Message
 from qat.data.config import DataFormat
-from qat.data.stdlib_text import stdlib_documents
 from qat.data.text_files import (
     SEPARATOR,
     Place,
@@ -24,6 +23,9 @@ from qat.online import is_online
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """How a data set is called on a hub."""
+
+STDLIB = Path(__file__).with_name("stdlib.jsonl.gz")
+"""Docstrings of one Python's standard library, so that all Pythons read the same text."""
 
 ROLES = {
     "human": "user",
@@ -56,7 +58,7 @@ def open_source(data: str, data_format: DataFormat = "auto", text_field: str = "
         DataError: nothing is there, it is empty, or a row lacks the fields of its format.
     """
     if data == "stdlib":
-        return Source(stdlib_documents(), "plain", "stdlib")
+        data, data_format, text_field = str(STDLIB), "plain", "text"
     rows = _placed_rows(data)
     first = next(rows, None)
     if first is None:

@@ -9,11 +9,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from qat.data.sources import check_source, open_source
-from qat.data.stdlib_text import docstrings, stdlib_documents
 from qat.errors import DataError, HubError
 
+FROZEN = "a243492d21b5f574"
+"""Of the documents of `stdlib`: with others, figures that were judged on them no longer compare."""
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
@@ -287,17 +289,9 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
     assert calls == []
 
 
-def test_docstrings_of_module_class_and_function() -> None:
-    source = (
-        b'"""M."""\nclass A:\n    """\n    C.\n      c\n    """\n    def f(self):\n        "F."\n'
-    )
-    assert list(docstrings(source)) == ["M.", "C.\n  c", "F."]
-
-
-@pytest.mark.slow
-def test_stdlib_documents_are_unique_stable_and_long_enough() -> None:
-    texts = list(stdlib_documents())
-    assert len(texts) == len(set(texts)) > 2000
-    assert min(map(len, texts)) >= 80
-    assert texts[:50] == [text for text, _ in zip(stdlib_documents(), range(50), strict=False)]
-    assert open_source("stdlib").name == "stdlib"
+def test_stdlib_is_the_same_text_on_every_python() -> None:
+    source = open_source("stdlib", "alpaca", "no such field")
+    assert (source.name, source.format) == ("stdlib", "plain")
+    texts = list(source.documents)
+    assert len(texts) == len(set(texts)) > 4000 and min(map(len, texts)) >= 80
+    assert xxhash.xxh3_64_hexdigest("\0".join(texts).encode()) == FROZEN

@@ -1,6 +1,8 @@
 """The embedded teacher: how its rows are packed and split, and that what is committed works."""
 
+import itertools
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat.backend import device as backend
 from qat.data.batch import NO_LABEL
+from qat.data.sources import open_source
 from qat.data.split import split_of
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
@@ -68,12 +71,44 @@ def test_schedule_warms_up_and_ends_at_zero(script: object) -> None:
     assert sorted(rates[5:], reverse=True) == rates[5:]
 
 
-def test_split_is_that_of_the_cache(text: object) -> None:
-    documents = [f"Document number {i}." for i in range(400)]
-    train, held_out = text.split(documents)
-    assert sorted(train + held_out) == sorted(documents)
-    assert 5 <= len(held_out) <= 40
-    assert all(split_of(document, 0, 0.05) == "held_out" for document in held_out)
+def test_documents_of_this_python_are_found(text: object) -> None:
+    source = (
+        b'"""M."""\nclass A:\n    """\n    C.\n      c\n    """\n    def f(self):\n        "F."\n'
+    )
+    assert list(text.docstrings(source)) == ["M.", "C.\n  c", "F."]
+    texts = list(itertools.islice(text.stdlib_documents(), 50))
+    assert len(texts) == len(set(texts)) == 50 and min(map(len, texts)) >= 80
+
+
+def test_what_is_frozen_judges_by_nothing_that_was_learned(text: object, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=5)) for _ in range(3000)]
+    documents = [" ".join(rng.choices(words, k=60)) for _ in range(400)]
+    sides = [split_of(document, 0, 0.05) for document in documents]
+    learned = documents[sides.index("train")]
+    quoting = next(  # to be held out, and a fifth of it was learned
+        quote
+        for number in range(999)
+        if split_of(quote := f"{number} {documents[0]} {learned[:100]}", 0, 0.05) == "held_out"
+    )
+    near = next(
+        copy for word in words if split_of(copy := f"{learned} {word}", 0, 0.05) == "held_out"
+    )
+    corpus = text.freeze(tmp_path / "frozen.jsonl.gz", [*documents, quoting, near])
+    assert corpus.train + corpus.held_out != documents
+    assert sorted(corpus.train + corpus.held_out) == sorted(documents)
+    assert list(open_source(str(tmp_path / "frozen.jsonl.gz")).documents) == documents
+
+
+def test_the_committed_text_judges_by_nothing_that_was_learned(text: object) -> None:
+    corpus = text.read_corpus()
+    documents = list(open_source("stdlib").documents)
+    sides = [split_of(document, 0, 0.05) for document in documents]
+    assert len(corpus.held_out) == sides.count("held_out") == 164
+    assert {split_of(document, 0, 0.05) for document in corpus.held_out} == {"held_out"}
+    learned = set().union(*map(text.runs_of_words, corpus.train))
+    judged = map(text.runs_of_words, corpus.held_out)
+    assert max(len(runs & learned) / len(runs) for runs in judged) < 0.1
 
 
 def test_chat_keeps_the_whole_document(text: object) -> None:
@@ -82,14 +117,15 @@ def test_chat_keeps_the_whole_document(text: object) -> None:
     assert chat.endswith("Sorted by key.")
 
 
-def test_trial_run_writes_a_whole_checkpoint(script, text, tmp_path, capsys) -> None:
+def test_trial_run_writes_a_whole_checkpoint(
+    script, text, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = script.TeacherConfig(hidden=128, layers=1, vocab=512, rows=2, row=64, max_steps=2)
-    corpus = tmp_path / "corpus.jsonl"
-    lines = ['{"python": "3.x"}', *(f'{{"text": "Return item number {i}."}}' for i in range(60))]
-    corpus.write_text("\n".join(lines))
-    script.main(out=tmp_path / "teacher", corpus=corpus, config=config)
+    corpus = text.split([f"Return item number {i}: {'abcdef'[i % 6] * i}." for i in range(60)])
+    monkeypatch.setattr(script, "read_corpus", lambda: corpus)
+    script.main(out=tmp_path / "teacher", config=config)
     assert '"perplexity"' in capsys.readouterr().out
-    assert "standard library of Python 3.x" in (tmp_path / "teacher" / "README.md").read_text()
+    assert f"hash {corpus.hash}" in (tmp_path / "teacher" / "README.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "teacher").config.vocab_size == 512
 
 
