@@ -8,9 +8,8 @@ between the marks is the template and the other speakers, and the same in both.
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from jinja2 import TemplateError
-
 from qat.data.config import Targets, Thinking
+from qat.data.template import templated
 from qat.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -109,14 +108,9 @@ def _template(
     messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, enable_thinking: bool
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, enable_thinking=enable_thinking
-        )
-    except TemplateError as error:
-        raise DataError(
-            f"the chat template refuses {_called(messages)}: {error}; mend the row, or join the "
-            "messages without the template by --thinking none"
-        ) from None
+        return templated(messages, tokenizer, enable_thinking=enable_thinking)
+    except DataError as error:
+        raise DataError(f"{_called(messages)}: {error}") from None
 
 
 def _without_thoughts(message: Message) -> Message:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from qat.backend.device import on
+from qat.data.template import templated
 from qat.data.text import text_ids
 from qat.errors import ConfigError
 from qat.evaluate.decode import Decoder, Sampling, until_end
@@ -157,11 +158,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool 
 
     Raises:
         ConfigError: the prompt holds no token.
+        DataError: the chat template fails over it.
     """
     if tokenizer.chat_template and not raw:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
+        turn = {"role": "user", "content": prompt}
+        prompt = templated([turn], tokenizer, add_generation_prompt=True)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     else:
         ids = text_ids(prompt, tokenizer)

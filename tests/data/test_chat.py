@@ -8,6 +8,7 @@ from tiny import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from qat.data import template
 from qat.data.chat import Rendering, render
 from qat.data.config import CacheConfig
 from qat.data.text import begin_token, encode, end_token, tokenizer_hash
@@ -117,8 +118,45 @@ def test_a_chat_whose_answers_cannot_be_found_is_refused() -> None:
 def test_a_chat_that_the_template_refuses_is_one_line() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system here') }}"
-    with pytest.raises(DataError, match="refuses the chat that begins 'the cat': no system here"):
+    with pytest.raises(DataError, match="chat that begins 'the cat': .*Error: no system here"):
         render(CHAT, tokenizer, "false")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ 1 / 0 }}", r"fails \(ZeroDivisionError"),
+        ("{{ messages.x.y }}", r"fails \(UndefinedError"),
+        ("{% endfor %}", r"fails \(TemplateSyntaxError"),
+        ("{{ 'x' * 10 ** 11 }}", r"fails \(MemoryError"),
+        ("{{ ''.__class__.__mro__ }}", r"fails \(SecurityError"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(text: str, message: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = text
+    with pytest.raises(DataError, match=message) as caught:
+        render(CHAT, tokenizer, "false")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_never_ends_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ 7 ** (10 ** 9) }}"  # one operation, of C
+    bounds = "; from qat.data import template; template.RENDER_S = 0.5; serve()"
+    monkeypatch.setattr(template, "CHILD", template.CHILD.replace("; serve()", bounds))
+    monkeypatch.setattr(template, "RENDER_S", 0.5)
+    template._RENDERER.stop()
+    with pytest.raises(DataError, match="takes longer than 0.5 s for one chat"):
+        render(CHAT, tokenizer, "false")
+
+
+def test_templates_have_the_special_tokens_and_come_by_name() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "{{ eos_token }}{{ messages | length }}", "x": "no"}
+    assert [r.text for r in render(CHAT, tokenizer, "true")] == [
+        f"{tokenizer.eos_token}{len(CHAT)}"
+    ]
 
 
 def test_targets_follow_the_data() -> None:

@@ -1,0 +1,144 @@
+"""Chat templates, which are programs that came with a model, run where they can be stopped.
+
+Jinja's sandbox keeps a template from files and from Python, not from taking all time and memory. So
+a process of its own renders, one for all chats, within bounds that the system keeps: it ends when a
+chat takes too long, whatever it is in the middle of, and cannot allocate without end.
+"""
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qat.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RENDER_S, MORE_BYTES, MOST_CHARACTERS = 10.0, 2**30, 2**26
+"""What one chat may take: seconds, memory over that of an idle process, characters."""
+CHILD = "import sys; sys.path[:] = {path!r}; from qat.data.template import serve; serve()"
+
+
+def templated(
+    messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", **variables: bool
+) -> str:
+    """A chat as the tokenizer's own template renders it; `variables` are what it may ask for.
+
+    Raises:
+        DataError: the template refuses the chat, fails over it, or takes too long.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    plain = PreTrainedTokenizerBase.apply_chat_template
+    if type(tokenizer).apply_chat_template is not plain:  # code that the user trusts
+        return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path or 'the model'} is no text, expected "
+            "one that renders chats; copy the tokenizer's files anew, or do without the template "
+            "(--thinking none; --raw of 'qat generate')"
+        )
+    values = {**tokenizer.special_tokens_map, **variables}
+    return _RENDERER.render({"template": template, "messages": messages, "values": values})
+
+
+class _Renderer:
+    """The process that renders, started when the first chat comes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def render(self, asked: dict[str, object]) -> str:
+        """The text of one chat.
+
+        Raises:
+            DataError: the template fails, or the process ended over it.
+        """
+        with self._lock:
+            process = self._started()
+            try:
+                process.stdin.write(json.dumps(asked).encode() + b"\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except BrokenPipeError:
+                answer = b""
+            except BaseException:  # an answer that nobody read would be the next chat's
+                self.stop()
+                raise
+            if not answer.endswith(b"\n"):
+                status = process.wait()
+                self.stop()
+                is_late = status == -signal.SIGALRM
+                late = f"takes longer than {RENDER_S:g} s for one chat"
+                answer = json.dumps({"error": late if is_late else f"ended with {status}"})
+        found = json.loads(answer)
+        if isinstance(found, str):
+            return found
+        raise DataError(
+            f"the chat template {found['error']}, expected one that renders chats; mend the chat, "
+            "or do without the template (--thinking none; --raw of 'qat generate')"
+        )
+
+    def stop(self) -> None:
+        """End the process, if there is one and it is ours: a fork has its parent's."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.communicate()
+        self._process = None
+
+    def _started(self) -> subprocess.Popen:
+        if self._process is None or self._owner != os.getpid():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", CHILD.format(path=sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # the keyboard stops us, not it
+            )
+            self._owner = os.getpid()
+        return self._process
+
+
+_RENDERER = _Renderer()
+atexit.register(_RENDERER.stop)
+
+
+def serve() -> None:
+    """Render the chats that standard input names, a line each, until it ends."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bound = pages * resource.getpagesize() + MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, RENDER_S)  # no handler: the system ends the process
+        try:
+            answer: object = tokenizer.apply_chat_template(
+                asked["messages"],
+                chat_template=asked["template"],
+                tokenize=False,
+                **asked["values"],
+            )
+            if len(answer) > MOST_CHARACTERS:
+                answer = {"error": f"makes {len(answer):,} characters of one chat"}
+        except Exception as error:  # noqa: BLE001 - a program of others raises anything
+            words = " ".join(str(error).split())[:300]
+            answer = {"error": f"fails ({type(error).__name__}: {words})"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
