@@ -10,14 +10,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models.checksums import check_checksums, write_checksums
+from qat.models.checksums import write_checksums
 from qat.models.directory import atomic_directory
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.nsa_swap import nsa_config
+from qat.models.opening import Opening, read_config, read_table
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
 
 
@@ -159,9 +160,8 @@ def load_checkpoint(
         CheckpointError: there is none, or it is damaged, incomplete or of an unknown format.
     """
     _check_packed(path)
-    check_checksums(path, of_model=True)
-    try:
-        with quiet_transformers():
+    with Opening(path, "a whole packed checkpoint", weights=True), quiet_transformers():
+        try:
             return AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
@@ -169,13 +169,9 @@ def load_checkpoint(
                 local_files_only=True,
                 trust_remote_code=False,
             )
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except (OSError, ValueError, SafetensorError) as error:
-        why = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{path} cannot be loaded ({why}); expected a whole packed checkpoint: copy it anew"
-        ) from error
+        except CheckpointError as error:
+            named = "" if str(error).startswith(str(path)) else f"{path}: "
+            raise CheckpointError(f"{named}{error}") from None
 
 
 def load_skeleton(path: Path) -> PreTrainedModel:
@@ -185,11 +181,12 @@ def load_skeleton(path: Path) -> PreTrainedModel:
         CheckpointError: there is none, or its config.json is of an unknown format.
     """
     _check_packed(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    quantizer = QatHfQuantizer(QatConfig.from_dict(config.quantization_config))
-    quantizer.preprocess_model(model)
+    config = read_config(str(path))
+    with Opening(path, "a packed checkpoint"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        quantizer = QatHfQuantizer(QatConfig.from_dict(config.quantization_config))
+        quantizer.preprocess_model(model)
     return model.eval()
 
 
@@ -205,22 +202,13 @@ def is_packed(path: Path) -> bool:
     """Whether `path` is a directory that calls itself a packed checkpoint.
 
     Raises:
-        CheckpointError: its config.json is not JSON.
+        CheckpointError: its config.json is no table in JSON.
     """
     config = path / "config.json"
     if not config.is_file():
         return False
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{config} is not JSON ({error}), expected a model's configuration; copy it anew"
-        ) from None
-    if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{config} holds no JSON object, expected a model's configuration; copy it anew"
-        )
-    return (values.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
+    quantization = read_table(config).get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Hashes that a packed checkpoint has of its own files, so that damage is never taken for sound."""
 
 import json
+import time
+from functools import lru_cache
 from pathlib import Path
 
 from qat.errors import CheckpointError
@@ -8,10 +10,11 @@ from qat.files import inside, sha256_file
 
 CHECKSUMS = "checksums.json"
 FORMAT = 1
-MODEL = (".safetensors", ".index.json", "config.json")
-"""How the names of files end that decide what a model computes."""
 BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")
 """What 'qat convert' writes beside the files that are listed."""
+WEIGHTS = ".safetensors"
+SETTLED_S = 2.0
+"""A file that changed less long ago is read whenever its hash is asked for."""
 
 
 def write_checksums(directory: Path) -> None:
@@ -22,8 +25,12 @@ def write_checksums(directory: Path) -> None:
     (directory / CHECKSUMS).write_text(text, encoding="utf-8")
 
 
-def check_checksums(directory: Path, *, of_model: bool) -> None:
-    """Compare the files of the model, or all others that are listed, with `checksums.json`.
+def check_checksums(directory: Path, *, weights: bool) -> None:
+    """Compare every file that is listed with `checksums.json`, before any of them is believed.
+
+    Without `weights` those are not read, for who reads none.
+
+    What was compared and has not changed since is not read again.
 
     A checkpoint without such a file is taken as it is; so is a file that is not listed.
 
@@ -45,10 +52,10 @@ def check_checksums(directory: Path, *, of_model: bool) -> None:
         )
     files = {n: inside(directory, n, found_in=path, error=CheckpointError) for n in listed}
     for name, digest in listed.items():
-        if _is_of_model(name) != of_model:
+        if not weights and name.endswith(WEIGHTS):
             continue
         file = files[name]
-        if not file.is_file() or sha256_file(file) != digest:
+        if not file.is_file() or _sha256(file) != digest:
             what = "differs from its SHA-256" if file.is_file() else "is missing"
             raise CheckpointError(
                 f"{file} {what} in {CHECKSUMS}, expected what was written; copy it anew, or, if "
@@ -65,5 +72,17 @@ def listed_files(directory: Path) -> set[str]:
         return set()
 
 
-def _is_of_model(name: str) -> bool:
-    return name.endswith(MODEL) and not name.startswith(("tokenizer", "special", "generation"))
+def _sha256(file: Path) -> str:
+    """SHA-256 of a file, read once as long as the system says that it is the same.
+
+    What changed a moment ago may change again within one tick of the clock: it is read each time.
+    """
+    found = file.stat()
+    if abs(time.time() - found.st_ctime) < SETTLED_S:
+        return sha256_file(file)
+    return _sha256_of(file.absolute(), found.st_ino, found.st_size, found.st_ctime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _sha256_of(file: Path, _inode: int, _size: int, _changed_ns: int) -> str:
+    return sha256_file(file)

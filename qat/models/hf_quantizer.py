@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
+from qat.models.checksums import check_checksums
 from qat.models.stored_state import quantized_modules, weight_parts
 from qat.models.swap import replace_module
 from qat.models.tables import put_table, table_names, weight_shape
@@ -54,20 +56,23 @@ class QatConfig(QuantizationConfigMixin):
 
     def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
         others.pop("quant_method", None)
-        if format not in {FORMAT, SPARSE_FORMAT}:
+        if type(format) is not int or format not in (FORMAT, SPARSE_FORMAT):
             raise CheckpointError(
-                f"quantization_config has format={format}, expected format={FORMAT} or "
+                f"quantization_config has format={format!r:.80}, expected format={FORMAT} or "
                 f"{SPARSE_FORMAT}; use the version of qat that wrote this checkpoint, or convert "
                 "the model anew"
             )
-        if others or not (modules or format == SPARSE_FORMAT):
+        modules = {} if modules is None else modules
+        is_table = isinstance(modules, dict) and all(type(m) is dict for m in modules.values())
+        if others or not is_table or not (modules or format == SPARSE_FORMAT):
             raise CheckpointError(
-                f"quantization_config has keys {sorted(others)} and {len(modules or {})} modules, "
-                "expected only format and a table of modules; convert the model anew"
+                f"quantization_config has keys {sorted(others)} and modules={modules!r:.80}, "
+                "expected only format and a table of a table for each module; convert the model "
+                "anew"
             )
         self.quant_method = QUANT_METHOD
         self.format = format
-        self.modules = modules or {}
+        self.modules = modules
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -148,7 +153,14 @@ class QatHfQuantizer(HfQuantizer):
         return dict(self.packed), {}
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Called before files are looked for: let transformers look where it always does."""
+        """Called before files are looked for: let transformers look where it always does.
+
+        Raises:
+            CheckpointError: the configuration names a program to attend with.
+        """
+        from qat.models.opening import check_attention  # it needs transformers
+
+        check_attention(config)
         if getattr(config, "transformers_weights", None) == NEEDS_QAT:
             del config.transformers_weights
         return config
@@ -159,6 +171,8 @@ class QatHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
+        if checkpoint_files:  # whoever opens it: a file is believed only as it was written
+            check_checksums(Path(checkpoint_files[0]).parent, weights=True)
         self._swap_attention(model)
         tables = table_names(model)
         for name, spec in self.quantization_config.specs().items():
@@ -345,7 +359,7 @@ def _read_headers(files: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     view = tensors.get_slice(name)
                     found[name] = (tuple(view.get_shape()), view.get_dtype())
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error}); the file is damaged: copy it anew"
             ) from None

@@ -1,16 +1,12 @@
 """Opens whatever a user may call a model: a directory, a run, or a hub id."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import xxhash
-from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -21,17 +17,15 @@ from transformers import (
 from qat.backend.device import Backend, select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
-from qat.models.checksums import check_checksums
 from qat.models.language_model import LanguageModel
 from qat.models.nsa_swap import KEY, nsa_config
+from qat.models.opening import Opening, read_config
 from qat.models.source import is_kept_here, resolve
 from qat.models.stored_state import packed_state_dict
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**24
-OF_DAMAGE = (KeyError, TypeError, AttributeError, IndexError)
-"""What transformers raises, beside errors of its own, over a file whose JSON is another."""
 
 
 def load_model(
@@ -74,9 +68,10 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
         CheckpointError: there is none, it is damaged, or it brings code and is not trusted.
     """
     source = resolve(source)
-    check_checksums(Path(source), of_model=False)
-    with _hub_errors_as_one_line(source, "a tokenizer"):
-        tokenizer = _tokenizer(source, trust_remote_code)
+    with Opening(source, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=is_kept_here(source), trust_remote_code=trust_remote_code
+        )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers makes one without words where the files are missing
         raise CheckpointError(
@@ -90,15 +85,9 @@ def load_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
     """The configuration of the model that `source` names; no weights are read.
 
     Raises:
-        CheckpointError: there is no such model.
+        CheckpointError: there is no such model, or its configuration is damaged.
     """
-    source = resolve(source)
-    with _hub_errors_as_one_line(source, "a model's configuration"):
-        return AutoConfig.from_pretrained(
-            source,
-            local_files_only=is_kept_here(source),
-            trust_remote_code=trust_remote_code,
-        )
+    return read_config(resolve(source), trust_remote_code=trust_remote_code)
 
 
 def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
@@ -159,15 +148,38 @@ def _open(source: str, how: _How) -> LanguageModel:
         model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
         model = _load_float(path, how)
-    language_model = LanguageModel(model.eval())
-    language_model.check_split()  # where it was read: on another device it would be compiled
+    language_model = _split(path, model.eval())
     if how.device_map is None:
         how.backend.place(model)
     return language_model
 
 
+def _split(source: str, model: PreTrainedModel) -> LanguageModel:
+    """The model as body and head, tried where it was read: elsewhere it would be compiled.
+
+    Raises:
+        CheckpointError: it does not split, or cannot be run even as transformers does.
+    """
+    with Opening(source, "a causal language model"):
+        found = LanguageModel(model)
+        try:
+            found.check_split()
+        except CheckpointError:
+            raise
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # of our way through the model, or of one that runs in no way: the plain one tells
+            model.set_attn_implementation("eager")
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device))
+            raise
+    return found
+
+
 def _load_float(source: str, how: _How) -> PreTrainedModel:
-    with _hub_errors_as_one_line(source, "a causal language model"), quiet_transformers():
+    read_config(source, trust_remote_code=how.trust_remote_code)
+    opening = Opening(source, "a causal language model", weights=True)
+    with opening, quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=how.dtype,
@@ -188,38 +200,3 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
             f"{KEY!r}; remove that key, and swap with 'qat convert --attention'"
         )
     return model
-
-
-def _tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(
-            source,
-            local_files_only=is_kept_here(source),
-            trust_remote_code=trust_remote_code,
-        )
-    except Exception as error:  # noqa: BLE001 - tokenizers knows no other kind
-        if type(error) is not Exception:
-            raise
-        raise ValueError(error) from error
-
-
-@contextmanager
-def _hub_errors_as_one_line(source: str, wished: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, SafetensorError, *OF_DAMAGE) as error:
-        if "trust_remote_code" in str(error):
-            raise CheckpointError(
-                f"{source} brings code of its own, expected {wished} that transformers knows; read "
-                "that code, and if you trust it add --trust-remote-code (qat cache, convert, train)"
-            ) from None
-        raise CheckpointError(
-            f"{source} does not give {wished} ({_short(error)}); expected a model directory, a run "
-            "directory or a hub id: check the name, or copy the files anew"
-        ) from error
-
-
-def _short(error: Exception) -> str:
-    """What went wrong, in one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."

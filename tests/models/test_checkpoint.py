@@ -242,7 +242,7 @@ def test_a_sharded_checkpoint_loads_and_is_checked(saved: Path, tmp_path: Path) 
     assert len(shards) > 1
     assert torch.equal(logits(load_checkpoint(tmp_path / "sharded")), logits(model))
     shards[0].unlink()
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         load_checkpoint(tmp_path / "sharded")
 
 
@@ -366,7 +366,7 @@ def test_a_truncated_file_is_refused(kept: int, saved: Path) -> None:
 
 def test_a_missing_file_is_refused(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="does not give a whole packed"):
         load_checkpoint(saved)
 
 
@@ -375,7 +375,7 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
     [
         ({"format": 3}, r"format=3, expected format=1 or 2"),
         ({"spare": 1}, r"keys \['spare'\]"),
-        ({"modules": {}}, r"0 modules"),
+        ({"modules": {}}, r"modules={}"),
         ({"modules": {NAME: {"bits": 9}}}, rf"{NAME}.*bits=9"),
         ({"modules": {NAME: {"bits": 2, "speed": 1}}}, rf"{NAME}.*speed"),
         ({"modules": {"model.layers.7.mlp": {"bits": 2}}}, r"no linear layer of that name"),

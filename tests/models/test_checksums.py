@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from qat.errors import CheckpointError
+from qat.files import sha256_file
+from qat.models import checksums
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.checksums import CHECKSUMS, check_checksums, write_checksums
 from qat.models.load import load_model, load_tokenizer
@@ -33,32 +36,51 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_bit_of_the_model_is_missed(saved: Path, name: str) -> None:
+OPENERS = {
+    "the command": lambda path: load_model(str(path), device="cpu"),
+    "its tokenizer": lambda path: load_tokenizer(str(path)),
+    "transformers": AutoModelForCausalLM.from_pretrained,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"]
+)
+@pytest.mark.parametrize("opener", OPENERS)
+def test_a_bit_of_any_file_is_missed(saved: Path, name: str, opener: str) -> None:
     flip(saved / name)
+    if (opener, name) == ("its tokenizer", "model.safetensors"):
+        OPENERS[opener](saved)  # which reads no weights
+        return
     with pytest.raises(CheckpointError, match=f"{name} differs from its SHA-256"):
-        load_checkpoint(saved)
+        OPENERS[opener](saved)
+
+
+def test_a_file_is_hashed_once_until_it_changes(saved: Path, monkeypatch) -> None:
+    monkeypatch.setattr(checksums, "SETTLED_S", 0.0)
+    read = []
+    monkeypatch.setattr(
+        checksums, "sha256_file", lambda path: (read.append(path.name), sha256_file(path))[1]
+    )
+    load_checkpoint(saved)
     load_tokenizer(str(saved))
-
-
-def test_a_bit_of_the_tokenizer_is_missed(saved: Path) -> None:
-    flip(saved / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="tokenizer.json differs from its SHA-256"):
-        load_tokenizer(str(saved))
-    load_model(str(saved), device="cpu")
+    assert sorted(read) == sorted(set(read)) and "model.safetensors" in read
+    flip(saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors differs"):
+        load_checkpoint(saved)
 
 
 def test_a_missing_file_is_named(saved: Path) -> None:
     (saved / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
-        check_checksums(saved, of_model=False)
+        check_checksums(saved, weights=True)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "files": {}}', '{"format": 2}'])
 def test_a_damaged_list_is_one_line(saved: Path, text: str) -> None:
     (saved / CHECKSUMS).write_text(text)
     with pytest.raises(CheckpointError, match="checksums.json is damaged"):
-        check_checksums(saved, of_model=True)
+        check_checksums(saved, weights=True)
 
 
 def test_names_outside_the_directory_are_refused(saved: Path) -> None:
@@ -66,7 +88,7 @@ def test_names_outside_the_directory_are_refused(saved: Path) -> None:
     values["files"]["../../etc/passwd"] = "0"
     (saved / CHECKSUMS).write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="checksums.json names .*, expected a name inside"):
-        check_checksums(saved, of_model=True)
+        check_checksums(saved, weights=True)
 
 
 def test_files_added_later_and_files_without_a_list_are_taken(saved: Path) -> None:
@@ -74,6 +96,6 @@ def test_files_added_later_and_files_without_a_list_are_taken(saved: Path) -> No
     load_checkpoint(saved)
     flip(saved / "tokenizer.json")
     write_checksums(saved)
-    check_checksums(saved, of_model=False)
+    check_checksums(saved, weights=True)
     (saved / CHECKSUMS).unlink()
     load_checkpoint(saved)

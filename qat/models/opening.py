@@ -1,0 +1,193 @@
+"""The one way in which the files of a model, which anybody may have made, reach transformers.
+
+transformers believes what it reads. Before it reads, hashes are compared and tables looked at; what
+it, or a library below it, still raises over a file becomes one line. An error that began in our own
+code is our bug and keeps its traceback.
+"""
+
+import json
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from qat.errors import CheckpointError, QatError
+from qat.files import inside
+from qat.models.checksums import check_checksums
+from qat.models.source import is_kept_here
+
+TABLES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "adapter_config.json",
+    "*.index.json",
+)
+"""Files beside a model that hold a JSON object, as far as they are there and small."""
+BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", "qat"}
+"""Implementations of attention and of experts that need no program from elsewhere."""
+READERS = ("transformers", "transformers_modules", "huggingface_hub", "tokenizers", "safetensors")
+"""Packages that read a model's files, and the code that a model brought."""
+PLACES = {"generation": "generation_config.json", "token": "the tokenizer's files"}
+"""By what is in the names of transformers' modules, the file that they read."""
+
+
+class Opening:
+    """A block that reads what a resolved `source` holds, which should be `wished`.
+
+    Every file that has a hash is compared with it first; without `weights`, all but those.
+
+    Raises:
+        CheckpointError: a file is not the one that was written, no table, or not what transformers
+            understands.
+    """
+
+    def __init__(self, source: str | Path, wished: str, *, weights: bool = False) -> None:
+        self._source, self._wished, self._weights = source, wished, weights
+
+    def __enter__(self) -> None:
+        directory = Path(self._source)
+        if directory.is_dir():
+            check_checksums(directory, weights=self._weights)
+            _check_tables(directory)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or not _is_of_files(error, trace):
+            return
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{self._source} brings code of its own, expected {self._wished} that transformers "
+                "knows; read that code, and if you trust it add --trust-remote-code (qat cache, "
+                "convert, train)"
+            ) from None
+        raise CheckpointError(
+            f"{self._source} does not give {self._wished} ({_place(trace)}{_short(error)}); "
+            "expected a model directory, a run directory or a hub id: check the name, or copy the "
+            "files anew"
+        ) from error
+
+
+def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a resolved `source`; no weights are read.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or names a program to attend with.
+    """
+    with Opening(source, "a model's configuration"):
+        config = AutoConfig.from_pretrained(
+            source, local_files_only=is_kept_here(source), trust_remote_code=trust_remote_code
+        )
+    check_attention(config)
+    return config
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Refuse a configuration by which transformers would fetch a kernel, and run it.
+
+    Raises:
+        CheckpointError: an implementation is named that is not built in.
+    """
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for part in (config, *parts):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            value = getattr(part, key, None)
+            if not isinstance(value, str | None) or value not in BUILT_IN:
+                raise CheckpointError(
+                    f"config.json of {config.name_or_path or 'the model'} names "
+                    f"{key[1:]}={value!r}, which transformers may fetch as a program, expected "
+                    "eager, sdpa or none; remove that key"
+                )
+
+
+def _is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
+    if isinstance(error, QatError | MemoryError | torch.OutOfMemoryError):
+        return False
+    is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
+    if not (is_panic or isinstance(error, Exception)):
+        return False
+    return next(_readers(trace, "qat"), "qat") != "qat"
+
+
+def _readers(trace: TracebackType | None, *others: str) -> Iterable[str]:
+    """The packages behind the frames of an error, the innermost first: readers and `others`."""
+    for frame, _ in reversed(list(traceback.walk_tb(trace))):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in (*READERS, *others):
+            yield package
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The file that was read, as far as transformers' modules tell; with a colon behind it."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)]
+    for module in reversed(modules):
+        for word, place in PLACES.items():
+            if word in module:
+                return f"{place}: "
+    return ""
+
+
+def _short(error: BaseException) -> str:
+    """What went wrong, in one line of at most 300 characters."""
+    words = " ".join(str(error).split())
+    kind = type(error).__name__
+    text = words if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {words}"
+    text = text if words else kind
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _check_tables(directory: Path) -> None:
+    """Make sure that small files of JSON are objects, and that lists of weights lead nowhere else.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for path in (path for pattern in TABLES for path in sorted(directory.glob(pattern))):
+        values = read_table(path)
+        if path.name == "adapter_config.json":
+            raise CheckpointError(
+                f"{directory} holds an adapter (adapter_config.json), for which transformers would "
+                "load another model, expected a whole one; merge it into its model, or remove it"
+            )
+        if path.name.endswith(".index.json"):
+            _check_index(path, values)
+
+
+def read_table(path: Path) -> dict[str, object]:
+    """The object in a file of JSON.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not JSON ({error}), expected a table; copy it anew"
+        ) from None
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{path} holds no JSON object but a {type(values).__name__}, expected a table; copy it "
+            "anew"
+        )
+    return values
+
+
+def _check_index(path: Path, values: dict[str, object]) -> None:
+    """Make sure that the files of weights that an index names lie beside it."""
+    places = values.get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(
+            f"{path} has no table called weight_map, expected the file of each tensor; copy it anew"
+        )
+    for name in places.values():
+        inside(path.parent, name, found_in=path, error=CheckpointError)

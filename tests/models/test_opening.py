@@ -1,0 +1,135 @@
+"""What strangers write beside a model is refused in a line, or is what it always was."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from quantized import SPECS, tiny_quantized
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from qat.errors import CheckpointError
+from qat.models import load
+from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint
+from qat.models.checksums import CHECKSUMS
+from qat.models.load import load_config, load_model, load_tokenizer
+from qat.models.opening import Opening
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float teacher, and a student whose hashes nobody kept."""
+    place = tmp_path_factory.mktemp("models")
+    tiny_model().save_pretrained(place / "teacher")
+    tiny_tokenizer().save_pretrained(place / "teacher")
+    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), place / "student")
+    (place / "student" / CHECKSUMS).unlink()
+    return place
+
+
+@pytest.fixture
+def teacher(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built / "teacher", tmp_path / "teacher"))
+
+
+@pytest.fixture
+def student(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built / "student", tmp_path / "student"))
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def refused(opener: object, source: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        opener(str(source))
+    assert "\n" not in str(caught.value) and "expected" in str(caught.value)
+    return str(caught.value)
+
+
+CONFIGURATIONS = {
+    "of another type": {"hidden_size": "wide"},
+    "zero heads": {"num_attention_heads": 0},
+    "a list for a table": {"rope_parameters": [1]},
+    "layers that are none": {"layer_types": ["none"]},
+    "no such activation": {"hidden_act": "no"},
+    "negative sizes": {"intermediate_size": -5},
+    "a quantization of numbers": {"quantization_config": 7},
+    "another architecture": {"model_type": "mamba"},
+    "too few keys": {"num_key_value_heads": 3},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_damaged_configuration_is_one_line(name: str, teacher: Path) -> None:
+    change(teacher / "config.json", **CONFIGURATIONS[name])
+    assert str(teacher) in refused(lambda path: load_model(path, device="cpu"), teacher)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{", "null", "[" * 3000, "\0"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_file_that_is_no_table_is_named(name: str, text: str, teacher: Path) -> None:
+    (teacher / name).write_text(text)
+    opener = load_tokenizer if "token" in name else lambda path: load_model(path, device="cpu")
+    assert f"{name} " in refused(opener, teacher)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"model": {"type": "BPE"}}', '{"added_tokens": 1}'])
+def test_a_damaged_tokenizer_is_one_line(text: str, teacher: Path) -> None:
+    (teacher / "tokenizer.json").write_text(text)
+    refused(load_tokenizer, teacher)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["org/kernel", "flash_attention_2", {"": "org/kernel"}])
+def test_no_configuration_has_a_kernel_fetched(
+    key: str, value: object, teacher: Path, student: Path
+) -> None:
+    for model in (teacher, student):
+        change(model / "config.json", **{key: value})
+        said = refused(lambda path: load_model(path, device="cpu"), model)
+        assert "attn_implementation=" in said and "may fetch as a program" in said
+    with pytest.raises(CheckpointError, match="may fetch as a program"):
+        AutoModelForCausalLM.from_pretrained(student)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere/model.safetensors", "/etc/passwd", "", "..", 3])
+def test_weights_lie_beside_their_list(name: object, teacher: Path) -> None:
+    (teacher / "model.safetensors").rename(teacher / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+    (teacher / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = refused(lambda path: load_model(path, device="cpu"), teacher)
+    assert "index.json names" in said and "inside" in said
+
+
+def test_an_adapter_leads_to_no_other_model(teacher: Path) -> None:
+    (teacher / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert "adapter" in refused(lambda path: load_model(path, device="cpu"), teacher)
+
+
+@pytest.mark.parametrize("values", [{"modules": 1}, {"modules": {"x": 1}}, {"format": [1]}])
+def test_a_damaged_table_of_formats_is_one_line(values: dict, student: Path) -> None:
+    config = json.loads((student / "config.json").read_text())
+    config["quantization_config"] |= values
+    (student / "config.json").write_text(json.dumps(config))
+    for opener in (load_checkpoint, load_skeleton):
+        refused(lambda path, opener=opener: opener(Path(path)), student)
+
+
+def test_our_own_mistakes_keep_their_traceback(teacher: Path, monkeypatch) -> None:
+    with pytest.raises(KeyError), Opening(teacher, "a model"):
+        {}["ours"]
+    monkeypatch.setattr(load.LanguageModel, "check_split", lambda model: [][1])
+    with pytest.raises(IndexError):
+        load_model(str(teacher), device="cpu")
+    with pytest.raises(KeyboardInterrupt), Opening(teacher, "a model"):
+        raise KeyboardInterrupt
+
+
+def test_what_is_sound_opens(teacher: Path, student: Path) -> None:
+    for model in (teacher, student):
+        load_model(str(model), device="cpu")
+        load_tokenizer(str(model))
+        assert load_config(str(model)).model_type == "qwen3"
