@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import forged_caches
+import forged_models
 from cyclopts import App
 from fuzz_archives import snapshot
 from fuzzing import Forged, Outcomes, TookTooLong, bounded_memory, in_time, told
@@ -33,6 +34,7 @@ Source = Callable[[Path], AbstractContextManager[Callable[[int], Forged]]]
 """Opens on a directory of its own, and then gives the case of each seed."""
 SOURCES: dict[str, Source] = {
     "caches": forged_caches.opened,
+    "models": forged_models.opened,
 }
 
 
