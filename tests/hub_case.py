@@ -76,7 +76,10 @@ class Server:
         """Bytes after which the next answers break off."""
         self.statuses: list[int] = []
         """What the next answers are instead of the file."""
+        self.raw: list[bytes] = []
+        """What the next answers are, byte for byte."""
         self.has_ranges = True
+        self.heeds_if_range = True
         self.has_length = True
         self.content_type = "application/octet-stream"
         self.url = ""
@@ -92,11 +95,16 @@ class Handler(BaseHTTPRequestHandler):
         server = self.settings
         asked = self.headers.get("Range")
         server.asked.append(asked)
+        if server.raw:
+            self.wfile.write(server.raw.pop(0))
+            self.close_connection = True
+            return
         if server.statuses:
             self.send_error(server.statuses.pop(0))
             return
         start = 0
-        if asked and server.has_ranges and self.headers.get("If-Range") == server.version:
+        is_same = self.headers.get("If-Range") == server.version or not server.heeds_if_range
+        if asked and server.has_ranges and is_same:
             start = int(asked.removeprefix("bytes=").removesuffix("-"))
         total = len(server.data)
         if start and start >= total:

@@ -203,16 +203,16 @@ def _drive_reason(message: str) -> str:
 
 
 def _model_hub(address: str, _: Places) -> Arrival:
-    import httpx
+    import httpx2
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     name, _, revision = address.partition("@")
     try:
         path = snapshot_download(name, revision=revision or None)
-    except (LocalEntryNotFoundError, httpx.ConnectError):
+    except (LocalEntryNotFoundError, httpx2.ConnectError):
         raise HubError(f"hf:{address}: the model hub cannot be reached from here") from None
-    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError) as error:
         raise HubError(f"hf:{address}: {' '.join(str(error).split())[:160]}") from None
     return Arrival(Path(path), name.rpartition("/")[2], is_ours=False)
 

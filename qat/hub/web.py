@@ -1,13 +1,17 @@
 """Downloads over https that go on where they broke off."""
 
-import http.client
 import logging
 import re
 import shutil
+import socket
+import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple, Self
+
+import httpx2
 
 from qat.errors import HubError
 from qat.hub.files import mebibytes
@@ -17,19 +21,41 @@ from qat.logs import progress
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 """Without a byte, before a connection counts as broken."""
+PATIENCE_S = 600.0
+"""In which a MiB has to come, whatever a server does meanwhile."""
 ATTEMPTS = 3
 """In a row that may end without a byte more than before."""
 PAUSE_S = 1.0
 """Before the second attempt; doubled before each further one."""
-BROKEN = (http.client.HTTPException, urllib.error.URLError, ConnectionError, TimeoutError)
 BUSY = (408, 429, 500, 502, 503, 504)
+REDIRECTS = 10
+VALIDATORS = {"ETag": re.compile(r'"[!#-~]{0,256}"'), "Last-Modified": re.compile(r"[ -~]{1,64}")}
+"""What tells one version of a file from the next; a weak ETag does not."""
+PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
+
+
+class _Broken(Exception):  # noqa: N818 - no error: another attempt follows
+    """An answer that is not what it should be, but may be the next time."""
+
+
+BROKEN = (_Broken, httpx2.TransportError)
+
+
+class _Version(NamedTuple):
+    """Which file the bytes of a part belong to."""
+
+    validator: str
+    """Empty if the server does not say."""
+    total: int | None
+    """Its bytes, if the server said."""
 
 
 def download(url: str, part: Path, size: int | None = None) -> None:
     """Fetch `url` into the file `part`, going on after what is there already.
 
-    What is there is kept only if the server says that its file is still the same one (If-Range);
-    a server that cannot send parts sends all of it again.
+    What is there is kept only if the server says that its file is still the same one: it is asked
+    to send all of it otherwise (If-Range), and what it sends must name the same version. A server
+    that cannot send parts sends all of it again.
 
     Args:
         url: https:// or http://.
@@ -37,73 +63,120 @@ def download(url: str, part: Path, size: int | None = None) -> None:
         size: bytes that the file has to have, if known.
 
     Raises:
-        HubError: the server refuses, sends a web page or another size, or stays away.
+        HubError: the server refuses, sends a web page or another size, leads to where nothing is
+            encrypted, or is too slow.
     """
     failures, furthest = 0, _length(part)
-    while True:
-        try:
-            return _attempt(url, part, size)
-        except BROKEN as error:
-            if isinstance(error, urllib.error.HTTPError) and error.code not in BUSY:
-                raise HubError(f"{url}: the server answers {error.code} {error.reason}") from None
-            failures = 0 if _length(part) > furthest else failures + 1
-            furthest = max(furthest, _length(part))
-            if failures >= ATTEMPTS:
-                raise HubError(f"{url}: {_reason(error)} ({_length(part):,} bytes kept)") from None
-            logger.info("%s: %s; going on", url, _reason(error))
-            time.sleep(PAUSE_S * 2 ** max(0, failures - 1))
+    with _Patience() as patience:
+        while True:
+            try:
+                return _attempt(url, part, size, patience)
+            except (httpx2.InvalidURL, UnicodeError) as error:
+                raise HubError(
+                    f"{url}: what this address leads to is none ({error}); check the mirror"
+                ) from None
+            except BROKEN as error:
+                kept = f"({_length(part):,} bytes kept)"
+                if patience.is_over:
+                    raise HubError(
+                        f"{url}: less than {MIB:,} bytes came in {PATIENCE_S:.0f} s {kept}; go on "
+                        "with the same command later, or use another mirror"
+                    ) from None
+                failures = 0 if _length(part) > furthest else failures + 1
+                furthest = max(furthest, _length(part))
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                if failures >= ATTEMPTS:
+                    raise HubError(f"{url}: {reason} {kept}") from None
+                logger.info("%s: %s; going on", url, reason)
+                time.sleep(PAUSE_S * 2 ** max(0, failures - 1))
 
 
-def _attempt(url: str, part: Path, size: int | None) -> None:
-    start, validator = _length(part), _validator_file(part)
+def _attempt(url: str, part: Path, size: int | None, patience: "_Patience") -> None:
+    start, known = _length(part), _known_version(part)
     headers = {"User-Agent": "qat", "Accept-Encoding": "identity"}
-    version = validator.read_text() if start and validator.exists() else ""
-    if version:
-        headers |= {"Range": f"bytes={start}-", "If-Range": version}
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        if error.code != 416:
-            raise
-        _accept_if_whole(part, error.headers.get("Content-Range", ""))
-        return
-    with answer:
-        start = start if answer.status == 206 else 0
-        total = _total(url, answer, start)
-        _check(url, answer, part, (size, total, start))
-        validator.write_text(_validator(answer.headers))
-        limit = size or shutil.disk_usage(part.parent).free
-        _receive(answer, part, (start, total, limit))
+    if not (start and known.validator):
+        start = 0
+    else:
+        headers |= {"Range": f"bytes={start}-", "If-Range": known.validator}
+    with _answer(url, headers, patience) as answer:
+        if answer.status_code == 416 and start:
+            return _accept_if_whole(part, known, answer)
+        _check_status(url, answer)
+        version = _version(url, answer, start)
+        if answer.status_code == 206 and not _is_same(version, known):
+            part.unlink()
+            raise _Broken("the file there is another one now")
+        start = start if answer.status_code == 206 else 0
+        _check(url, answer, part, (size, version.total, start))
+        _version_file(part).write_text("\n".join(map(str, version)), encoding="utf-8")
+        _receive(answer, part, (start, version.total, size), patience)
 
 
-def _accept_if_whole(part: Path, content_range: str) -> None:
+@contextmanager
+def _answer(url: str, headers: dict[str, str], patience: "_Patience") -> Iterator[httpx2.Response]:
+    """What a server answers; a place that it leads to is looked at before it is asked."""
+    schemes = ("https",) if url.startswith("https://") else ("http", "https")
+    with httpx2.Client(timeout=TIMEOUT_S, headers=headers) as client:
+        request = client.build_request("GET", url, extensions={"trace": patience.note})
+        for _ in range(REDIRECTS):
+            answer = client.send(request, stream=True)
+            try:
+                if answer.next_request is None:
+                    yield answer
+                    return
+            finally:
+                answer.close()
+            request = answer.next_request
+            if request.url.scheme not in schemes:
+                raise HubError(
+                    f"{url}: the server leads to {str(request.url)[:200]}, which is not encrypted, "
+                    f"expected {' or '.join(schemes)}; use another mirror"
+                )
+    raise HubError(f"{url}: the server leads on more than {REDIRECTS} times; use another mirror")
+
+
+def _accept_if_whole(part: Path, known: _Version, answer: httpx2.Response) -> None:
     """A server has nothing after what is here: either all is here, or too much is."""
-    if content_range != f"bytes */{_length(part)}":
+    length = _length(part)
+    is_whole = answer.headers.get("Content-Range") == f"bytes */{length}" and known.total == length
+    if not is_whole or _validator(answer) not in ("", known.validator):
         part.unlink()
-        raise http.client.HTTPException("the file there is another one now")
+        raise _Broken("the file there is another one now")
 
 
-def _total(url: str, answer: http.client.HTTPResponse, start: int) -> int | None:
-    if answer.status != 206:
+def _check_status(url: str, answer: httpx2.Response) -> None:
+    code = answer.status_code
+    said = f"the server answers {code} {httpx2.codes.get_reason_phrase(code)}".rstrip()
+    if code in BUSY:
+        raise _Broken(said)
+    if code not in (200, 206):
+        raise HubError(f"{url}: {said}")
+
+
+def _version(url: str, answer: httpx2.Response, start: int) -> _Version:
+    if answer.status_code != 206:
         length = answer.headers.get("Content-Length", "")
-        return int(length) if length.isdecimal() else None
-    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
-    if found is None or int(found[1]) != start:
+        return _Version(_validator(answer), int(length) if length.isdecimal() else None)
+    found = PART.fullmatch(answer.headers.get("Content-Range", ""))
+    if found is None or int(found[1]) != start or not start:
         raise HubError(f"{url}: the server sent another part than the one asked for")
-    return int(found[2])
+    return _Version(_validator(answer), int(found[2]))
+
+
+def _is_same(version: _Version, known: _Version) -> bool:
+    """Whether a part belongs to the bytes that are here; it does not where nobody says so."""
+    return version.validator == known.validator and known.total in (None, version.total)
 
 
 def _check(
     url: str,
-    answer: http.client.HTTPResponse,
+    answer: httpx2.Response,
     part: Path,
     sizes: tuple[int | None, int | None, int],
 ) -> None:
     wanted, total, start = sizes
-    if url.startswith("https://") and not answer.url.startswith("https://"):
-        raise HubError(f"{url}: the server leads to {answer.url}, which is not encrypted")
-    if answer.headers.get_content_type() == "text/html":
+    kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind == "text/html":
         raise HubError(f"{url}: the server sends a web page instead of a file; is it public?")
     if wanted is not None and total is not None and total != wanted:
         raise HubError(f"{url}: the server has {total:,} bytes, expected {wanted:,}")
@@ -113,31 +186,52 @@ def _check(
 
 
 def _receive(
-    answer: http.client.HTTPResponse, part: Path, sizes: tuple[int, int | None, int]
+    answer: httpx2.Response,
+    part: Path,
+    sizes: tuple[int, int | None, int | None],
+    patience: "_Patience",
 ) -> None:
-    start, total, limit = sizes
+    start, total, size = sizes
+    most = total or size or shutil.disk_usage(part.parent).free
     bar = progress(f"fetching {part.stem}", None if total is None else mebibytes(total), "MiB")
+    patience.begin(start)
     with bar as ticker, part.open("r+b" if start else "wb") as file:
         ticker.advance(start // MIB)
-        received = file.seek(start)
-        while chunk := answer.read(MIB):
-            file.write(chunk)
-            received += len(chunk)
-            if total is None and received > limit:
-                part.unlink()
-                raise HubError(f"{answer.url}: the server sends more than {limit:,} bytes")
-            ticker.advance(received // MIB - (received - len(chunk)) // MIB)
-    if total is not None and received != total:
-        raise http.client.HTTPException(f"broke off after {received:,} of {total:,} bytes")
+        received, cause = file.seek(start), None
+        try:
+            for chunk in answer.iter_raw():
+                file.write(chunk)
+                received += len(chunk)
+                if received > most:
+                    part.unlink()
+                    raise HubError(f"{answer.url}: the server sends more than {most:,} bytes")
+                patience.advance(received)
+                ticker.advance(received // MIB - (received - len(chunk)) // MIB)
+        except httpx2.TransportError as error:
+            cause = error
+    if patience.is_over or total not in (None, received):
+        of = "" if total is None else f" of {total:,}"
+        raise _Broken(f"broke off after {received:,}{of} bytes")
+    if cause is not None:
+        raise cause
 
 
-def _validator(headers: http.client.HTTPMessage) -> str:
-    """What tells one version of a file from the next; empty if the server does not say."""
-    etag = headers.get("ETag", "")
-    return etag if etag and not etag.startswith("W/") else headers.get("Last-Modified", "")
+def _validator(answer: httpx2.Response) -> str:
+    for name, form in VALIDATORS.items():
+        if form.fullmatch(answer.headers.get(name, "")):
+            return answer.headers[name]
+    return ""
 
 
-def _validator_file(part: Path) -> Path:
+def _known_version(part: Path) -> _Version:
+    """Of what the bytes in `part` are."""
+    path = _version_file(part)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    validator, _, total = text.partition("\n")
+    return _Version(validator, int(total) if total.isdecimal() else None)
+
+
+def _version_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.version")
 
 
@@ -145,5 +239,54 @@ def _length(part: Path) -> int:
     return part.stat().st_size if part.exists() else 0
 
 
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "reason", None) or error or type(error).__name__)
+class _Patience:
+    """Ends the connections of a download that brings less than a MiB in `PATIENCE_S`.
+
+    Timeouts alone do not: a byte a minute keeps any connection alive, also in its head.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._mark = 0
+        self._socket: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        self._wind_up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._let_go()
+
+    def begin(self, start: int) -> None:
+        """The next bytes are those from `start` on."""
+        self._mark = start
+
+    def advance(self, received: int) -> None:
+        """So many bytes of the file are here."""
+        if received >= self._mark + MIB:
+            self._mark = received
+            self._timer.cancel()
+            self._wind_up()
+
+    def note(self, event: str, info: dict) -> None:
+        """What the library tells of its connections: of a new one a handle is kept."""
+        if event == "connection.connect_tcp.complete":
+            self._let_go()
+            self._socket = info["return_value"].get_extra_info("socket").dup()
+            if self.is_over:
+                self._end()
+
+    def _wind_up(self) -> None:
+        self._timer = threading.Timer(PATIENCE_S, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end(self) -> None:
+        self.is_over = True
+        with suppress(OSError, AttributeError):  # closed already, or none is open
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _let_go(self) -> None:
+        if self._socket is not None:
+            self._socket.close()

@@ -2,10 +2,15 @@
 
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 from hub_case import Server, serving
 
@@ -74,6 +79,101 @@ def test_a_shorter_version_replaces_a_longer_one(server: Server, part: Path) -> 
     server.data = DATA[: MIB + 3]  # the version says nothing of it
     download(server.url, part)
     assert part.read_bytes() == server.data
+
+
+@pytest.mark.parametrize("version", ['"2"', 'W/"1"', ""])
+def test_a_part_of_another_version_is_not_spliced(server: Server, part: Path, version: str) -> None:
+    server.break_after = [2 * MIB, 0, 0, 0]
+    with pytest.raises(HubError):
+        download(server.url, part)
+    server.heeds_if_range = False
+    server.data, server.version = os.urandom(3 * MIB), version
+    download(server.url, part)
+    assert part.read_bytes() == server.data
+
+
+def test_a_part_of_a_file_of_another_length_is_not_spliced(server: Server, part: Path) -> None:
+    server.break_after = [MIB, 0, 0, 0]
+    with pytest.raises(HubError):
+        download(server.url, part)
+    server.data = os.urandom(2 * MIB)  # and the version is the same
+    download(server.url, part)
+    assert part.read_bytes() == server.data
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        OK + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nabcde\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nabcde\r\n0\r\n\r\n",
+        OK + b"Content-Length: -5\r\n\r\nabcde",
+        OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        OK + b"X: " + b"x" * 10**6,
+        b"HTTP/1.1 302 Found\r\nLocation: http://[/\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://" + b"a" * 70 + b".x/\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+    ],
+)
+def test_an_answer_that_is_no_http_is_one_line(server: Server, part: Path, raw: bytes) -> None:
+    server.raw = [raw] * 4
+    with pytest.raises(HubError) as caught:
+        download(server.url, part)
+    assert "\n" not in str(caught.value) and not (part.exists() and part.stat().st_size)
+
+
+def test_a_version_over_two_lines_is_none(server: Server, part: Path) -> None:
+    server.raw = [OK + b'ETag: "1\r\n 2"\r\nContent-Length: 9\r\n\r\nabc']
+    download(server.url, part)
+    assert part.read_bytes() == DATA and server.asked == [None, None]
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "file", "gopher"])
+def test_a_place_that_is_not_http_is_not_asked(server: Server, part: Path, scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        place = f"{scheme}://127.0.0.1:{elsewhere.getsockname()[1]}/etc/passwd"
+        server.raw = [f"HTTP/1.1 302 Found\r\nLocation: {place}\r\n\r\n".encode()]
+        with pytest.raises(HubError, match="leads to .*expected http or https"):
+            download(server.url, part)
+        elsewhere.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
+
+
+def test_what_is_to_be_encrypted_stays_so(part: Path, monkeypatch) -> None:
+    def lead(request: httpx2.Request) -> httpx2.Response:
+        assert request.url.scheme == "https"
+        return httpx2.Response(302, headers={"Location": "http://host/file"})
+
+    client, transport = httpx2.Client, httpx2.MockTransport(lead)
+    monkeypatch.setattr(httpx2, "Client", lambda **given: client(transport=transport, **given))
+    with pytest.raises(HubError, match="leads to http://host/file, which is not encrypted"):
+        download("https://host/file", part)
+
+
+def test_a_server_that_leads_in_circles_is_left(server: Server, part: Path) -> None:
+    server.raw = [f"HTTP/1.1 302 Found\r\nLocation: {server.url}\r\n\r\n".encode()] * 20
+    with pytest.raises(HubError, match="leads on more than 10 times"):
+        download(server.url, part)
+
+
+@pytest.mark.parametrize("head", [b"", OK, OK + b"\r\n"], ids=["silence", "head", "body"])
+def test_a_server_that_drips_is_left(part: Path, monkeypatch, head: bytes) -> None:
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with suppress(OSError), connection:
+            connection.sendall(head)
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.01)
+
+    monkeypatch.setattr(web, "PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=drip, args=(listener,), daemon=True).start()
+        with pytest.raises(HubError, match="less than 1,048,576 bytes came in 0 s"):
+            download(f"http://127.0.0.1:{listener.getsockname()[1]}/x", part)
 
 
 def test_a_server_without_ranges_sends_all_again(server: Server, part: Path) -> None:
