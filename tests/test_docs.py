@@ -6,10 +6,30 @@ from pathlib import Path
 
 import pytest
 
+from qat.report.leaderboard import read_records
+
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS, *(ROOT / d / "README.md" for d in ("caches", "notebooks"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+RECORDS = ROOT / "speedrun" / "records"
+QUOTED = {  # figure: the pages that quote it, and how
+    "fast_path/frozen_candidates_tok_s": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/frozen_exact_tok_s": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/frozen_exact_ckpt_tok_s": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/mlp_only_tok_s": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/max_batch_16gib": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/cache_tok_s": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/kernel_roofline_min": ("fast_path", "{:.3f}"),
+    "fast_path/kmeans_excess_percent": ("README.md", "{:.4f}"),
+    "ecosystem/generate_over_bf16": ("README.md", "{:.2f}"),
+    "long_runs/four_gpu_speedup": ("README.md", "{:.2f}"),
+    "spine/cache_bytes_top64": ("caches/README.md", "{:.1f}"),
+    "spine/cache_logprob_error_top64": ("README.md caches/README.md spine", "{:.3f}"),
+    "spine/cache_logprob_error_top32": ("caches/README.md", "{:.3f}"),
+    "spine/stories15m_untruncated_kl_trained": ("spine", "{:.4f}"),
+}
+ENTRIES = read_records(RECORDS)
 DEMO_TIME = "bout three minutes on two CPU cores"
 
 
@@ -68,3 +88,34 @@ def test_promises_name_tests_that_there_are() -> None:
         assert named, row
         for file, test in named:
             assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_pages_quote_figures_as_they_were_measured(quoted: str) -> None:
+    """And where one misses its goal, its line says so and does not print it bold."""
+    entry = [e for e in ENTRIES if f"{e.record}/{e.figure.figure}" == quoted][-1]
+    pages, form = QUOTED[quoted]
+    value = form.format(entry.figure.value)
+    for page in pages.split():
+        path = ROOT / page if "." in page else record_of(entry.record) / "README.md"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [line for line in lines if re.search(rf"(?<![\d.,]){value}(?!\d)", line)]
+        assert found, f"{page} does not say {value}"
+        if entry.figure.is_met is False:
+            assert all("missed" in line and f"**{value}" not in line for line in found), found
+
+
+@pytest.mark.parametrize("record", sorted({entry.record for entry in ENTRIES}))
+def test_a_record_says_where_a_script_went_that_is_gone(record: str) -> None:
+    commands = [entry.figure.command for entry in ENTRIES if entry.record == record]
+    named = set(re.findall(r"speedrun/\w+\.(?:py|sh)", " ".join(commands)))
+    gone = {script for script in named if not (ROOT / script).exists()}
+    page = (record_of(record) / "README.md").read_text(encoding="utf-8")
+    assert {script for script in gone if f"`{script}`" not in page} == set()
+    assert not gone or "gone" in page
+
+
+def record_of(name: str) -> Path:
+    """The directory of a record, by its name without the day."""
+    (found,) = RECORDS.glob(f"*_{name}")
+    return found
