@@ -2,6 +2,7 @@
 
     python speedrun/quality_figures.py runs --figures figures.jsonl
     python speedrun/quality_figures.py tables runs/stories15m
+    python speedrun/quality_figures.py chances runs/stories15m
 
 `runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
 """
@@ -18,7 +19,7 @@ app = App(help=__doc__)
 TEACHERS = ("stories15m", "minimind2", "tiny_qwen3", "teacher88m")
 OURS, UNIFORM, TWO_BITS = "mixed bits", "q2a4", "q2a2"
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
-TIMED = "reference, our seconds"
+TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
 SANITY = ("repeated_frac", "distinct_frac")
 
@@ -70,7 +71,7 @@ class Results:
         names = dict.fromkeys(
             r["recipe"] for r in self.rows if r["method"] not in {"qat", "teacher"}
         )
-        return [name for name in names if name != TIMED]
+        return [name for name in names if name not in {TIMED, FORMED}]
 
     def tuned_reference(self) -> str:
         """The reference's best recipe at equal steps, whatever its start and learning rate."""
@@ -114,6 +115,9 @@ def figures_of(runs: Path, *, figures: Path) -> None:
     ratios = {each.name: each.over(each.tuned_reference()) for each in found}
     put_worst("kl_over_reference_steps", ratios, "", "<= 0.333")
     put_worst("kl_over_reference_time", {e.name: e.over(TIMED) for e in found}, "", "<= 0.2")
+    formed = {each.name: each.over(FORMED) for each in found if each.of(FORMED)}
+    if formed:
+        put_worst("kl_over_formed_reference_time", formed, "", "<= 0.2")
     beaten = {each.name: all(map(each.beats, each.baselines())) for each in found}
     put_worst("beats_every_baseline", beaten, "", "1")
     put_worst("sampled_gap_in_spreads", {e.name: gap_in_spreads(e) for e in found}, "", "<= 1")
@@ -138,6 +142,23 @@ def tables(*directories: Path) -> None:
         names = dict.fromkeys(row["recipe"] for row in results.rows)
         for name in sorted(names, key=results.kl):
             print_row(cells(results, name, texts))
+
+
+@app.command
+def chances(*directories: Path) -> None:
+    """Print the one-sided p of Welch's t-test that `OURS` is no closer than a baseline of seeds."""
+    from scipy.stats import ttest_ind
+
+    for directory in directories:
+        results = Results(directory.name, read(directory / "results.jsonl"))
+        ours = [row["kl_nats"] for row in results.of(OURS)]
+        for name in results.baselines():
+            theirs = [row["kl_nats"] for row in results.of(name)]
+            if len(theirs) > 1:
+                found = ttest_ind(ours, theirs, equal_var=False, alternative="less")
+                print_row(
+                    [results.name, name, f"{len(ours)} and {len(theirs)}", f"{found.pvalue:.1e}"]
+                )
 
 
 def cells(results: Results, recipe: str, texts: list[str]) -> list[str]:
