@@ -12,13 +12,16 @@ import subprocess
 import tomllib
 from itertools import count
 from pathlib import Path
+from typing import Annotated, Literal
 
 import tomli_w
 import torch
 import transformers
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import qat
 from qat.backend.device import environment
+from qat.config import explain
 from qat.errors import ConfigError
 from qat.files import LEAVING, check_free, partial_file, write_atomically
 from qat.logs import (
@@ -36,7 +39,7 @@ from qat.logs import (
 from qat.models.source import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed
 from qat.train.config import TrainConfig
-from qat.train.proof import is_all_ours
+from qat.train.proof import is_all_ours, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +87,25 @@ WHAT_CHANGED = {
     "tokenizer": "the tokenizer was changed since",
     "sequences_per_step": "batch_size x grad_accum_steps x ranks must stay what it was",
 }
-"""What another value of a fact in `run.json` means."""
+"""What another value of a fact in `run.json`, or in a checkpoint, means."""
 
 
 BEGIN_THERE = " (with this run for STUDENT a new one begins from its best student)"
+
+
+class _Resumed(BaseModel):
+    changed: dict[str, Annotated[list[object], Field(min_length=2, max_length=2)]] = {}
+
+
+class _Facts(BaseModel):
+    """The fields of `run.json` that a run goes by when it goes on."""
+
+    model_config = ConfigDict(strict=True)
+    resumed: list[_Resumed] = []
+    forced: list[str] = []
+    judged: list[Annotated[str, Field(pattern=r"^[0-9]{1,9}:")]] = []
+    cache_settings: dict[str, object] = {}
+    cache_sequences: dict[Literal["train", "held_out"], int] = {}
 
 
 class Run:
@@ -119,13 +137,34 @@ class Run:
             logger.info("%s holds no run to go on with: a new one begins", self.path)
         return False
 
-    def check_identity(self, **now: object) -> None:
-        """Make sure that a run goes on with what it began with, as far as `run.json` says.
+    def begun_as(self, checkpoint: Path | None) -> dict[str, object]:
+        """What the run was begun with: `run.json` says it, and the checkpoint that it goes on from.
+
+        Raises:
+            ConfigError: `run.json` is damaged, or says something else than the checkpoint.
+        """
+        facts = self.facts()
+        if checkpoint is None:
+            return facts
+        state = read_state(checkpoint)
+        grown = [each["changed"] for each in facts.get("resumed", []) if "changed" in each]
+        earlier = {"cache_content": [each.get("cache_content", [None])[0] for each in grown]}
+        for name in WHAT_CHANGED.keys() & facts.keys() & state.keys():
+            if state[name] not in (facts[name], *earlier.get(name, ())):
+                raise ConfigError(
+                    f"{self.path / FACTS} says {name}={facts[name]}, but {checkpoint} was written "
+                    f"with {state[name]}, expected the same; restore the file of this run or "
+                    "choose another --out"
+                )
+        return {**state, **facts}
+
+    def check_identity(self, checkpoint: Path | None, **now: object) -> None:
+        """Make sure that a run goes on with what it began with.
 
         Raises:
             ConfigError: something has another value.
         """
-        old = self.facts()
+        old = self.begun_as(checkpoint)
         for name, value in now.items():
             if name in old and value is not None and old[name] != value:
                 raise ConfigError(
@@ -272,26 +311,19 @@ class Run:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            found = json.loads(path.read_bytes())
+            _Facts.model_validate(found)
+        except (ValueError, RecursionError) as error:
+            why = explain(error) if isinstance(error, ValidationError) else "it is not JSON"
             raise ConfigError(
-                f"{path} is damaged, expected what the run in {self.path} was begun with; restore "
-                "it or choose another --out"
-            )
+                f"{path} is damaged ({why}), expected what the run in {self.path} was begun with; "
+                "restore it or choose another --out"
+            ) from None
         return found
 
     def write_facts(self, **facts: object) -> None:
         """Write `run.json`: what the run is, on what, from what."""
-        common = {
-            "commit": git_commit(),
-            "qat": qat.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "environment": _scrubbed(environment()),
-        }
+        common = {**versions(), "environment": _scrubbed(environment())}
         write_atomically(
             self.path / FACTS, json.dumps({**common, **_scrubbed(facts)}, indent=1) + "\n"
         )
@@ -309,6 +341,17 @@ def resolved(config: TrainConfig, student: str) -> dict:
 
 def _scrubbed(values: dict[str, object]) -> dict[str, object]:
     return {k: scrubbed(v) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def versions() -> dict[str, str]:
+    """The code that runs, and what it stands on."""
+    return {
+        "commit": git_commit(),
+        "qat": qat.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def git_commit() -> str:

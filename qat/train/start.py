@@ -21,6 +21,7 @@ from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.lock import held
+from qat.logs import FACTS
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, model_identity, state_identity
@@ -40,7 +41,7 @@ from qat.train.judged import Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.resume import Choice, best_of, choose, load_training_state
-from qat.train.run import Run, git_commit
+from qat.train.run import Run, git_commit, versions
 from qat.train.schedule import lr_share
 from qat.train.step import check_dtype
 from qat.train.summary import write_summary
@@ -159,7 +160,7 @@ def _begin_files(
     if not ranks.is_first:
         return
     choice, step = opened.choice, opened.begin.step
-    old = run.facts()
+    old = run.begun_as(choice.checkpoint)
     resumed = old.get("resumed", [])
     if choice.checkpoint is None:
         run.begin(config, student)
@@ -168,6 +169,7 @@ def _begin_files(
         source = choice.checkpoint.name
         entry = {"step": step, "from": source, "world_size": ranks.size, "skipped": choice.skipped}
         changed = run.changes(config, student)
+        changed |= {k: (old[k], v) for k, v in versions().items() if old.get(k, v) != v}
         _say_changes(run, config, changed, opened)
         for name, value in opened.more.items():
             changed[name] = (old[name], value)
@@ -200,6 +202,12 @@ def _say_changes(
             opened.more["cache_sequences"]["train"],
             run.facts()["cache_sequences"]["train"],
             len(opened.judged.marks),
+        )
+    if not run.facts():
+        logger.warning(
+            "%s is gone: what it said is taken from %s, or found out anew",
+            run.path / FACTS,
+            opened.choice.checkpoint,
         )
     for name, (old, new) in changed.items():
         logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
@@ -278,11 +286,14 @@ def _open(
     if holds_more(cache, identity["cache_content"], run):
         more = {"cache_content": identity["cache_content"], **cache_facts(cache)}
         more.pop("cache_settings")
-    run.check_identity(**{**identity, **dict.fromkeys(more.keys() & identity.keys())})
-    identity["student_fingerprint"] = run.facts().get(
+    unchanged = {**identity, **dict.fromkeys(more.keys() & identity.keys())}
+    run.check_identity(choice.checkpoint, **unchanged)
+    begun = run.begun_as(choice.checkpoint)
+    identity["student_fingerprint"] = begun.get(
         "student_fingerprint", identity["student_fingerprint"]
     )
     run.identity = {
+        **versions(),
         **identity,
         "world_size": ranks.size,
         "config_fingerprint": config.fingerprint(),

@@ -81,6 +81,16 @@ def test_a_run_goes_on_with_more_sequences(place: Path, begun: Path, out: Path, 
     assert ["changed" in entry for entry in entries] == [True, False]
 
 
+def test_a_checkpoint_of_before_the_cache_grew(place: Path, out: Path) -> None:
+    more = {**MORE, "keep": 9}
+    run(place, out, resume=True, **more)
+    for step in (6, 8):
+        shutil.rmtree(out / f"checkpoints/step-{step:06d}")
+    assert run(place, out, resume=True, **more).steps == 8
+    entries = json.loads((out / "run.json").read_text())["resumed"]
+    assert [(entry["step"], "changed" in entry) for entry in entries] == [(4, True), (4, False)]
+
+
 def test_what_judges_is_found_wherever_it_lies(place: Path) -> None:
     old, new = (TeacherCache.open(place / name) for name in ("cache", "more"))
     first = Judged.first(old, 99)

@@ -1,6 +1,7 @@
 """Going on: from the newest whole checkpoint, and with nothing but what the run began with."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_case import build, texts
 from crash import stopped_at
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_tokenizer
@@ -192,16 +194,47 @@ def test_what_a_run_does_not_go_on_with(place: Path, out: Path, tmp_path: Path) 
         train_student(settings, str(other / "student"), out, resume=True)
     facts = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**facts, "tokenizer": "another"}))
-    with pytest.raises(ConfigError, match="tokenizer=.* begun with another: the tokenizer was"):
+    with pytest.raises(ConfigError, match="says tokenizer=another, but .* was written with"):
         run(place, out, resume=True)
-    for damaged in ("[]", "{"):
+    for damaged in ("[]", "{", "[" * 9000, '{"resumed": 3}', '{"judged": [3]}', '{"forced": "a"}'):
         (out / "run.json").write_text(damaged)
-        with pytest.raises(ConfigError, match="run.json is damaged, expected what the run"):
+        with pytest.raises(ConfigError, match=r"run.json is damaged \(.*\), expected what the run"):
             run(place, out, resume=True)
     (out / "recipe.toml").write_text("[train]\nstudent = 3")
     with pytest.raises(ConfigError, match="recipe.toml is not a run's recipe .* restore it or"):
         run(place, out, resume=True)
     assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_without_its_facts_goes_on_with_nothing_else(
+    place: Path, whole, out: Path, tmp_path: Path, caplog
+) -> None:
+    build(tmp_path / "other", documents=texts(seed=9))
+    facts = out / "run.json"
+    kept = facts.read_text()
+    facts.unlink()
+    message = r"cache_content=\w+, but the run in \S+ was begun with \w+: the cache was rebuilt"
+    with pytest.raises(ConfigError, match=message):
+        run(place, out, resume=True, cache_dir=tmp_path / "other")
+    facts.write_text(json.dumps({**json.loads(kept), "cache_content": "another"}))
+    with pytest.raises(ConfigError, match="says cache_content=another, but .*step-000005 was writ"):
+        run(place, out, resume=True, cache_dir=tmp_path / "other")
+    facts.unlink()
+    assert_same_end(whole, out, run(place, out, resume=True))
+    assert "run.json is gone: what it said is taken from" in caplog.text
+    found, known = json.loads(facts.read_text()), json.loads(kept)
+    assert {name for name in known if found[name] != known[name]} == {"resumed"}
+
+
+def test_other_code_is_said(place: Path, out: Path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    facts = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**facts, "torch": "1.0", "commit": "abc"}))
+    run(place, out, resume=True)
+    found = json.loads((out / "run.json").read_text())
+    for name, old in {"torch": "1.0", "commit": "abc"}.items():
+        assert found["resumed"][0]["changed"][name] == [old, facts[name]]
+        assert f"goes on with {name}={facts[name]} instead of {old}" in caplog.text
 
 
 def test_a_student_that_was_changed(tmp_path: Path) -> None:
