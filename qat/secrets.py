@@ -3,21 +3,28 @@
 import logging
 import os
 import re
+from typing import TypeVar
 
+T = TypeVar("T")
 HIDDEN = "[hidden]"
 SHORTEST = 8
 """A value of an environment variable with fewer characters is no secret worth the name."""
-NAME = re.compile(r"(TOKEN|API_KEY|ACCESS_KEY|ACCESS_KEY_ID|SECRET|PASSWORD)$")
+NAME = re.compile(r"(TOKEN|KEY|KEY_ID|SECRET|PASSWORD|PASSWD|_PAT)$")
 """Environment variables whose values are secrets."""
 PATTERNS = (
-    re.compile(r"(?i)(?<=://)[^/\s@'\"]+(?=@)"),  # user:password@
+    re.compile(r"(?<=://)[^/?#\s'\"]+(?=@)"),  # user:password@, where the password may hold an @
     re.compile(r"(?i)(?<=bearer )[\w.~+/=-]+"),
+    re.compile(r"(?i)(authorization['\"]?\s*[=:]\s*['\"]?\w+ )(?!\[hidden)[^\s'\",;]+"),
+    re.compile(r"(?<=\bBasic )(?=[A-Za-z/+]*[0-9=])[A-Za-z0-9+/=]{8,}"),  # of words, none has those
     re.compile(
-        r"(?i)((?:api[_-]?key|access[_-]?key|token|secret|password|signature|credential|sig)"
-        r"['\"]?\s*[=:]\s*['\"]?)(?!\[hidden)[\w.~+/%-]{8,}"
+        r"(?i)((?:api[_-]?key|access[_-]?key|private[_-]?key|token|secret|passwo?r?d|passwd|pwd"
+        r"|signature|credential|sig)['\"]?\s*[=:]\s*['\"]?)(?!\[hidden)[^\s'\"&,;(){}\[\]]{8,}"
     ),
-    re.compile(r"\b(?:hf|ghp|gho|ghs|glpat|github_pat|sk|pk|xox[abp])[_-][\w-]{16,}"),
+    re.compile(
+        r"\b(?:hf|gh[oprsu]|glpat|github_pat|dckr_pat|npm|pypi|sk|pk|xox[abeprs])[_-][\w-]{16,}"
+    ),
     re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"),
+    re.compile(r"\b(?:AIza[\w-]{30,}|GOCSPX-[\w-]{16,}|ya29\.[\w-]{16,})"),  # Google's
 )
 
 
@@ -26,13 +33,25 @@ def scrubbed(text: str) -> str:
 
     Secrets are the values of environment variables that are named like one (HF_TOKEN,
     WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...), and what looks like one: tokens of the usual hubs,
-    bearer tokens, `token=...` and signatures in an address, `user:password@` before a host.
+    keys of AWS and Google, what an `Authorization` header holds, `token=...` and signatures in an
+    address, `user:password@` before a host.
     """
     for value in _known():
         text = text.replace(value, HIDDEN)
     for pattern in PATTERNS:
         text = pattern.sub(rf"\g<1>{HIDDEN}" if pattern.groups else HIDDEN, text)
     return text
+
+
+def scrubbed_in(value: T) -> T:
+    """The same table, list or value, every text in it as `scrubbed` leaves it."""
+    if isinstance(value, str):
+        return scrubbed(value)
+    if isinstance(value, dict):
+        return {key: scrubbed_in(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [*map(scrubbed_in, value)]
+    return value
 
 
 class Scrub(logging.Filter):

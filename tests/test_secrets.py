@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat.cli import main
-from qat.secrets import HIDDEN, Scrub, scrubbed
+from qat.secrets import HIDDEN, Scrub, scrubbed, scrubbed_in
 from qat.train.config import TrainConfig
 from qat.train.run import Run
 
@@ -15,6 +15,8 @@ SECRETS = {
     "HF_TOKEN": "plain-value-of-a-hub",
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
     "AWS_SECRET_ACCESS_KEY": "wJalr/K7MDENG+bPxRfiCYEXAMPLEKEY",
+    "GITHUB_PAT": "what-a-user-made-there",
+    "STORAGE_KEY": "what-a-bucket-asks-for",
 }
 
 
@@ -27,6 +29,13 @@ SECRETS = {
         ("ghp_" + "Zz1" * 12, "Zz1"),
         ("Authorization: Bearer ab.cd-ef", "ab.cd"),
         ("https://me:pass@host/x", "me:pass"),
+        ("https://me:p@ss@host/x", "p@ss"),
+        ("Authorization: Basic bWU6cGFzcw==", "bWU6"),
+        ("proxy said 'Basic bWU6cGFzc3dvcmQ='", "bWU6"),
+        ('{"authorization": "Digest abcdefgh"}', "abcdefgh"),
+        ("https://maps/x?key=AIza" + "Sy0_" * 9, "Sy0_"),
+        ("password=p@ss:w0rd!", "w0rd"),
+        ("dckr_pat_" + "Zz1" * 8, "Zz1"),
         ("s3://bucket/x?token=deadbeef01&y=1", "deadbeef"),
         ("https://b/x?X-Amz-Signature=0a1b2c3d4e&z=2", "0a1b2c"),
         ('{"api_key": "0123456789abcdef"}', "01234567"),
@@ -45,6 +54,7 @@ def test_what_looks_like_a_secret_is_hidden(text: str, secret: str) -> None:
         "caches/c4_k64: 5 tokens, tokenizer 0123456789abcdef0123456789abcdef",
         "sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
         "tokens_per_s=1200.5 token 151643 of 151936",
+        "Basic training of a model; https://example.org/x?to=a@b.c",
         "rebuild with --top-k 64; 'qat cache' (skip-connections-are-fine)",
     ],
 )
@@ -57,7 +67,8 @@ def test_values_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHORT_TOKEN", "abc")
     text = scrubbed(" abc ".join(SECRETS.values()))
-    assert text == f"{HIDDEN} abc {HIDDEN} abc {HIDDEN}"
+    assert text == " abc ".join([HIDDEN] * len(SECRETS))
+    assert scrubbed_in({"a": [1, {"b": SECRETS["GITHUB_PAT"]}]}) == {"a": [1, {"b": HIDDEN}]}
 
 
 def test_log_lines_and_tracebacks_are_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:

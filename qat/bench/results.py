@@ -23,6 +23,7 @@ from qat.backend.device import Backend
 from qat.config import Settings, fingerprint
 from qat.files import check_free, write_atomically
 from qat.logs import JsonLines
+from qat.secrets import scrubbed
 from qat.train.run import git_commit
 
 HOME = Path("runs/bench")
@@ -77,7 +78,7 @@ def environment(backend: Backend, config: Settings) -> dict[str, object]:
     """What the numbers depend on besides the code: versions, device, command, settings."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["qat", *sys.argv[1:]]),
+        "command": scrubbed(shlex.join(["qat", *sys.argv[1:]])),
         "commit": git_commit(),
         "dirty": has_changes(),
         "run": uuid.uuid4().hex[:12],

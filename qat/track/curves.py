@@ -8,6 +8,7 @@ from typing import Any
 
 from qat.files import write_atomically
 from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
+from qat.secrets import scrubbed_in
 from qat.track.tail import Tail
 from qat.track.tracker import Event, Sample, Start, Tracker, events
 
@@ -94,6 +95,5 @@ def run_config(run: Path) -> dict[str, Any]:
     facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
     facts.pop("judged", None)
     tables = {**recipe, "run": facts}
-    return {
-        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
-    }
+    named = {f"{n}.{key}": value for n, table in tables.items() for key, value in table.items()}
+    return scrubbed_in(named)

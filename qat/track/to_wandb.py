@@ -55,7 +55,15 @@ def _open(start: Start, run_id: str) -> Any:
             config=start.config,
             dir=start.directory,
             mode=mode,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT_S),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=INIT_TIMEOUT_S,
+                # the command line and the address of a git remote, with the secrets in them; what
+                # of it matters is among the run's facts
+                x_disable_meta=True,
+                disable_git=True,
+            ),
         )
 
     reason = "not logged in"

@@ -37,7 +37,7 @@ from qat.logs import (
     read_json_lines,
 )
 from qat.models.source import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
-from qat.secrets import scrubbed
+from qat.secrets import scrubbed_in
 from qat.train.config import TrainConfig
 from qat.train.proof import is_all_ours, read_state
 
@@ -323,9 +323,9 @@ class Run:
 
     def write_facts(self, **facts: object) -> None:
         """Write `run.json`: what the run is, on what, from what."""
-        common = {**versions(), "environment": _scrubbed(environment())}
+        common = {**versions(), "environment": environment()}
         write_atomically(
-            self.path / FACTS, json.dumps({**common, **_scrubbed(facts)}, indent=1) + "\n"
+            self.path / FACTS, json.dumps(scrubbed_in({**common, **facts}), indent=1) + "\n"
         )
 
 
@@ -336,11 +336,7 @@ def _step(checkpoint: Path) -> int:
 def resolved(config: TrainConfig, student: str) -> dict:
     """The settings as a recipe's table: every field, less those that are not set, no secrets."""
     values = config.model_dump(mode="json", exclude_none=True)
-    return _scrubbed({"student": student, **values})
-
-
-def _scrubbed(values: dict[str, object]) -> dict[str, object]:
-    return {k: scrubbed(v) if isinstance(v, str) else v for k, v in values.items()}
+    return scrubbed_in({"student": student, **values})
 
 
 def versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ from qat.track.to_wandb import Wandb
 from qat.track.tracker import Start
 
 BLOCK = 2**15
+SECRET = "a-value-that-nobody-may-see"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "TRACKIO_DIR"):
             patch.setenv(name, str(place / "home"))
         patch.setenv("NETRC", str(place / "home" / "netrc"))
+        patch.setenv("HUB_PAT", SECRET)
+        patch.setattr("sys.argv", ["qat", "train", f"https://me:{SECRET}@host/student"])
         for name in ("WANDB_API_KEY", "WANDB_MODE"):
             patch.delenv(name, raising=False)
         config = TrackConfig(wandb=True, tensorboard=True, trackio=True)
@@ -63,6 +66,12 @@ def test_wandb_keeps_the_run_for_later(place: tuple[Path, list[str]]) -> None:
         assert str(loss(step)).encode() in records
     tables = [json.loads(path.read_text())["data"] for path in run.rglob("*.table.json")]
     assert [[2, "The", "text of 2"], [4, "The", "text of 4"]] in tables
+
+
+def test_no_tracker_keeps_a_secret(place: tuple[Path, list[str]]) -> None:
+    files = [path for path in place[0].rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 def test_nobody_logged_in_is_said_once_a_process(place: tuple[Path, list[str]]) -> None:
