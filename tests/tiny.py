@@ -46,7 +46,8 @@ def tiny_model(architecture: str = "qwen3", seed: int = 0, **overrides: object) 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and enable_thinking "
     "is defined and not enable_thinking %}<think></think>{% endif %}{{ m.content }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined "
+    "and not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )
 
 

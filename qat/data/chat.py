@@ -26,8 +26,7 @@ MODES: dict[Thinking, tuple[str, ...]] = {
     "all": ("true", "false", "none"),
 }
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
-LAST_EMPTY_THOUGHT = re.compile(EMPTY_THOUGHT.pattern + r"\Z")
+LAST_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 MARK = "qat-3f9c61d2-speaks"
 """Stands for what an assistant says: nothing that a template would trim, and nobody says it."""
 
@@ -59,9 +58,10 @@ def render(
 ) -> list[Rendering]:
     """The texts of a document: one for plain text, one for each thinking mode of a chat.
 
-    `false` drops what assistants thought and the template's empty thinking blocks, `true` leaves
-    thinking to the template, `none` joins the messages by blank lines without a template. Plain
-    text counts whole, whatever the targets.
+    `false` drops what assistants thought; the last answer stands behind what the template prompts
+    for it without thinking, be it an empty thinking block. `true` leaves thinking to the template,
+    `none` joins the messages by blank lines without one. Plain text counts whole, whatever the
+    targets.
 
     Raises:
         ConfigError: a chat is to be templated, and the tokenizer has no template.
@@ -77,9 +77,11 @@ def render(
         )
     renderings = []
     for mode in MODES[thinking]:
-        text = _chat_text(document, tokenizer, mode)
-        marked = "" if targets == "all" else _chat_text(_marked(document), tokenizer, mode)
-        spoken = None if targets == "all" else _spoken(text, marked)
+        text, has_block = _chat_text(document, tokenizer, mode)
+        spoken = None
+        if targets == "assistant":
+            marked, _ = _chat_text(_marked(document), tokenizer, mode)
+            spoken = _spoken(text, marked, has_block=has_block)
         if spoken == ():
             raise DataError(
                 f"where the assistant speaks in {_called(document)} cannot be told: the chat "
@@ -90,25 +92,45 @@ def render(
     return renderings
 
 
-def _chat_text(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str) -> str:
+def _chat_text(
+    messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str
+) -> tuple[str, bool]:
+    """The chat as a text, and whether empty thinking blocks in it are the prompt's, not spoken."""
     if mode == "none":
-        return "\n\n".join(message["content"] for message in messages)
+        return "\n\n".join(message["content"] for message in messages), False
     if not tokenizer.chat_template:
         raise ConfigError(
             f"thinking={mode} needs a chat template, but the tokenizer has none; "
             "use --thinking none or the tokenizer of a chat model"
         )
     if mode == "true":
-        return _template(messages, tokenizer, enable_thinking=True)
+        return _template(messages, tokenizer, enable_thinking=True), False
     thoughtless = [_without_thoughts(message) for message in messages]
-    return EMPTY_THOUGHT.sub("", _template(thoughtless, tokenizer, enable_thinking=False))
+    text = _template(thoughtless, tokenizer, enable_thinking=False)
+    if messages[-1]["role"] != "assistant" or "think" not in str(tokenizer.chat_template):
+        return text, False
+    prompt = _template(thoughtless[:-1], tokenizer, enable_thinking=False, is_prompt=True)
+    block = LAST_EMPTY_THOUGHT.search(prompt)
+    if block is None:
+        return text, False
+    before = prompt[: block.start()]
+    if text.startswith(before) and not text.startswith(prompt):
+        text = prompt + text[len(before) :]
+    return text, True
 
 
 def _template(
-    messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, enable_thinking: bool
+    messages: list[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    enable_thinking: bool,
+    is_prompt: bool = False,
 ) -> str:
+    """The chat as the template writes it; with `is_prompt`, up to where the model is to answer."""
     try:
-        return templated(messages, tokenizer, enable_thinking=enable_thinking)
+        return templated(
+            messages, tokenizer, enable_thinking=enable_thinking, add_generation_prompt=is_prompt
+        )
     except DataError as error:
         raise DataError(f"{_called(messages)}: {error}") from None
 
@@ -125,12 +147,16 @@ def _marked(messages: list[Message]) -> list[Message]:
     return [mark if message["role"] == "assistant" else message for message in messages]
 
 
-def _spoken(text: str, marked: str) -> tuple[Span, ...]:
+def _spoken(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:
     """What stands in `text` where `marked` has marks; nothing if the two do not fit.
 
-    An empty thinking block that the template puts before a mark gives way to a thought.
+    An empty thinking block that the template puts before a mark gives way to a thought, unless it
+    is the prompt's.
     """
-    first, *others = (LAST_EMPTY_THOUGHT.sub("", part) for part in marked.split(MARK))
+    parts = marked.split(MARK)
+    if not has_block:
+        parts = [LAST_EMPTY_THOUGHT.sub("", part) for part in parts]
+    first, *others = parts
     if not others or not text.startswith(first):
         return ()
     spans, begin = [], len(first)

@@ -66,6 +66,12 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return begin if is_put or begin != tokenizer.eos_token_id else None
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that no text holds: they begin and end documents and turns."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset([*tokenizer.all_special_ids, *(i for i, each in added if each.special)])
+
+
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens of a plain text with what the tokenizer adds, begun by `begin_token`."""
     return _begun(
@@ -86,12 +92,14 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
     """The tokens of each text, ended by exactly one end token; many texts at once use all cores.
 
     Plain text gets the special tokens that the tokenizer adds, and `begin_token` in any case;
-    templated text already holds what the template wants.
+    templated text already holds what the template wants, and what a template writes behind the end
+    token of its last turn, such as a line end, is left out.
 
     Raises:
         ConfigError: the tokenizer has no end token, or does not tell where in a text a token lies
             and not all of the text counts.
     """
+    renderings = [_trimmed(each, tokenizer) if each.is_templated else each for each in renderings]
     encoded: dict[int, Tokens] = {}
     for is_templated in (False, True):
         places = [i for i, r in enumerate(renderings) if r.is_templated == is_templated]
@@ -106,6 +114,12 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
         _ended(encoded[i] if rendering.is_templated else _begun(encoded[i], begin), end)
         for i, rendering in enumerate(renderings)
     ]
+
+
+def _trimmed(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -> Rendering:
+    text = rendering.text.rstrip()
+    is_ended = tokenizer.eos_token is not None and text.endswith(tokenizer.eos_token)
+    return rendering._replace(text=text) if is_ended else rendering
 
 
 def _begun(tokens: Tokens, begin: int | None) -> Tokens:

@@ -19,7 +19,7 @@ CHAT = [
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nthe dog"},
 ]
 THINKING = "<|user|>the cat<|end|><|assistant|><think>\nhm\n</think>\n\nthe dog<|end|>"
-SILENT = "<|user|>the cat<|end|><|assistant|>the dog<|end|>"
+SILENT = "<|user|>the cat<|end|><|assistant|><think></think>the dog<|end|>"
 RAW = "the cat\n\n<think>\nhm\n</think>\n\nthe dog"
 
 
@@ -45,6 +45,16 @@ TEMPLATES = {
     "{% if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}"
     "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ c }}<|end|>\n{% endfor %}",
 }
+PROMPT = (
+    "{% if add_generation_prompt %}<|assistant|>\n{% if not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+TEMPLATES["prompts for no thoughts"] = (
+    TEMPLATES["forgets all thoughts but the last one's"] + PROMPT  # as Qwen3's
+)
+TEMPLATES["prompts alone for no thoughts"] = (
+    TEMPLATES["a system turn of its own"] + PROMPT  # as MiniMind2's
+)
 
 
 def targets_of(tokenizer: PreTrainedTokenizerFast, mode: str, turns: list = TURNS) -> list[str]:
@@ -73,8 +83,10 @@ def targets_of(tokenizer: PreTrainedTokenizerFast, mode: str, turns: list = TURN
         ),
         (
             "forgets all thoughts but the last one's",
-            ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"],
+            ["the dog <|end|>", "<think>\n\n</think>\n\na caf\u00e9 \U0001f600<|end|>"],
         ),
+        ("prompts for no thoughts", ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
+        ("prompts alone for no thoughts", ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
     ],
 )
 def test_what_assistants_say_and_its_end_count(name: str, expected: list[str]) -> None:
@@ -160,7 +172,7 @@ def test_templates_have_the_special_tokens_and_come_by_name() -> None:
 
 
 def test_targets_follow_the_data() -> None:
-    config = CacheConfig(teacher="t", data="x")
+    config = CacheConfig(teacher="t", data="x", sequence_length=64)
     assert config.settings("plain").targets == "all"
     assert config.settings("alpaca").targets == "assistant"
     everything = config.model_copy(update={"targets": "all"})
@@ -189,6 +201,23 @@ def test_separate_reasoning_is_dropped_without_thinking() -> None:
     assert rendering.text == SILENT
 
 
+@pytest.mark.parametrize("name", ["prompts for no thoughts", "prompts alone for no thoughts"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_without_thinking_a_chat_begins_as_its_prompt_does(name: str, count: int) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    for answer in ("<b>", "<think>\nhm\n</think>\n\nthe dog"):
+        turns = [*TURNS[: count - 1], {"role": "assistant", "content": answer}]
+        (rendering,) = render(turns, tokenizer, "false", "assistant")
+        without = [turn | {"content": turn["content"].split("</think>\n\n")[-1]} for turn in turns]
+        prompt = tokenizer.apply_chat_template(
+            without[:-1], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        assert prompt.endswith("<think>\n\n</think>\n\n")
+        assert rendering.text == prompt + without[-1]["content"] + "<|end|>\n"
+        assert rendering.spoken[-1][0] == len(prompt)
+
+
 def test_text_is_rendered_once_in_every_mode() -> None:
     assert [r.text for r in render("words", tiny_tokenizer(), "all")] == ["words"]
 
@@ -196,9 +225,13 @@ def test_text_is_rendered_once_in_every_mode() -> None:
 def test_documents_end_with_exactly_one_end_token() -> None:
     tokenizer = tiny_tokenizer()
     end = end_token(tokenizer)
-    for rendering in [*render(CHAT, tokenizer, "true"), *render("the cat", tokenizer, "true")]:
-        ((ids, _),) = encode([rendering], tokenizer)
-        assert ids[-1] == end != ids[-2]
+    texts = [*render(CHAT, tokenizer, "true"), *render("the cat", tokenizer, "true")]
+    tokenizer.chat_template = TEMPLATES["trims"].replace("{% endfor %}", "\n{% endfor %}")
+    texts += [*render(CHAT, tokenizer, "true"), *render(CHAT, tokenizer, "true", "assistant")]
+    for rendering in texts:
+        ((ids, is_target),) = encode([rendering], tokenizer)
+        assert ids[-1] == end not in ids[-3:-1]
+        assert is_target is None or (len(is_target) == len(ids) and is_target[-1])
 
 
 def test_a_chat_without_template_is_refused() -> None:

@@ -155,7 +155,7 @@ def test_assistants_alone_are_scored_in_chats(tmp_path: Path) -> None:
     for turns in ([pairs[0]], [pairs[1]], pairs[1:]):
         ids, counts = [], []
         for question, answer in turns:
-            asked = tokenizer(f"<|user|>{question}<|end|><|assistant|>").input_ids
+            asked = tokenizer(f"<|user|>{question}<|end|><|assistant|><think></think>").input_ids
             said = tokenizer(f"{answer}<|end|>").input_ids
             ids += asked + said
             counts += [False] * len(asked) + [True] * len(said)
