@@ -151,7 +151,7 @@ def sequences_of(
     text: str, tokenizer: PreTrainedTokenizerBase, sequences: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Ids, positions and mask of packed documents, batch by batch."""
-    packer = Packer(LENGTH, end_token(tokenizer))
+    packer = Packer(LENGTH, end_token(tokenizer), lookahead=sequences)
     for document in open_source(text).documents:
         for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)

@@ -125,7 +125,7 @@ def cache(
     with joined(device) as ranks:
         words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         teacher, info = random_teacher(shape, len(words), select(device))
-        settings = CacheSettings(data=text, held_out=0)
+        settings = CacheSettings(data=text, sequence_length=64, held_out=0)
 
         def build(among: Ranks, shards: int = shards) -> float:
             """Tokens per second of a whole build."""

@@ -40,12 +40,12 @@ def cache(
     check_source(config.data, config.format, config.text_field)
     from qat.backend.device import select
     from qat.data.share import open_shared
-    from qat.models.teacher_cache import build_teacher_cache
+    from qat.models.teacher_cache import build_teacher_cache, with_length
     from qat.ranks import joined
 
     session = select(config.device).session(config.xla_cache_dir)
     with session, joined(config.device, exchange=False) as ranks:
-        source = open_shared(config, ranks)
+        config, source = with_length(config, open_shared(config, ranks), ranks)
         out = out or CACHES / suggested_name(config, source)
         manifest = build_teacher_cache(config, source, out, ranks=ranks)
     return dict(out=out, **_numbers(out, manifest)) if ranks.is_first else {}
@@ -130,31 +130,36 @@ def suggested_name(config: CacheConfig, source: "Source") -> str:
     )
 
 
-def _numbers(directory: Path, manifest: "Manifest") -> dict[str, float | int | str]:
+def _numbers(directory: Path, manifest: "Manifest") -> dict[str, float | int | str | None]:
     num_bytes = sum(path.stat().st_size for path in directory.iterdir())
-    tokens = manifest.total("tokens")
+    tokens, ppl = manifest.total("tokens"), manifest.teacher_ppl
     return {
         "fingerprint": manifest.fingerprint,
         "sequences": sum(shard.sequences for shard in manifest.of_split("train")),
         "held_out_sequences": sum(shard.sequences for shard in manifest.of_split("held_out")),
         "tokens": tokens,
         "counted_tokens": manifest.total("counted"),
+        "teacher_ppl": None if ppl is None else float(f"{ppl:.5g}"),
         "bytes": num_bytes,
         "bytes_per_token": round(num_bytes / tokens, 2),
     }
 
 
-def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str]) -> "Table":
+def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str | None]) -> "Table":
     from rich.table import Table
+
+    from qat.data.build import what_counts
 
     settings, teacher = manifest.settings, manifest.teacher
     table = Table("cache", manifest.fingerprint)
     table.add_row("teacher", f"{teacher.name} ({teacher.identity}, {teacher.dtype})")
     table.add_row("data", f"{settings.data} ({settings.format}, thinking {settings.thinking})")
-    whose = {"assistant": "what assistants say", "all": "all tokens"}
-    table.add_row("targets", f"{whose[settings.targets]} ({settings.targets})")
+    table.add_row("targets", f"{what_counts(manifest)} (--targets {settings.targets})")
+    if numbers["teacher_ppl"] is not None:
+        table.add_row("teacher's perplexity", f"{numbers['teacher_ppl']:,} on what counts")
     table.add_row("vocabulary", f"{teacher.vocab_size:,}, tokenizer {manifest.tokenizer}")
-    table.add_row("sequence length", str(settings.sequence_length))
+    whole = {"documents": "whole documents", "stream": "documents cut anywhere"}[manifest.rows]
+    table.add_row("sequence length", f"{settings.sequence_length}, {whole}")
     table.add_row("top-K", f"{settings.top_k}{'' if manifest.has_tail else ' (tail unknown)'}")
     table.add_row("draws", str(settings.draws))
     if manifest.negatives:

@@ -46,6 +46,8 @@ from qat.ranks import ALONE, Ranks
 logger = logging.getLogger(__name__)
 
 BLOCKS_AHEAD = 32  # so that the teacher does not wait while a long document is tokenised
+NEAR_UNIFORM = 10
+"""A teacher whose perplexity is above its vocabulary's size over this does not know the text."""
 MERGE_EVERY = 64
 """Shards of the first of several ranks between manifests."""
 
@@ -85,6 +87,7 @@ def build_cache(
         manifest = _agreed(fresh, out, ranks)
         if manifest.state == "complete":
             logger.info("%s is complete already: nothing to do", out)
+            _tell(manifest)
             return manifest
         plan = make_plan(teacher, settings, info.vocab_size, batch_size)
         logger.info("%s", _intention(plan, info, out))
@@ -94,8 +97,41 @@ def build_cache(
             manifest = manifest.model_copy(update={"state": "complete"})
             write_atomic(out / MANIFEST, manifest.to_bytes())
             remove_logs(out)
+            _tell(manifest)
         ranks.wait()
     return manifest
+
+
+def what_counts(manifest: Manifest) -> str:
+    """Whose tokens a cache counts, how many of its positions these are, and what fills the rest."""
+    settings = manifest.settings
+    positions = max(1, manifest.total("sequences")) * settings.sequence_length
+    whose = "all tokens count"
+    if settings.format != "plain":
+        whose += ", also those of prompts, system and users"
+    if settings.targets == "assistant":
+        whose = "what assistants say counts, prompts, system and users do not"
+    counted, padding = manifest.total("counted"), positions - manifest.total("tokens")
+    return (
+        f"{whose}: {counted:,} of {positions:,} positions ({counted / positions:.0%}); "
+        f"{padding / positions:.1%} are padding"
+    )
+
+
+def _tell(manifest: Manifest) -> None:
+    """Say what counts in a finished cache, and warn of a teacher that does not know such text."""
+    ppl, vocab_size = manifest.teacher_ppl, manifest.teacher.vocab_size
+    known = "" if ppl is None else f"; the teacher's perplexity on what counts is {ppl:.4g}"
+    logger.info("%s%s", what_counts(manifest), known)
+    if ppl is not None and ppl > vocab_size / NEAR_UNIFORM:
+        logger.warning(
+            "the teacher's perplexity on what counts is %.4g, and guessing among the %d words of "
+            "its vocabulary has %d: it does not know such text, and students would learn noise; "
+            "look at the chat template, --thinking and --format, or take other data",
+            ppl,
+            vocab_size,
+            vocab_size,
+        )
 
 
 def _intention(plan: Plan, info: TeacherInfo, out: Path) -> str:
@@ -251,6 +287,7 @@ def _differences(old: Manifest, new: Manifest) -> list[str]:
         ("teacher", old.teacher.identity, new.teacher.identity),
         ("dtype", old.teacher.dtype, new.teacher.dtype),
         ("tokenizer", old.tokenizer, new.tokenizer),
+        ("rows", old.rows, new.rows),
     ]
     return [f"{name}={a}, now asked for {name}={b}" for name, a, b in pairs if a != b]
 
@@ -281,9 +318,9 @@ def _keep(
 ) -> Manifest:
     """Put the block's shard on the disk; the manifest with it, or with what all ranks noted."""
     block, answers = answered
-    raw = shard_bytes(block, answers, manifest.teacher.vocab_size)
+    raw, surprise = shard_bytes(block, answers, manifest.teacher.vocab_size)
     write_atomic(out / block.file, raw)
-    shard = _describe(block, raw)
+    shard = _describe(block, raw, surprise)
     if ranks.size == 1:
         others = [entry for entry in manifest.shards if entry.file != block.file]
         manifest = manifest.model_copy(update={"shards": in_order([*others, shard])})
@@ -305,7 +342,7 @@ def _content_hash(packed: Packed) -> str:
     return xxhash.xxh3_64_hexdigest(packed.tokens.tobytes() + packed.starts.tobytes())
 
 
-def _describe(block: Block, raw: bytes) -> Shard:
+def _describe(block: Block, raw: bytes, surprise: float) -> Shard:
     return Shard(
         file=block.file,
         split=block.split,
@@ -315,4 +352,5 @@ def _describe(block: Block, raw: bytes) -> Shard:
         bytes=len(raw),
         sha256=hashlib.sha256(raw).hexdigest(),
         content=_content_hash(block.packed),
+        surprise=round(surprise, 3),
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -11,8 +12,10 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_serializer,
+    model_serializer,
     model_validator,
 )
 
@@ -31,6 +34,12 @@ Split = Literal["train", "held_out"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+MOST_NATS = 100.0
+"""A token's surprise is no more, also where the teacher takes it for impossible."""
+ROWS = "documents"
+"""How caches are packed now (`Manifest.rows`)."""
 
 
 class _Part(BaseModel):
@@ -69,6 +78,14 @@ class Shard(_Part):
     sha256: Sha256
     content: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """xxh3-64 of its tokens and document marks: a resumed build must find the same data."""
+    surprise: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Nats: the teacher's -log p of the next token, summed over what counts; None in a cache from
+    before it was kept, or an imported one."""
+
+    @model_serializer(mode="wrap")
+    def _recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        values = handler(self)
+        return {key: value for key, value in values.items() if value is not None}
 
     @model_validator(mode="after")
     def _holds_something(self) -> Self:
@@ -92,6 +109,9 @@ class Manifest(_Part):
     teacher: TeacherInfo
     tokenizer: str
     """`tokenizer_hash` of the tokenizer that made the tokens."""
+    rows: Literal["documents", "stream"] = "stream"
+    """What a sequence holds: whole documents, or pieces of long ones that repeat what comes before
+    them; or a stream of documents cut anywhere, in a cache from before there was a choice."""
     has_tail: bool = True
     """Whether the teacher's mass outside the top K is known; not so in an imported cache,
     whose log-probabilities are normalised over the K tokens."""
@@ -104,6 +124,13 @@ class Manifest(_Part):
     def _settings(self, settings: CacheSettings) -> dict[str, object]:
         return settings.recorded()
 
+    @model_serializer(mode="wrap")
+    def _recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        values = handler(self)
+        if self.rows == "stream":
+            del values["rows"]
+        return values
+
     def of_split(self, split: Split) -> list[Shard]:
         """The shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
@@ -111,6 +138,14 @@ class Manifest(_Part):
     def total(self, field: Literal["sequences", "tokens", "counted", "bytes"]) -> int:
         """Sum of a field over all shards."""
         return sum(getattr(shard, field) for shard in self.shards)
+
+    @property
+    def teacher_ppl(self) -> float | None:
+        """The teacher's perplexity on what counts; None where it was not kept."""
+        surprises, counted = [shard.surprise for shard in self.shards], self.total("counted")
+        if None in surprises or not counted:
+            return None
+        return math.exp(min(sum(surprises) / counted, MOST_NATS))
 
     def to_bytes(self) -> bytes:
         """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
@@ -121,13 +156,14 @@ class Manifest(_Part):
 
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
     """The manifest of a cache that has no shard yet."""
-    identity = [settings.recorded(), teacher.identity, teacher.dtype, tokenizer]
+    identity = [settings.recorded(), teacher.identity, teacher.dtype, tokenizer, ROWS]
     return Manifest(
         state="building",
         fingerprint=fingerprint(identity),
         settings=settings,
         teacher=teacher,
         tokenizer=tokenizer,
+        rows=ROWS,
     )
 
 

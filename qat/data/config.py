@@ -49,7 +49,7 @@ class CacheSettings(Settings):
     """How chats are rendered: without thinking, with, both, without template (none), all three."""
     targets: Text[Targets] = "all"
     """Whose tokens count: what assistants say and the token that ends their turn, or all."""
-    sequence_length: Text[int] = Field(64, ge=2)
+    sequence_length: Text[int] = Field(ge=2)
     """Tokens in a packed sequence."""
     top_k: Kept[int] = Field(64, ge=0)
     """Most likely teacher tokens kept at every position; 0 keeps none."""
@@ -87,6 +87,10 @@ class CacheConfig(CacheSettings, DeviceSettings):
     targets: Text[AnyTargets] = "auto"
     """Whose tokens count: in chats those that assistants say, with the token that ends their turn,
     or all; auto is assistant for chats, all for plain text."""
+
+    sequence_length: Text[int | None] = Field(None, ge=2)
+    """Tokens in a packed sequence; if not given, enough for 95 of 100 documents to be whole, but
+    no more than 1,024 in chats and 256 in plain text."""
 
     teacher: Required[str]
     """Directory or hub id of the teacher, which also brings the tokenizer."""

@@ -4,8 +4,7 @@ Shapes: N sequences, L = S positions.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,157 +13,170 @@ from torch import Tensor
 
 from qat.data.batch import NO_LABEL
 
+LOOKAHEAD = 256
+"""Sequences that are packed together."""
+CONTEXT = 4
+"""One of so many tokens of a piece repeats what comes before it in its document."""
+
 
 class Packed(NamedTuple):
-    """Sequences cut from a stream of documents, `(N, L)` each."""
+    """Sequences of whole documents and pieces of long ones, `(N, L)` each."""
 
     tokens: np.ndarray
     """int32."""
     starts: np.ndarray
-    """bool: a document, the padding or the sequence begins here."""
+    """bool: a document, a piece of one or the padding begins here."""
     mask: np.ndarray
     """bool: the prediction made here counts. False on padding, on the last token of a document,
-    whose successor belongs to another one, on a beginning put before the rest of one, and where
-    the next token is none to learn."""
+    on what a piece repeats, and where the next token is none to learn."""
     num_tokens: int
     """Tokens that are not padding."""
 
 
 class _Piece(NamedTuple):
-    """A document or what is left of one."""
+    """A document or a part of one that a sequence holds."""
 
     tokens: np.ndarray
     counts: np.ndarray
-    begins: bool
-
-    def part(self, begin: int, end: int | None) -> "_Piece":
-        """The tokens from `begin` to `end`."""
-        begins = self.begins and begin == 0
-        return _Piece(self.tokens[begin:end], self.counts[begin:end], begins)
 
 
 class Packer:
-    """Lays documents end to end and cuts the stream into sequences of `length` tokens.
+    """Lays whole documents into sequences of `length` tokens, so that little room is left.
 
-    Where a document is cut, `begin` goes before its rest: models that learned with a
-    beginning-of-sequence token in front are at a loss without it. A sequence in which nothing
-    counts, such as the middle of a long question, is left out.
+    So many documents as would fill `lookahead` sequences are packed together by best fit
+    decreasing: the longest first, each where it leaves least room. Their sequences come in the
+    order of the first document in each, and how many are taken changes none.
+
+    A longer document is cut into pieces. A piece that goes on with a document begins with a quarter
+    of its length that was read before and does not count, so that what counts has something before
+    it: half of that, at most, is how the document begins, up to the first token to learn (a chat's
+    question), or its first token alone if this is one of `special` (models that learned with such a
+    token in front are at a loss without it); the rest is what the piece goes on with. A piece in
+    which nothing counts, such as the middle of a long question, is left out.
     """
 
-    def __init__(self, length: int, pad: int, begin: int | None = None) -> None:
+    def __init__(
+        self,
+        length: int,
+        pad: int,
+        special: Collection[int] = (),
+        *,
+        lookahead: int = LOOKAHEAD,
+    ) -> None:
         self._length = length
         self._pad = pad
-        self._begin = begin
-        self._pieces: deque[_Piece] = deque()
-        self._num_tokens = 0
+        self._special = frozenset(special)
+        self._lookahead = lookahead
+        self._waiting: list[_Piece] = []
+        self._num_waiting = 0
+        self._rows: deque[list[_Piece]] = deque()
 
     @property
     def num_full(self) -> int:
-        """Complete sequences that `take` can give."""
-        return self._num_tokens // self._length
+        """Sequences that `take` can give."""
+        return len(self._rows)
 
     @property
-    def num_left(self) -> int:
-        """Sequences that all tokens held would fill, the last one perhaps in part."""
-        return -(-self._num_tokens // self._length)
+    def is_empty(self) -> bool:
+        """Whether nothing that counts is held."""
+        return not self._rows and not self._waiting
 
     def push(self, ids: Sequence[int], is_target: np.ndarray | None = None) -> None:
-        """Append one document, of which the tokens `is_target` are to be learned, or all."""
-        tokens = np.asarray(ids, dtype=np.int32)
+        """Add one document, of which the tokens `is_target` are to be learned, or all."""
+        tokens = np.array(ids, dtype=np.int32)
         counts = np.zeros(len(tokens), dtype=bool)
         counts[:-1] = True if is_target is None else is_target[1:]
-        if self._begin is not None:
-            cuts = np.arange(self._room(), len(tokens), self._length - 1)
-            tokens = np.insert(tokens, cuts, self._begin)
-            counts = np.insert(counts, cuts, False)
-        whole = _Piece(tokens, counts, begins=True)
-        if is_target is None:
-            self._append(whole)
-            return
-        edges = range(self._room(), len(tokens), self._length)
-        for begin, end in pairwise([0, *edges, len(tokens)]):
-            self._append(whole.part(begin, end))
-            self._leave_out_last()
+        opening = 0 if is_target is None else int(is_target.argmax())
+        for piece in self._pieces(tokens, counts, opening):
+            if piece.counts.any():
+                self._waiting.append(piece)
+                self._num_waiting += len(piece.tokens)
+        if self._num_waiting >= self._lookahead * self._length:
+            self.finish()
 
-    def _append(self, piece: _Piece) -> None:
-        if len(piece.tokens):
-            self._pieces.append(piece)
-            self._num_tokens += len(piece.tokens)
+    def finish(self) -> None:
+        """Pack what was pushed: there is no more that it could be packed with."""
+        self._rows.extend(self._fitted(self._waiting))
+        self._waiting, self._num_waiting = [], 0
 
-    def _room(self) -> int:
-        """Tokens that the sequence begun last still takes."""
-        return self._length - self._num_tokens % self._length
+    def _pieces(self, tokens: np.ndarray, counts: np.ndarray, opening: int) -> list[_Piece]:
+        """The document, or parts of it that fit; every prediction counts in one at most."""
+        length = self._length
+        if len(tokens) <= length:
+            return [_Piece(tokens, counts)]
+        context = max(1, length // CONTEXT)
+        opening = min(max(opening, int(tokens[0]) in self._special), context // 2)
+        pieces = []
+        for begin in range(0, len(tokens) - context, length - context):
+            part = slice(begin, begin + length)
+            piece = _Piece(tokens[part].copy(), counts[part].copy())
+            if begin:
+                piece.counts[: context - 1] = False
+                piece.tokens[:opening] = tokens[:opening]
+            if begin + length < len(tokens):
+                piece.counts[-1] = False  # the next piece holds the token that this predicts
+            pieces.append(piece)
+        return pieces
 
-    def _leave_out_last(self) -> None:
-        """Remove the last sequence if it is full and nothing in it counts."""
-        if self._room() < self._length:
-            return
-        left = self._length
-        for piece in reversed(self._pieces):
-            if piece.counts[-left:].any():
-                return
-            left -= len(piece.counts)
-            if left <= 0:
-                break
-        self._num_tokens -= self._length
-        left = self._length
-        while left > 0:
-            piece = self._pieces.pop()
-            if len(piece.tokens) > left:
-                self._pieces.append(piece.part(0, len(piece.tokens) - left))
-            left -= len(piece.tokens)
+    def _fitted(self, pieces: list[_Piece]) -> list[list[_Piece]]:
+        """The pieces in sequences, best fit decreasing; each sequence in the order of `pieces`."""
+        sizes = np.array([len(piece.tokens) for piece in pieces])
+        rows: list[list[int]] = []
+        by_room: list[list[int]] = [[] for _ in range(self._length + 1)]
+        rooms = 0  # bit r says whether a sequence has room r
+        for number in np.argsort(-sizes, kind="stable").tolist():
+            size = int(sizes[number])
+            fitting = rooms >> size
+            if fitting:
+                room = size + (fitting & -fitting).bit_length() - 1
+                row = by_room[room].pop()
+                if not by_room[room]:
+                    rooms ^= 1 << room
+            else:
+                room, row = self._length, len(rows)
+                rows.append([])
+            rows[row].append(number)
+            by_room[room - size].append(row)
+            rooms |= 1 << (room - size)
+        return [[pieces[number] for number in row] for row in sorted(map(sorted, rows))]
 
     def take(self, count: int) -> Packed:
-        """Remove the first `count` sequences; a last, partial one is padded."""
-        used = min(count * self._length, self._num_tokens)
-        pieces = self._remove(used)
-        shape = (count, self._length)
-        padding = (0, count * self._length - used)
-        tokens = np.concatenate([piece.tokens for piece in pieces])
-        stops = np.cumsum([len(piece.tokens) for piece in pieces])
-        starts, mask = np.zeros(used, dtype=bool), np.concatenate([p.counts for p in pieces])
-        starts[[0, *stops[:-1]]] = [piece.begins for piece in pieces]
-        starts = np.pad(starts, padding)
-        starts[used : used + 1] = True
-        starts_NL, mask_NL = starts.reshape(shape), np.pad(mask, padding).reshape(shape)
-        if self._begin is not None:
-            mask_NL[:, 0] &= starts_NL[:, 0]
-        starts_NL[:, 0] = True
+        """Remove the first `count` sequences; room that is left in them is padded."""
+        rows = [self._rows.popleft() for _ in range(count)]
+        pieces = [piece for row in rows for piece in row]
+        sizes = np.array([len(piece.tokens) for piece in pieces])
+        owners = np.repeat(np.arange(count), [len(row) for row in rows])
+        used = np.bincount(owners, sizes).astype(int)
+        padding_before = np.cumsum(self._length - used) - (self._length - used)
+        begins = np.cumsum(sizes) - sizes + padding_before[owners]
+        places = np.arange(sizes.sum()) + np.repeat(padding_before[owners], sizes)
+        tokens = np.full(count * self._length, self._pad, dtype=np.int32)
+        starts, mask = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=bool)
+        tokens[places] = np.concatenate([piece.tokens for piece in pieces])
+        mask[places] = np.concatenate([piece.counts for piece in pieces])
+        starts[begins] = True
+        starts[(np.arange(count) * self._length + used)[used < self._length]] = True
+        shape = count, self._length
         return Packed(
-            tokens=np.pad(tokens, padding, constant_values=self._pad).reshape(shape),
-            starts=starts_NL,
-            mask=mask_NL,
-            num_tokens=used,
+            tokens.reshape(shape), starts.reshape(shape), mask.reshape(shape), int(sizes.sum())
         )
-
-    def _remove(self, num_tokens: int) -> list[_Piece]:
-        """The first `num_tokens` tokens held; a document that reaches beyond them is cut."""
-        self._num_tokens -= num_tokens
-        pieces = []
-        while num_tokens:
-            piece = self._pieces.popleft()
-            if len(piece.tokens) > num_tokens:
-                self._pieces.appendleft(piece.part(num_tokens, None))
-                piece = piece.part(0, num_tokens)
-            pieces.append(piece)
-            num_tokens -= len(piece.tokens)
-        return pieces
 
 
 def pack(
-    documents: Iterable[Sequence[int]], length: int, pad: int, begin: int | None = None
+    documents: Iterable[Sequence[int]], length: int, pad: int, special: Collection[int] = ()
 ) -> Packed:
-    """All documents at once, the last sequence padded.
+    """All documents at once, as `Packer` packs them.
 
     Raises:
-        ValueError: there is not one token.
+        ValueError: nothing in them counts.
     """
-    packer = Packer(length, pad, begin)
+    packer = Packer(length, pad, special)
     for ids in documents:
         packer.push(ids)
-    if packer.num_left == 0:
+    packer.finish()
+    if packer.num_full == 0:
         raise ValueError("no tokens to pack")
-    return packer.take(packer.num_left)
+    return packer.take(packer.num_full)
 
 
 def position_ids(starts: Tensor) -> Tensor:

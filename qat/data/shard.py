@@ -12,6 +12,7 @@ from torch import Tensor
 from qat.backend.device import on
 from qat.data import noise
 from qat.data.bits import pack_bits
+from qat.data.cache import MOST_NATS
 from qat.data.codec import encode_draws, encode_top_k, id_bits
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
@@ -121,7 +122,10 @@ def _examine_batch(
 
 def _encode(signals: Signals, count: int, length: int, vocab_size: int) -> dict[str, Tensor]:
     """What goes to the host of the first `count` sequences of a batch."""
-    tensors = {"is_sound": signals.is_sound[None]}
+    tensors = {
+        "is_sound": signals.is_sound[None],
+        "next_logprob": signals.next_logprob[: count * length].view(count, length),
+    }
     if signals.top is not None:
         top = TopK(*(tensor[: count * length] for tensor in signals.top))
         tensors |= encode_top_k(top, count, vocab_size)
@@ -130,8 +134,9 @@ def _encode(signals: Signals, count: int, length: int, vocab_size: int) -> dict[
     return tensors
 
 
-def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> bytes:
-    """The content of a block's shard file; waits for the answers.
+def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> tuple[bytes, float]:
+    """The content of a block's shard file, and what the teacher's surprise at all that counts in it
+    sums up to, in nats; waits for the answers.
 
     Raises:
         CacheError: a logit is NaN or +inf (-inf is a token that cannot be).
@@ -146,6 +151,7 @@ def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> bytes:
             "try --dtype fp32 or another teacher"
         )
     tokens, starts, mask = map(torch.from_numpy, block.packed[:3])
+    surprise = -joined.pop("next_logprob")[mask].double().clamp(min=-MOST_NATS).sum().item()
     tensors = {
         "tokens": pack_bits(tokens, id_bits(vocab_size)),
         "starts": pack_bits(starts, 1),
@@ -154,7 +160,7 @@ def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> bytes:
     draws = joined.pop("draws", None)
     if draws is not None:
         tensors |= encode_draws(draws, mask, vocab_size)
-    return shard_content(tensors | joined)
+    return shard_content(tensors | joined), surprise
 
 
 def _check_tokens(tokens: Tensor, vocab_size: int) -> None:

@@ -69,6 +69,9 @@ class Request(NamedTuple):
 class Signals(NamedTuple):
     """What the teacher said about every token of a batch; None for what was not asked."""
 
+    next_logprob: Tensor
+    """`(T,)` float32, nats: of the token that follows in the sequence; at its end, of its first."""
+
     top: TopK | None
     draws: Tensor | None
     """`(T, N)` int64, ascending."""
@@ -86,24 +89,30 @@ def ask(
     logits, the request's stream and `first_place + i`, on nothing that ran before.
     """
     backend = on(teacher.device)
-    asked = (backend.divided(backend.to_device(tensor)) for tensor in (tokens, positions))
-    hidden = teacher.hidden(*asked)
+    following = tokens.roll(-1, dims=1)
+    ids, places, next_ids = (
+        backend.divided(backend.to_device(each)) for each in (tokens, positions, following)
+    )
+    hidden = teacher.hidden(ids, places)
     # not as a number: XLA takes equal numbers for one, which makes another graph
     first = backend.to_device(torch.tensor([first_place]))
-    tops, draws, is_sound, place = [], [], [], 0
-    for hidden_TD in hidden.flatten(0, 1).split(request.chunk):
+    tops, draws, is_sound, next_logprobs, place = [], [], [], [], 0
+    chunks = (each.flatten(0, 1).split(request.chunk) for each in (hidden, next_ids))
+    for hidden_TD, next_T in zip(*chunks, strict=True):
         logits = teacher.logits(hidden_TD)
         blocks = summarize(logits)
         if request.top_k:
             tops.append(_distances(top_k_of_blocks(logits, request.top_k, blocks)))
         total_T = tops[-1].log_sum_exp if request.top_k else log_sum_exp(blocks)
         is_sound.append(total_T.isfinite().all())
+        next_logprobs.append(logits.gather(-1, next_T[:, None])[:, 0].float() - total_T)
         if request.draws:
             places_T = torch.arange(place, place + len(logits), device=logits.device) + first
             numbers_T = uniforms(request.stream, places_T, 1)[:, 0]
             draws.append(draw_tokens(logits, blocks, numbers_T, request.draws))
         place += len(logits)
     return Signals(
+        next_logprob=torch.cat(next_logprobs),
         top=TopK(*map(torch.cat, zip(*tops, strict=True))) if tops else None,
         draws=torch.cat(draws) if draws else None,
         is_sound=torch.stack(is_sound).all(),

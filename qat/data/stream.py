@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from qat.data.cache import SPLITS, Split
 from qat.data.chat import Document, num_characters, render
 from qat.data.config import CacheSettings
-from qat.data.packing import Packed, Packer
+from qat.data.packing import LOOKAHEAD, Packed, Packer
 from qat.data.pipeline import computed_ahead
 from qat.data.split import divided
-from qat.data.text import Tokens, begin_token, encode, end_token
+from qat.data.text import Tokens, encode, end_token, special_tokens
 from qat.errors import DataError, QatError
 from qat.process import cores
 
@@ -46,17 +46,16 @@ def blocks(
     """Blocks of `shard_size` sequences of both splits, as the documents fill them.
 
     Reading stops when `num_sequences` training sequences are there; the held-out split then has
-    what was read until that point, and one document or more. Each split's last block is smaller,
-    its last sequence padded.
+    what was read until that point, and one document or more. Each split's last block is smaller.
 
     Raises:
         DataError: the documents hold no text, or a split gets none of them.
         ConfigError: the tokenizer cannot render chats or end documents.
     """
-    end, begin = end_token(tokenizer), begin_token(tokenizer)
+    end, special = end_token(tokenizer), special_tokens(tokenizer)
     limits = {"train": settings.num_sequences, "held_out": 0}
     cutters = {
-        split: _Cutter(split, Packer(settings.sequence_length, end, begin), settings, limits[split])
+        split: _Cutter(split, end, special, settings=settings, limit=limits[split])
         for split in SPLITS
     }
     train, held_out = cutters["train"], cutters["held_out"]
@@ -124,10 +123,19 @@ def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatErro
 
 
 class _Cutter:
-    """Cuts one split's packed stream into blocks; `limit` sequences at most, 0 for no limit."""
+    """Puts one split's sequences into blocks; `limit` sequences at most, 0 for no limit."""
 
-    def __init__(self, split: Split, packer: Packer, settings: CacheSettings, limit: int) -> None:
-        self.packer = packer
+    def __init__(
+        self,
+        split: Split,
+        end: int,
+        special: frozenset[int],
+        *,
+        settings: CacheSettings,
+        limit: int,
+    ) -> None:
+        together = min(LOOKAHEAD, settings.shard_size)
+        self.packer = Packer(settings.sequence_length, end, special, lookahead=together)
         self._split = split
         self._size = settings.shard_size
         self._limit = limit
@@ -142,7 +150,7 @@ class _Cutter:
     @property
     def is_empty(self) -> bool:
         """Whether not one token came."""
-        return self._sequences + self.packer.num_left == 0
+        return self._sequences == 0 and self.packer.is_empty
 
     def full_blocks(self) -> Iterator[Block]:
         """Blocks of full size that the packer can fill now."""
@@ -151,7 +159,8 @@ class _Cutter:
 
     def last_block(self) -> Iterator[Block]:
         """What is left, if anything."""
-        count = self._capped(self.packer.num_left)
+        self.packer.finish()
+        count = self._capped(self.packer.num_full)
         if count:
             yield self._cut(count)
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from qat.data import packing
 from qat.data.batch import NO_LABEL, Batch
 from qat.data.chat import Document, Rendering, render
-from qat.data.config import chosen_targets
+from qat.data.config import Targets, Thinking, chosen_targets
 from qat.data.sources import open_source
-from qat.data.text import Tokens, begin_token, encode, end_token, text_ids
+from qat.data.text import Tokens, encode, end_token, special_tokens, text_ids
 from qat.data.text_files import holds_rows, whole_text
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
@@ -35,8 +35,8 @@ class Text(NamedTuple):
     the end token, as in a cache."""
     num_bytes: int
     """Length in UTF-8; of chats, where assistants alone count, that of what they say."""
-    begin: int | None = None
-    """`qat.data.text.begin_token`."""
+    special: frozenset[int] = frozenset()
+    """`qat.data.text.special_tokens`."""
 
 
 class Window(NamedTuple):
@@ -60,7 +60,7 @@ def read_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
         chosen_targets(config.targets, "plain", f"text={config.text}")
         content = whole_text(config.text)
         tokens = Tokens(text_ids(content, tokenizer), None)
-        text = Text([tokens], len(content.encode()), begin_token(tokenizer))
+        text = Text([tokens], len(content.encode()), special_tokens(tokenizer))
     if not any(_targets(tokens)[1:].any() for tokens in text.documents):
         count = sum(len(tokens.ids) for tokens in text.documents)
         raise DataError(
@@ -78,7 +78,7 @@ def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
     )
     renderings = list(chain.from_iterable(rendered))
     text = Text(
-        encode(renderings, tokenizer), sum(map(_num_bytes, renderings)), begin_token(tokenizer)
+        encode(renderings, tokenizer), sum(map(_num_bytes, renderings)), special_tokens(tokenizer)
     )
     if targets == "assistant":
         counts = sum(int(_targets(tokens).sum()) for tokens in text.documents)
@@ -131,8 +131,8 @@ def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iter
     """The windows of each document as batches without a teacher's word, with a progress bar.
 
     The mask is true where a window's prediction is scored; windows without such are left out. A
-    window that goes on with a document begins with the text's beginning token, in the place of its
-    first one, which is never scored: models that learned with it are at a loss without it.
+    window that goes on with a document begins with the document's first token if that is special,
+    in place of its own, which is never scored: models that learned with it are at a loss without.
 
     Args:
         text: what is judged on.
@@ -156,7 +156,7 @@ def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iter
     groups = [many[start : start + batch_size] for start in range(0, len(many), batch_size)]
     with progress("judging on the text", len(pieces), "windows") as ticker:
         for group in [*groups, [one]]:
-            yield _window_batch(group, text.begin)
+            yield _window_batch(group, text.special)
             ticker.advance(len(group))
 
 
@@ -169,11 +169,11 @@ class _Piece(NamedTuple):
     """Which of them count, `(N,)` bool."""
     window: Window
 
-    def input_ids(self, start: int | None) -> Tensor:
-        """The window's tokens, the first of them `start` where it goes on with a document."""
+    def input_ids(self, special: frozenset[int]) -> Tensor:
+        """The window's tokens, the first of them the document's own first one if it is special."""
         ids = self.ids[self.window.begin : self.window.end].clone()
-        if start is not None and self.window.begin > 0:
-            ids[0] = start
+        if int(self.ids[0]) in special:
+            ids[0] = self.ids[0]
         return ids
 
     def is_scored(self) -> Tensor:
@@ -183,8 +183,8 @@ class _Piece(NamedTuple):
         return torch.nn.functional.pad(scored, (0, 1))
 
 
-def _window_batch(group: list[_Piece], begin: int | None) -> Batch:
-    input_ids = pad_sequence([piece.input_ids(begin) for piece in group], batch_first=True)
+def _window_batch(group: list[_Piece], special: frozenset[int]) -> Batch:
+    input_ids = pad_sequence([piece.input_ids(special) for piece in group], batch_first=True)
     mask = pad_sequence([piece.is_scored() for piece in group], batch_first=True)
     B, S = input_ids.shape
     position_ids = torch.arange(S).expand(B, S)
@@ -199,24 +199,26 @@ def packed_batches(
     length: int,
     max_sequences: int,
     batch_size: int,
+    thinking: Thinking = "none",
+    targets: Targets = "all",
 ) -> list[Batch]:
     """Documents in sequences of `length` tokens as a cache packs them, without a teacher's word.
 
-    No document sees another one; the last sequence is padded if they end before `max_sequences`.
+    No document sees another one; chats are rendered, and count, as in a cache.
 
     Raises:
         DataError: the documents hold no text.
     """
-    packer = packing.Packer(length, end_token(tokenizer), begin_token(tokenizer))
+    packer = packing.Packer(length, end_token(tokenizer), special_tokens(tokenizer))
     for document in documents:
-        for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
-            if len(ids) > 1:
-                packer.push(ids)
+        for ids, is_target in encode(render(document, tokenizer, thinking, targets), tokenizer):
+            packer.push(ids, is_target)
         if packer.num_full >= max_sequences:
             break
-    if packer.num_left == 0:
+    packer.finish()
+    if packer.num_full == 0:
         raise DataError("the text holds no token to judge by; expected some; name another text")
-    packed = packer.take(min(max_sequences, packer.num_left))
+    packed = packer.take(min(max_sequences, packer.num_full))
     tokens, starts, mask = (
         torch.from_numpy(array).split(batch_size)
         for array in (packed.tokens.astype("int64"), packed.starts, packed.mask)

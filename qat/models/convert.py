@@ -21,7 +21,7 @@ from qat.data.chat import Document, num_characters, render
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
-from qat.data.text import begin_token, encode, end_token, tokenizer_hash
+from qat.data.text import encode, end_token, special_tokens, tokenizer_hash
 from qat.errors import ConfigError
 from qat.files import check_free, import_command
 from qat.kernels.nsa.config import NSAConfig
@@ -338,17 +338,18 @@ def _packed_text(
             f"calibration_length={config.calibration_length}, but the model reads at most {limit} "
             "positions; lower --calibration-length"
         )
-    packer = Packer(config.calibration_length, end_token(tokenizer), begin_token(tokenizer))
+    packer = Packer(config.calibration_length, end_token(tokenizer), special_tokens(tokenizer))
     wished = config.calibration_sequences * config.calibration_length * CHARACTERS_A_TOKEN
     for document in _drawn_documents(documents, wished, config.calibration_seed):
         for ids, _ in encode(render(document, tokenizer, "none"), tokenizer):
             packer.push(ids)
-    if packer.num_full == 0:
+    packer.finish()
+    packed = packer.take(packer.num_full) if packer.num_full else None
+    if packed is None or packed.num_tokens < config.calibration_length:
         raise ConfigError(
             f"calibration={config.calibration} holds less than one sequence of "
             f"{config.calibration_length} tokens; give more text or lower --calibration-length"
         )
-    packed = packer.take(packer.num_full)
     drawn = _draw(len(packed.tokens), config)
     starts = torch.from_numpy(packed.starts[drawn])
     return TokenBatch(torch.from_numpy(packed.tokens[drawn]).long(), position_ids(starts))

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 import random
 import re
@@ -15,9 +16,11 @@ from tiny import VOCAB
 
 from qat import logs
 from qat.backend.device import Backend
-from qat.data.cache import read_manifest
+from qat.data.batch import NO_LABEL
+from qat.data.cache import Manifest, read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
+from qat.data.packing import labels, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.split import divided, split_of
 from qat.data.stream import blocks
@@ -108,9 +111,11 @@ def test_documents_stay_on_one_side_and_copies_with_them() -> None:
 def test_no_token_is_lost(whole: Path) -> None:
     manifest = read_manifest(whole)
     tokenizer = cache_case.TOKENIZER
-    expected = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts())
-    assert manifest.total("tokens") == expected
-    assert manifest.total("counted") == expected - len(texts())
+    sizes = [len(tokenizer(text)["input_ids"]) + 1 for text in texts()]
+    assert manifest.total("counted") == sum(sizes) - len(sizes)
+    # a piece of 16 that goes on with a document repeats 4 tokens of it
+    repeated = sum(4 * -(-max(0, size - 16) // 12) for size in sizes)
+    assert manifest.total("tokens") == sum(sizes) + repeated
 
 
 def test_limit_keeps_the_first_training_sequences(tmp_path: Path) -> None:
@@ -335,9 +340,10 @@ def test_near_identical_documents_never_straddle_the_split() -> None:
 
 def test_settings_keep_something_and_leave_the_device_out() -> None:
     with pytest.raises(ConfigError, match="top_k=0 and draws=0 keep nothing"):
-        CacheSettings(data="x", top_k=0)
-    config = CacheConfig(data="x", teacher="t", device="cpu", top_k=3)
-    assert config.settings("plain") == CacheSettings(data="x", top_k=3, format="plain")
+        CacheSettings(data="x", top_k=0, sequence_length=8)
+    config = CacheConfig(data="x", teacher="t", device="cpu", top_k=3, sequence_length=8)
+    expected = CacheSettings(data="x", top_k=3, format="plain", sequence_length=8)
+    assert config.settings("plain") == expected
 
 
 def test_a_build_says_what_it_does_and_moves_by_batch(
@@ -347,7 +353,7 @@ def test_a_build_says_what_it_does_and_moves_by_batch(
     monkeypatch.setattr(logs, "LINE_EVERY_S", 0.0)
     caplog.set_level("INFO", logger="qat")
     manifest = build(tmp_path / "cache")
-    first, *lines = caplog.messages
+    first, *lines, counted, warning = caplog.messages
     assert first == (
         "caching tiny in float32 on cpu: the 5 most likely tokens and 6 draws at each of 16 "
         f"positions, batches of 4 sequences, into {tmp_path / 'cache'}"
@@ -358,6 +364,60 @@ def test_a_build_says_what_it_does_and_moves_by_batch(
     assert re.fullmatch(
         rf"asking the teacher: \d+ of {total} sequences, about \d+ s left", lines[4]
     )
+    share = f"{manifest.total('counted')} of {16 * total} positions"
+    assert counted.startswith(f"all tokens count: {share} (")
+    assert f"% are padding; the teacher's perplexity on what counts is {ppl_of(manifest):.4g}" in (
+        counted
+    )
+    assert "and guessing among the 320 words of its vocabulary has 320: it does not know" in warning
+
+
+def ppl_of(manifest: Manifest) -> float:
+    """The teacher's perplexity at all labels, asked again."""
+    model, nats, count = teacher(), 0.0, 0
+    for split in ("train", "held_out"):
+        found = blocks(texts(), cache_case.TOKENIZER, manifest.settings)
+        for packed in (block.packed for block in found if block.split == split):
+            ids, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)
+            following = labels(ids, starts, torch.from_numpy(packed.mask))
+            logits = model.logits(model.hidden(ids, position_ids(starts))).detach().flatten(0, 1)
+            nats += torch.nn.functional.cross_entropy(
+                logits.double(), following.flatten(), reduction="sum"
+            ).item()
+            count += int((following != NO_LABEL).sum())
+    assert count == manifest.total("counted")
+    return math.exp(nats / count)
+
+
+def test_a_teacher_that_knows_the_text_is_no_cause_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="qat")
+    chats_of = {"documents": chats(), "format": "messages"}
+    model = teacher()
+    model.model.lm_head.weight.data *= 0.0  # uniform: what guessing has
+    build(tmp_path / "c", teacher=model, targets="assistant", **chats_of)
+    assert caplog.messages[-2].startswith("what assistants say counts, prompts, system and users")
+    assert "on what counts is 320" in caplog.messages[-1]
+    knowing = info(vocab_size=320 * 11)
+    caplog.clear()
+    build(tmp_path / "d", teacher=model, info=knowing, **chats_of)
+    assert caplog.messages[-1].startswith("all tokens count, also those of prompts, system and")
+    assert caplog.messages[-1].endswith("the teacher's perplexity on what counts is 320")
+
+
+def test_a_cache_that_was_cut_anywhere_is_read_and_not_gone_on_with(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    manifest = build(out)
+    shards = [shard.model_copy(update={"surprise": None}) for shard in manifest.shards]
+    old = manifest.model_copy(update={"rows": "stream", "shards": shards})
+    (out / "manifest.json").write_bytes(old.to_bytes())
+    raw = (out / "manifest.json").read_text()
+    assert "rows" not in raw and "surprise" not in raw
+    opened = TeacherCache.open(out).manifest
+    assert opened == old and opened.teacher_ppl is None
+    with pytest.raises(CacheError, match="was built with rows=stream, now asked for rows=document"):
+        build(out)
 
 
 def test_a_build_that_goes_on_counts_what_is_there(

@@ -1,4 +1,4 @@
-"""Packing against a token-by-token oracle."""
+"""Packing: every prediction counts once, behind as much context as was promised."""
 
 import random
 
@@ -7,152 +7,143 @@ import pytest
 import torch
 
 from qat.data.batch import NO_LABEL
-from qat.data.packing import Packer, labels, pack, position_ids
+from qat.data.packing import CONTEXT, LOOKAHEAD, Packed, Packer, labels, pack, position_ids
 
-PAD = 0
-
-
-def oracle(documents: list[list[int]], length: int) -> list[dict[str, list]]:
-    """Sequences built one token at a time."""
-    stream = [
-        {"token": token, "place": place, "last": place == len(document) - 1}
-        for document in documents
-        for place, token in enumerate(document)
-    ]
-    sequences = []
-    for first in range(0, len(stream), length):
-        rows = stream[first : first + length]
-        padding = length - len(rows)
-        positions, position = [], 0
-        for i, row in enumerate(rows):
-            position = 0 if i == 0 or row["place"] == 0 else position + 1
-            positions.append(position)
-        next_label = [
-            NO_LABEL if row["last"] or i == len(rows) - 1 else rows[i + 1]["token"]
-            for i, row in enumerate(rows)
-        ]
-        sequences.append(
-            {
-                "tokens": [row["token"] for row in rows] + [PAD] * padding,
-                "mask": [not row["last"] for row in rows] + [False] * padding,
-                "positions": positions + list(range(padding)),
-                "labels": next_label + [NO_LABEL] * padding,
-            }
-        )
-    return sequences
+PAD, BEGIN = 0, 7
+LENGTHS = [2, 3, 8, 17]
 
 
-def with_beginnings(documents: list[list[int]], length: int, begin: int) -> list[dict[str, list]]:
-    """The oracle's sequences where each that begins inside a document has `begin` in front."""
-    rows, row = [], []
-    for document in documents:
-        for place, token in enumerate(document):
-            if len(row) == length:
-                rows.append(row)
-                row = []
-            if place and not row:
-                row.append((begin, False))
-            row.append((token, place < len(document) - 1))
-    rows.append(row)
-    return [
-        {
-            "tokens": [token for token, _ in row] + [PAD] * (length - len(row)),
-            "mask": [counts for _, counts in row] + [False] * (length - len(row)),
-        }
-        for row in rows
-    ]
+def documents_of(rng: random.Random) -> list[list[int]]:
+    """Documents of which every token is another number, but for how some begin."""
+    numbers = iter(range(1000, 9999))
+    sizes = [rng.randrange(2, 60) for _ in range(rng.randrange(1, 30))]
+    documents = [[next(numbers) for _ in range(size)] for size in sizes]
+    for document in documents[::2]:
+        document[0] = BEGIN
+    return documents
 
 
-def random_documents(rng: random.Random) -> list[list[int]]:
-    return [
-        [rng.randrange(1, 100) for _ in range(rng.randrange(1, 23))]
-        for _ in range(rng.randrange(1, 30))
-    ]
+def pieces_of(packed: Packed) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and flags of all pieces but padding, in their order."""
+    found = []
+    for tokens, starts, mask in zip(packed.tokens, packed.starts, packed.mask, strict=True):
+        edges = [*np.flatnonzero(starts).tolist(), len(tokens)]
+        assert edges[0] == 0
+        for begin, end in zip(edges, edges[1:], strict=False):
+            if (tokens[begin:end] != PAD).all():
+                found.append((tokens[begin:end].tolist(), mask[begin:end].tolist()))
+            else:
+                assert end == len(tokens) and not mask[begin:].any()
+                assert (tokens[begin:] == PAD).all()
+    return found
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_packing_equals_the_oracle(seed: int) -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("seed", range(10))
+def test_every_prediction_counts_once_in_its_context(seed: int, length: int) -> None:
+    documents = documents_of(random.Random(seed))
+    packed = pack(documents, length, PAD, {BEGIN})
+    pieces = pieces_of(packed)
+    assert packed.num_tokens == sum(len(tokens) for tokens, _ in pieces)
+    context = max(1, length // CONTEXT)
+    predicted = []
+    for tokens, counts in pieces:
+        whole = next(document for document in documents if tokens[-1] in document)
+        last = whole.index(tokens[-1])
+        first = last + 1 - len(tokens)
+        begins = tokens == whole[: len(tokens)]
+        assert counts[-1] is False and any(counts)
+        assert all(counts[context if not begins else 0 : -1])
+        if begins:
+            assert len(tokens) == min(len(whole), length)
+        else:
+            assert counts[: context - 1] == [False] * (context - 1)
+            assert tokens[1:] == whole[first + 1 : last + 1]
+            assert tokens[0] == (BEGIN if whole[0] == BEGIN and context > 1 else whole[first])
+        predicted += [token for token, counted in zip(tokens[1:], counts, strict=False) if counted]
+    assert sorted(predicted) == sorted(token for document in documents for token in document[1:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sequences_are_full_and_in_the_order_of_their_documents(seed: int) -> None:
     rng = random.Random(seed)
-    documents, length = random_documents(rng), rng.choice([2, 3, 8, 17])
-    packed = pack(documents, length, PAD)
-    tokens, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)
-    mask = torch.from_numpy(packed.mask)
-    expected = oracle(documents, length)
-    assert tokens.tolist() == [row["tokens"] for row in expected]
-    assert mask.tolist() == [row["mask"] for row in expected]
-    assert position_ids(starts).tolist() == [row["positions"] for row in expected]
-    assert labels(tokens, starts, mask).tolist() == [row["labels"] for row in expected]
-    assert packed.num_tokens == sum(map(len, documents))
+    documents = [[1000 + i] * rng.randrange(2, 33) for i in range(2000)]
+    packed = pack(documents, 32, PAD)
+    padding = 1 - packed.num_tokens / packed.tokens.size
+    assert padding < 0.03
+    firsts = packed.tokens[:, 0]
+    window = np.flatnonzero(np.cumsum([len(each) for each in documents]) >= LOOKAHEAD * 32)
+    in_first = firsts <= 1000 + window[0]
+    assert in_first.sum() >= LOOKAHEAD and (np.diff(firsts[in_first]) >= 0).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+def test_a_piece_of_a_chat_begins_with_its_question() -> None:
+    ids, is_target = np.arange(100, 160), np.zeros(60, dtype=bool)
+    is_target[3:] = True
+    packer = Packer(32, PAD)
+    packer.push(ids, is_target)
+    packer.finish()
+    first, second, _ = packer.take(packer.num_full).tokens
+    assert first.tolist() == list(range(100, 132))
+    assert second.tolist() == [100, 101, 102, *range(127, 156)]
+    is_target[:20] = False  # a question that would leave no room for what was said last
+    packer.push(ids, is_target)
+    packer.finish()
+    assert packer.take(2).tokens[1].tolist() == [*range(100, 104), *range(128, 156)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_without_a_target_are_left_out(seed: int, length: int) -> None:
+    rng = random.Random(seed)
+    documents = documents_of(rng)
+    flags = [np.array([rng.random() < 0.1 for _ in document]) for document in documents]
+    packer = Packer(length, PAD, {BEGIN})
+    for document, is_target in zip(documents, flags, strict=True):
+        packer.push(document, is_target)
+    packer.finish()
+    pieces = pieces_of(packer.take(packer.num_full)) if packer.num_full else []
+    assert packer.is_empty and all(any(counts) for _, counts in pieces)
+    said = [t for tokens, counts in pieces for t, c in zip(tokens[1:], counts, strict=False) if c]
+    pairs = zip(documents, flags, strict=True)
+    expected = [np.array(document)[1:][is_target[1:]] for document, is_target in pairs]
+    assert sorted(said) == sorted(np.concatenate(expected).tolist())
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_taking_bit_by_bit_equals_taking_all(seed: int) -> None:
     rng = random.Random(seed)
-    documents, length = random_documents(rng), rng.choice([2, 5, 8])
-    whole = pack(documents, length, PAD)
-    packer, parts = Packer(length, PAD), []
+    documents, length = documents_of(rng), rng.choice(LENGTHS)
+    whole, packer, parts = Packer(length, PAD, lookahead=4), Packer(length, PAD, lookahead=4), []
+    for document in documents:
+        whole.push(document)
+    whole.finish()
+    whole = whole.take(whole.num_full)
     for document in documents:
         packer.push(document)
         count = rng.randrange(packer.num_full + 1)
         if count:
             parts.append(packer.take(count))
-    if packer.num_left:
-        parts.append(packer.take(packer.num_left))
+    packer.finish()
+    if packer.num_full:
+        parts.append(packer.take(packer.num_full))
     for field in ("tokens", "starts", "mask"):
         joined = np.concatenate([getattr(part, field) for part in parts])
         np.testing.assert_array_equal(joined, getattr(whole, field))
     assert sum(part.num_tokens for part in parts) == whole.num_tokens
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_rest_of_a_cut_document_begins_anew(seed: int) -> None:
-    rng = random.Random(seed)
-    documents, length, begin = random_documents(rng), rng.choice([2, 3, 8, 17]), 100
-    expected = with_beginnings(documents, length, begin)
-    packer, parts = Packer(length, PAD, begin), []
-    for document in documents:
-        packer.push(document)
-        if packer.num_full:
-            parts.append(packer.take(packer.num_full))
-    if packer.num_left:
-        parts.append(packer.take(packer.num_left))
-    tokens, mask = (np.concatenate([getattr(p, key) for p in parts]) for key in ("tokens", "mask"))
-    assert tokens.tolist() == [row["tokens"] for row in expected]
-    assert mask.tolist() == [row["mask"] for row in expected]
-    assert all(part.starts[:, 0].all() for part in parts)
-    whole = pack(documents, length, PAD, begin)
-    np.testing.assert_array_equal(whole.tokens, tokens)
-    np.testing.assert_array_equal(whole.mask, mask)
-
-
-@pytest.mark.parametrize("begin", [None, 100])
-@pytest.mark.parametrize("seed", range(20))
-def test_sequences_without_a_target_are_left_out(seed: int, begin: int | None) -> None:
-    rng = random.Random(seed)
-    documents, length = random_documents(rng), rng.choice([2, 3, 8, 17])
-    flags = [[rng.random() < 0.1 for _ in document] for document in documents]
-    packer, plain = Packer(length, PAD, begin), Packer(length, PAD, begin)
-    origins = Packer(length, PAD, begin)
-    number = 0
-    for document, targets in zip(documents, flags, strict=True):
-        packer.push(document, np.array(targets))
-        plain.push(document)
-        # each token's number among all, so that its flag can be found again
-        origins.push(range(number + 1000, number + 1000 + len(document)))
-        number += len(document)
-    whole, places = plain.take(plain.num_left), origins.take(origins.num_left)
-    is_target = {place + 1000: flag for place, flag in enumerate(sum(flags, []))}
-    # a prediction counts if it did before and the next token of the stream is a target
-    following = {place: is_target.get(place + 1, False) for place in is_target}
-    wanted = np.vectorize(lambda place: following.get(place, False))(places.tokens) & whole.mask
-    is_kept = wanted.any(1)
-    is_kept[-1] |= whole.num_tokens % length > 0
-    kept = packer.take(packer.num_left) if is_kept.any() else None
-    assert packer.num_left == 0
-    if kept is not None:
-        np.testing.assert_array_equal(kept.tokens, whole.tokens[is_kept])
-        np.testing.assert_array_equal(kept.starts, whole.starts[is_kept])
-        np.testing.assert_array_equal(kept.mask, wanted[is_kept])
+def test_positions_restart_and_labels_stay_inside_a_document() -> None:
+    packed = pack([[11, 12, 13], [21, 22], [31, 32]], 6, PAD)
+    tokens, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)
+    mask = torch.from_numpy(packed.mask)
+    assert tokens.tolist() == [[11, 12, 13, 21, 22, PAD], [31, 32, PAD, PAD, PAD, PAD]]
+    assert position_ids(starts).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+    no = NO_LABEL
+    assert labels(tokens, starts, mask).tolist() == [
+        [12, 13, no, 22, no, no],
+        [32, no, no, no, no, no],
+    ]
 
 
 def test_nothing_to_pack_is_refused() -> None:

@@ -90,7 +90,7 @@ class QualityRecipe(Settings):
     """Optimizer steps of each recipe, all its stages together."""
     batch_size: int = Field(64, gt=0)
     """Sequences in an optimizer step."""
-    sequence_length: int = Field(64, ge=2)
+    sequence_length: int = Field(ge=2)
     """Tokens in a sequence, of the cache and of the texts to judge on."""
     seeds: tuple[int, ...] = Field((0,), min_length=1)
     """Each recipe is trained once with each."""

@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import seeded
 from qat.bench.quality.config import HELD_OUT, QualityRecipe
+from qat.bench.quality.plan import cache_config
 from qat.data.batch import Batch
+from qat.data.config import chosen_targets
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.evaluate.divergence import cached_divergence, exact_divergence
@@ -109,12 +111,16 @@ def _batches(
 ) -> list[Batch]:
     if text == HELD_OUT:
         return list(split_batches(cache, "held_out", BATCH, recipe.report_sequences))
+    config, source = cache_config(recipe, recipe.cache), open_source(text)
+    plain = source.format == "plain"
     return packed_batches(
-        open_source(text).documents,
+        source.documents,
         tokenizer,
         length=recipe.sequence_length,
         max_sequences=recipe.report_sequences,
         batch_size=BATCH,
+        thinking=config.thinking if tokenizer.chat_template else "none",
+        targets="all" if plain else chosen_targets(config.targets, source.format, text),
     )
 
 

@@ -8,6 +8,7 @@ import xxhash
 from qat.bench.baselines.config import BaselineSettings
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.config import Settings, fingerprint
+from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
 from qat.models.config import ConvertConfig
 from qat.train.config import TrainConfig
@@ -77,10 +78,12 @@ class Job(Settings):
             | {"generate_prompts", "generate_samples", "texts", "cache", "teacher"},
         )
         if self.plan is None:
-            return fingerprint(judging)
+            return fingerprint([ROWS, judging])
         plan = self.plan.model_dump(mode="json", exclude={"seeds"})
         tables = [self.plan.convert, *(stage.convert for stage in self.plan.stages)]
-        return fingerprint([judging, plan, self.seed, [contents_of(table) for table in tables]])
+        return fingerprint(
+            [ROWS, judging, plan, self.seed, [contents_of(table) for table in tables]]
+        )
 
     @property
     def label(self) -> str:
@@ -167,7 +170,7 @@ def conversion_key(table: Table, cache: str) -> str:
 
 def cache_key(table: Table) -> str:
     """12 hex digits that change when a cache's content may, in one directory of results."""
-    return fingerprint({key: value for key, value in table.items() if key != "batch_size"})
+    return fingerprint([ROWS, {key: value for key, value in table.items() if key != "batch_size"}])
 
 
 def shared_out(steps: int, weights: Sequence[int]) -> list[int]:
