@@ -151,7 +151,7 @@ def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> tuple[b
             "try --dtype fp32 or another teacher"
         )
     tokens, starts, mask = map(torch.from_numpy, block.packed[:3])
-    surprise = -joined.pop("next_logprob")[mask].double().clamp(min=-MOST_NATS).sum().item()
+    surprise = -joined.pop("next_logprob")[mask].double().clamp(-MOST_NATS, 0).sum().item()
     tensors = {
         "tokens": pack_bits(tokens, id_bits(vocab_size)),
         "starts": pack_bits(starts, 1),
