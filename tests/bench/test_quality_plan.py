@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from qat.bench.quality import plan
 from qat.bench.quality.config import QualityRecipe, read_recipe
 from qat.bench.quality.plan import Plan, convert_config, shared_out, train_config
 from qat.bench.quality.resolve import resolve
@@ -183,3 +184,12 @@ def test_equal_time_turns_a_clock_into_steps(place: Path) -> None:
     assert times[time_key(found[0])] == [2.0]
     steps = {plan.name: plan.steps for plan in with_equal_time(found, times)}
     assert steps == {"slow": 10, "stages": 10, "fast": 40, "other": 10}
+
+
+def test_the_text_of_stdlib_counts_not_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan.content_of("stdlib")
+    (tmp_path / "stdlib.jsonl.gz").write_bytes(b"another text")
+    monkeypatch.setattr(plan, "STDLIB", tmp_path / "stdlib.jsonl.gz")
+    assert plan.content_of("stdlib") not in {before, "stdlib"}

@@ -10,6 +10,7 @@ from qat.bench.quality.config import QualityRecipe, Table
 from qat.config import Settings, fingerprint
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
+from qat.data.sources import STDLIB
 from qat.models.config import ConvertConfig
 from qat.train.config import TrainConfig
 
@@ -142,7 +143,7 @@ def baseline_settings(plan: Plan, seed: int = 0, device: str = "auto") -> Baseli
 
 def content_of(text: str) -> str:
     """16 hex digits of a file's or directory's bytes; what is neither stands for itself."""
-    path = Path(text)
+    path = STDLIB if text == "stdlib" else Path(text)
     if not path.exists():
         return text
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
