@@ -1,14 +1,10 @@
-"""Which documents are kept away from training, near-identical ones together.
-
-Shapes: N shingles of a document, P permutations.
-"""
+"""Which documents are kept away from training, near-identical ones together."""
 
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import xxhash
 
 from qat.data.cache import Split
@@ -23,9 +19,6 @@ MOST_WORDS = 4096
 BANDS, ROWS = 6, 4
 """Two documents with a share J of equal shingles meet with probability `1 - (1 - J**4)**6`: 0.998
 at J = 0.9, 0.32 at J = 0.5, 0.01 at J = 0.2."""
-FACTORS_P = np.array(
-    [xxhash.xxh3_64_intdigest(bytes([i])) | 1 for i in range(BANDS * ROWS)], dtype=np.uint64
-)
 
 
 def split_of(document: Document, seed: int, held_out: float) -> Split:
@@ -97,14 +90,14 @@ def _keys(text: str) -> list[int]:
     words = WORD.findall(text.lower())[:MOST_WORDS]
     if not words:
         return [xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))]
-    hashes = np.array([xxhash.xxh3_64_intdigest(word.encode()) for word in words], np.uint64)
+    from datasketch import MinHash  # brings scipy, which takes half a second
+
     width = min(3, len(words))
-    shingles_N = np.zeros(len(words) - width + 1, np.uint64)
-    for place in range(width):
-        shingles_N = shingles_N * FACTORS_P[0] + hashes[place : len(shingles_N) + place]
-    # multiplied by an odd number, 64-bit numbers are in another order
-    least = (shingles_N[:, None] * FACTORS_P).min(0).reshape(BANDS, ROWS)
-    return [xxhash.xxh3_64_intdigest(bytes([i]) + band.tobytes()) for i, band in enumerate(least)]
+    shingles = {" ".join(words[i : i + width]) for i in range(len(words) - width + 1)}
+    signature = MinHash(BANDS * ROWS, hashfunc=xxhash.xxh32_intdigest)
+    signature.update_batch(shingle.encode() for shingle in shingles)
+    bands = signature.hashvalues.reshape(BANDS, ROWS)
+    return [xxhash.xxh3_64_intdigest(bytes([i]) + band.tobytes()) for i, band in enumerate(bands)]
 
 
 def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) -> DataError:
