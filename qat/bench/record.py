@@ -10,9 +10,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import tomli_w
 from matplotlib.figure import Figure
 
+from qat.bench.axes import fit_scale
 from qat.bench.page import markdown_table
 from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE
 from qat.bench.samples import (
@@ -139,6 +141,11 @@ def _timed(cases: Sequence[Case]) -> str:
 
 def draw_medians(cases: dict[str, Case], path: Path) -> None:
     """Each case's median with its interval, and every sample as a dot."""
+    with matplotlib.rc_context({"text.parse_math": False}):  # names are no formulas
+        _draw_medians(cases).savefig(path, metadata={"Date": None})
+
+
+def _draw_medians(cases: dict[str, Case]) -> Figure:
     figure = Figure(figsize=(7.5, 1.2 + 0.4 * len(cases)), layout="constrained")
     axes = figure.subplots()
     for place, case in enumerate(cases.values()):
@@ -151,11 +158,11 @@ def draw_medians(cases: dict[str, Case], path: Path) -> None:
     axes.invert_yaxis()
     every = [sample for case in cases.values() for run in case.runs for sample in run]
     if max(every) > WIDE * min(every):
-        axes.set_xscale("log")
+        fit_scale(axes.set_xscale, axes.xaxis, every)
     else:
         axes.set_xlim(left=0)
     axes.set_xlabel(str(next(iter(cases.values())).rows[0].get("unit", "s")))
-    figure.savefig(path, metadata={"Date": None})
+    return figure
 
 
 def _gathered(slug: str, source: Path, day: str) -> Record:

@@ -143,7 +143,7 @@ def _paint_loss(axes: Axes, runs: list[Run]) -> None:
             continue
         steps, raw, mean = zip(*points, strict=True)
         axes.plot(steps, raw, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, mean, color=color, label=run.label, marker=_dot(points))
+        axes.plot(steps, mean, color=color, label=_shown(run.label), marker=_dot(points))
     _finish(axes, "step", "nats a token")
 
 
@@ -152,7 +152,7 @@ def _paint_evals(axes: Axes, runs: list[Run]) -> None:
         for key, dash in (("kl_tail_nats", "-"), ("kd_nats", "--")):
             rows = [row for row in run.evals if row.get(key) is not None]
             steps, values = [row["step"] for row in rows], [row[key] for row in rows]
-            label = run.label if dash == "-" else None
+            label = _shown(run.label) if dash == "-" else None
             axes.plot(steps, values, dash, color=color, marker="o", label=label)
     _finish(axes, "step", "nats a token")
 
@@ -161,7 +161,7 @@ def _paint_perplexity(axes: Axes, runs: list[Run]) -> None:
     for run, color in zip(runs, _colors(), strict=False):
         rows = [row for row in run.evals if row.get("ppl") is not None]
         steps, values = [row["step"] for row in rows], [row["ppl"] for row in rows]
-        axes.plot(steps, values, color=color, marker="o", label=run.label)
+        axes.plot(steps, values, color=color, marker="o", label=_shown(run.label))
     _finish(axes, "step", "perplexity")
 
 
@@ -170,7 +170,7 @@ def _paint_speed(axes: Axes, runs: list[Run]) -> None:
         rows = thin(run.heartbeats)
         steps = [row["step"] for row in rows]
         speeds = [row["tokens_per_s"] for row in rows]
-        axes.plot(steps, speeds, color=color, label=run.label, marker=_dot(rows))
+        axes.plot(steps, speeds, color=color, label=_shown(run.label), marker=_dot(rows))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _finish(axes, "step", "tokens/s")
 
@@ -208,6 +208,11 @@ def _kinds(conversion: Conversion) -> list[str]:
     return list(dict.fromkeys(module.kind for module in conversion.modules))
 
 
+def _shown(name: str) -> str:
+    """A name for the legend, which leaves out those that begin with an underscore."""
+    return f" {name}" if name.startswith("_") else name
+
+
 def _dot(points: list[Any]) -> str | None:
     """A marker where points are few enough to tell apart."""
     return "o" if len(points) <= 20 else None
@@ -219,6 +224,7 @@ def _colors() -> tuple[str, ...]:
 
 def _style(theme: Theme) -> dict[str, Any]:
     return {
+        "text.parse_math": False,  # names are no formulas, whatever dollars they hold
         "font.family": "DejaVu Sans",
         "font.size": 10,
         "text.color": theme.ink,

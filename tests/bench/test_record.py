@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qat.bench.compare import compare_files
-from qat.bench.record import write_record
+from qat.bench.record import draw_medians, write_record
 from qat.bench.samples import read_cases
 from qat.cli import main
 from qat.errors import ConfigError
@@ -40,6 +40,13 @@ def source(tmp_path: Path) -> Path:
 def fill(where: Path, *rows: dict[str, object]) -> None:
     where.mkdir(exist_ok=True)
     (where / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+def test_cases_are_drawn_letter_by_letter(tmp_path: Path) -> None:
+    fill(tmp_path, row("x$x^{$", 1.0), row("wide", 100.0))
+    draw_medians(read_cases(tmp_path), tmp_path / "medians.svg")
+    drawn = (tmp_path / "medians.svg").read_text()
+    assert "<!-- x$x^{$ -->" in drawn and "<!-- 100 -->" in drawn and "mathdefault" not in drawn
 
 
 def test_a_record_holds_what_it_takes_to_judge_it(source, tmp_path, monkeypatch, capsys) -> None:

@@ -155,6 +155,13 @@ def test_charts_wear_the_theme(run: Path, theme: object) -> None:
     assert theme.paper in svg and theme.muted in svg
 
 
+def test_names_are_drawn_letter_by_letter(tmp_path: Path) -> None:
+    names = ["x$x^{$", "_hidden"]
+    found = [read_directory(write_run(tmp_path / name, steps=10)) for name in names]
+    drawn = run_charts(found)[0].render(LIGHT, "svg").decode()
+    assert "<!-- x$x^{$ -->" in drawn and "<!--  _hidden -->" in drawn
+
+
 def test_charts_without_calibration_show_the_plain_error(conversion: Path) -> None:
     report = read_directory(conversion)
     assert isinstance(report, Conversion)
