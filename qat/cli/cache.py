@@ -141,7 +141,7 @@ def _numbers(directory: Path, manifest: "Manifest") -> dict[str, float | int | s
         "counted_tokens": manifest.total("counted"),
         "teacher_ppl": None if ppl is None else float(f"{ppl:.5g}"),
         "bytes": num_bytes,
-        "bytes_per_token": round(num_bytes / tokens, 2),
+        "bytes_per_token": round(num_bytes / tokens, 2) if tokens else None,
     }
 
 
@@ -167,7 +167,9 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str | Non
     table.add_row("training sequences", f"{numbers['sequences']:,}")
     table.add_row("held-out sequences", f"{numbers['held_out_sequences']:,}")
     table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['counted_tokens']:,} counted)")
-    table.add_row("bytes", f"{numbers['bytes']:,} ({numbers['bytes_per_token']} per token)")
+    per_token = numbers["bytes_per_token"]
+    words = "" if per_token is None else f" ({per_token} per token)"
+    table.add_row("bytes", f"{numbers['bytes']:,}{words}")
     return table
 
 

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from cache_case import TOKENIZER, texts
+from cache_case import TOKENIZER, build, texts
 from tiny import tiny_model
 
 from qat.cli import run_verb
 from qat.cli.cache import suggested_name
+from qat.data.cache import MANIFEST
 from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
@@ -64,11 +65,19 @@ def test_build_info_verify(
 def test_info_without_the_tokenizer_shows_no_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cache_case import build
-
     build(tmp_path / "c")
     _, printed = run(capsys, "info", str(tmp_path / "c"))
     assert "first sequence" not in printed
+
+
+def test_info_of_a_cache_that_holds_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = build(tmp_path).model_copy(update={"shards": []})
+    (tmp_path / MANIFEST).write_bytes(nothing.to_bytes())
+    shown, printed = run(capsys, "info", str(tmp_path))
+    assert (shown["tokens"], shown["bytes_per_token"]) == (0, None) and "None" not in printed
+    assert run(capsys, "verify", str(tmp_path))[0]["damaged"] == 0
 
 
 def test_names_say_what_a_cache_holds(tmp_path: Path) -> None:
