@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,35 @@ from qat.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-class _Console(Console):
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters by which a text commands a terminal, hides, or cannot be written at all."""
+
+
+def printable(text: str) -> str:
+    """`text`, which anybody may have written, with its control characters shown as escapes.
+
+    Line feeds and tabs stay.
+    """
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class Terminal(Console):
+    """A console for words that anybody may have written: they are shown, none is obeyed.
+
+    No markup, no emoji; control characters of texts and tables are shown as escapes.
+    """
+
+    def __init__(self, **how: object) -> None:
+        super().__init__(markup=False, emoji=False, **how)
+
+    def render_str(self, text: str, **how: object) -> Text:
+        """What rich shows of a text, in tables too."""
+        return super().render_str(printable(text), **how)
+
+
+class _Console(Terminal):
     def on_broken_pipe(self) -> None:
         """Nobody reads any more: say nothing, and let the work go on."""
         self.quiet = True
@@ -58,7 +87,7 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line; a stream that fails does not fail the work."""
         try:
-            console.out(self.format(record), highlight=False)
+            console.out(printable(self.format(record)), highlight=False)
         except OSError:
             self.handleError(record)
 
@@ -189,7 +218,7 @@ class _Words(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """The text of this moment, printed as it is."""
-        return Text(self._of(task.fields["ticker"]), no_wrap=True)
+        return Text(printable(self._of(task.fields["ticker"])), no_wrap=True)
 
 
 _SHOWN: list[Progress] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from rich.table import Table
 
 from qat import logs
 from qat.errors import CheckpointError
@@ -292,3 +293,33 @@ def test_verbose_logs_more(verbose: bool, level: int, caplog: pytest.LogCaptureF
 )
 def test_durations_are_for_people(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+EVIL = "a\x1b]0;title\x07b \x9b31m [red]c[/red] :fire: \u202ed \ud800 \r\nsecond\tline"
+SHOWN = ("a\\x1b]0;title\\x07b \\x9b31m [red]c[/red] :fire: \\u202ed \\ud800 \\r", "second")
+
+
+def test_words_of_strangers_command_no_terminal() -> None:
+    assert logs.printable(EVIL) == f"{SHOWN[0]}\n{SHOWN[1]}\tline"
+    screen = io.StringIO()
+    console = logs.Terminal(file=screen, force_terminal=True, width=100, color_system=None)
+    console.print(EVIL)
+    table = Table(EVIL, title=EVIL)
+    table.add_row(EVIL)
+    console.print(table)
+    said = screen.getvalue()
+    assert all(said.count(words) == 4 for words in SHOWN)
+    assert not set(said) & {"\x1b", "\x9b", "\x07", "\r", "\u202e"}
+
+
+def test_log_lines_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(logs, "console", logs._Console(file=screen))
+    logs._ConsoleHandler().emit(logging.makeLogRecord({"msg": "%s", "args": (EVIL,)}))
+    assert SHOWN[0] in screen.getvalue() and "\x1b" not in screen.getvalue()
+
+
+def test_no_verb_prints_by_another_console() -> None:
+    verbs = Path(logs.__file__).parent.rglob("*.py")
+    own = {path.name for path in verbs if "rich.console import Console" in path.read_text()}
+    assert own == {"logs.py", "__init__.py"}  # the latter names the type that cyclopts hands it

@@ -193,5 +193,5 @@ def _fail_if_out_of_memory(error: RuntimeError | MemoryError) -> None:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    sys.stderr.write(f"qat: {scrubbed(' '.join(message.split()))}\n")
+    sys.stderr.write(f"qat: {logs.printable(scrubbed(' '.join(message.split())))}\n")
     sys.exit(code)

@@ -87,17 +87,16 @@ def info(directory: Required[Path]) -> dict[str, object]:
     from qat.cli.inputs import check_inputs
 
     check_inputs(caches=[directory])
-    from rich.console import Console
-
     from qat.data.reader import TeacherCache
+    from qat.logs import Terminal
 
     opened = TeacherCache.open(directory)
     numbers = _numbers(directory, opened.manifest)
-    console = Console()
+    console = Terminal()
     console.print(_info_table(opened.manifest, numbers))
     sample = _sample_text(opened)
     if sample:
-        console.print(f"first sequence: {sample!r}", markup=False, highlight=False)
+        console.print(f"first sequence: {sample!r}", highlight=False)
     return dict(directory=directory, **numbers)
 
 
@@ -107,16 +106,16 @@ def verify(directory: Required[Path]) -> dict[str, object]:
     from qat.cli.inputs import check_inputs
 
     check_inputs(caches=[directory])
-    from rich.console import Console
     from rich.table import Table
 
     from qat.data.verify import check_shards, raise_if_any_damaged
+    from qat.logs import Terminal
 
     manifest, findings = check_shards(directory)
     table = Table("shard", "sequences", "bytes", "state")
     for shard, problem in findings:
         table.add_row(shard.file, str(shard.sequences), f"{shard.bytes:,}", problem or "ok")
-    Console().print(table)
+    Terminal().print(table)
     raise_if_any_damaged(directory, findings)
     return dict(directory=directory, shards=len(findings), state=manifest.state, damaged=0)
 

@@ -19,8 +19,7 @@ from qat.files import check_free
 from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from qat.logs import Terminal
     from qat.models.bits_budget import BudgetReport
     from qat.models.quantize import ModuleReport, QuantizeReport
     from qat.models.shipping import Shipping
@@ -142,10 +141,11 @@ def _spending(report: "QuantizeReport") -> dict[str, object]:
 
 
 def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from qat.logs import Terminal
+
+    console = Terminal()
     bits = f"{report.bits_per_weight:.3f} bits per quantized weight"
     bits = "nothing quantized" if math.isnan(report.bits_per_weight) else bits
     whole = f"{report.whole_bits_per_weight:.3f} over the whole file ({report.megabytes:.1f} MB)"
@@ -199,7 +199,7 @@ def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[Mod
     return kinds
 
 
-def _show_budget(budget: "BudgetReport", console: "Console") -> None:
+def _show_budget(budget: "BudgetReport", console: "Terminal") -> None:
     from rich.table import Table
 
     title = (

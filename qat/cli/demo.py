@@ -30,7 +30,7 @@ def demo(
         teacher: the float model to start from.
         steps: training steps of the 2-bit student.
     """
-    from rich.console import Console
+    from qat.logs import Terminal
 
     if not (teacher / "config.json").exists():
         raise ConfigError(
@@ -39,7 +39,7 @@ def demo(
         )
     began = time.perf_counter()
     with held(out):
-        pipeline = Pipeline("demo", out, Console())
+        pipeline = Pipeline("demo", out, Terminal())
         settings = {"teacher": str(teacher), "steps": steps}
         pipeline.check_same("demo", settings, pipeline.recorded.get("demo", settings))
         pipeline.record({"demo": settings})

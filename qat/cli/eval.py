@@ -50,10 +50,10 @@ def evaluate(
 
 def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     """Print the numbers as a table, the teacher's beside the student's."""
-    from rich.console import Console
     from rich.table import Table
 
     from qat.data.remote import open_cache
+    from qat.logs import Terminal
 
     name, tokens = Path(student).name, verdict.numbers()["num_tokens"]
     title = name if tokens is None else f"{name}, over {tokens:,} tokens"
@@ -72,12 +72,12 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
             f"teacher: by the cache, at least; {outside:.1%} of the tokens lie outside its top K"
         )
     table.caption = "\n".join(captions)
-    console = Console()
+    console = Terminal()
     console.print(table)
     if config.cache_dir is not None and config.teacher is None:
         teacher = open_cache(config.cache_dir).manifest.teacher.name
         words = f"for the teacher's exact numbers beside these: --teacher {shlex.quote(teacher)}"
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+        console.print(words, highlight=False, soft_wrap=True)
 
 
 def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:

@@ -39,8 +39,9 @@ def export(
 
 
 def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from qat.logs import Terminal
 
     table = Table("form", "dtype", "size", "bits per weight", "logits", title=str(out))
     size = f"{report.bytes / 1e6:.2f} MB"
@@ -50,7 +51,7 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
     if dtype != report.saved_dtype:
         dtype += f" (saved in {report.saved_dtype})"
     table.add_row(config.to, dtype, size, f"{report.bits_per_weight:.3f}", logits)
-    Console().print(table)
+    Terminal().print(table)
 
 
 def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
@@ -60,9 +61,8 @@ def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
         directory: of the checkpoint.
         adapters: training will add some.
     """
-    from rich.console import Console
-
     from qat.export.targets import ships_to
+    from qat.logs import Terminal
 
     lacks = ships_to(directory, adapters=adapters)
     to = [name for name, lack in lacks.items() if lack is None]
@@ -76,5 +76,5 @@ def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
         words += f"\nnot to {named}"
     if any(lack is not None and lack.is_format for lack in lacks.values()):
         words += " (choose before training: qat convert --for NAME,NAME)"
-    Console().print(words, markup=False, highlight=False, soft_wrap=True)
+    Terminal().print(words, highlight=False, soft_wrap=True)
     return to

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from qat.logs import Terminal
 from qat.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def show_findings(checked: "Checked") -> None:
     for finding in checked.findings:
         code, severity, *words = finding
         table.add_row(severity, code, *words, style=COLOURS[severity])
-    Console().print(table)
+    Terminal().print(table)
 
 
 def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:

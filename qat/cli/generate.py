@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from qat.config import Required
 from qat.evaluate.config import GenerateConfig
+from qat.logs import printable
 
 DEFAULTS = GenerateConfig()
 
@@ -52,5 +53,5 @@ def generate(
 
 def _write(piece: str) -> None:
     """Show a piece of text at once, without ending the line."""
-    sys.stdout.write(piece)
+    sys.stdout.write(printable(piece))
     sys.stdout.flush()

@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from qat.errors import QatError
+from qat.logs import Terminal
 
 if TYPE_CHECKING:
     from qat.train.config import TrainConfig
@@ -39,7 +39,7 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
     except (OSError, QatError) as error:
         logger.warning("no numbers of %s: %s", run, error)
         return
-    console = Console()
+    console = Terminal()
     trained = [row for row in found.evals if row["step"] > 0]
     if trained:
         first, best = found.evals[0], min(trained, key=_score)
@@ -49,7 +49,7 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
     size = model_bytes(report.final) / 1e6
     lines = [f"the student, {size:.2f} MB: {report.final}", "next:"]
     lines += [f"  {shlex.join(words)}" for words in _next(report.final, config, found.info)]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def show_health(run: Path) -> None:
@@ -71,7 +71,7 @@ def show_health(run: Path) -> None:
             state = f"[{COLOURS[check.state]}]{check.state}[/]"
             table.add_row(check.name, check.found, check.limit, state)
     if table.rows:
-        Console().print(table)
+        Terminal().print(table)
 
 
 def _score(row: dict) -> float:

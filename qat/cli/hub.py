@@ -61,17 +61,18 @@ def list_entries(*, own: Own = None) -> dict[str, object]:
     Args:
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from qat.logs import Terminal, printable
 
     registry = _registry(own)
     table = Table("name", "kind", "hash", "what, and where", show_lines=True)
     for name, entry in registry.items():
         is_known = "known" if entry.sha256 or entry.tree_sha256 else "unknown"
-        lines = map(scrubbed, filter(None, [entry.note, *entry.mirrors]))
-        table.add_row(name, entry.kind, is_known, Text("\n".join(lines), overflow="fold"))
-    Console().print(table)
+        lines = "\n".join(map(scrubbed, filter(None, [entry.note, *entry.mirrors])))
+        table.add_row(name, entry.kind, is_known, Text(printable(lines), overflow="fold"))
+    Terminal().print(table)
     return {"names": list(registry)}
 
 
@@ -176,14 +177,13 @@ def push(
         with_trainer: pack all that is in PATH: logs, checkpoints and the state of the optimizer.
         force: replace another archive of that name.
     """
-    from rich.console import Console
-
     from qat.hub.push import push as put
+    from qat.logs import Terminal
 
     source, name = path if with_trainer else _student(path), path.resolve().name
     pushed = put(source, to, name=name, with_trainer=with_trainer, replace=force)
     line = pushed.add_line(name, _mirror(pushed.to, drive))
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    Terminal().print(line, highlight=False, soft_wrap=True)
     return dict(add=line, packed=source, **pushed._asdict())
 
 

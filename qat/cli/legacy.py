@@ -44,14 +44,15 @@ def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, 
 
 
 def _show(report: "ImportReport") -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from qat.logs import Terminal
 
     title = f"version {report.version}: {report.bits_per_weight:.3f} bits per weight"
     table = Table("format", "linears", title=title)
     for name, count in report.formats.items():
         table.add_row(name, str(count))
-    console = Console()
+    console = Terminal()
     console.print(table)
     if report.adapters:
         console.print(f"{report.adapters} linears have a LoRA, which is kept")

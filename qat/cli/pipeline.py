@@ -20,7 +20,7 @@ from qat.files import check_free, write_atomically
 from qat.logs import EXAM, RECIPE, SUMMARY
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from qat.logs import Terminal
 
 Tables = Mapping[str, Mapping[str, object]]
 LAST_FILES = {"convert": "convert_report.json", "train": SUMMARY, "export": ""}
@@ -32,7 +32,7 @@ FREE_TO_CHANGE = {"device", "xla_cache_dir"}
 class Pipeline:
     """The stages of one directory, `DIR/recipe.toml` with their settings, `DIR/eval.json`."""
 
-    def __init__(self, verb: str, out: Path, console: "Console") -> None:
+    def __init__(self, verb: str, out: Path, console: "Terminal") -> None:
         """`verb` is whose directory it is: the recipe has a table of that name.
 
         Raises:
@@ -131,7 +131,7 @@ class Pipeline:
         from qat.cli import run_verb
 
         tokens = [str(word) for word in words]
-        self.say(f"\n[bold]$ qat {shlex.join(tokens)}[/bold]")
+        self.say(f"\n$ qat {shlex.join(tokens)}", style="bold")
         began = time.perf_counter()
         try:
             found = run_verb(tokens)
@@ -143,12 +143,12 @@ class Pipeline:
         except QatError as error:
             error.args = (f"stage {stage}: {error}",)
             raise
-        self.say(f"[dim]{time.perf_counter() - began:.1f} s[/dim]")
+        self.say(f"{time.perf_counter() - began:.1f} s", style="dim")
         return found
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, style: str | None = None) -> None:
         """Print a line that may be copied: it is never broken to fit the terminal."""
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, style=style, highlight=False, soft_wrap=True)
 
     def report(self) -> Path:
         """Have a page about all stages, written anew where there is something new; where it is."""

@@ -103,15 +103,14 @@ def run(
             loss. `packed`, the checkpoint itself, if not given.
         recipe: the TOML file.
     """
-    from rich.console import Console
-
     from qat.cli import app
+    from qat.logs import Terminal
 
     app.config = None  # from here the recipe's tables are read by `Road`, once
     tables = tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe else {}
     refuse_code(tables, str(recipe))
     with held(out):
-        pipeline = Pipeline("run", out, Console())
+        pipeline = Pipeline("run", out, Terminal())
         road = Road(pipeline, model, config=config, targets=targets or PACKED, tables=tables)
         return road.go()
 

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+
+    from qat.logs import Terminal
 
 Column = tuple[str, str, str, float]
 """Title, key of a row, format, factor."""
 
 
-def wide_console(file_width: int) -> "Console":
+def wide_console(file_width: int) -> "Terminal":
     """As wide as the terminal, or `file_width` where the output is a file."""
-    from rich.console import Console
+    from qat.logs import Terminal
 
-    console = Console()
-    return console if console.is_terminal else Console(width=file_width)
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=file_width)
 
 
 def row_table(columns: Sequence[Column], rows: Sequence[dict]) -> "Table":
