@@ -299,7 +299,7 @@ class Trainer:
 
     def _give_up(self, found: str) -> None:
         """End a run that has lost its numbers; what is saved behind is finished first."""
-        self.saver.finish()
+        self.ranks.together(self.saver.finish)  # only the first one writes, but all name it
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(

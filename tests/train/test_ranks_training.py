@@ -84,7 +84,7 @@ def test_ranks_train_as_one_process_does(place, alone, tmp_path, size, learn):
     assert len({report["best"] for report in found}) == 1
     assert_same_course(out, alone[learn])
     learnable = json.loads((out / "run.json").read_text())["learnable"]
-    counts, losses = 2 * 8, 2 * 4  # valid tokens and wishes; a loss and the total
+    counts, losses = 2 * 8, 3 * 4  # valid tokens, wishes; a loss, the total, whether all is finite
     assert found[0]["moved"] == 10 * (4 * learnable + counts + losses)
 
 
