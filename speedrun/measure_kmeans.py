@@ -52,6 +52,9 @@ def samples(rng: np.random.Generator, n: int) -> dict[str, Array]:
         "lognormal": rng.lognormal(size=n),
         "absmax_32": absmax_scaled(rng.normal(size=(n // 32 + 1, 32))).flatten()[:n],
         "clusters": rng.choice([-3.0, -1.0, 0.5, 2.0], n) + 0.05 * rng.normal(size=n),
+        "cauchy": rng.standard_cauchy(size=n),
+        "one_far_out": np.append(rng.normal(size=n - 1), 1e3),
+        "five_far_out": np.append(rng.normal(size=n - 5), 1e6 * rng.normal(size=5)),
         "bfloat16": (rng.normal(size=n).astype(np.float32).view(np.uint32) & 0xFFFF0000)
         .view(np.float32)
         .astype(np.float64),
