@@ -6,6 +6,9 @@ would be, on average, as in arXiv:2503.16870; of the cache's systematic ones it 
 Everything else is the real builder, with directory bytes (manifest and headers included) per token.
 
     python speedrun/measure_cache.py --tokenizer DIR --text FILE --figures FILE.jsonl
+
+With --teacher DIR a real one is asked too, in bfloat16, and compared with itself in float32: what
+is lost by its body, by logits of 16 bits (which the builder no longer forms), and by the codec.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from qat.data.signals import top_k
 from qat.data.sources import open_source
 from qat.data.stream import blocks
 from qat.models.language_model import LanguageModel
+from qat.models.load import load_teacher, load_tokenizer
 
 VOCAB = 151_936
 DRAWS = 50
@@ -61,6 +65,13 @@ def main() -> None:
         print(f"top-{k}: max |log-prob error| {error:.4f} nats, mean KL {kl:.2e} nats")
         record(arguments.figures, f"cache_logprob_error_top{k}", error, "nats", "stated")
         record(arguments.figures, f"cache_logprob_kl_top{k}", kl, "nats/token", "stated")
+    if arguments.teacher:
+        for way, losses in losses_of(arguments.teacher, arguments.text).items():
+            print(f"{way}: " + ", ".join(f"{name} {value:.3g}" for name, value in losses.items()))
+            for name, value in losses.items():
+                unit = "nats/token" if name == "kl" else "fraction"
+                rounded = float(f"{value:.3g}")
+                record(arguments.figures, f"teacher_{way}_{name}", rounded, unit, "stated")
 
 
 def parse() -> argparse.Namespace:
@@ -70,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", required=True, help="anything that qat cache --data takes")
     parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--teacher", type=Path, help="a model of the tokenizer's, on this disk")
     return parser.parse_args()
 
 
@@ -163,6 +175,46 @@ def accuracy(teacher: LanguageModel, hidden_TD: Tensor, k: int) -> tuple[float, 
     difference = exact - logprobs.flatten(0, 1)
     kl = (exact.exp() * difference).sum(-1).mean()
     return round(difference.abs().max().item(), 5), float(f"{kl.item():.3g}")
+
+
+@torch.no_grad()
+def losses_of(directory: Path, text: str, k: int = 64) -> dict[str, dict[str, float]]:
+    """What each part of a cache from a bfloat16 teacher loses against one in float32.
+
+    `whole` is what a student learns from instead of the exact teacher: all parts together.
+    """
+    tokenizer = load_tokenizer(str(directory))
+    halved, exact = (load_teacher(str(directory), device="cpu", dtype=d) for d in ("bf16", "fp32"))
+    hidden_TD = hidden_of_text(halved, tokenizer, text)
+    truth_TV = exact.logits(hidden_of_text(exact, tokenizer, text))
+    ours_TV, rounded_TV = halved.logits(hidden_TD), halved.head(hidden_TD).float()
+    return {
+        "codec": loss(ours_TV, ours_TV, k),
+        "16_bit_logits": loss(ours_TV, rounded_TV, k, by_codec=False),
+        "body": loss(truth_TV, ours_TV, k, by_codec=False),
+        "whole": loss(truth_TV, ours_TV, k),
+        "whole_of_16_bit_logits": loss(truth_TV, rounded_TV, k),
+    }
+
+
+def loss(truth_TV: Tensor, logits_TV: Tensor, k: int, *, by_codec: bool = True) -> dict[str, float]:
+    """Of the top K of these logits and their tail, as stored or as they are, against the truth."""
+    top = top_k(logits_TV, k)
+    ids, logprobs = top.ids, (logits_TV.gather(1, top.ids) - top.log_sum_exp[:, None]).double()
+    if by_codec:
+        T, V = logits_TV.shape
+        found = decode_top_k(encode_top_k(top, T // LENGTH, V), length=LENGTH, k=k, vocab_size=V)
+        ids, logprobs = (part.flatten(0, 1) for part in found)
+    log_p = torch.log_softmax(truth_TV.double(), -1)
+    log_p_TK = log_p.gather(1, ids)
+    tail_T = log_p.scatter(1, ids, -torch.inf).logsumexp(1)
+    kl_T = (log_p_TK.exp() * (log_p_TK - logprobs)).sum(1)
+    kl_T += tail_T.exp() * (tail_T - top.tail_logprob)
+    return {
+        "kl": kl_T.mean().item(),
+        "argmax_changed": (ids[:, 0] != truth_TV.argmax(1)).double().mean().item(),
+        "neighbours_tied": (top.distances.diff(dim=1) == 0).double().mean().item(),
+    }
 
 
 if __name__ == "__main__":

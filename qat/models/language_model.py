@@ -20,6 +20,7 @@ from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 
 TF32_EPS = 2.0**-10
 """The rounding of matmuls that take their factors from float32 in TF32, as a GPU may."""
+HALVES = (torch.bfloat16, torch.float16)
 MOST_OF_NOISE = 2.0
 """How many times what a rounding in every layer changes, two ways through the body may differ."""
 
@@ -139,7 +140,7 @@ class LanguageModel:
         split = self.logits(body)
         difference = (split.float() - whole.float().to(split.device)).abs().max().item()
         # negated, so that a NaN counts as different
-        if not difference <= torch.finfo(split.dtype).eps * whole.abs().max().item():
+        if not difference <= torch.finfo(whole.dtype).eps * whole.abs().max().item():
             raise CheckpointError(
                 f"{type(self.model).__name__} changes its logits behind the head (by up to "
                 f"{difference:.3g}), expected a plain or soft-capped head; choose another model"
@@ -186,10 +187,16 @@ class LanguageModel:
         return Head(weight, bias, self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)`, soft-capped if the model does so."""
-        head = self.head
-        logits = head(hidden.to(module_device(head)))
-        softcap = self.softcap
+        """`(..., D)` to `(..., V)`, soft-capped if the model does so.
+
+        Without gradients a plain head of 16 bits gives float32, which no other rounding precedes.
+        """
+        head, softcap = self.head, self.softcap
+        hidden = hidden.to(module_device(head))
+        if type(head) is nn.Linear and hidden.dtype == head.weight.dtype in HALVES:
+            if not torch.is_grad_enabled():
+                return Head(head.weight, head.bias, softcap).exact_logits(hidden)
+        logits = head(hidden)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

@@ -145,3 +145,15 @@ def test_softcap_on_the_gpu_equals_the_cpu() -> None:
         loss.backward()
         results.append((loss.detach().cpu(), leaf.grad.cpu()))
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("words", [997, 32_001])
+@torch.no_grad()
+def test_exact_logits_round_no_product(dtype: torch.dtype, words: int) -> None:
+    hidden, head, _ = case(130, dtype, words)
+    exact = Head(head.weight.double(), softcap=30.0).logits(hidden.double())
+    with no_synchronisation():
+        found = head._replace(softcap=30.0).exact_logits(hidden)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from train_case import config
 
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.models.swap import linear_names, to_latent
+from qat.train.finite import not_finite, trouble
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 
 pytestmark = pytest.mark.gpu
@@ -133,3 +134,25 @@ def test_the_kernel_is_right_on_average() -> None:
         low, high = neighbours(wanted)
         error = (found.cpu().double().view(-1, 8).mean(0) - wanted) / (high - low)
         assert error.abs().max() < 4 * 0.5 / 2**8
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_told_without_waiting(
+    tmp_path: Path, kept: dict[str, str], bad: float
+) -> None:
+    optimizer = optimizer_on("cuda", tmp_path, **kept)
+    set_gradients(optimizer, seed=0)
+    optimizer.step(0)
+    device = next(iter(optimizer.parameters.values())).device
+    numbers = {**optimizer.parameters, **optimizer.moving()}
+    assert trouble(numbers, device).item() == 0 and not_finite(numbers) is None
+    moments = [t for name, t in numbers.items() if "exp_avg" in name and t.is_floating_point()]
+    for tensor in (next(iter(optimizer.parameters.values())).detach(), moments[-1]):
+        kept_values = tensor.clone()
+        tensor.view(-1)[-1:] = bad
+        torch.cuda.synchronize()
+        with no_synchronisation():
+            found = trouble(numbers, device)
+        assert found.isnan().item() and "1 of" in not_finite(numbers)
+        tensor.copy_(kept_values)

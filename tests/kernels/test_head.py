@@ -4,7 +4,9 @@ import pytest
 import torch
 from head_case import HEADS, head_case
 
+import qat.kernels.head as head_kernels
 from qat.kernels.head import (
+    Head,
     LogitGradients,
     add_head_gradient,
     before_softcap,
@@ -35,6 +37,21 @@ def test_chosen_and_others_equal_the_textbook(kind: str) -> None:
     torch.testing.assert_close(others.slope, slope)
     only = other_words(case.hidden, case.head, case.excluded, want_slope=False)
     assert only.slope is None and torch.equal(only.lse, others.lse)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_exact_logits_of_halves_are_no_halves(kind: str, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(head_kernels, "BLOCK_WORDS", 7)  # pieces, the last one narrower
+    case = head_case(kind)
+    head = Head(*(part.detach().to(dtype) for part in case.head[:2] if part is not None))
+    head = head._replace(softcap=case.head.softcap)
+    hidden = case.hidden.detach().to(dtype)
+    exact = head._replace(weight=head.weight.double()).logits(hidden.double())
+    found = head.exact_logits(hidden[None])[0]
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(head.logits(hidden).float(), found)
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -214,6 +214,18 @@ def test_head_of_hidden_is_the_model(architecture: str, softcap: float | None) -
         assert torch.equal(split.logits(split.hidden(IDS, positions)), logits(split.model))
 
 
+def test_a_head_of_16_bits_gives_float32_without_gradients() -> None:
+    split = LanguageModel(tiny_model("qwen3").bfloat16())
+    split.check_split()
+    with torch.no_grad():
+        hidden = split.hidden(IDS, torch.arange(6).expand(2, 6))
+        found = split.logits(hidden)
+        exact = hidden.double() @ split.head.weight.double().T
+    assert found.dtype == torch.float32 and split.logits(hidden).dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    assert len(found[0, 0].unique()) > len(found[0, 0].bfloat16().unique())  # fewer ties
+
+
 def test_scaled_logits_are_refused() -> None:
     model = tiny_model()
     forward = model.forward
