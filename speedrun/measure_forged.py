@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import forged_answers
+import forged_archives
 import forged_caches
 import forged_models
 from cyclopts import App
@@ -33,6 +35,8 @@ MEMORY_BYTES = 2**30
 Source = Callable[[Path], AbstractContextManager[Callable[[int], Forged]]]
 """Opens on a directory of its own, and then gives the case of each seed."""
 SOURCES: dict[str, Source] = {
+    "answers": forged_answers.opened,
+    "archives": forged_archives.opened,
     "caches": forged_caches.opened,
     "models": forged_models.opened,
 }

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,6 +36,12 @@ BUDGET_BYTES = 64 * 2**30
 TRIES = 3
 FRESH = 16
 """Shards fetched last that stay whatever the budget says: a reader may be about to open them."""
+OF_STORES = {
+    "aiohttp": "ClientError",
+    "botocore.exceptions": "BotoCoreError",
+    "gcsfs.retry": "HttpError",
+}
+"""Modules of libraries that read addresses, and what they raise beside Python's own errors."""
 MANIFEST_LIMIT = 2**30
 CHUNK = 2**22
 
@@ -173,7 +180,7 @@ class _Remote:
                     f"{self._address}/{name} is not there, expected a teacher cache that 'qat "
                     "cache' built; check the address"
                 ) from None
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError, *_of_stores()) as error:
                 if getattr(error, "errno", None) == errno.ENOSPC:
                     raise
                 why = scrubbed(" ".join(str(error).split()) or type(error).__name__)
@@ -184,6 +191,12 @@ class _Remote:
                     ) from None
                 logger.warning("%s/%s: %s; trying again", self._address, name, why)
         raise AssertionError("unreachable")
+
+
+def _of_stores() -> list[type[Exception]]:
+    """The errors that libraries for stores have of their own, of those that are in use."""
+    found = ((sys.modules.get(module), name) for module, name in OF_STORES.items())
+    return [getattr(module, name) for module, name in found if module is not None]
 
 
 def _file_system(address: str) -> tuple["AbstractFileSystem", str]:

@@ -46,7 +46,7 @@ class Members:
             raise self._refused(f"{kind} ({shown(member.name)})")
         if member.size < 0:
             raise self._refused(f"a file of {member.size} bytes ({shown(member.name)})")
-        if RECEIPT in path.parts:
+        if RECEIPT in (part.casefold() for part in path.parts):  # Macs know no other case
             raise self._refused(f"{RECEIPT}, which says that files were compared with their hashes")
         if any(part in JUNK or part.startswith("._") for part in path.parts):
             return None

@@ -97,6 +97,20 @@ def test_a_server_that_fails_is_asked_three_times(
     assert len(asked) == 3 and [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
 
 
+def test_an_error_of_a_stores_own_library_is_one_line(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+
+    def fail(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
+        raise aiohttp.ClientPayloadError("400, message:\n  not gzip")
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+    with pytest.raises(CacheError, match=r"does not come \(400, message: not gzip\)") as caught:
+        open_cache(ADDRESS, local=tmp_path / "kept")
+    assert "\n" not in str(caught.value)
+
+
 def test_what_comes_damaged_is_not_kept(store: MemoryFileSystem, tmp_path: Path) -> None:
     path = "/bucket/caches/c/train-00000.safetensors"
     store.pipe(path, store.cat(path)[:-1] + b"\x7f")

@@ -134,10 +134,10 @@ def test_what_the_registry_says_now_counts(out: Path, model: Path, archive: Path
 def test_a_receipt_cannot_come_from_elsewhere(out: Path, model: Path, archive: Path) -> None:
     get(out, archive)
     forged = (out / RECEIPT).read_bytes().replace(sha256_file(archive).encode(), b"0" * 64)
-    for name in (f"model/{RECEIPT}", f"{RECEIPT}/x", RECEIPT):
+    for name in (f"model/{RECEIPT}", f"{RECEIPT}/x", RECEIPT, RECEIPT.upper()):
         members = (named("model/model.safetensors"), b"evil"), (named(name), forged)
         evil = write_archive(archive.with_name("evil.tar.lz4"), *members)
-        with pytest.raises(HubError, match=f"holds {RECEIPT}, .*do not trust this archive"):
+        with pytest.raises(HubError, match=f"holds {RECEIPT}, which.*do not trust this archive"):
             get(out.with_name("other"), evil, sha256=sha256_file(evil))
         assert not out.with_name("other").exists()
     (model / RECEIPT).write_bytes(forged)
