@@ -6,37 +6,37 @@ first alone needs mutmut (pip install mutmut):
 
     python speedrun/measure_mutants.py draw MUTANTS.json
     python -m pytest -n auto --cov=qat --cov-context=test --cov-report= --junitxml=map.xml
-    python speedrun/measure_mutants.py run MUTANTS.json OUTCOMES.jsonl --workers 32
+    TRITON_INTERPRET=1 python speedrun/measure_mutants.py run MUTANTS.json OUTCOMES.jsonl
     python speedrun/measure_mutants.py count OUTCOMES.jsonl --equivalent FILE.toml --figures FILE
 
-`draw` takes a seeded sample. `run` works in copies of the project, where it runs those tests that
-passed and ran the mutant's line, until one fails; that one must pass again without the mutant, else
-the outcome is `unsure`, which counts as survived. Killed mutants are not run again. EQUIVALENT
-lists mutants that no test can tell from the project, each a table [NAME] with `is`, the change as
-`count` prints it, and a `reason`.
+`draw` takes a seeded sample. `run` imports the large libraries once and forks a process for each
+mutant, where that module has the mutant's text and those tests that passed and ran the mutant's
+line run until one fails; no file is changed, and processes that tests start have no mutant. Killed
+mutants are not run again. EQUIVALENT lists mutants that no test can tell from the project, each a
+table [NAME] with `is`, the change as `count` prints it, and a `reason`.
 """
 
 import ast
 import json
+import multiprocessing
 import os
-import queue
-import re
-import shutil
+import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as xml
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
-from importlib.util import cache_from_source
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from coverage import CoverageData
 from cyclopts import App
 from figures import ROOT, record
@@ -47,9 +47,13 @@ SIZE = 240
 GOAL = 92
 TESTS, TESTS_S = 300, 40.0
 """How many tests a mutant may have, and how long they may take together."""
-START_S = 60
-MEMORY = 16 * 2**30
+CPU_S, LIMIT_S = 40, 400
+"""Seconds of computing and of waiting after which the tests of a mutant never end."""
+MEMORY = 8 * 2**30
 """Bytes that a mutant may take: one that allocates for ever must not stop the others."""
+LARGE = ("hypothesis", "matplotlib.axes", "torch._dynamo", "triton.language", "safetensors.torch")
+MODELS = tuple(f"transformers.models.{name}" for name in ("llama", "qwen2", "qwen3"))
+FORK = multiprocessing.get_context("fork")
 
 
 class Mutant(NamedTuple):
@@ -81,35 +85,35 @@ def run(
     out: Path,
     *,
     coverage: Path = Path(".coverage"),
-    report: Path = Path("map.xml"),
+    report: tuple[Path, ...] = (Path("map.xml"),),
     workers: int = 2,
 ) -> None:
     """Run the tests of each mutant, and add the outcomes to OUT."""
     drawn = [Mutant(**each) for each in json.loads(mutants.read_text(encoding="utf-8"))]
     killed = {name for name, each in read(out).items() if is_killed(each)}
     tests = Tests(coverage, report)
-    with tempfile.TemporaryDirectory() as folder:
-        first = copy_project(Path(folder) / "0")
-        copies: queue.Queue[Path] = queue.Queue()
-        copies.put(first)
-        for number in range(1, workers):
-            copies.put(Path(shutil.copytree(first, Path(folder) / str(number), symlinks=True)))
-        with ThreadPoolExecutor(workers) as pool, out.open("a", encoding="utf-8") as file:
-            left = [each for each in drawn if each.name not in killed]
-            jobs = [pool.submit(judge, each, tests.of(each), copies) for each in left]
-            for job in as_completed(jobs):
-                outcome = job.result()
-                print(f"{outcome['outcome']:9s}{outcome['seconds']:6.1f} s  {outcome['is']}")
-                file.write(json.dumps(outcome) + "\n")
-                file.flush()
+    for name in (*LARGE, *MODELS, *(f"{each}.modeling_{each.split('.')[-1]}" for each in MODELS)):
+        import_module(name)
+    with ProcessPoolExecutor(workers, FORK) as pool, out.open("a", encoding="utf-8") as file:
+        left = [each for each in drawn if each.name not in killed]
+        jobs = [pool.submit(judge, each, tests.of(each)) for each in left]
+        for job in as_completed(jobs):
+            outcome = job.result()
+            print(
+                f"{outcome['outcome']:9s}{outcome['seconds']:6.1f} s  {outcome['is']}", flush=True
+            )
+            file.write(json.dumps(outcome) + "\n")
+            file.flush()
 
 
 class Tests:
     """Which tests passed, how long they took, and which lines they ran."""
 
-    def __init__(self, coverage: Path, report: Path) -> None:
-        passed = {name for name, state in outcomes(report).items() if state == "passed"}
-        self._took = {name: s for name, s in seconds(report).items() if name in passed}
+    def __init__(self, coverage: Path, reports: tuple[Path, ...]) -> None:
+        self._took: dict[str, float] = {}
+        for report in reports:
+            ends = outcomes(report)
+            self._took |= {name: s for name, s in seconds(report).items() if ends[name] == "passed"}
         data = CoverageData(str(coverage))
         data.read()
         self._runs: dict[str, dict[int, set[str]]] = defaultdict(dict)
@@ -155,87 +159,72 @@ class Tests:
         return next((runs[line] for line in above if line in runs), set())
 
 
-def copy_project(to: Path) -> Path:
-    """A copy without history and environments, with the package compiled."""
-    ignored = shutil.ignore_patterns(".git", ".venv*", ".whl", "runs", "shared", "__pycache__")
-    shutil.copytree(ROOT, to, ignore=ignored, symlinks=True)
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "qat"], cwd=to, check=True)
-    return to
-
-
-def judge(mutant: Mutant, tests: dict[str, float], copies: queue.Queue[Path]) -> dict:
+def judge(mutant: Mutant, tests: dict[str, float]) -> dict:
     """What came of a mutant, and the test that killed it."""
-    copy = copies.get()
-    start, killer = time.monotonic(), ""
-    try:
-        with applied(mutant, copy) as is_there:
-            outcome = "survived" if is_there else "gone"
-            if tests and is_there:
-                code, told = pytest(copy, ["-x", *tests], START_S + 3 * sum(tests.values()))
-                outcome = {0: "survived", None: "timeout"}.get(code, "killed")
-                found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", told, re.MULTILINE)
-                killer = found[1] if found else ""
-        if outcome == "killed":  # not if the test fails, or is not found, without the mutant, too
-            control = [killer] if killer in tests else ["--collect-only", *tests]
-            code, _ = pytest(copy, control, START_S + sum(tests.values()))
-            outcome = "killed" if code == 0 else "unsure"
-    finally:
-        copies.put(copy)
+    start, text = time.monotonic(), changed(mutant)
+    outcome, killer = "survived" if text else "gone", ""
+    if tests and text:
+        outcome, killer = outcome_of(ROOT / mutant.file, text, list(tests))
     rest = {"outcome": outcome, "by": killer, "tests": len(tests), "is": str(mutant)}
     return {"name": mutant.name, "seconds": round(time.monotonic() - start, 1), **rest}
 
 
-@contextmanager
-def applied(mutant: Mutant, copy: Path) -> Iterator[bool]:
-    """The mutant in a copy, and whether its lines are still there, be it some lines up or down."""
-    path = copy / mutant.file
+def changed(mutant: Mutant) -> str:
+    """The file with the mutant, be its lines some up or down by now; empty if they are gone."""
+    path = ROOT / mutant.file
     sound = path.read_text(encoding="utf-8") if path.exists() else ""
     lines, before = (text.splitlines(keepends=True) for text in (sound, mutant.before))
     places = [at for at in range(len(lines)) if lines[at : at + len(before)] == before]
     if not places:
-        yield False
-        return
+        return ""
     at = min(places, key=lambda place: abs(place + 1 - mutant.line))
-    path.write_text("".join([*lines[:at], mutant.after, *lines[at + len(before) :]]), "utf-8")
-    Path(cache_from_source(path)).unlink(missing_ok=True)
-    try:
-        yield True
-    finally:
-        path.write_text(sound, encoding="utf-8")
+    return "".join([*lines[:at], mutant.after, *lines[at + len(before) :]])
 
 
-def pytest(copy: Path, words: list[str], limit_s: float) -> tuple[int | None, str]:
-    """The exit code of the tests in a copy, None if they took too long, and what they printed."""
-    limited = (
-        f"import resource, sys, pytest; resource.setrlimit(resource.RLIMIT_DATA, 2 * ({MEMORY},));"
-        "sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    options = ["-p", "no:xdist", "-p", "no:cacheprovider", f"--basetemp={copy}.tmp", "--tb=no"]
-    own = (
-        f"PYTHONPATH={copy}{os.pathsep}{copy / 'tests'}",
-        "PYTHONDONTWRITEBYTECODE=1",  # a mutant of the same second and size would not be compiled
-        "OMP_NUM_THREADS=1",
-        "CUDA_VISIBLE_DEVICES=",
-        "TRITON_INTERPRET=1",
-    )
-    process = subprocess.Popen(
-        ["env", *own, sys.executable, "-c", limited, "-q", "-rfE", *options, *words],
-        cwd=copy,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        told, _ = process.communicate(timeout=limit_s)
-        return process.returncode, told
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
+def outcome_of(path: Path, text: str, tests: list[str]) -> tuple[str, str]:
+    """What came of tests in a process where a module has another text, and which test failed."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["-x", "-p", "no:xdist", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp"]
+        child = FORK.Process(target=pytest_with, args=(path, text, [*words, *tests], sender))
+        child.start()
+        child.join(LIMIT_S)
+        code = child.exitcode
         with suppress(ProcessLookupError):  # also what the tests have started
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+    killer = receiver.recv() if receiver.poll() else ""
+    if code in {None, -signal.SIGXCPU}:
+        return "timeout", ""
+    return "killed" if killer or code < 0 else "unsure" if code else "survived", killer
+
+
+def pytest_with(path: Path, text: str, words: list[str], sender: Connection) -> None:
+    """Leave the process with pytest's exit code, having sent the test that failed."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "qat"]:
+        del sys.modules[name]
+    sound = SourceFileLoader.get_code
+
+    def get_code(loader: SourceFileLoader, name: str) -> object:
+        is_mutant = loader.path == str(path)
+        return compile(text, path, "exec", dont_inherit=True) if is_mutant else sound(loader, name)
+
+    class Failure:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed:
+                sender.send(report.nodeid)
+
+        pytest_collectreport = pytest_runtest_logreport
+
+    SourceFileLoader.get_code = get_code
+    os._exit(pytest.main(words, plugins=[Failure()]))
 
 
 @app.command

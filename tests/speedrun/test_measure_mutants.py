@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import queue
 from pathlib import Path
 from types import ModuleType
 
@@ -21,11 +20,9 @@ def double(x):
         * x
     )
 """
-TESTS = """from pathlib import Path
-from qat.quant import pack
+TESTS = """from qat.quant import pack
 def test_double(): assert pack.double(3) == 6
 def test_large(): pack.double(100)
-def test_once(): Path("ran").touch(exist_ok=False)
 """
 
 
@@ -50,6 +47,7 @@ def mutant(script: ModuleType, line: int, before: str, after: str) -> object:
     return script.Mutant("m", "qat/quant/pack.py", line, "kind", f"{before}\n", f"{after}\n")
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it forks among threads
 @pytest.mark.parametrize(
     ("line", "before", "after", "test", "outcome"),
     [
@@ -59,16 +57,23 @@ def mutant(script: ModuleType, line: int, before: str, after: str) -> object:
         (1, "SIZE = 2", "SIZE =", "test_large", "killed"),  # it cannot be imported
         (1, "SIZE = 7", "SIZE = 8", "test_large", "gone"),
         (1, "SIZE = 2", "SIZE = 3", "test_not_there", "unsure"),
-        (1, "SIZE = 2", "open('ran', 'w'); SIZE = 2", "test_once", "unsure"),  # a flaky test
+        (1, "SIZE = 2", "import os; os.abort()", "test_double", "killed"),
+        (1, "SIZE = 2", "while True: pass", "test_double", "timeout"),
     ],
 )
-def test_outcomes(
-    script: ModuleType, tmp_path: Path, line: int, before: str, after: str, test: str, outcome: str
+def test_outcomes(  # noqa: PLR0917
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    line: int,
+    before: str,
+    after: str,
+    test: str,
+    outcome: str,
 ) -> None:
-    copies: queue.Queue[Path] = queue.Queue()
-    copies.put(tmp_path)
+    monkeypatch.setattr(script, "CPU_S", 1 if outcome == "timeout" else 40)
     tests = {f"tests/quant/test_pack.py::{test}": 0.1}
-    found = script.judge(mutant(script, line, before, after), tests, copies)
+    found = script.judge(mutant(script, line, before, after), tests)
     assert found["outcome"] == outcome
     assert found["by"] == "" or next(iter(tests)).startswith(found["by"])
     assert (tmp_path / "qat/quant/pack.py").read_text() == SOURCE
@@ -101,7 +106,7 @@ def test_tests_that_run_the_line_are_chosen_mirrored_ones_first(
         '<testcase classname="tests.quant.test_pack" name="in_pack" time="2"/>'
         "</testsuite></testsuites>"
     )
-    found = script.Tests(tmp_path / ".coverage", tmp_path / "map.xml")
+    found = script.Tests(tmp_path / ".coverage", (tmp_path / "map.xml",))
     chosen = found.of(mutant(script, line, "", ""))
     assert [name.partition("::")[2] for name in chosen] == tests
 
