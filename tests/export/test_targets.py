@@ -470,7 +470,9 @@ def deep_with_outliers(to: TargetName, architecture: str) -> PreTrainedModel:
     return language_model.model
 
 
-@pytest.mark.parametrize(("to", "dtype"), [("mlx", "fp32"), ("coreml", "fp16")])
+@pytest.mark.parametrize(
+    ("to", "dtype"), [("mlx", "fp32"), pytest.param("coreml", "fp16", marks=pytest.mark.slow)]
+)
 def test_of_a_deep_model_with_outliers_only_wrong_files_are_refused(
     to: TargetName, dtype: str, tmp_path: Path
 ) -> None:

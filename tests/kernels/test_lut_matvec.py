@@ -167,8 +167,8 @@ def test_split_inputs_hold_22_bits() -> None:
     assert torch.allclose(gathered(found, SPLIT), x, rtol=2**-20, atol=1e-6)
 
 
-@pytest.mark.parametrize("units", [1, 2, 4])
-@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("units", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
+@pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32"])
 def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     pytest.importorskip("triton")

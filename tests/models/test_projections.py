@@ -58,7 +58,7 @@ def test_joined_projections_compute_the_same(architecture, is_formed, spec) -> N
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
 @pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_compiled_layers_compute_the_same(architecture, is_fused, monkeypatch) -> None:
     if is_fused:
         pytest.importorskip("triton")
