@@ -91,6 +91,47 @@ def test_the_first_signal_is_noted_and_the_second_acts(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_terminal_that_closes_is_one_wish_and_written_to_no_more(tmp_path: Path) -> None:
+    master, terminal = os.openpty()
+    kept = os.dup(1)
+    with Stops(tmp_path / HALT) as stops:
+        os.dup2(terminal, 1)
+        try:
+            os.close(master)
+            with pytest.raises(OSError, match="Input/output error"):
+                os.write(1, b"x")
+            for _ in range(3):  # from the system, the shell, and the shell's end
+                os.kill(os.getpid(), signal.SIGHUP)
+            os.write(1, b"x")
+        finally:
+            os.dup2(kept, 1)
+        assert stops.wanted() == "SIGHUP"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    os.close(kept)
+    os.close(terminal)
+
+
+def test_below_nohup_a_terminal_may_close(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stops(tmp_path / HALT) as stops:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stops.wanted() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_directory_that_asks_stays(tmp_path: Path, caplog) -> None:
+    (tmp_path / HALT / "thesis").mkdir(parents=True)
+    stops = Stops(tmp_path / HALT)
+    assert stops.wanted() == HALT
+    stops.obeyed()
+    assert "HALT cannot be removed (Is a directory): remove it before you go on" in caplog.text
+    assert (tmp_path / HALT / "thesis").exists()
+
+
 def test_the_file_is_looked_for_once_a_second_and_remembered(tmp_path: Path, monkeypatch) -> None:
     stops, now = Stops(tmp_path / HALT), [100.0]
     monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
