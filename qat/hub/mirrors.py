@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from qat.config import fingerprint
 from qat.errors import HubError
+from qat.files import inside
 from qat.hub.files import copy_file, mebibytes
 from qat.hub.limits import MIB
 from qat.hub.pack import SUFFIXES, is_archive
@@ -127,7 +128,8 @@ def _drive(relative: str, places: Places) -> Arrival:
         )
     if not places.drive.is_dir():
         raise HubError(f"Drive is not mounted at {places.drive}; mount it, or mend --drive")
-    found = lookup(places.drive / relative)
+    mirror = f"mirror drive:{relative}"
+    found = lookup(inside(places.drive, relative, found_in=mirror, error=HubError))
     if not is_archive(found.name):
         return Arrival(found, found.name, is_ours=False)
     part = _part(places, f"drive:{relative}", found.name)

@@ -70,6 +70,12 @@ def test_a_drive_has_to_be_there(places: Places) -> None:
     fail("drive:runs/q2", places, "runs/q2 is not there")
 
 
+@pytest.mark.parametrize("path", ["../private", "/etc/passwd", "a/../../private"])
+def test_a_drive_is_not_left(places: Places, path: str) -> None:
+    with pytest.raises(HubError, match="expected a name inside"):
+        fetch(f"drive:{path}", places)
+
+
 def test_a_drive_that_goes_away(places: Places, monkeypatch) -> None:
     (places.drive / "a.tgz").write_bytes(b"packed")
 
