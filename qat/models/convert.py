@@ -79,6 +79,7 @@ def convert_checkpoint(
         check_written(partial, student.model)
         values = {"source": source, "trust_remote_code": config.trust_remote_code}
         values["attention_fit"] = [asdict(fit) for fit in done.fits]
+        values["calibration"] = _drawn(calibration, config)
         _write_report(student.model, done.report, partial, values)
         if done.report.budget is not None:
             rules = tomli_w.dumps(done.plan.model_dump(exclude_none=True))
@@ -210,6 +211,19 @@ def _budgeted(
         **_room(config),
         bend=None if shipping is None else shipping.bend,
     )
+
+
+def _drawn(calibration: Sequence[TokenBatch], config: ConvertConfig) -> dict[str, object] | None:
+    """What a conversion was calibrated on, for its report: enough to draw it again."""
+    if not calibration:
+        return None
+    ids = [batch.input_ids for batch in calibration]
+    return {
+        "data": config.calibration,
+        "seed": config.calibration_seed,
+        "sequences": sum(map(len, ids)),
+        "tokens": sum(each.numel() for each in ids),
+    }
 
 
 def _write_report(

@@ -95,6 +95,8 @@ def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None
     report = json.loads((out / REPORT_NAME).read_text())
     assert report["source"] == source and report["plan"] == "mlp only" and report["kept"] == 0
     assert report["bits_per_weight"] == found.bits_per_weight and report["seconds"] > 0
+    drawn = {"data": str(place / "text.txt"), "seed": 0, "sequences": 35, "tokens": 35 * 32}
+    assert report["calibration"] == drawn
     assert [m["name"] for m in report["modules"]] == [m.name for m in found.modules]
     keys = {"name", "bits", "codebook", "scale", "group_size", "rank", "scale_bits"}
     keys |= {"relative_error", "weighted_error", "bits_per_weight", "seconds"}
