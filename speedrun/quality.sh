@@ -23,10 +23,10 @@ compare() { # GPUS NAME
         --workers "$workers" > "runs/$2.log" 2>&1
 }
 
-sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED
+sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED [MAX_TOKENS]
     [ -e "$3" ] && return
     on_gpus "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
-        --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192
+        --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192 --max-tokens "${7:-255}"
     mv "$3.part" "$3"
 }
 
@@ -43,7 +43,8 @@ stories() { # GPUS
 }
 
 minimind() { # GPUS
-    sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0
+    # rows of 256 hold them whole, with the tokens that begin and end them
+    sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0 250
     compare "$1" minimind2
     gradients "$1"
 }

@@ -45,7 +45,9 @@ class Packer:
 
     So many documents as would fill `lookahead` sequences are packed together by best fit
     decreasing: the longest first, each where it leaves least room. Their sequences come in the
-    order of the first document in each, and how many are taken changes none.
+    order of the first document in each, and how many are taken changes none. Without `sorts` the
+    documents are laid in their own order, so that sequences of fewer documents are those of more,
+    or their beginnings.
 
     A longer document is cut into pieces. A piece that goes on with a document begins with a quarter
     of its length that was read before and does not count, so that what counts has something before
@@ -62,11 +64,13 @@ class Packer:
         special: Collection[int] = (),
         *,
         lookahead: int = LOOKAHEAD,
+        sorts: bool = True,
     ) -> None:
         self._length = length
         self._pad = pad
         self._special = frozenset(special)
         self._lookahead = lookahead
+        self._sorts = sorts
         self._waiting: list[_Piece] = []
         self._num_waiting = 0
         self._rows: deque[list[_Piece]] = deque()
@@ -119,12 +123,13 @@ class Packer:
         return pieces
 
     def _fitted(self, pieces: list[_Piece]) -> list[list[_Piece]]:
-        """The pieces in sequences, best fit decreasing; each sequence in the order of `pieces`."""
+        """The pieces in sequences by best fit; each sequence in the order of `pieces`."""
         sizes = np.array([len(piece.tokens) for piece in pieces])
         rows: list[list[int]] = []
         by_room: list[list[int]] = [[] for _ in range(self._length + 1)]
         rooms = 0  # bit r says whether a sequence has room r
-        for number in np.argsort(-sizes, kind="stable").tolist():
+        order = np.argsort(-sizes, kind="stable") if self._sorts else np.arange(len(sizes))
+        for number in order.tolist():
             size = int(sizes[number])
             fitting = rooms >> size
             if fitting:

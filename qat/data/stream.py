@@ -135,7 +135,13 @@ class _Cutter:
         limit: int,
     ) -> None:
         together = min(LOOKAHEAD, settings.shard_size)
-        self.packer = Packer(settings.sequence_length, end, special, lookahead=together)
+        self.packer = Packer(
+            settings.sequence_length,
+            end,
+            special,
+            lookahead=together,
+            sorts=split == "train",  # what judges a run is looked for in a larger cache
+        )
         self._split = split
         self._size = settings.shard_size
         self._limit = limit

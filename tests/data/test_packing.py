@@ -133,6 +133,23 @@ def test_taking_bit_by_bit_equals_taking_all(seed: int) -> None:
     assert sum(part.num_tokens for part in parts) == whole.num_tokens
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_unsorted_sequences_of_fewer_documents_are_beginnings_of_those_of_more(seed: int) -> None:
+    documents = documents_of(random.Random(seed)) * 20
+    few, many = (Packer(32, PAD, lookahead=16, sorts=False) for _ in range(2))
+    for number, document in enumerate(documents):
+        many.push(document)
+        if number < len(documents) // 2:
+            few.push(document)
+    few.finish()
+    many.finish()
+    count = few.num_full
+    less, more = few.take(count), many.take(count)
+    is_there = less.tokens != PAD
+    assert count > 16 and (less.tokens == more.tokens)[is_there].all()
+    assert (less.mask <= more.mask).all() and (less.starts == more.starts)[is_there].all()
+
+
 def test_positions_restart_and_labels_stay_inside_a_document() -> None:
     packed = pack([[11, 12, 13], [21, 22], [31, 32]], 6, PAD)
     tokens, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)

@@ -91,17 +91,26 @@ def test_a_checkpoint_of_before_the_cache_grew(place: Path, out: Path) -> None:
     assert [(entry["step"], "changed" in entry) for entry in entries] == [(4, True), (4, False)]
 
 
+def test_a_sequence_with_room_left_is_found_where_it_goes_on(tmp_path: Path) -> None:
+    short = [" ".join(text.split()[:5]) for text in texts(60)]
+    build(tmp_path / "few", documents=short[:20])
+    build(tmp_path / "many", documents=short)
+    few, many = (TeacherCache.open(tmp_path / name) for name in ("few", "many"))
+    first = Judged.first(few, 99)
+    found = Judged.found(many, first.marks)
+    before, after = (
+        cache.batch(where.places, "held_out", targets=()).mask.sum()
+        for cache, where in ((few, first), (many, found))
+    )
+    assert before < after
+
+
 def test_what_judges_is_found_wherever_it_lies(place: Path) -> None:
     old, new = (TeacherCache.open(place / name) for name in ("cache", "more"))
     first = Judged.first(old, 99)
     found = Judged.found(new, first.marks)
     assert found is not None and found.marks == first.marks
     assert Judged.found(old, first.marks) == first
-    last, longer = (
-        cache.batch([where.places[-1]], "held_out", targets=()).mask.sum()
-        for cache, where in ((old, first), (new, found))
-    )
-    assert last < longer  # it was padded, and goes on in the larger cache
     turned = Judged.found(new, first.marks[::-1])
     assert turned is not None and turned.places == found.places[::-1]
     assert Judged.found(old, Judged.first(new, 99).marks) is None
