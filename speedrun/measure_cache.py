@@ -7,8 +7,10 @@ Everything else is the real builder, with directory bytes (manifest and headers 
 
     python speedrun/measure_cache.py --tokenizer DIR --text FILE --figures FILE.jsonl
 
-With --teacher DIR a real one is asked too, in bfloat16, and compared with itself in float32: what
-is lost by its body, by logits of 16 bits (which the builder no longer forms), and by the codec.
+    python speedrun/measure_cache.py --teacher DIR --text FILE --figures FILE.jsonl
+
+A real teacher is asked in bfloat16 and compared with itself in float32: what is lost by its body,
+by logits of 16 bits (which the builder no longer forms), and by the codec.
 """
 
 import argparse
@@ -46,6 +48,13 @@ LENGTH = 64
 def main() -> None:
     """Print bytes and accuracy for each kind of cache, and record them."""
     arguments = parse()
+    if arguments.teacher:
+        for way, losses in losses_of(arguments.teacher, arguments.text).items():
+            print(f"{way}: " + ", ".join(f"{name} {value:.3g}" for name, value in losses.items()))
+            for name, value in losses.items():
+                figure, unit = f"teacher_{way}_{name}", "fraction" if name != "kl" else "nats/token"
+                record(arguments.figures, figure, float(f"{value:.3g}"), unit, "stated")
+        return
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, local_files_only=True)
     sequences = arguments.sequences
     teacher = random_teacher()
@@ -65,23 +74,17 @@ def main() -> None:
         print(f"top-{k}: max |log-prob error| {error:.4f} nats, mean KL {kl:.2e} nats")
         record(arguments.figures, f"cache_logprob_error_top{k}", error, "nats", "stated")
         record(arguments.figures, f"cache_logprob_kl_top{k}", kl, "nats/token", "stated")
-    if arguments.teacher:
-        for way, losses in losses_of(arguments.teacher, arguments.text).items():
-            print(f"{way}: " + ", ".join(f"{name} {value:.3g}" for name, value in losses.items()))
-            for name, value in losses.items():
-                unit = "nats/token" if name == "kl" else "fraction"
-                rounded = float(f"{value:.3g}")
-                record(arguments.figures, f"teacher_{way}_{name}", rounded, unit, "stated")
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--tokenizer", type=Path, help="of Qwen3, for the random teacher")
+    asked.add_argument("--teacher", type=Path, help="a real model on this disk, tokenizer and all")
     parser.add_argument("--text", required=True, help="anything that qat cache --data takes")
     parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--teacher", type=Path, help="a model of the tokenizer's, on this disk")
     return parser.parse_args()
 
 
