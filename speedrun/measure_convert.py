@@ -123,7 +123,7 @@ def gain(
     for pair in pairs:
         model, text = pair.rsplit("=", 1)
         parts: dict[str, list[Document]] = {"train": [], "held_out": []}
-        settings = CacheSettings(data=text, held_out=0.1)
+        settings = CacheSettings(data=text, sequence_length=length, held_out=0.1)
         for document, side in divided(open_source(text).documents, settings):
             parts[side].append(document)
         random.Random(0).shuffle(parts["held_out"])

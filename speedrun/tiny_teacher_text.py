@@ -53,6 +53,8 @@ CHAT_TEMPLATE = """\
 {{- '<think>\\n\\n</think>\\n\\n' -}}
 {%- endif -%}
 {%- endif -%}"""
+SETTINGS = CacheSettings(data="stdlib", sequence_length=512)
+"""Whose split is that of `qat cache --data stdlib`; it does not depend on the length."""
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -78,7 +80,7 @@ def read_corpus() -> Corpus:
 def split(documents: list[str]) -> Corpus:
     """The documents by the split that `qat cache` gives them by default."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
-    for document, side in divided(documents, CacheSettings(data="stdlib")):
+    for document, side in divided(documents, SETTINGS):
         parts[side].append(document)
     return Corpus(**parts)
 
@@ -89,8 +91,7 @@ def freeze(path: Path, documents: list[str]) -> Corpus:
     A document that is held out is left out if a tenth of its runs of eight words stand in training
     documents, or if it is near-identical to one: who learned those would be judged by what it read.
     """
-    seed, fraction = (CacheSettings.model_fields[name].default for name in ("seed", "held_out"))
-    sides = [split_of(document, seed, fraction) for document in documents]
+    sides = [split_of(document, SETTINGS.seed, SETTINGS.held_out) for document in documents]
     runs = [runs_of_words(document) for document in documents]
     pairs = zip(runs, sides, strict=True)
     learned = set().union(*(own for own, side in pairs if side == "train"))
@@ -101,8 +102,8 @@ def freeze(path: Path, documents: list[str]) -> Corpus:
     ]
     kept = [
         document
-        for document, side in divided(apart, CacheSettings(data="stdlib"))
-        if side == split_of(document, seed, fraction)
+        for document, side in divided(apart, SETTINGS)
+        if side == split_of(document, SETTINGS.seed, SETTINGS.held_out)
     ]
     lines = "".join(json.dumps({"text": document}) + "\n" for document in kept)
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
