@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,8 @@ from qat.folders import parents_of, real
 logger = logging.getLogger(__name__)
 
 MEND = "remove it or choose another --out"
+DOTTED = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
+"""A key of TOML that names a table in a table in a table ..."""
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
 """What a directory or file is called until it is whole, and when it is no longer wanted."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -119,6 +122,20 @@ def inside(directory: Path, name: object, *, found_in: object, error: type[QatEr
             "stranger made of it: get it anew, or ask whoever made it"
         )
     return directory / name
+
+
+def parse_toml(text: str) -> dict[str, object]:
+    """The tables of a text in TOML, which may come from anybody.
+
+    Raises:
+        ValueError: it is none, or nests deeper than any settings do.
+    """
+    if DOTTED.search(text):  # for which tomllib takes minutes
+        raise ValueError("it nests too deeply")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -236,6 +236,8 @@ def test_recipe_takes_both_spellings(tmp_path: Path) -> None:
         ("[train]\nzzz = 1\n", r"\[train\] has no key 'zzz'; known are lr, max_steps"),
         ("cache = 1\n", r"cache must be a table; write \[cache\]"),
         ("[cache\n", "is not TOML: .*; mend that line"),
+        ("a = " + "[" * 3000, "is not TOML: it nests too deeply; mend that line"),
+        ("a." * 20_000 + "b = 1", "is not TOML: it nests too deeply; mend that line"),
     ],
 )
 def test_recipe_mistakes_name_what_was_meant(text: str, message: str, tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Recipe files of the benchmarks: TOML read with messages that say what was meant."""
 
 import difflib
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from qat.config import refuse_code
 from qat.errors import ConfigError
+from qat.files import parse_toml
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
@@ -17,12 +17,12 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
         ConfigError: it is missing or no TOML, or would run code of others.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"recipe={path}: {error.strerror}; expected a TOML file; check the path"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"recipe={path} is not TOML ({error}); expected a {kind} recipe; mend that line"
         ) from None

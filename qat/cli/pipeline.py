@@ -7,7 +7,6 @@ last file, only then. So a pipeline that was killed anywhere goes on by asking t
 import json
 import shlex
 import time
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ import tomli_w
 
 from qat.config import refuse_code
 from qat.errors import ConfigError, QatError, Stopped
-from qat.files import check_free, write_atomically
+from qat.files import check_free, parse_toml, write_atomically
 from qat.logs import EXAM, RECIPE, SUMMARY
 
 if TYPE_CHECKING:
@@ -180,8 +179,8 @@ def _megabytes(model: Path) -> float | None:
 
 def _read(recipe: Path) -> dict[str, dict[str, object]]:
     try:
-        tables = tomllib.loads(recipe.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tables = parse_toml(recipe.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(
             f"{recipe} is not TOML ({error}), expected the settings that this directory was begun "
             "with; restore it or choose another --out"

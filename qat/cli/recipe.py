@@ -1,12 +1,12 @@
 """Checks a recipe before any verb reads it: every table is a verb, every key one of its flags."""
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from qat.config import refuse_code
 from qat.errors import ConfigError
+from qat.files import parse_toml
 
 
 def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> None:
@@ -35,8 +35,8 @@ def _load(path: Path) -> dict:
     if not path.is_file():
         raise ConfigError(f"recipe={path} is not there; expected a TOML file; check the path")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"recipe={path} is not TOML: {error}; mend that line") from None
 
 

@@ -1,11 +1,12 @@
 """`qat report`: what runs and conversions came to, as one page, and as entries of a log."""
 
 import shlex
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+
+from qat.files import parse_toml
 
 LOG, RECORDS = Path("speedrun/LOG.md"), Path("speedrun/records")
 
@@ -68,10 +69,12 @@ def train_command(run: Path) -> str:
     """The `qat train` that made a run, with the settings that are not the defaults; "" for none."""
     from qat.logs import RECIPE
     from qat.train.config import TrainConfig
+    from qat.train.run import Run
 
     if not (run / RECIPE).is_file():
         return ""
-    settings = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))["train"]
+    Run(run).begun_with()  # or a line that says what is wrong with it
+    settings = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]
     defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
     words = ["qat", "train", str(settings.pop("student"))]
     for name, value in settings.items():

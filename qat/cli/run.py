@@ -3,7 +3,6 @@
 DIR/  recipe.toml  cache/  converted/  trained/  eval.json  export/TARGET/  report.html
 """
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +13,7 @@ from qat.cli.convert import Targets
 from qat.cli.pipeline import Pipeline
 from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
 from qat.errors import ConfigError, QatError
+from qat.files import parse_toml
 from qat.lock import held
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run(
     from qat.logs import Terminal
 
     app.config = None  # from here the recipe's tables are read by `Road`, once
-    tables = tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe else {}
+    tables = parse_toml(recipe.read_text(encoding="utf-8")) if recipe else {}
     refuse_code(tables, str(recipe))
     with held(out):
         pipeline = Pipeline("run", out, Terminal())

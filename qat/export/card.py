@@ -1,7 +1,6 @@
 """The model card of an export: README.md, from what the checkpoint and its run left behind."""
 
 import json
-import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from qat.errors import CheckpointError
 from qat.export.config import TargetName
 from qat.export.origin import float_base
 from qat.export.targets import load_target
+from qat.files import parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
 from qat.models.count import model_bits_per_weight, parameter_count, whole_model_bits
 from qat.models.stored_state import quantized_modules
@@ -131,7 +131,7 @@ def _history(checkpoint: Path) -> dict[str, object]:
 
 def _of_run(run: Path, checkpoint: Path) -> dict[str, object]:
     facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
-    student = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
+    student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
     step = int(checkpoint.resolve().name.rpartition("-")[2])
     rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
     judged = next((row for row in rows if row["step"] == step), {})

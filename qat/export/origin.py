@@ -1,10 +1,10 @@
 """Which float model a checkpoint was made from, by what runs, conversions and imports wrote."""
 
 import json
-import tomllib
 from pathlib import Path
 
 from qat.errors import CheckpointError
+from qat.files import parse_toml
 from qat.logs import FACTS, RECIPE
 from qat.models.anemll import REPORT_NAME as IMPORT
 from qat.models.convert import REPORT_NAME as CONVERSION
@@ -36,7 +36,7 @@ def _made_from(checkpoint: Path) -> str | None:
     place = checkpoint.resolve()
     for run in (place, place.parent, place.parent.parent):
         if (run / RECIPE).is_file() and (run / FACTS).is_file():
-            values = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))
+            values = parse_toml((run / RECIPE).read_text(encoding="utf-8"))
             return str(values["train"]["student"])
     for name, key in ((IMPORT, "base"), (CONVERSION, "source")):
         if (checkpoint / name).is_file():

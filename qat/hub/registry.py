@@ -2,12 +2,12 @@
 
 import difflib
 import re
-import tomllib
 from pathlib import Path
 
 import tomli_w
 
 from qat.errors import HubError
+from qat.files import parse_toml
 from qat.hub.config import SCHEMES, Entry
 from qat.hub.files import atomic_file
 from qat.secrets import scrubbed
@@ -89,8 +89,8 @@ def _read_own(own: Path) -> Registry:
 
 def _read(path: Path, base: Path) -> Registry:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = parse_toml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise HubError(f"{path} is not TOML: {error}; mend that line") from None
     return {name: _absolute(_parse(path, name, values[name]), base) for name in values}
 

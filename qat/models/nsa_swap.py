@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from qat.errors import CheckpointError, ConfigError
+from qat.files import parse_toml
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.models.nsa_attention import SWAPPED, NSAAttention
 from qat.models.swap import decoder_layers
@@ -117,7 +117,7 @@ def read_attention(name: str) -> NSAConfig | None:
         known = ", ".join((DENSE_NAME, *PRESETS))
         raise ConfigError(f"attention={name} is neither a file nor known; use one of {known}")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse_toml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(
             f"attention={path} is not TOML ({error}), expected settings of sparse attention; mend "

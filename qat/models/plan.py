@@ -1,10 +1,10 @@
 """The plan that `qat convert --to` names: which linear gets which format."""
 
-import tomllib
 from pathlib import Path
 
 from qat.config import Settings
 from qat.errors import ConfigError
+from qat.files import parse_toml
 from qat.models.config import ConvertConfig
 from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
 
@@ -36,7 +36,7 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
             known = ", ".join(PRESETS)
             raise ConfigError(f"to={config.to} is neither a file nor a preset; use one of {known}")
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = parse_toml(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(
                 f"to={path} is not TOML ({error}), expected a plan; mend that line"

@@ -1,10 +1,10 @@
 """How a run fared: one line a question, each with a number, its limit and a word."""
 
 import statistics
-import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+from qat.files import parse_toml
 from qat.report.runs import Run
 
 State = Literal["ok", "look", "bad"]
@@ -214,7 +214,7 @@ def _collapsed(run: Run, layers: list[dict]) -> Check:
     """The layer with most gates that give one branch almost all, as all do where they begin."""
     worst = max(layers, key=lambda layer: layer["collapse_frac"])
     share = worst["collapse_frac"]
-    kinds = tomllib.loads(run.recipe).get("train", {}).get("learn", "").split(",")
+    kinds = parse_toml(run.recipe).get("train", {}).get("learn", "").split(",")
     found = f"{_percent(share)} in layer {worst['layer']}"
     if share > MOST_COLLAPSED_FRAC and "gates" not in kinds:
         return Check("collapsed gates", "ok", f"{found}, where they began", "of gates that learn")

@@ -1,7 +1,6 @@
 """Writes runs down in a log such as `speedrun/LOG.md`, in the log's own template."""
 
 import textwrap
-import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from qat.config import fingerprint
 from qat.errors import CheckpointError, ConfigError
-from qat.files import write_atomically
+from qat.files import parse_toml, write_atomically
 from qat.logs import METRICS
 from qat.report.page import number
 from qat.report.runs import Run, read_directory, token_count, wall_seconds
@@ -61,7 +60,7 @@ def run_mark(path: Path) -> str:
 def entry(run: Run, path: Path, command: str, *, title: str, mark: str) -> str:
     """The entry in Markdown, every part of the template filled from the run's own files."""
     ended = datetime.fromtimestamp((path / METRICS).stat().st_mtime, tz=UTC)
-    settings = tomllib.loads(run.recipe).get("train", {})
+    settings = parse_toml(run.recipe).get("train", {})
     return "\n".join(
         [
             f"### {ended:%Y-%m-%d}: {title}\n",

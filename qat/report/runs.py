@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.config import explain
 from qat.errors import CheckpointError
+from qat.files import parse_toml
 from qat.logs import (
     EVENTS,
     EXAM,
@@ -198,10 +199,12 @@ def _read_run(path: Path) -> Run:
     rows = read_json_lines(path / METRICS)
     beats, facts, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
     info = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
+    words = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
+    parse_toml(words)
     return Run(
         label=path.resolve().name,
         info=info,
-        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        recipe=words,
         steps=[row for row in rows if row["kind"] == "train"],
         evals=[row for row in rows if row["kind"] == "eval"],
         heartbeats=read_json_lines(beats) if beats.is_file() else [],

@@ -9,7 +9,6 @@ import logging
 import platform
 import shutil
 import subprocess
-import tomllib
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +22,7 @@ import qat
 from qat.backend.device import environment
 from qat.config import explain
 from qat.errors import ConfigError
-from qat.files import LEAVING, check_free, partial_file, write_atomically
+from qat.files import LEAVING, check_free, parse_toml, partial_file, write_atomically
 from qat.logs import (
     EVENTS,
     FACTS,
@@ -197,7 +196,7 @@ class Run:
         """
         path = self.path / RECIPE
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))["train"]
+            table = parse_toml(path.read_text(encoding="utf-8"))["train"]
             student = table.pop("student")
             if not isinstance(student, str):
                 raise ValueError(f"student={student!r}")

@@ -1,5 +1,6 @@
 """A quality recipe is checked whole before anything runs, and every mistake is one line."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,10 @@ def test_what_only_converts_or_rounds_takes_no_step_and_one_seed(place: Path) ->
         ({"train": False, "stages": [{}]}, "recipe 'a' has train and stages; keep one of them"),
         ({"stages": [{"max_steps": 4}]}, "recipe 'a': its stages take 4 steps, expected 10 in all"),
         ({"stages": [{"max_steps": 10}, {}]}, "its stages take 10 steps, expected 10 in all and"),
+        ({"stages": [{"max_steps": math.nan}, {}]}, "max_steps=nan of a stage, expected a whole"),
+        ({"stages": [{"max_steps": "9"}, {}]}, "max_steps='9' of a stage, expected a whole number"),
+        ({"stages": [{"convert": 7}]}, "convert=7 of a stage, expected a table of settings"),
+        ({"train": {"grad_accum_steps": 0}}, "grad_accum_steps=0: Input should be greater than 0"),
         ({"method": "magic"}, "recipe 'a': no method is called 'magic'; expected one that there"),
         ({"method": "rtn", "convert": {"to": "q4a4"}}, "'a' has stages or convert, which method"),
         ({"method": "rtn", "train": {"x": 1}}, "recipe 'a': x: Extra inputs are not permitted"),

@@ -111,6 +111,7 @@ def test_places_of_a_command_are_filled() -> None:
         ),
         ('verb = "command"\n', "verb='command' needs a command"),
         ('command = ["x"]\n', "verb='bench' needs a student and no command"),
+        ('tiny = "x"\n', "tiny='x', expected a table of keys over the others"),
         ("name = 1 2\n", "is not TOML"),
         ("repeats = 0\n", "repeats=0: "),
     ],

@@ -151,6 +151,12 @@ def _stages(recipe: QualityRecipe, entry: Entry, where: str) -> tuple[Stage, ...
         return ()
     tables = [dict(table) for table in entry.stages or (entry.train,)]
     given = [table.pop("max_steps", None) for table in tables] if entry.stages else [None]
+    wrong = next((own for own in given if own is not None and not _is_count(own)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{where}: max_steps={wrong!r:.80} of a stage, expected a whole number of steps from 1 "
+            "on; mend it"
+        )
     total = entry.max_steps or recipe.max_steps
     left, open_places = total - sum(filter(None, given)), given.count(None)
     if left < open_places or (open_places == 0 and left != 0):
@@ -165,13 +171,22 @@ def _stages(recipe: QualityRecipe, entry: Entry, where: str) -> tuple[Stage, ...
     )
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Stage:
     convert = table.pop("convert", None)
+    if not isinstance(convert, dict | None):
+        raise ConfigError(
+            f"{where}: convert={convert!r:.80} of a stage, expected a table of settings; mend it"
+        )
     if convert is not None:
         convert = _convert_table(recipe, recipe.convert | convert, where)
     table = recipe.train | table
     _refuse(table, SHARED_TRAIN_KEYS, where, "the file's own keys say it")
-    micro_batch = recipe.batch_size // table.get("grad_accum_steps", 1)
+    parts = table.get("grad_accum_steps", 1)  # if it is no count, its verb says so
+    micro_batch = recipe.batch_size // parts if _is_count(parts) else 1
     table = {"batch_size": max(1, micro_batch), **table}
     if table.get("teacher") == TEACHER:
         table["teacher"] = recipe.teacher

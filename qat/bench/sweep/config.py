@@ -118,6 +118,11 @@ def read_recipe(path: Path, *, tiny: bool = False) -> SweepRecipe:
     """
     values = read_toml(path, "sweep")
     small = values.pop("tiny", {})
+    if not isinstance(small, dict):
+        raise ConfigError(
+            f"{path}: tiny={small!r:.80}, expected a table of keys over the others; write [tiny] "
+            "above them"
+        )
     check_keys(str(path), values, SweepRecipe.model_fields)
     check_keys(f"{path}: [tiny]", small, SweepRecipe.model_fields)
     recipe = SweepRecipe.parse(_merged(values, small) if tiny else values, str(path))
