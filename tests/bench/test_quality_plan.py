@@ -17,6 +17,7 @@ RECIPES = Path(__file__).parents[2] / "speedrun" / "recipes"
 BASE = {
     "name": "case",
     "teacher": "TEACHER",
+    "sequence_length": 64,
     "max_steps": 10,
     "batch_size": 8,
     "texts": {"distil": "learn.jsonl", "report": {"own": "judge.jsonl"}},
