@@ -1,6 +1,7 @@
 """The verb itself: build, info, verify, and what a user sees when something is wrong."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from qat.data.cache import MANIFEST
 from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
-from qat.errors import CacheError
+from qat.errors import CacheError, DataError
+from qat.models.teacher_cache import with_length
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +90,37 @@ def test_names_say_what_a_cache_holds(tmp_path: Path) -> None:
     )
     name = suggested_name(config, open_source(config.data))
     assert name == "alpaca-data_alpaca_think_both_L128_K32_R50"
+
+
+def test_the_length_follows_the_documents(
+    teacher: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="qat")
+
+    def settled(sizes: list[int], **values: object) -> tuple[int, list]:
+        path = tmp_path / "rows.jsonl"
+        rows = [{"prompt": "the cat", "completion": "the dog " * size} for size in sizes]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = CacheConfig(teacher=teacher, data=str(path), **values)
+        found, source = with_length(config, open_source(config.data))
+        documents = list(source.documents)
+        assert documents == list(open_source(config.data).documents)
+        return found.sequence_length, documents
+
+    usual = settled([3] * 96 + [900] * 4)
+    assert usual[0] == 64 and len(usual[1]) == 100
+    assert "sequence_length=64 follows the data; --sequence-length says" in caplog.text
+    assert settled([3] * 90 + [900] * 10)[0] == 128  # no more than the teacher reads
+    assert settled([3], sequence_length=16)[0] == 16
+
+
+def test_a_bad_row_that_the_length_is_asked_of_comes_in_its_place(
+    teacher: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "the cat"}\n' * 3 + '{"no": 1}\n')
+    config = CacheConfig(teacher=teacher, data=str(path))
+    _, source = with_length(config, open_source(config.data))
+    assert list(islice(source.documents, 3)) == ["the cat"] * 3
+    with pytest.raises(DataError, match="rows.jsonl"):
+        list(source.documents)
