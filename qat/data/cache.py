@@ -207,7 +207,7 @@ def parse_manifest(raw: bytes, where: Path | str) -> Manifest:
 def _parse(raw: bytes, path: Path | str) -> Manifest:
     try:
         values = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(path, "it is not JSON") from None
     if not isinstance(values, dict) or not {"format", "shards"} <= values.keys():
         raise CacheError(

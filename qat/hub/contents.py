@@ -41,7 +41,7 @@ def kind_of(directory: Path) -> Kind:
 def _format_in(path: Path) -> object:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values.get("format") if isinstance(values, dict) else None
 

@@ -47,7 +47,9 @@ class Members:
         if member.size < 0:
             raise self._refused(f"a file of {member.size} bytes ({shown(member.name)})")
         if RECEIPT in (part.casefold() for part in path.parts):  # Macs know no other case
-            raise self._refused(f"{RECEIPT}, which says that files were compared with their hashes")
+            raise self._refused(
+                f"{RECEIPT}, which 'qat hub' alone writes ('qat hub pack' omits it)"
+            )
         if any(part in JUNK or part.startswith("._") for part in path.parts):
             return None
         self._claim(path, member)

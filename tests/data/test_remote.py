@@ -148,6 +148,9 @@ def test_bad_addresses_are_one_line(built: Path, store: MemoryFileSystem, tmp_pa
     store.pipe("/bucket/caches/c/manifest.json", b"{}")
     with pytest.raises(CacheError, match="not the manifest of a teacher cache"):
         open_cache(ADDRESS, local=tmp_path)
+    store.pipe("/bucket/caches/c/manifest.json", b"[" * 10**5)
+    with pytest.raises(CacheError, match="it is not JSON"):
+        open_cache(ADDRESS, local=tmp_path)
     (tmp_path / "file").touch()
     shutil.copy(built / MANIFEST, tmp_path / MANIFEST)
     store.pipe("/bucket/caches/c/manifest.json", (built / MANIFEST).read_bytes())
