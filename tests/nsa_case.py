@@ -81,8 +81,13 @@ def blocks_of_tile(inputs: Inputs, config: NSAConfig, at: tuple[int, int, int]) 
     score = dict.fromkeys(range(start // size, last + 1), 0.0)
     for of_group in range(inputs.group if visible else 0):
         query = inputs.query[row, head * inputs.group + of_group, leader]
-        keys = inputs.pooled_key[row, head]
-        shares = softmax([float(query @ keys[c]) * inputs.scale for c in visible])
+        logits = []
+        for c in visible:
+            keys, pooled = inputs.key[row, head, c * d : c * d + l], inputs.pooled_key[row, head, c]
+            highest = torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum()
+            mean = query @ pooled
+            logits.append(float(mean + config.bound * (highest - mean)) * inputs.scale)
+        shares = softmax(logits)
         for c, share in zip(visible, shares, strict=True):
             for j in score:
                 shared = min(c * d + l, (j + 1) * size) - max(c * d, j * size)

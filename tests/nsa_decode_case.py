@@ -35,7 +35,7 @@ def decoded(
     kept = Kept.empty(inputs.key, room or S, config)
     before = upto(inputs, begin, config, weights)
     if begin:
-        fill(kept, before, select(before, config))
+        fill(kept, before, select(before, config), config)
     said = []
     for at in range(begin, S):
         position = torch.full((B,), at, device=inputs.query.device)

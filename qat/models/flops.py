@@ -97,7 +97,7 @@ def _mean_keys(settings: object, layer: int, S: int) -> float:
 
 def _mean_sparse_keys(config: NSAConfig, S: int) -> float:
     """Keys, pooled ones among them, that a query of sparse attention sees on average."""
-    selected = _mean_within(config.reach, S)
+    selected = _mean_within(config.selected_keys, S)
     if config.mode == "merged":
         return selected
     compressed = sum(config.num_compressed(length) for length in range(1, S + 1)) / S

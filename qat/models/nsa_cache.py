@@ -75,7 +75,7 @@ def attend_cached(
     B, S = heads.value.shape[0], heads.value.shape[2]
     lengths = [S] * B if padding is None else padding.sum(1).tolist()
     layer.begin(lengths, inputs.key, S)
-    decode.fill(layer.kept, inputs, select(inputs, config))
+    decode.fill(layer.kept, inputs, select(inputs, config), config)
     if config.cmp_rope == "pre":
         layer.unrotated = Unrotated.of(heads.unrotated_key, angles, rows, layer)
     return rows.back(out, 1)

@@ -42,7 +42,7 @@ def test_the_kernels_err_no_more_than_plain_pytorch(
         before = upto(inputs, length - 1, config)
         kept = Kept.empty(inputs.key, 3333, config)
         if length > 1:
-            fill(kept, before, select(before, config))
+            fill(kept, before, select(before, config), config)
         position = torch.tensor([length - 1] * 2, device="cuda")
         query, key, value = (tensor[:, :, length - 1] for tensor in inputs[:3])
         other = Kept(*(None if tensor is None else tensor.clone() for tensor in kept))

@@ -6,7 +6,17 @@ from nsa_case import blocks_of_tile, documents, nsa_inputs, small, spliced
 
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import PRESETS, NSAConfig
-from qat.kernels.nsa.select import FORCED, UNSEEN, highest, overlap, pool, select
+from qat.kernels.nsa.reference import causal_mask, selected_mask
+from qat.kernels.nsa.select import (
+    FORCED,
+    UNSEEN,
+    highest,
+    judged_keys,
+    judging,
+    overlap,
+    pool,
+    select,
+)
 
 SIZES = [
     {},
@@ -15,6 +25,8 @@ SIZES = [
     {"select_tile": 32, "num_selected": 5},
     {"compress_block": 4, "init_blocks": 0, "local_blocks": 3},
     {"compress_block": 16, "compress_stride": 16, "mode": "merged"},
+    {"bound": 0.3, "select_tile": 1},
+    {"bound": 1.0, "compress_block": 16, "compress_stride": 8, "mode": "merged"},
 ]
 
 
@@ -120,3 +132,31 @@ def test_a_choice_does_not_depend_on_what_follows_or_whether_it_is_there(changes
         short = select(whole._replace(query=parts[0], key=parts[1], pooled_key=pooled), config)
         tiles, blocks = short.shape[2:]
         assert torch.equal(short, selection[:, :, :tiles, :blocks]), length
+
+
+@pytest.mark.parametrize(("tile", "count"), [(1, 4), (16, 4), (32, 4), (32, 5), (64, 7), (128, 11)])
+def test_every_key_is_read_as_far_as_reach_and_not_much_further(tile: int, count: int) -> None:
+    config = small(select_tile=tile, num_selected=count)
+    for length in range(1, config.reach + 1, 5):
+        inputs = nsa_inputs(config, length)
+        mask = selected_mask(inputs, select(inputs, config), config)
+        assert torch.equal(mask, causal_mask(inputs)[:, None].expand_as(mask)), length
+    beyond = nsa_inputs(config, config.reach + 2 * max(tile, 16))
+    mask = selected_mask(beyond, select(beyond, config), config)
+    assert not torch.equal(mask, causal_mask(beyond)[:, None].expand_as(mask))
+
+
+def test_a_bound_is_above_every_key_and_finds_a_needle_that_a_mean_hides() -> None:
+    config = small(bound=1.0, compress_block=16, compress_stride=16, select_tile=1)
+    inputs = nsa_inputs(config, 512, heads=(2, 2))
+    judged = judged_keys(inputs.key, inputs.pooled_key, config)
+    bounds = judging(inputs.query, config) @ judged.mT
+    logits = (inputs.query @ inputs.key.mT)[..., : judged.shape[2] * 16].unflatten(-1, (-1, 16))
+    assert (bounds >= logits.amax(-1) - 1e-12).all()
+    needle = inputs.query[:, :, 500] / inputs.query[:, :, 500].norm(dim=-1, keepdim=True)
+    inputs.key[:, :, 100] = 12 * needle
+    for bound, finds in ((0.0, False), (0.5, True)):
+        config = config.model_copy(update={"bound": bound})
+        pooled = pool(inputs.key, config)
+        chosen = select(inputs._replace(pooled_key=pooled), config)
+        assert chosen[:, :, 500, 100 // 16].all() == finds, bound

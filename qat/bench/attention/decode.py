@@ -19,7 +19,7 @@ from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import NONE, Kept, append, attend, choose
 from qat.kernels.nsa.reads import Reads, measured
-from qat.kernels.nsa.select import pool
+from qat.kernels.nsa.select import judged_keys, pool
 
 SDPA = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -137,11 +137,13 @@ class NSABench:
         """The cache itself, its pooled keys, and what the last tile selects."""
         shape, config, bench = self.bench.shape, self.config, self.bench
         lists = (1, shape.key_heads, config.num_tiles(shape.length), config.num_selected)
+        pooled = pool(cache.keys, config)
         kept = Kept(
             *cache,
-            pool(cache.keys, config),
+            pooled,
             None if self.gates is None else pool(cache.values, config),
             torch.full(lists, NONE, dtype=torch.int32, device=bench.position.device),
+            judged_keys(cache.keys, pooled, config) if config.bound else None,
         )
         tile = config.select_tile
         bench.position.fill_((shape.length - 1) // tile * tile)

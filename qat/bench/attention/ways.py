@@ -97,19 +97,22 @@ def _sparse(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
 
 
 def _decoding(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
-    """A step inside a tile: it keeps its key and value, and attends by the tile's list."""
+    """A step inside a tile, or one that is a tile: it keeps its key and value, and attends."""
 
     def prepare(layer: Layer, work: Work) -> Attend:
         kept = decode.Kept.empty(layer.key, work.length, config)
         whole = layer._replace(query=layer.key.repeat_interleave(work.group, 1))
         inputs = inputs_of(whole, config)
-        decode.fill(kept, inputs, select(inputs, config))
+        decode.fill(kept, inputs, select(inputs, config), config)
         position = torch.full((work.batch,), work.length - 1, device=layer.key.device)
         key, value = layer.key[:, :, -1], layer.value[:, :, -1]
         gates = None if inputs.gates is None else inputs.gates[:, 0]
 
         def attend(layer: Layer) -> Tensor:
             decode.append(kept, key, value, position, config=config)
+            if config.select_tile == 1:
+                query = layer.query[:, :, 0]
+                decode.choose(query, kept, position, config=config, scale=inputs.scale)
             out = decode.attend(
                 layer.query[:, :, 0],
                 kept,

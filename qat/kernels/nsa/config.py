@@ -39,6 +39,10 @@ class NSAConfig(Settings):
     cmp_rope: Literal["post", "pre"] = "post"
     """Whether pooled keys were rotated before they were pooled (post), or are rotated afterwards,
     to the position of their block's first key (pre)."""
+    bound: float = Field(0.0, ge=0, le=1)
+    """What a block is judged by: 0, the logit of its pooled key; 1, the highest logit that any key
+    between the least and the greatest of it in every channel could have (Quest, arXiv 2406.10774),
+    which a single needle raises; between them, so far on the way."""
     backend: BackendName = "auto"
     """Which code computes it; auto: `flex` on CUDA where the sizes allow it, else `reference`."""
     min_len: int = Field(0, ge=0)
@@ -57,9 +61,17 @@ class NSAConfig(Settings):
         return self.init_blocks + self.local_blocks - 1 + self.tile_blocks
 
     @property
-    def reach(self) -> int:
-        """Longest sequence whose every key is selected (n l'): attention is dense up to there."""
+    def selected_keys(self) -> int:
+        """Most keys that a query reads by choice (n l')."""
         return self.num_selected * self.select_block
+
+    @property
+    def reach(self) -> int:
+        """Longest sequence whose every key is selected: attention is dense up to there.
+
+        Whole tiles of queries: the last one's blocks all count among those that it chooses.
+        """
+        return self.selected_keys - self.selected_keys % max(self.select_block, self.select_tile)
 
     def num_compressed(self, length: int) -> int:
         """Pooled keys of `length` keys."""

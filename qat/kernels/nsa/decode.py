@@ -20,6 +20,7 @@ from qat.kernels.nsa.reference import combine
 from qat.kernels.nsa.select import (
     highest,
     importance,
+    judged_keys,
     masked_softmax,
     pool,
     ranked,
@@ -45,6 +46,8 @@ class Kept(NamedTuple):
     """`(B, K, C, D)`; None where branches are merged."""
     blocks: Tensor
     """`(B, K, T, n)` int32: what each tile selected, ascending, then `NONE`."""
+    judged_keys: Tensor | None = None
+    """`(B, K, C, 2 D)`: what blocks are judged by; None where it is `pooled_keys`."""
 
     @classmethod
     def empty(cls, like: Tensor, room: int, config: NSAConfig) -> Self:
@@ -60,6 +63,7 @@ class Kept(NamedTuple):
             like.new_zeros(B, K, C, D),
             None if config.mode == "merged" else like.new_zeros(B, K, C, D),
             blocks,
+            like.new_zeros(B, K, C, 2 * D) if config.bound else None,
         )
 
     @property
@@ -69,13 +73,14 @@ class Kept(NamedTuple):
 
 
 @torch.no_grad()
-def fill(kept: Kept, inputs: Inputs, selection: Tensor) -> None:
+def fill(kept: Kept, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
     """Keep positions 0 ... S - 1 of `inputs` and what their tiles selected.
 
     Args:
         kept: with room for S positions.
         inputs: of whole rows.
         selection: `(B, K, tiles, blocks)` bool, from `qat.kernels.nsa.select.select`.
+        config: the definition.
     """
     S, C = inputs.key.shape[2], inputs.pooled_key.shape[2]
     kept.keys[:, :, :S] = inputs.key
@@ -83,6 +88,8 @@ def fill(kept: Kept, inputs: Inputs, selection: Tensor) -> None:
     kept.pooled_keys[:, :, :C] = inputs.pooled_key
     if kept.pooled_values is not None:
         kept.pooled_values[:, :, :C] = inputs.pooled_value
+    if kept.judged_keys is not None:
+        kept.judged_keys[:, :, :C] = judged_keys(inputs.key, inputs.pooled_key, config)
     kept.blocks[:, :, : selection.shape[2]] = listed(selection, kept.blocks.shape[-1])
 
 
@@ -109,24 +116,28 @@ def append(
         pooled_key: `(B, K, D)` of the last `compress_block` keys, for those rows where it is due;
             by default pooled from the keys that are kept.
     """
+    start = position + 1 - config.compress_block
+    is_due = (start >= 0) & (start % config.compress_stride == 0)
+    place = (start // config.compress_stride).clamp(0, max(0, kept.pooled_keys.shape[2] - 1))
     if pooled_key is None and _fits(key, kept):
         from qat.kernels.nsa import decode_triton
 
         decode_triton.append(kept, key, value, position, config=config, weights=weights)
-        return
-    _put(kept.keys, key, position)
-    _put(kept.values, value, position)
-    if kept.pooled_keys.shape[2] == 0:
-        return
-    start = position + 1 - config.compress_block
-    is_due = (start >= 0) & (start % config.compress_stride == 0)
-    place = (start // config.compress_stride).clamp(0, kept.pooled_keys.shape[2] - 1)
-    of_keys, of_values = weights or (None, None)
-    if pooled_key is None:
-        pooled_key = _pooled(kept.keys, start, config, of_keys)
-    _put(kept.pooled_keys, pooled_key, place, is_due)
-    if kept.pooled_values is not None:
-        _put(kept.pooled_values, _pooled(kept.values, start, config, of_values), place, is_due)
+    else:
+        _put(kept.keys, key, position)
+        _put(kept.values, value, position)
+        if kept.pooled_keys.shape[2]:
+            of_keys, of_values = weights or (None, None)
+            if pooled_key is None:
+                pooled_key = pool(_block(kept.keys, start, config), config, of_keys)[:, :, 0]
+            _put(kept.pooled_keys, pooled_key, place, is_due)
+            if kept.pooled_values is not None:
+                found = pool(_block(kept.values, start, config), config, of_values)[:, :, 0]
+                _put(kept.pooled_values, found, place, is_due)
+    if kept.judged_keys is not None and kept.pooled_keys.shape[2]:
+        pooled = _rows(kept.pooled_keys, place[:, None, None].expand(-1, key.shape[1], 1))
+        judged = judged_keys(_block(kept.keys, start, config), pooled, config)
+        _put(kept.judged_keys, judged[:, :, 0], place, is_due)
 
 
 @torch.no_grad()
@@ -141,11 +152,10 @@ def choose(query: Tensor, kept: Kept, position: Tensor, *, config: NSAConfig, sc
         scale: multiplies `query @ key`.
     """
     leaders, beginnings = position[:, None], torch.zeros_like(position)[:, None]
-    inputs = Inputs(
-        query[:, :, None], kept.keys, kept.values, kept.pooled_keys, None, None, None, scale
-    )
-    is_seen = sees_compressed(leaders, beginnings, kept.pooled_keys.shape[2], config)
-    scores = importance(inputs.query, inputs, is_seen, config)
+    keys = kept.pooled_keys if kept.judged_keys is None else kept.judged_keys
+    is_seen = sees_compressed(leaders, beginnings, keys.shape[2], config)
+    N = config.num_blocks(kept.room)
+    scores = importance(query[:, :, None], keys, is_seen, config, num_blocks=N, scale=scale)
     selection = highest(ranked(scores, leaders, beginnings, config), config.num_selected)
     found = listed(selection, config.num_selected)[:, :, 0]
     is_leader = position % config.select_tile == 0
@@ -234,11 +244,11 @@ def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: f
     return (shares @ value).flatten(1, 2)
 
 
-def _pooled(kept: Tensor, start: Tensor, config: NSAConfig, weights: Tensor | None) -> Tensor:
-    """`(B, K, D)`: one block of `kept` from `start` `(B,)` on, pooled; at 0 if that lies before."""
+def _block(kept: Tensor, start: Tensor, config: NSAConfig) -> Tensor:
+    """`(B, K, L, D)`: L places of `kept` from `start` `(B,)` on; from 0 if that lies before."""
     inside = torch.arange(config.compress_block, device=start.device)
     places = (start.clamp(min=0)[:, None] + inside)[:, None].expand(-1, kept.shape[1], -1)
-    return pool(_rows(kept, places), config, weights)[:, :, 0]
+    return _rows(kept, places)
 
 
 def _rows(tensor: Tensor, places: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def _added_up(
 
 def _programs(config: NSAConfig, num_compressed: int) -> tuple[int, int, int]:
     """How many share the list of each branch: selected, window, compressed."""
-    selected = triton.cdiv(config.reach, TILE)
+    selected = triton.cdiv(config.selected_keys, TILE)
     if config.mode == "merged":
         return selected, 0, 0
     # powers of two: each other number is a kernel to compile

@@ -66,7 +66,7 @@ def predicted(position: int, config: NSAConfig) -> Reads:
     compressed = config.num_compressed(length)
     return Reads(
         0 if is_merged else compressed,
-        min(config.reach, length),
+        min(config.selected_keys, length),
         0 if is_merged else min(config.window, length),
         config.num_compressed(leader + 1) / config.select_tile,
         _pooling(compressed, config),

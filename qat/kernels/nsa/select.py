@@ -44,6 +44,33 @@ def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tens
     return sum(parts).to(keys.dtype)
 
 
+def judged_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
+    """What a query judges blocks by: `(B, K, C, D)` pooled keys, or with a bound `(B, K, C, 2 D)`.
+
+    With g = `bound`, m a pooled key, u and l the greatest and the least of its keys in each
+    channel, a query's logit is `max(q, 0) @ (m + g (u - m)) + min(q, 0) @ (m + g (l - m))`.
+
+    Args:
+        keys: `(B, K, S, D)`, rotated.
+        pooled: `(B, K, C, D)`, of these.
+        config: the sizes.
+    """
+    if not config.bound:
+        return pooled
+    if not pooled.shape[2]:
+        return pooled.repeat(1, 1, 1, 2)
+    blocks = keys.detach().unfold(2, config.compress_block, config.compress_stride)
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    ends = (blocks.amax(-1).to(wide), blocks.amin(-1).to(wide))
+    pooled = pooled.detach().to(wide)
+    return torch.cat([pooled.lerp(end, config.bound) for end in ends], -1).to(keys.dtype)
+
+
+def judging(query: Tensor, config: NSAConfig) -> Tensor:
+    """Queries as wide as `judged_keys`: with a bound, positive parts beside negative ones."""
+    return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1) if config.bound else query
+
+
 def overlap(
     num_compressed: int, num_blocks: int, config: NSAConfig, device: torch.device | None = None
 ) -> Tensor:
@@ -78,37 +105,49 @@ def select(inputs: Inputs, config: NSAConfig) -> Tensor:
     """`(B, K, T, N)` bool: the blocks that each tile of queries reads, at most `num_selected`.
 
     The tile's first query alone decides, so nothing of the future shows: softmax over the pooled
-    keys that it sees, in float32 (the paper's equation 8), shared out over selection blocks by
-    `overlap` (9), summed over the query heads of a group (10). The highest are taken, after those
-    that are forced; of equal ones the lower.
+    keys that it sees (`judged_keys`), in float32 (the paper's equation 8), shared out over
+    selection blocks by `overlap` (9), summed over the query heads of a group (10). The highest are
+    taken, after those that are forced; of equal ones the lower.
     """
     S, tile = inputs.length, config.select_tile
     leaders = torch.arange(0, S, tile, device=inputs.query.device)
     beginnings = inputs.beginnings()[:, leaders]
     is_seen = sees_compressed(leaders, beginnings, inputs.pooled_key.shape[2], config)
-    scores = importance(inputs.query[:, :, ::tile], inputs, is_seen, config)
+    keys = judged_keys(inputs.key, inputs.pooled_key, config)
+    query, N = inputs.query[:, :, ::tile], config.num_blocks(inputs.key.shape[2])
+    scores = importance(query, keys, is_seen, config, num_blocks=N, scale=inputs.scale)
     scores = ranked(scores, leaders, beginnings, config)
     return highest(scores, config.num_selected)
 
 
-def importance(query: Tensor, inputs: Inputs, is_seen: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, K, T, N)` float32: what share of compressed attention falls on each block.
+def importance(
+    query: Tensor,
+    keys: Tensor,
+    is_seen: Tensor,
+    config: NSAConfig,
+    *,
+    num_blocks: int,
+    scale: float,
+) -> Tensor:
+    """`(B, K, T, N)` float32: what share of attention to `keys` falls on each block.
 
     Args:
         query: `(B, H, T, D)`, of the queries that decide.
-        inputs: see there; its own queries are not read.
-        is_seen: `(B, T, C)` bool, pooled keys that they see.
+        keys: `(B, K, C, .)`, from `judged_keys`.
+        is_seen: `(B, T, C)` bool, which of them they see.
         config: the sizes.
+        num_blocks: N.
+        scale: multiplies `query @ key`.
     """
-    B, H, T, _ = query.shape
-    C, N = inputs.pooled_key.shape[2], config.num_blocks(inputs.key.shape[2])
+    B, T = query.shape[0], query.shape[2]
+    K, C = keys.shape[1:3]
     if C == 0:
-        return query.new_zeros(B, H // inputs.group, T, N, dtype=torch.float32)
-    query = query.unflatten(1, (-1, inputs.group)).float()
+        return query.new_zeros(B, K, T, num_blocks, dtype=torch.float32)
+    query = judging(query, config).unflatten(1, (K, -1)).float()
     with torch.autocast(query.device.type, enabled=False):  # which would round scores into ties
-        logits = inputs.scale * query @ inputs.pooled_key[:, :, None].float().mT
+        logits = scale * query @ keys[:, :, None].float().mT
         shares = masked_softmax(logits, is_seen[:, None, None]).sum(2)
-        return shares @ overlap(C, N, config, query.device)
+        return shares @ overlap(C, num_blocks, config, query.device)
 
 
 def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfig) -> Tensor:
