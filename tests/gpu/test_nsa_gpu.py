@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qat.bench.attention.run import run_attention
 from qat.bench.config import AttentionConfig
-from qat.kernels.nsa import fla, flex, reference, router
+from qat.kernels.nsa import fla, flex, gather, reference, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool, select
@@ -100,6 +100,52 @@ def test_flex_is_the_reference(name: str) -> None:
     assert_near(lambda i: flex.attend(i, config, selection), inputs, config, selection)
 
 
+EACH = {"select_tile": 1, "compress_stride": 32, "bound": 0.3}
+GATHERED = {
+    "nsa": (dict(num_selected=4, window=300, **EACH), (4, 2), 1000, False),
+    "sigmoid, packed": (dict(mode="sigmoid", num_selected=4, **EACH), (10, 2), 641, True),
+    "merged, long": (dict(mode="merged", num_selected=8, **EACH), (8, 2), 5001, False),
+    "merged, packed, a few share": (
+        dict(mode="merged", select_block=32, select_tile=16, num_selected=6),
+        (16, 2),
+        333,
+        True,
+    ),
+    "small blocks": (
+        dict(mode="merged", select_block=16, num_selected=5, select_tile=1, compress_block=16),
+        (3, 1),
+        500,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_blocks_that_gather_are_the_reference(name: str) -> None:
+    sizes, heads, S, is_packed = GATHERED[name]
+    config = NSAConfig(**sizes)
+    inputs = made(config, heads, S, is_packed=is_packed)
+    selection = select(inputs, config)
+    assert_near(lambda i: gather.attend(i, config, selection), inputs, config, selection)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_kernel_chooses_as_the_reference_but_for_near_ties(is_packed: bool) -> None:
+    config = NSAConfig(mode="merged", num_selected=4, **EACH)
+    inputs = made(config, (4, 2), 641 if is_packed else 3000, is_packed=is_packed)
+    found = gather.chosen(inputs, config) > 0
+    wanted = gather.ranks_of(select(inputs, config), inputs, config) > 0
+    assert torch.equal(found.sum(1), wanted.sum(1))
+    assert (found != wanted).float().mean() < 1e-3
+
+
+def test_gathered_results_repeat_to_the_bit() -> None:
+    config = NSAConfig(mode="merged", num_selected=8, **EACH)
+    inputs = made(config, (8, 2), 3000, is_packed=False)
+    first, second = (results(lambda i: gather.attend(i, config), inputs, config) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
 class Recomputed(torch.nn.Module):
     """A layer as models have it: the definition is the module's, its numbers the graph's constants.
 
@@ -113,7 +159,7 @@ class Recomputed(torch.nn.Module):
     def forward(self, inputs: Inputs) -> Tensor:
         config, device = self.config, inputs.query.device
         route = router.choose(config, length=1000, group=2, head_dim=64, device=device)
-        assert route.backend == "flex"
+        assert route.backend == ("flex" if config.select_tile == 128 else "gather")
         return checkpoint(router.attend, inputs, config, route, use_reentrant=False)
 
 
@@ -169,9 +215,14 @@ def test_fla_is_the_reference() -> None:
 
 def test_the_bench_times_flex_and_decoding(tmp_path: Path) -> None:
     config = AttentionConfig(
-        lengths="3000", groups="2", attention="nsa-merged", passes="forward,decode", repeats=2
+        repeats=2,
+        lengths="3000",
+        groups="2",
+        attention="nsa-merged,nsa-merged-shared",
+        passes="forward,decode",
     )
     rows = {row["case"].split(",")[0]: row for row in run_attention(config, tmp_path / "out").rows}
-    for name in ("dense cudnn", "nsa-merged flex", "nsa-merged decode"):
+    names = ("dense cudnn", "nsa-merged gather", "nsa-merged-shared flex", "nsa-merged decode")
+    for name in names:
         assert rows[name]["status"] == "OK", rows[name]
         assert rows[name]["p50_s"] > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qat.errors import ConfigError
-from qat.kernels.nsa import fla, flex, router
+from qat.kernels.nsa import fla, flex, gather, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool, select
@@ -62,7 +62,7 @@ def test_min_len_asks_for_dense() -> None:
     assert choose(NSAConfig(min_len=8192), 8192).backend == "reference"
 
 
-@pytest.mark.parametrize("name", ["flex", "fla"])
+@pytest.mark.parametrize("name", ["flex", "gather", "fla"])
 def test_a_pinned_backend_that_cannot_says_which_can(name: str) -> None:
     with pytest.raises(ConfigError, match=f"backend={name}.*no kernels for cpu; choose reference"):
         choose(NSAConfig(backend=name), 100)
@@ -73,6 +73,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device that all kernels are there for, though none runs."""
     monkeypatch.setattr(router, "HAS_TRITON", True)
     monkeypatch.setattr(fla, "IS_INSTALLED", True)
+    monkeypatch.setattr(gather, "shared_memory", lambda device: 160 * 1024)
     monkeypatch.setattr(flex, "check", lambda device: None)
     return torch.device("cuda")
 
@@ -82,18 +83,38 @@ def test_cuda_takes_flex(cuda: torch.device) -> None:
         assert choose(NSAConfig(backend=name), 100, cuda).backend == "flex"
 
 
+def test_cuda_gathers_where_few_queries_share_a_choice(cuda: torch.device) -> None:
+    for tile, name in ((1, "gather"), (64, "gather"), (128, "flex")):
+        assert choose(NSAConfig(select_tile=tile), 100, cuda).backend == name
+    wide = NSAConfig(select_tile=1, select_block=256)
+    assert choose(wide, 100, cuda).backend == "flex"
+    with pytest.raises(ConfigError, match="select_block=256 is no power of two from 16 to 128"):
+        choose(NSAConfig(**{**wide.model_dump(), "backend": "gather"}), 100, cuda)
+
+
+def test_a_device_without_room_for_a_block_does_not_gather(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "shared_memory", lambda device: 8 * 1024)
+    assert choose(NSAConfig(select_tile=1), 100, cuda).backend == "flex"
+    small = NSAConfig(select_tile=1, select_block=64)
+    assert choose(small, 100, cuda).backend == "gather"
+
+
 def test_sizes_that_flex_cannot_do_are_the_references(cuda: torch.device) -> None:
-    odd = NSAConfig(select_block=96, select_tile=96)
+    odd = NSAConfig(select_block=192, select_tile=192)
     route = choose(odd, 100, cuda)
     assert route[1:] == (
         "reference",
-        "flex cannot: select_tile=96 and 128 do not divide one another",
+        "flex cannot: select_tile=192 and 128 do not divide one another",
     )
 
 
 @pytest.mark.parametrize("group", [2, 24])
 def test_groups_that_fla_cannot_do_say_who_can(cuda: torch.device, group: int) -> None:
-    with pytest.raises(ConfigError, match=f"{group} query heads.*choose flex or reference"):
+    with pytest.raises(
+        ConfigError, match=f"{group} query heads.*choose gather or flex or reference"
+    ):
         router.choose(NSAConfig(backend="fla"), length=9, group=group, head_dim=64, device=cuda)
     route = router.choose(NSAConfig(backend="fla"), length=9, group=16, head_dim=64, device=cuda)
     assert route == ("fla", "fla", "asked for")

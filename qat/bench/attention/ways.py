@@ -19,7 +19,7 @@ DENSE = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "math": SDPBackend.MATH,
 }
-BACKENDS = ("reference", "flex", "fla")
+BACKENDS = ("reference", "flex", "gather", "fla")
 
 
 class Way(NamedTuple):
@@ -89,7 +89,7 @@ def _sparse(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
         def attend(layer: Layer) -> Tensor:
             return router.attend(inputs_of(layer, config), config, route)
 
-        if route.backend != "flex":
+        if route.backend not in ("flex", "gather"):
             return attend
         return torch.compile(attend, fullgraph=True, dynamic=False)
 

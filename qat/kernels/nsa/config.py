@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from qat.config import Settings
 
 Mode = Literal["residual", "sigmoid", "merged"]
-BackendName = Literal["auto", "reference", "flex", "fla"]
+BackendName = Literal["auto", "reference", "flex", "gather", "fla"]
 
 
 class NSAConfig(Settings):
@@ -44,7 +44,8 @@ class NSAConfig(Settings):
     between the least and the greatest of it in every channel could have (Quest, arXiv 2406.10774),
     which a single needle raises; between them, so far on the way."""
     backend: BackendName = "auto"
-    """Which code computes it; auto: `flex` on CUDA where the sizes allow it, else `reference`."""
+    """Which code computes it; auto: on CUDA `gather` where fewer than 128 queries share a choice,
+    `flex` where more do, as far as the sizes allow it; else `reference`."""
     min_len: int = Field(0, ge=0)
     """Shorter sequences attend densely, which is another function beyond `num_selected` blocks."""
     layers: tuple[int, ...] | None = None

@@ -18,6 +18,8 @@ from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import select
 
 logger = logging.getLogger(__name__)
+SHARED = 128
+"""Queries that share a choice from which on FlexAttention reads nothing in vain."""
 
 
 class Route(NamedTuple):
@@ -25,7 +27,7 @@ class Route(NamedTuple):
 
     requested: str
     """A backend's name, or `auto`."""
-    backend: Literal["dense", "reference", "flex", "fla"]
+    backend: Literal["dense", "reference", "flex", "gather", "fla"]
     reason: str
     """Why it is this one."""
 
@@ -52,21 +54,27 @@ def choose(
         return _said(Route(asked, "dense", reason))
     if asked == "reference":
         return _said(Route(asked, asked, "asked for"))
-    name = "flex" if asked == "auto" else asked
-    refusal = _refusal(name, config, group=group, head_dim=head_dim, device=device)
-    if refusal is None:
-        if not torch.compiler.is_compiling():
-            from qat.kernels.nsa import flex
+    facts = {"group": group, "head_dim": head_dim, "device": device}
+    names = [asked]
+    if asked == "auto":
+        names = ["gather", "flex"] if config.select_tile < SHARED else ["flex"]
+    refusals = []
+    for name in names:
+        refusal = _refusal(name, config, **facts)
+        if refusal is None:
+            if not torch.compiler.is_compiling() and (name != "gather" or config.mode != "merged"):
+                from qat.kernels.nsa import flex
 
-            flex.check(device)
-        reason = "reads selected blocks alone" if asked == "auto" else "asked for"
-        return _said(Route(asked, name, reason))
+                flex.check(device)
+            reason = "reads selected blocks alone" if asked == "auto" else "asked for"
+            return _said(Route(asked, name, reason))
+        refusals.append(f"{name} cannot: {refusal}")
     if asked != "auto":
         raise ConfigError(
             f"nsa backend={asked} cannot compute this: {refusal}; choose "
-            f"{_able(config, asked, group=group, head_dim=head_dim, device=device)}"
+            f"{_able(config, asked, **facts)}"
         )
-    return _said(Route(asked, "reference", f"flex cannot: {refusal}"))
+    return _said(Route(asked, "reference", "; ".join(refusals)))
 
 
 def attend(
@@ -86,6 +94,10 @@ def attend(
         from qat.kernels.nsa import flex
 
         return flex.attend(inputs, config, selection)
+    if route.backend == "gather":
+        from qat.kernels.nsa import gather
+
+        return gather.attend(inputs, config, selection)
     if route.backend == "fla":
         from qat.kernels.nsa import fla
 
@@ -108,16 +120,18 @@ def _refusal(
         return f"it has no kernels for {device.type}"
     if not HAS_TRITON:
         return "triton is not installed"
-    from qat.kernels.nsa import fla, flex
+    from qat.kernels.nsa import fla, flex, gather
 
     if name == "flex":
         return flex.refusal(config, head_dim=head_dim)
+    if name == "gather":
+        return gather.refusal(config, group=group, head_dim=head_dim, device=device)
     return fla.refusal(config, group=group, head_dim=head_dim)
 
 
 def _able(config: NSAConfig, asked: str, **facts: object) -> str:
     """The other backends that can."""
-    others = [name for name in ("flex", "fla") if name != asked]
+    others = [name for name in ("gather", "flex", "fla") if name != asked]
     able = [name for name in others if _refusal(name, config, **facts) is None]
     return " or ".join([*able, "reference"])
 
