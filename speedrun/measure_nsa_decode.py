@@ -33,7 +33,7 @@ from qat.kernels.overlap import one_after_the_other
 from qat.models.nsa_swap import nsa_modules, swap_attention
 
 READS_GOAL, SPEED_GOAL, DIFFERENCE_GOAL = 5.0, 2.0, 1e-5
-HEADLINE = "nsa"
+HEADLINE = "nsa-shared"
 CLOSE = 0.02
 """Farthest that two ways to compute the same in bfloat16 may be apart, of values of size 1."""
 COLUMNS = (
@@ -100,7 +100,7 @@ def timed(asked: argparse.Namespace, backend: Backend) -> tuple[float, list[floa
     rows = [row_of(name, found, shape.dense_bytes) for name, found in seconds.items()]
     best = min(seconds, key=lambda name: statistics.median(seconds[name]))
     ratios, speedups, reads = {}, {}, []
-    for name in ("nsa", "nsa-merged"):
+    for name in ("nsa-shared", "nsa-merged-shared"):
         sparse = NSABench(bench, PRESETS[name])
         compare(sparse)
         found, plain = sparse_times(sparse, asked)
@@ -230,7 +230,7 @@ def definitions(asked: argparse.Namespace) -> Iterator[tuple[NSAConfig, int]]:
             yield NSAConfig(**sizes, window=24, mode=mode, select_tile=tile), 150
     yield NSAConfig(**sizes, window=24, cmp_rope="pre", pooling="weighted", select_tile=16), 150
     if not asked.small:
-        for name in ("nsa", "nsa-merged"):
+        for name in ("nsa-shared", "nsa-merged-shared"):
             config = PRESETS[name].model_copy(update={"backend": "reference"})
             yield config, config.reach + 200
 

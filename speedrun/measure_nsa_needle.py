@@ -36,13 +36,18 @@ JUDGED_ON = 32
 """Rows, of so many questions each."""
 LR, LR_LONG, LR_SWAPPED = 2e-3, 5e-4, 3e-4
 """Of the first length, of the longer ones, and of the distillation."""
-TILES = {"": 128, ", a choice for 16 tokens": 16, ", for each token": 1}
-VARIANTS: dict[str, NSAConfig] = {
-    name + tile: PRESETS[name].model_copy(update={"backend": "reference", "select_tile": size})
-    for name in ("nsa", "nsa-merged")
-    for tile, size in TILES.items()
+CHOICES: dict[str, dict[str, Any]] = {
+    "": {},
+    ", blocks judged by means": {"bound": 0.0},
+    ", a choice for 128 tokens": {"select_tile": 128},
 }
-"""The presets with finer choices; a kernel would compile anew for each of few calls."""
+VARIANTS: dict[str, NSAConfig] = {
+    name + choice: PRESETS[name].model_copy(update={"backend": "reference", **changes})
+    for name in ("nsa", "nsa-merged")
+    for choice, changes in CHOICES.items()
+}
+"""The presets, and what each part of how they choose is for; a kernel would compile anew for each
+of few calls."""
 SMALL_SIZES = {"compress_block": 4, "compress_stride": 2, "select_block": 8, "num_selected": 6}
 SMALL_SIZES |= {"window": 16, "local_blocks": 2}
 
@@ -229,7 +234,7 @@ def run(  # noqa: PLR0917
 ) -> dict[str, Any]:
     """Swap, judge, distil, judge."""
     if small:
-        tile = {128: 8, 16: 4, 1: 1}[config.select_tile]
+        tile = {128: 8, 1: 1}[config.select_tile]
         config = config.model_copy(update={**SMALL_SIZES, "select_tile": tile})
     student = LanguageModel(Qwen3ForCausalLM(dense.model.config).to(task.device))
     student.model.load_state_dict(dense.model.state_dict())
@@ -255,7 +260,7 @@ def keep(out: Path, rows: list[dict[str, Any]], longest: int, *, small: bool) ->
     if row["name"] == "nsa" and not small:
         key = f"accuracy_{longest}_after"
         ratio = round(row[key] / rows[0][key], 3)
-        figures.record(out / "figures.jsonl", "needle_16k_vs_dense", ratio, "x", "reported")
+        figures.record(out / "figures.jsonl", "needle_16k_vs_dense", ratio, "x", ">= 0.8")
 
 
 def show(rows: list[dict[str, Any]]) -> None:

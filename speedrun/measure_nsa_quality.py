@@ -45,6 +45,8 @@ SMALL_SIZES = {"num_selected": 6, "compress_block": 4, "select_block": 8, "windo
 SMALL_SIZES |= {"select_tile": 8}
 MERGED = {"mode": "merged", "local_blocks": 5}
 EACH = {"select_tile": 1}
+BOUNDS = {"compress_block": 4, "compress_stride": 4, "bound": 0.3}
+"""As many pooled keys as in `SIZES`, side by side, judged by what their keys reach at most."""
 LONG: dict[str, dict[str, Any]] = {
     "residual": {},
     "merged": MERGED,
@@ -54,6 +56,7 @@ LONG: dict[str, dict[str, Any]] = {
     "24 blocks, for each token": {"num_selected": 24, **EACH},
     "16 blocks": {"num_selected": 16},
     "16 blocks, for each token": {"num_selected": 16, **EACH},
+    "16 blocks, for each token by bounds": {"num_selected": 16, **EACH, **BOUNDS},
 }
 """What differs from `SIZES` and the mode `residual`; trained for all steps."""
 SHORT: dict[str, dict[str, Any]] = {
@@ -73,6 +76,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "window of 128": {"window": 128},
 }
 """The same, trained for fewer."""
+FIGURES = {"residual": "", "16 blocks, for each token by bounds": "_16_blocks"}
+"""Variants that are figures, and the ends of their names."""
 GOAL = "<= 0.02"
 
 
@@ -149,10 +154,10 @@ def measure(
         found.append(run(setting, name, changes, steps))
         with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(found[-1]) + "\n")
-        if name == "residual" and not options.small:
+        if name in FIGURES and not options.small:
             kl = found[-1]["kl_after"]
             path = out / "figures.jsonl"
-            figures.record(path, f"nsa_kl_after_{steps}", kl, "nats", GOAL)
+            figures.record(path, f"nsa_kl_after_{steps}{FIGURES[name]}", kl, "nats", GOAL)
     show(found)
 
 

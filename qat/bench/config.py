@@ -13,7 +13,7 @@ from qat.train.config import StepConfig
 if TYPE_CHECKING:
     from qat.backend.device import Backend
 
-ATTENTION = ("nsa", "nsa-merged", "nsa-paper")
+ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
 PASSES = ("forward", "train", "decode")
 """What `qat bench attention` measures."""
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")

@@ -11,8 +11,8 @@ class ConvertConfig(Settings):
     """How to quantize a model, and how it is to attend, without training it."""
 
     attention: Attention[str | None] = None
-    """dense, nsa, nsa-merged, nsa-paper, or a TOML file with settings of sparse attention; as the
-    source has it if not given. Without --to nothing is quantized."""
+    """dense, nsa, nsa-merged, nsa-shared, nsa-merged-shared, nsa-paper, or a TOML file with sizes
+    of sparse attention; as the source has it if not given. Without --to nothing is quantized."""
     attention_steps: Attention[int] = Field(100, ge=0)
     """With --attention and --calibration: steps in which gates and pooling come closer to dense
     attention, layer by layer; 0 for none."""

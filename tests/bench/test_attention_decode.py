@@ -26,7 +26,7 @@ def test_dense_ways_say_the_same_and_so_does_nsa_within_its_reach() -> None:
         ways["math, groups as rows"](bench.caches[0]),
     ):
         torch.testing.assert_close(found, expected[:, :, 0])
-    sparse = NSABench(bench, PRESETS["nsa-merged"])  # reaches 2,048
+    sparse = NSABench(bench, PRESETS["nsa-merged-shared"])  # reaches 2,048
     assert torch.equal(bench.position, torch.tensor([256]))  # the last tile's first query chose
     bench.position.fill_(SMALL.length - 1)
     found = sparse.attend(sparse.kept[0], is_leader=False)
@@ -38,7 +38,7 @@ def test_dense_ways_say_the_same_and_so_does_nsa_within_its_reach() -> None:
 @torch.no_grad()
 def test_a_tile_is_told_from_its_leader_to_the_last_position() -> None:
     bench = Bench(SMALL, Backend(torch.device("cpu")))
-    sparse = NSABench(bench, PRESETS["nsa"])
+    sparse = NSABench(bench, PRESETS["nsa-shared"])
     told = []
 
     def token(name: str) -> None:

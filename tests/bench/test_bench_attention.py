@@ -118,7 +118,10 @@ def test_gates_are_the_modes_own(preset: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": "nsa,linear"}, "'linear' is unknown; use any of nsa,nsa-merged,nsa-paper"),
+        (
+            {"attention": "nsa,linear"},
+            "'linear' is unknown; use any of nsa,nsa-merged,nsa-shared,nsa-merged-shared,nsa-paper",
+        ),
         ({"passes": "backward"}, "'backward' is unknown; use any of forward,train,decode"),
         ({"lengths": ""}, "at least one size"),
     ],

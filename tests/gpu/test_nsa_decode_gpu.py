@@ -32,7 +32,7 @@ def doubled(kept: Kept) -> Kept:
 
 @pytest.mark.parametrize("dtype", SLACKS)
 @pytest.mark.parametrize("heads", [(16, 8, 128), (8, 1, 64), (10, 2, 96), (40, 2, 128)])
-@pytest.mark.parametrize("preset", ["nsa", "nsa-merged", "nsa-paper"])
+@pytest.mark.parametrize("preset", ["nsa", "nsa-merged", "nsa-shared", "nsa-paper"])
 def test_the_kernels_err_no_more_than_plain_pytorch(
     dtype: torch.dtype, heads: tuple[int, int, int], preset: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_positions_one_by_one_equal_the_whole_row(mode: str, tile: int) -> None:
     assert (found - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("preset", ["nsa", "nsa-merged"])
+@pytest.mark.parametrize("preset", ["nsa-shared", "nsa-merged-shared"])
 @torch.no_grad()
 def test_a_recorded_token_equals_one_that_is_not(preset: str) -> None:
     bench = Bench(Shape(length=4096, layers=2), Backend(torch.device("cuda")))

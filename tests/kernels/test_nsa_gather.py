@@ -29,14 +29,15 @@ def _loops_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (5, 1), (3, 3)])
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("bound", [0.0, 0.4])
+@pytest.mark.parametrize(
+    ("heads", "is_packed", "bound"),
+    [((5, 1), True, 0.4), pytest.param((3, 3), True, 0, marks=pytest.mark.slow)],
+)
 def test_the_kernel_chooses_what_the_reference_does(
     heads: tuple[int, int], is_packed: bool, bound: float
 ) -> None:
     config = small(**APART, bound=bound, num_selected=3)
-    for length in (1, 15, 50, 147):
+    for length in (1, 147):
         first = documents(length) if is_packed else None
         inputs = nsa_inputs(config, length, heads=heads, width=12, first=first, dtype=torch.float32)
         found = gather.chosen(inputs, config)
@@ -64,7 +65,11 @@ def results(inputs: Inputs, config: NSAConfig, way: object) -> list[Tensor]:
 @pytest.mark.parametrize("tile", [1, 8])
 @pytest.mark.parametrize(
     ("heads", "width", "length", "is_packed"),
-    [((4, 2), 16, 90, False), ((5, 1), 24, 133, True), ((2, 2), 8, 17, False)],
+    [
+        ((4, 2), 16, 90, False),
+        pytest.param((5, 1), 24, 70, True, marks=pytest.mark.slow),
+        ((2, 2), 8, 17, False),
+    ],
 )
 def test_output_and_gradients_are_the_references(
     heads: tuple[int, int], width: int, length: int, is_packed: bool, tile: int

@@ -124,9 +124,14 @@ def _divides(small: str, value: int, large: str, whole: int) -> None:
         )
 
 
+EACH = {"select_tile": 1, "compress_stride": 32, "bound": 0.3}
+"""A choice for each query, by bounds of blocks side by side: what finds a needle."""
+MERGED = {"mode": "merged", "num_selected": 18, "local_blocks": 5}
 PRESETS = {
-    "nsa": NSAConfig(),
-    "nsa-merged": NSAConfig(mode="merged", num_selected=18, local_blocks=5),
+    "nsa": NSAConfig(**EACH),
+    "nsa-merged": NSAConfig(**MERGED, **EACH),
+    "nsa-shared": NSAConfig(),
+    "nsa-merged-shared": NSAConfig(**MERGED),
     "nsa-paper": NSAConfig(mode="sigmoid", select_block=64, select_tile=1),
 }
 """By what `qat convert --attention` calls them."""
