@@ -65,6 +65,18 @@ def test_from_pack_to_pull(tmp_path: Path, monkeypatch, capsys) -> None:
     assert call(monkeypatch, "pull", "q2", "--drive", "drive") == 0
     assert last_line(capsys)["is_verified"]
     assert contents(tmp_path / "checkpoints" / "q2") == contents(source)
+    assert call(monkeypatch, "verify", "checkpoints/q2") == 0
+    assert last_line(capsys)["is_verified"]
+    (tmp_path / "checkpoints" / "q2" / "config.json").write_text("[]")
+    assert call(monkeypatch, "verify", "checkpoints/q2") == 1
+
+
+def test_the_list_shows_no_secret(tmp_path: Path, monkeypatch, capsys) -> None:
+    own = tmp_path / "hub.toml"
+    own.write_text('[mine]\nkind = "cache"\nmirrors = ["https://me:p@ssword@host/a.tgz"]\n')
+    assert call(monkeypatch, "list", "--registry", own) == 0
+    printed = capsys.readouterr().out
+    assert "[hidden]@host" in printed and "ssword" not in printed
 
 
 @pytest.mark.parametrize(
