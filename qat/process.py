@@ -16,6 +16,28 @@ CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds its limits: `cpu.max`, or in version 1 the two files below `cpu`."""
 
 
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED",
+    "Out of memory allocating",
+    "Cannot allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+)
+"""What errors that are not of memory by their kind say where it ran out: those of PyTorch outside
+its own device allocator, of XLA, of the system, of Python, and of the loader of libraries."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out; PyTorch's own kind for a device is not known."""
+    if isinstance(error, RuntimeError | OSError | ImportError):
+        return any(sign in str(error) for sign in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
 def cores() -> int:
     """Cores that this process may use: those it is pinned to, within its container's share.
 

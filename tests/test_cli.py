@@ -335,8 +335,11 @@ def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None
         (PermissionError(13, "Permission denied", "/root/x"), "/root/x: Permission denied; check"),
         (torch.OutOfMemoryError("full"), "memory ran out; lower --batch-size"),
         (MemoryError(), "memory ran out; lower --batch-size"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared"), "memory ran out"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory ran out"),
+        (RuntimeError("can't start new thread"), "memory ran out"),
     ],
-    ids=["permission", "memory", "host memory"],
+    ids=["permission", "memory", "host memory", "libraries", "system", "threads"],
 )
 def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, message: str) -> None:
     def refused(_tokens: list[str]) -> dict:

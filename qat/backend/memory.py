@@ -11,19 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from qat.errors import ConfigError
-from qat.process import available_gib, data_limit, process_gib, restart_peak
+from qat.process import (
+    available_gib,
+    data_limit,
+    is_out_of_memory,
+    process_gib,
+    restart_peak,
+)
 
 GIB = 2**30
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "RESOURCE_EXHAUSTED",
-    "Out of memory allocating",
-)
-"""What plain runtime errors say when memory ran out outside PyTorch's own device allocator; the
-last two are XLA's, whose compiler may say so before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +120,7 @@ class DeviceMemory:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error` says that memory ran out: the device's, or the process's on a CPU."""
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+        return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
 
     def overcommits(self) -> bool:
         """Whether the system promises memory that it has not got, and kills who uses it."""

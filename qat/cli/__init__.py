@@ -7,6 +7,7 @@ Nothing heavy is imported before a verb runs.
 import errno
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from qat.cli.run import run
 from qat.cli.train import train
 from qat.config import OTHERS, EveryVerb
 from qat.errors import ConfigError, QatError
+from qat.process import is_out_of_memory
 from qat.secrets import Scrub, scrubbed
 
 if TYPE_CHECKING:
@@ -157,6 +159,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
+        _fail_if_out_of_memory(error)
         if error.errno == errno.ENOSPC:
             where = f" ({error.filename})" if error.filename else ""
             _fail(
@@ -166,7 +169,7 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}; check the path and who may write there")
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ImportError) as error:
         _fail_if_out_of_memory(error)
         raise
     except KeyboardInterrupt:
@@ -182,13 +185,19 @@ def _flags(verb: str) -> set[str]:
     return {name.removeprefix("--").split(".")[0] for name in names}
 
 
-def _fail_if_out_of_memory(error: RuntimeError | MemoryError) -> None:
-    from qat.backend.device import select  # torch is loaded by now: it raised the error
+def _fail_if_out_of_memory(error: Exception) -> None:
+    is_out = is_out_of_memory(error)
+    if not is_out and isinstance(error, RuntimeError) and "torch" in sys.modules:
+        from qat.backend.device import select
 
-    if select("cpu").is_out_of_memory(error):
+        is_out = select("cpu").is_out_of_memory(error)
+    if is_out:
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        room = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v: {limit / 2**30:.3g} GiB)"
         _fail(
-            "memory ran out; lower --batch-size (and raise --grad-accum-steps), or add "
-            "--gradient-checkpointing"
+            f"memory ran out{room}; lower --batch-size, in training with more --grad-accum-steps "
+            "or --gradient-checkpointing, where the verb has them; else end other programs, or "
+            "raise the limit of this one"
         )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from qat.backend.device import select
 from qat.errors import CheckpointError, QatError
 from qat.files import inside
 from qat.models.checksums import check_checksums
@@ -110,7 +110,7 @@ def check_attention(config: PreTrainedConfig) -> None:
 
 
 def _is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
-    if isinstance(error, QatError | MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, QatError) or select("cpu").is_out_of_memory(error):
         return False
     is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
     if not (is_panic or isinstance(error, Exception)):
