@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
 from qat.models.swap import linear_names, replace_module, to_latent
+from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 
@@ -190,6 +191,48 @@ def test_clipping_scales_what_moments_see(tmp_path) -> None:
     moments = [t for name, t in optimizer.state().items() if name.startswith("exp_avg.")]
     clipped = torch.cat([t.flatten() for t in moments]).norm() / (1 - 0.9)
     assert norm > 0.5 and clipped.item() == pytest.approx(0.5, rel=1e-3)
+
+
+def test_the_norm_is_of_all_gradients_that_are_there(tmp_path) -> None:
+    optimizer = optimizer_of(student(), settings(tmp_path))
+    squares = 0.0
+    for place, parameter in enumerate(optimizer.parameters.values()):
+        if place % 3:
+            parameter.grad = torch.full_like(parameter, 0.1 * place)
+            squares += parameter.grad.double().square().sum().item()
+    assert optimizer.step(0).item() == pytest.approx(squares**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [("weights",), ("weights", "scales")])
+def test_the_norm_of_rows_counts_every_rank(tmp_path, kinds: tuple[str, ...]) -> None:
+    """The other rank's rows have the same gradients; what both hold counts once."""
+    model = student(latent=False)
+    ranks = Ranks(0, 2, torch.device("cpu"))
+    moved = []
+    ranks.sum_ = lambda tensors: moved.extend(t.mul_(2) for t in tensors if t.dim() == 0)
+    to_latent(model, linear_names(model), ranks)
+    names = linears_in_scope(model, "e2e")
+    optimizer = Optimizer(model, learnable(model, names, kinds), settings(tmp_path), ranks=ranks)
+    assert set(optimizer.sharded) == {name for name in optimizer.parameters if "weight" in name}
+    for parameter in optimizer.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    rows = sum(p.numel() for p in optimizer.parameters.values()) - sum(
+        p.numel() for p in optimizer.replicated()
+    )
+    expected = (2 * rows + sum(p.numel() for p in optimizer.replicated())) ** 0.5
+    assert optimizer.step(0).item() == pytest.approx(expected, rel=1e-5) and len(moved) == 1
+
+
+@pytest.mark.parametrize(("steps", "is_old"), [(23, False), (24, True), (25, True)])
+def test_moments_age_only_where_the_run_outlives_their_memory(
+    tmp_path, steps: int, is_old: bool
+) -> None:
+    """With beta2 = 0.5 a first step weighs 2**-24 after 24 steps: nothing beside one."""
+    optimizer = optimizer_of(student(), settings(tmp_path, beta2=0.5, max_steps=steps))
+    step_with(optimizer, 0.1)
+    assert optimizer.age() is is_old
+    counts = {t.item() for name, t in optimizer.state().items() if name.startswith("step.")}
+    assert counts == {2.0**24 if is_old else 1.0}
 
 
 def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]:

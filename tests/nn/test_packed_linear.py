@@ -1,0 +1,23 @@
+"""A linear read packed: where it multiplies packed indices and where it forms its weight."""
+
+import pytest
+import torch
+from quantized import frozen_linear
+
+from qat.kernels.lut_matvec import MOST_VECTORS, LutRows
+from qat.nn.packed_linear import PackedLinear, Scratch
+from qat.quant.spec import LutSpec
+
+
+@pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
+def test_up_to_eight_tokens_are_multiplied_from_packed_indices(tokens: int) -> None:
+    linear = frozen_linear(16, 32, LutSpec(bits=2, group_size=16, scale_bits=8))
+    parts = linear.source(), linear.levels(), linear.scales_as_stored()
+    packed = PackedLinear(linear, LutRows.of(*parts, is_short=False), Scratch())
+    formed = []
+    real = packed.weight_in
+    packed.weight_in = lambda dtype: formed.append(dtype) or real(dtype)
+    x = torch.randn(1, tokens, 32)
+    found = packed(x)
+    assert found.shape == (1, tokens, 16) and bool(formed) is (tokens > MOST_VECTORS)
+    torch.testing.assert_close(found, linear(x).detach(), rtol=1e-5, atol=1e-5)
