@@ -26,6 +26,7 @@ from qat.models.stored_state import packed_state_dict
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**24
+MOST_IDS = 2**24
 
 
 def load_model(
@@ -77,6 +78,12 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
         raise CheckpointError(
             f"{source} holds no tokenizer, expected tokenizer.json or the like beside the model; "
             "copy the tokenizer's files there"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest > MOST_IDS:  # tokenizers keeps a list of every id below
+        raise CheckpointError(
+            f"the tokenizer of {source} has a token of id {largest}, expected at most {MOST_IDS}; "
+            "copy its files anew"
         )
     return tokenizer
 

@@ -82,6 +82,13 @@ def test_a_damaged_tokenizer_is_one_line(text: str, teacher: Path) -> None:
     refused(load_tokenizer, teacher)
 
 
+def test_an_absurd_id_of_a_token_is_one_line(teacher: Path) -> None:
+    values = json.loads((teacher / "tokenizer.json").read_text())
+    values["model"]["vocab"]["absurd"] = 2**31
+    (teacher / "tokenizer.json").write_text(json.dumps(values))
+    assert "has a token of id 2147483648" in refused(load_tokenizer, teacher)
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 @pytest.mark.parametrize("value", ["org/kernel", "flash_attention_2", {"": "org/kernel"}])
 def test_no_configuration_has_a_kernel_fetched(
