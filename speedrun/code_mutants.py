@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
-from figures import ROOT
-from measure_mutants import Mutant
+from measure_mutants import ROOT, Mutant
 from mutmut.mutation import mutators
 
 FLOORS = ("quant", "losses", "nn", "data", "train")
