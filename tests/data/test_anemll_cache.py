@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from qat.bench.config import BenchConfig
 from qat.cli import run_verb
 from qat.cli.inputs import with_fitting_loss
+from qat.data.anemll_shards import read_meta
 from qat.data.cache import read_manifest
 from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache
@@ -204,10 +205,20 @@ def test_caches_that_are_none(place: Path, tmp_path: Path) -> None:
         import_cache(source, ImportConfig(), tmp_path / "out")
 
 
+@pytest.mark.parametrize("said", ["", 7, None])
+def test_what_a_description_does_not_say_is_unknown(said: object, tmp_path: Path) -> None:
+    names = ("teacher_model", "tokenizer", "dataset_name")
+    meta = {"format": "qwen_kd_topk_cache_v1", "vocab_size": 320} | dict.fromkeys(names, said)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    found = read_meta(tmp_path)
+    assert (found.teacher, found.tokenizer, found.data) == ("unknown",) * 3
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("topk_idx", lambda t: t + 320, "topk_idx has torch.int32 from .* expected ids below"),
+        ("input_ids", lambda t: t.masked_fill(t == t.max(), 320), " to 320, expected ids below"),
         ("topk_idx", lambda t: t * 0, "topk_idx names a token twice"),
         ("topk_logits", lambda t: t * torch.nan, "topk_logits holds NaN or infinity"),
         ("topk_logits", lambda t: t[:, :-1], r"topk_logits has shape \(6, 7, 4\), expected"),

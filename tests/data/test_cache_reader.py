@@ -10,6 +10,7 @@ import torch
 from cache_case import build
 
 from qat.data.cache import MANIFEST, read_manifest
+from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.data.verify import check_shards, raise_if_any_damaged
 from qat.errors import CacheError
@@ -158,3 +159,7 @@ def test_students_that_do_not_fit_are_refused(built: Path) -> None:
 def test_the_fingerprint_changes_with_the_settings(built: Path, tmp_path: Path) -> None:
     build(tmp_path / "c", seed=5)
     assert read_manifest(tmp_path / "c").fingerprint != read_manifest(built).fingerprint
+
+
+def test_code_of_others_does_not_run_unasked() -> None:
+    assert CacheConfig(data="texts", teacher="teacher").trust_remote_code is False

@@ -1,5 +1,7 @@
 """Random numbers by place: equal to splitmix64, uniform, and independent of what is asked with."""
 
+import numpy as np
+import pytest
 import torch
 
 from qat.data.noise import stream, uniforms
@@ -28,6 +30,12 @@ def test_numbers_are_those_of_splitmix64() -> None:
 def test_a_places_numbers_depend_on_nothing_else() -> None:
     together = uniforms(9, torch.arange(100, 200), 6)
     assert torch.equal(uniforms(9, torch.tensor([150, 101]), 6), together[[50, 1]])
+
+
+@pytest.mark.parametrize("number", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_stream_is_an_int64(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda _: number)
+    assert np.uint64(number).astype(np.int64) == stream(0, "train")
 
 
 def test_streams_differ_and_are_uniform() -> None:

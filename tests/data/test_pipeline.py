@@ -87,6 +87,13 @@ def test_places_are_computed_side_by_side() -> None:
     assert list(places) == list(range(6))
 
 
+def test_while_an_item_is_used_as_many_as_asked_for_are_under_way() -> None:
+    begun = threading.Semaphore(0)
+    with closing(computed_ahead(lambda _: begun.release(), range(9), 2)) as items:
+        next(items)
+        assert all(begun.acquire(timeout=5) for _ in range(3))
+
+
 def test_an_error_of_a_place_comes_there_and_no_other_begins() -> None:
     begun: list[int] = []
 

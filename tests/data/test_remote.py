@@ -1,5 +1,6 @@
 """Caches in an object store: read like local ones, fetched once, kept within a budget."""
 
+import errno
 import logging
 import shutil
 from collections.abc import Iterator
@@ -74,11 +75,21 @@ def test_shards_are_kept_within_a_budget(
     with caplog.at_level(logging.WARNING):
         cache = open_cache(ADDRESS, local=tmp_path / "kept", budget=2 * size + 10)
     assert "come more than once" in caplog.text
-    for index in (0, 11, 22, 0):
+    for index in (0, 11, 0, 22, 0, 11):  # the one unused for longest makes room
         cache.batch([index])
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) <= 2
-    assert opened.count("train-00000.safetensors") == 2
+    assert [opened.count(f"train-0000{i}.safetensors") for i in range(3)] == [1, 2, 1]
     assert not list((tmp_path / "kept").glob(".*"))
+
+
+def test_all_shards_stay_where_there_is_room(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FRESH", 1)
+    cache = open_cache(ADDRESS, local=tmp_path / "kept")
+    for index in (0, 11, 22):
+        cache.batch([index])
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 3
 
 
 def test_a_server_that_fails_is_asked_three_times(
@@ -156,3 +167,27 @@ def test_bad_addresses_are_one_line(built: Path, store: MemoryFileSystem, tmp_pa
     store.pipe("/bucket/caches/c/manifest.json", (built / MANIFEST).read_bytes())
     with pytest.raises(CacheError, match="expected a directory to keep shards in"):
         open_cache(ADDRESS, local=tmp_path / "file" / "kept")
+
+
+def test_a_shard_is_on_the_disk_before_it_has_its_name(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, synced = open_cache(ADDRESS, local=tmp_path / "kept"), []
+    monkeypatch.setattr("os.fsync", lambda _: synced.extend((tmp_path / "kept").iterdir()))
+    cache.batch([0])
+    assert [path.name.startswith(".train-00000") for path in sorted(synced)] == [True, False]
+
+
+def test_a_full_disk_is_not_asked_again(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, asked = open_cache(ADDRESS, local=tmp_path / "kept"), []
+
+    def fail(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
+        asked.append(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+    with pytest.raises(OSError, match="No space left"):
+        cache.batch([0])
+    assert len(asked) == 1

@@ -7,6 +7,7 @@ from teacher_targets import targets_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.losses import divergences
 from qat.losses.divergences import jsd
 from qat.losses.from_logits import student_of
 from qat.losses.targets import Targets, valid_rows
@@ -199,6 +200,9 @@ def test_zero_exactly_at_the_teacher_and_temperature_matters(name: str) -> None:
     at_one, at_two = (DIVERGENCES[name](student, targets, temperature=t) for t in (1.0, 2.0))
     assert at_one.item() > 0.1
     assert abs(at_one.item() - at_two.item()) > 0.1
+    rows = valid_rows(targets)
+    parts = student_of(student, rows, [name])
+    assert torch.equal(getattr(divergences, name)(parts, rows), at_one)
     assert DIVERGENCES[name](teacher, targets).item() == pytest.approx(0, abs=1e-6)
 
 

@@ -9,9 +9,10 @@ from qat.nn.packed_linear import PackedLinear, Scratch
 from qat.quant.spec import LutSpec
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
-def test_up_to_eight_tokens_are_multiplied_from_packed_indices(tokens: int) -> None:
-    linear = frozen_linear(16, 32, LutSpec(bits=2, group_size=16, scale_bits=8))
+def test_up_to_eight_tokens_are_multiplied_from_packed_indices(tokens: int, has_bias: bool) -> None:
+    linear = frozen_linear(16, 32, LutSpec(bits=2, group_size=16, scale_bits=8), has_bias)
     parts = linear.source(), linear.levels(), linear.scales_as_stored()
     packed = PackedLinear(linear, LutRows.of(*parts, is_short=False), Scratch())
     formed = []

@@ -12,7 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from qat.nn.joined_linears import JoinedLinears
 from qat.nn.lut_linear import LutLinear
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import form_moved_weights, form_weights, quant_linears, release_weights
+from qat.nn.step import (
+    form_moved_weights,
+    form_weights,
+    join_linears,
+    part_linears,
+    quant_linears,
+    release_weights,
+)
 from qat.quant.spec import LutSpec
 
 LINEARS = {"frozen": frozen_linear, "latent": latent_linear}
@@ -155,6 +162,7 @@ def test_joined_linears_keep_their_own_rounding() -> None:
     alone.backward(dy)
     expected = [linear.scales.grad.clone() for linear in linears]
     joined = JoinedLinears(linears)
+    assert torch.equal(joined(x), alone)  # with nothing formed
     for linear in linears:
         linear.zero_grad()
     joined.form_(torch.float32)
@@ -164,6 +172,20 @@ def test_joined_linears_keep_their_own_rounding() -> None:
     joined(x).backward(dy)
     for linear, gradient in zip(linears, expected, strict=True):
         torch.testing.assert_close(linear.scales.grad, gradient)
+
+
+def test_parted_linears_forget_what_was_formed_together() -> None:
+    model = nn.ModuleDict({name: frozen_linear(12, 32, SPECS["lut2"]) for name in "kv"})
+    join_linears(model, "both", ("k", "v"))
+    form_weights(model, torch.float32)
+    assert model["k"].formed is None and model["both"].formed.shape == (24, 32)
+    part_linears(model)
+    assert list(model) == ["k", "v"]
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        for linear in model.values():
+            linear.scales.mul_(2)  # nothing of what was formed together is used any more
+            torch.testing.assert_close(linear(x), F.linear(x, linear.quantized_weight()))
 
 
 def test_autocast_does_not_reach_the_formed_weight() -> None:

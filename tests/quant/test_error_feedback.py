@@ -226,6 +226,18 @@ def test_new_levels_keep_the_indices_and_lower_the_error(name: str) -> None:
     torch.testing.assert_close(columns.residual, columns.weight - columns.chosen * S)
 
 
+def test_new_levels_of_larger_weights_are_in_their_scales() -> None:
+    spec, weight = SPECS["lut2"], torch.randn(O, 96)
+    H, start = ef.damped(moment(inputs(96))), random_weight(O, 96, SPECS["lut2"])
+    found = []
+    for size in (1, 8):
+        columns = ef.stack([size * weight], [start])
+        ef.refit_levels(columns, H, [O], spec)
+        found += ef.unstack(columns, [O], [start])
+    assert found[0].codebook.abs().max() == found[1].codebook.abs().max() == pytest.approx(1)
+    torch.testing.assert_close(dequantize(found[1]), 8 * dequantize(found[0]), rtol=2e-3, atol=1e-3)
+
+
 def test_weights_that_share_inputs_do_not_know_each_other() -> None:
     weights = [torch.randn(rows, I) for rows in (5, 1, 8)]
     H = moment(inputs())

@@ -11,7 +11,7 @@ from torch import Tensor
 from qat.quant.codebook import fixed_grid, nearest_level
 from qat.quant.e5m3 import SMALLEST
 from qat.quant.error_feedback import fit_to_inputs
-from qat.quant.fit import fit_weight, normalize, weighted_error
+from qat.quant.fit import fit_weight, normalize, refit_levels, weighted_error
 from qat.quant.scales import absmax_scales
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
@@ -113,6 +113,13 @@ def test_importance_decides_where_the_error_goes() -> None:
     assert same_bits(fit_weight(weight, spec, h), aware)
 
 
+def test_levels_of_small_weights_are_learned_and_unused_ones_stay() -> None:
+    S, indices = torch.full((4, 8), 1e-4), torch.arange(32).view(4, 8) % 3
+    levels, old = torch.tensor([-1.0, 0.25, 2.0]), torch.tensor([5.0, 6.0, 7.0, 8.0])
+    found = refit_levels(S * levels[indices], S, torch.ones(4, 8), indices, old=old)
+    torch.testing.assert_close(found, torch.cat([levels, old[3:]]))
+
+
 def test_scaling_a_weight_scales_the_result() -> None:
     weight = torch.randn(8, 32)
     one, four = fit_weight(weight, SPECS["lut2"]), fit_weight(4 * weight, SPECS["lut2"])
@@ -127,7 +134,10 @@ def test_zero_rows_stay_zero_or_tiny(name: str) -> None:
     assert torch.isfinite(fitted).all()
     if SPECS[name].scale == "group":
         assert fitted[2].abs().max() <= torch.finfo(torch.float16).tiny * 4
-    assert torch.isfinite(dequantize(fit_weight(torch.zeros(6, 32), SPECS[name]))).all()
+    nothing = fit_weight(torch.zeros(6, 32), SPECS[name])
+    assert torch.isfinite(dequantize(nothing)).all()
+    if SPECS[name].codebook == "lut":
+        assert not nothing.codebook.any()
 
 
 @pytest.mark.parametrize("name", ["lut2_s8", "int3_s8"])
@@ -180,7 +190,7 @@ def test_nearest_index_is_the_argmin() -> None:
     assert (nearest_indices(weight, torch.zeros(9, 20), levels) == 1).all()
 
 
-@pytest.mark.parametrize("name", ["lut1", "lut2", "lut3", "seq2", "int3", "ternary"])
+@pytest.mark.parametrize("name", ["lut1", "lut2", "lut3", "seq2", "int3", "ternary", "lut2_r4"])
 def test_levels_of_a_sample_serve_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, spec = torch.randn(300, 96), SPECS[name]
     importance = torch.rand(96) + 0.01

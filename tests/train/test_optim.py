@@ -1,6 +1,7 @@
 """What learns, how fast, and what does not even get a gradient."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -233,6 +234,14 @@ def test_moments_age_only_where_the_run_outlives_their_memory(
     assert optimizer.age() is is_old
     counts = {t.item() for name, t in optimizer.state().items() if name.startswith("step.")}
     assert counts == {2.0**24 if is_old else 1.0}
+
+
+def test_a_step_waits_once_for_copies_of_what_it_moves(tmp_path) -> None:
+    optimizer, held = optimizer_of(student(), settings(tmp_path), ("scales",)), []
+    optimizer.copying = SimpleNamespace(hold=lambda: held.append(optimizer.state()))
+    for step in range(2):
+        step_with(optimizer, 1.0, step)
+    assert len(held) == 1
 
 
 def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]:

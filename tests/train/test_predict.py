@@ -139,6 +139,11 @@ def test_memory_that_runs_out_is_a_finding(place: Path, tmp_path: Path, monkeypa
     assert [each.code for each in checked.errors()] == ["memory"]
 
 
+def test_a_short_run_is_not_rehearsed_unasked(place: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(check, "predict", None)
+    assert examine(config(place), str(place / "student"), tmp_path).prediction is None
+
+
 def test_hours_are_guessed_from_flops(place: Path, tmp_path: Path, monkeypatch) -> None:
     cache, student = TeacherCache.open(place / "cache"), str(place / "student")
     assert guessed_hours(config(place), student, cache) is None  # nobody knows this CPU

@@ -166,6 +166,12 @@ def test_time_and_price() -> None:
     assert note.reason.startswith("1.75 at 3 an hour")
 
 
+def test_at_its_limit_a_thing_is_not_told() -> None:
+    assert "save_sparse" not in found(slower(11.9, eval_s=0))
+    plan = PLAN._replace(sequence_length=32, width=256)
+    assert "toy" not in found(plan, batch_size=64)  # of 2048 tokens
+
+
 def test_a_short_run_may_do_without_checkpoints() -> None:
     assert "save_every_off" not in found(PLAN, save_every=0, max_steps=1000)
     assert not is_long(settings(max_steps=4999), 0.9)

@@ -561,5 +561,7 @@ def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path) -> None:
     with stopped_at(shutil, "rmtree", 0):
         made.remove_old(keep=1)
     assert made.checkpoints() == [made.checkpoint_path(2)]
+    (tmp_path / ".heartbeat-rank3.jsonl.partial").touch()
     made.remove_leavings()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+    assert not list(tmp_path.glob(".heartbeat*"))

@@ -80,6 +80,15 @@ def test_a_slow_rank_is_told_after_three_beats_of_all_ranks() -> None:
     assert told == [(5, 1)]
 
 
+def test_the_first_beat_counts_though_one_rank_comes_late() -> None:
+    ranks = SlowRanks(2)
+    told = []
+    for step in range(1, 4):
+        ranks.look([beat(0, step, 0.4)])
+        told += ranks.look([beat(1, step, 0.8)])
+    assert [each.slow_rank for each in told] == [1]
+
+
 def test_beats_that_never_meet_are_forgotten() -> None:
     ranks = SlowRanks(2)
     for step in range(1000):

@@ -1,0 +1,39 @@
+"""What several ranks share out and agree on, without any other rank."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from train_case import config
+
+from qat.errors import TrainingError
+from qat.train.division import Agreement, check_alike, rank_indices
+
+
+def test_ranks_share_what_one_would_see(tmp_path) -> None:
+    whole = rank_indices(config(tmp_path, batch_size=4), 3, 100, SimpleNamespace(size=1, rank=0))
+    half = config(tmp_path, batch_size=2)
+    parts = [rank_indices(half, 3, 100, SimpleNamespace(size=2, rank=rank)) for rank in (0, 1)]
+    assert parts[0].shape == (half.grad_accum_steps, 2)
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 2)])
+def test_one_rank_decides_at_once_and_several_by_the_step_before(size: int, lag: int) -> None:
+    backend = SimpleNamespace(
+        decision_lag=lambda: 2, to_host=lambda it: it, finished=lambda: lambda: None
+    )
+    agreement = Agreement(backend, SimpleNamespace(size=size))
+    wishes = [torch.tensor(wish) for wish in (1, 0, 1, 0, 0)]
+    assert [agreement.settle(wish) for wish in wishes] == ([False] * lag + [True, False, True])[
+        :3
+    ] + [bool(wish) for wish in wishes[3 - lag : 5 - lag]]
+
+
+def test_only_others_are_asked_for_their_bits() -> None:
+    weights = [torch.ones(3)]
+    check_alike(weights, 1, SimpleNamespace(size=1))
+    check_alike(weights, 1, SimpleNamespace(size=2, texts=lambda said: [said, said]))
+    with pytest.raises(TrainingError, match="after step 1 rank 1 has other weights than rank 0"):
+        check_alike(weights, 1, SimpleNamespace(size=2, texts=lambda said: [said, "others"]))

@@ -1,0 +1,52 @@
+"""Settings of a run: what holds if nothing is said, and which exclude each other."""
+
+import pytest
+
+from qat.errors import ConfigError
+from qat.train.config import TrainConfig
+
+RATES = {
+    "lr": 0.01,
+    "lr_scales": 0.001,
+    "lr_codebook": 0.001,
+    "lr_lora": 0.01,
+    "lr_norms": 0.001,
+    "lr_gates": 0.003,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 0.0,
+    "beta2": 0.95,
+    "clip_grad_norm": 1.0,
+}
+
+
+def settings(**values: object) -> TrainConfig:
+    return TrainConfig(**{"cache_dir": "cache", **values})
+
+
+def test_a_recipe_that_says_little_means_the_same_in_years() -> None:
+    found = settings()
+    assert {name: getattr(found, name) for name in RATES} == RATES
+    assert (found.lora_rank, found.temperature, found.warmup_steps) == (16, 1.0, 50)
+    assert (found.eval_every, found.save_every, found.keep, found.log_every) == (100, 100, 2, 10)
+    assert not (found.trust_remote_code or found.shard_latents or found.gradient_checkpointing)
+
+
+@pytest.mark.parametrize(("steps", "warm"), [(9, 0), (19, 1), (499, 49), (5000, 50)])
+def test_a_tenth_of_the_steps_warms_up(steps: int, warm: int) -> None:
+    assert settings(max_steps=steps).warmup_steps == warm
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mlp_only": True, "e2e": True}, "exclude each other"),
+        ({"mlp_only": True, "attention_only": True}, "exclude each other"),
+        ({"attention_only": True, "e2e": True}, "exclude each other"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5"),
+        ({"shard_latents": True, "learn": "scales"}, "it divides latent weights"),
+        ({"shard_latents": True, "optimizer": "adamw8bit"}, "8 bits are not divided"),
+    ],
+)
+def test_settings_that_cannot_be(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.parse({"cache_dir": "cache", **values}, "recipe")
