@@ -21,7 +21,7 @@ from qat.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RENDER_S, MORE_BYTES, MOST_CHARACTERS = 10.0, 2**30, 2**26
+RENDER_S, MORE_BYTES, MOST_CHARACTERS = 5.0, 2**30, 2**26
 """What one chat may take: seconds, memory over that of an idle process, characters."""
 CHILD = "import sys; sys.path[:] = {path!r}; from qat.data.template import serve; serve()"
 
