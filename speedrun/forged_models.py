@@ -5,6 +5,7 @@ Where no hash speaks for the files, or the hashes were made anew to fit them, an
 of them: what is asked there is one line or a model, in time, and that no code runs.
 """
 
+import copy
 import json
 import random
 import shutil
@@ -21,6 +22,7 @@ from fuzzing import Forged
 from kill_case import build, byte_tokenizer, make_student, tiny_model
 from measure_mutations import COURSE, digest, read_recipe, read_run
 from mutants import Files, at, mutate, walk
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.bench.quality.config import read_recipe as read_quality
@@ -334,7 +336,7 @@ def anything(rng: random.Random, old: object) -> object:
         return rng.choice((not old, None, 1, "true"))
     if isinstance(old, int | float) and rng.random() < 0.7:
         return rng.choice((*NUMBERS, old + 1, old * 2, -old, old / 2, str(old)))
-    return rng.choice((*NUMBERS, *WORDS, *OTHERS, [old], {"x": old}))
+    return copy.deepcopy(rng.choice((*NUMBERS, *WORDS, *OTHERS, [old], {"x": old})))
 
 
 ADDED = (
@@ -392,6 +394,8 @@ def read_settings(root: Path) -> str:
         return read_recipe(root)
     except CycloptsError as error:  # which the command line puts into a line
         raise ConfigError(mistake(app, ["train"], error)) from error
+    except ValidationError:  # a command line takes `true` for a text where one is meant
+        return "as a text"
 
 
 def read_quality_plans(root: Path, *, teacher: Path, text: Path) -> str:

@@ -201,7 +201,7 @@ class Run:
             if not isinstance(student, str):
                 raise ValueError(f"student={student!r}")
             return TrainConfig.parse(table, str(path)), student
-        except (ValueError, KeyError, AttributeError, ConfigError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ConfigError) as error:
             raise ConfigError(
                 f"{path} is not a run's recipe ({error}), expected what the run began with; "
                 "restore it or choose another --out"

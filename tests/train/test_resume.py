@@ -200,9 +200,10 @@ def test_what_a_run_does_not_go_on_with(place: Path, out: Path, tmp_path: Path) 
         (out / "run.json").write_text(damaged)
         with pytest.raises(ConfigError, match=r"run.json is damaged \(.*\), expected what the run"):
             run(place, out, resume=True)
-    (out / "recipe.toml").write_text("[train]\nstudent = 3")
-    with pytest.raises(ConfigError, match="recipe.toml is not a run's recipe .* restore it or"):
-        run(place, out, resume=True)
+    for damaged in ("[train]\nstudent = 3", "train = [1]", "train = 1", "train = []", "x"):
+        (out / "recipe.toml").write_text(damaged)
+        with pytest.raises(ConfigError, match="recipe.toml is not a run's recipe .* restore it or"):
+            run(place, out, resume=True)
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
