@@ -125,6 +125,7 @@ def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> 
     values = json.loads((other / "student" / "config.json").read_text())
     values["max_position_embeddings"] = 8
     (other / "student" / "config.json").write_text(json.dumps(values))
+    (other / "student" / "checksums.json").unlink()
     checked = examine(config(other), str(other / "student"), tmp_path, measures=True)
     assert [each.code for each in checked.errors()] == ["cache"] and checked.prediction is None
     assert "reads at most 8" in checked.errors()[0].found
