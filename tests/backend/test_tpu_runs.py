@@ -29,7 +29,7 @@ def test_runs_there_are_the_cpus(tmp_path: Path) -> None:
     assert ours["ids"] == theirs["ids"]
     assert np.allclose(ours["logprobs"], theirs["logprobs"], rtol=0, atol=1e-5)
     assert ours["run"] == ours["whole"], "a run that went on is another one"
-    for name, most in (("whole", 1e-5), ("lower", 1e-3)):
+    for name, most in (("whole", 1e-5), ("lower", 5e-3)):  # bfloat16 rounds by 4e-3
         for line, expected in zip(ours[name], theirs[name], strict=True):
             numbers = {key: value for key, value in expected.items() if isinstance(value, float)}
             assert {key: line[key] for key in numbers} == pytest.approx(numbers, rel=most)

@@ -26,7 +26,7 @@ TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", re
 def test_every_way_has_a_row_that_says_how_fast_or_why_not(tmp_path: Path) -> None:
     report = run_attention(AttentionConfig(**TINY, attention="nsa"), tmp_path / "out")
     rows = {(row["way"], row["pass"]): row for row in report.rows}
-    assert len(rows) == 2 * 6 + 4
+    assert len(rows) == 2 * 7 + 4
     for which in ("forward", "train"):
         flex, reference = rows["nsa flex", which], rows["nsa reference", which]
         assert flex["status"] == "UNSUPPORTED" and "no kernels for cpu" in flex["reason"]
