@@ -29,10 +29,11 @@ def test_runs_there_are_the_cpus(tmp_path: Path) -> None:
     assert ours["ids"] == theirs["ids"]
     assert np.allclose(ours["logprobs"], theirs["logprobs"], rtol=0, atol=1e-5)
     assert ours["run"] == ours["whole"], "a run that went on is another one"
-    for name, most in (("whole", 1e-5), ("lower", 5e-3)):  # bfloat16 rounds by 4e-3
+    # bfloat16 rounds by 4e-3, and of 12,288 codes two more may flip
+    for name, rel, most in (("whole", 1e-5, 0), ("lower", 5e-3, 2e-4)):
         for line, expected in zip(ours[name], theirs[name], strict=True):
             numbers = {key: value for key, value in expected.items() if isinstance(value, float)}
-            assert {key: line[key] for key in numbers} == pytest.approx(numbers, rel=most)
+            assert {key: line[key] for key in numbers} == pytest.approx(numbers, rel=rel, abs=most)
     # in bfloat16, as `auto` is there
     assert ours["verdict"]["kl_tail_nats"] == pytest.approx(
         theirs["verdict"]["kl_tail_nats"], rel=1e-3
