@@ -58,7 +58,7 @@ def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
     """Cache, Q4, Q2: the teacher's three students, judged, exported, sampled, on a page."""
     cache = pipeline.make(
         "cache", "cache", "--teacher", teacher, "--data", "stdlib",
-        "--num-sequences", 3000, "--batch-size", 32,
+        "--num-sequences", 3000, "--sequence-length", 64, "--batch-size", 32,
     )  # fmt: skip
     pipeline.call("cache", "info", cache, stage="cache info")
     # steps that two CPU cores take in a third of a second

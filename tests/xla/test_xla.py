@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("values", "most"),
     [
-        ({"loss": "tail", "learn": "weights,codebook,scales,norms"}, 1e-5),
+        ({"loss": "tail", "learn": "weights,codebook,scales,norms"}, 2e-5),
         ({"loss": "candidates", "learn": "codebook,scales", "gradient_checkpointing": True}, 1e-5),
         ({"loss": "sampled", "learn": "weights", "grad_accum_steps": 2}, 1e-5),
         ({"loss": "tail", "dtype": "bf16"}, 1e-3),

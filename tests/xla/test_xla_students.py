@@ -38,7 +38,7 @@ STEPS = 6
     [
         (make_mixed_place, {"learn": "weights,codebook,scales,norms"}),
         (make_mixed_place, {"learn": "norms", "loss": "reverse_kl,jsd,cakld,hard_ce"}),
-        (make_adapted_place, {"learn": "lora,norms"}),
+        (make_adapted_place, {"learn": "lora,norms", "lora_rank": 3}),
         (make_sparse_place, {"learn": "weights,gates"}),
         (make_taught_place, {"loss": "kl,reverse_kl,jsd,cakld,hard_ce"}),
     ],
