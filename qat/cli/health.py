@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from qat.errors import QatError
 from qat.logs import Terminal
@@ -68,7 +69,7 @@ def show_health(run: Path) -> None:
     table = Table("Health", "Found", "Limit", "")
     for check in checks:
         if check.state != "ok":
-            state = f"[{COLOURS[check.state]}]{check.state}[/]"
+            state = Text(check.state, COLOURS[check.state])
             table.add_row(check.name, check.found, check.limit, state)
     if table.rows:
         Terminal().print(table)

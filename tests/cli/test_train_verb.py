@@ -10,9 +10,10 @@ import torch
 from cli_case import call
 from train_case import config, make_place
 
-from qat.cli.health import _next
+from qat.cli.health import _next, show_health
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
+from qat.report.health import Check
 from qat.train.config import TrainConfig
 from qat.train.run import resolved
 from qat.train.start import train_student
@@ -178,3 +179,15 @@ def test_the_export_that_comes_next_holds_the_student(
     monkeypatch.setattr("qat.export.targets.ships_to", lambda _: lacks)
     *_, export = _next(Path("final"), TrainConfig(cache_dir="c"), {})
     assert export == ["qat", "export", "final", "--to", to, "--out", f"final-{to}"]
+
+
+def test_what_is_not_well_is_coloured_and_not_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [Check("speed", "look", "[red]half[/]", "10 %"), Check("memory", "ok", "1", "2")]
+    monkeypatch.setattr("qat.report.runs.read_directory", lambda run: run)
+    monkeypatch.setattr("qat.report.health.health", lambda found: checks)
+    show_health(tmp_path)
+    told = capsys.readouterr().out
+    assert "look" in told and "[red]half[/]" in told
+    assert "yellow" not in told and "memory" not in told
