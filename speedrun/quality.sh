@@ -87,5 +87,7 @@ failed=0
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done
 if [ $# -le 3 ]; then
     python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
+    python speedrun/quality_figures.py equal-time runs/{stories15m,minimind2,tiny_qwen3,teacher88m} \
+        --figures "$record/figures.jsonl" || failed=1
 fi
 exit $failed
