@@ -22,6 +22,7 @@ QUOTED = {  # figure: the pages that quote it, and how
     "fast_path/cache_tok_s": ("README.md fast_path", "{:,.0f}"),
     "fast_path/kernel_roofline_min": ("fast_path", "{:.3f}"),
     "under_attack/kmeans_excess_percent": ("README.md", "{:.4f}"),
+    "whole_documents/kl_over_formed_reference_time": ("README.md", "{:.2f}"),
     "ecosystem/generate_over_bf16": ("README.md", "{:.2f}"),
     "long_runs/four_gpu_speedup": ("README.md", "{:.2f}"),
     "spine/cache_bytes_top64": ("caches/README.md", "{:.1f}"),

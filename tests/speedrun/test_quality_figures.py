@@ -1,0 +1,77 @@
+"""The figures of docs/quality.md: its tables are those of the rows, equal time counts our steps."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "speedrun" / "records"
+TABLES = (
+    "2026-11-21_quality/stories15m",
+    "2026-11-21_quality/teacher88m",
+    "2026-11-21_quality/stories15m_more",
+    "2026-11-23_whole_documents/minimind2",
+    "2026-11-23_whole_documents/tiny_qwen3",
+)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "speedrun"))
+    import quality_figures
+
+    return quality_figures
+
+
+@pytest.mark.parametrize("directory", TABLES)
+def test_the_page_has_the_tables_of_the_rows(script, directory: str, capsys) -> None:
+    script.tables(RECORDS / directory)
+    table = capsys.readouterr().out.partition("steps\n\n")[2]
+    assert table.strip() in (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+
+
+def test_minimind2_is_judged_on_whole_documents(script) -> None:
+    """Pieces without their beginning had its teacher at a perplexity of 46 and of 185,792."""
+    rows = script.read(RECORDS / "2026-11-23_whole_documents/minimind2/results.jsonl")
+    assert {row["sequence_length"] for row in rows} == {256}
+    assert max(row["teacher_ppl"] for row in rows) < 20
+
+
+def test_the_embedded_teacher_is_judged_on_text_that_it_never_learned(script) -> None:
+    rows = script.read(RECORDS / "2026-11-23_whole_documents/tiny_qwen3/results.jsonl")
+    (perplexity,) = {row["teacher_ppl"] for row in rows if row["text"] == "held_out"}
+    page = (ROOT / "checkpoints/tiny-qwen3/README.md").read_text(encoding="utf-8")
+    assert "52.25" in page
+    assert perplexity == pytest.approx(52.25, rel=0.03)
+
+
+def test_a_teacher_far_from_ours_in_equal_time_is_the_figure(
+    script, tmp_path: Path, capsys
+) -> None:
+    """The worst of three as recorded, each at the rate that is the reference's best."""
+    record = RECORDS / "2026-11-23_whole_documents"
+    places = [record / name for name in ("tiny_qwen3", "minimind2", "teacher88m_equal_time")]
+    out = tmp_path / "figures.jsonl"
+    script.equal_time(*places, figures=out)
+    lines = (record / "figures.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = {line["figure"]: line["value"] for line in map(json.loads, lines)}
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["value"] == kept["kl_over_formed_reference_time"]
+    rows = script.read(places[-1] / "results.jsonl")
+    ours, twin = (
+        statistics.fmean(
+            row["kl_nats"] for row in rows if row["recipe"] == name and row["text"] == "report"
+        )
+        for name in ("mixed bits, the reference's size", script.FORMED)
+    )
+    assert found["value"] == pytest.approx(ours / twin, abs=1e-4)
+
+
+def test_the_budget_is_ours_and_not_that_of_recipes_on_equal_time(script) -> None:
+    rows = [
+        {"method": method, "recipe": method, "text": "held_out", "steps": steps, "kl_nats": 1.0}
+        for method, steps in (("reference", 935), ("teacher", 0), ("qat", 600))
+    ]
+    assert script.Results("teacher", rows).steps == 600
