@@ -72,7 +72,7 @@ class DeviceSettings(Settings):
     """Where a verb computes."""
 
     device: Speed[str] = "auto"
-    """auto, cpu, cuda, cuda:1, mps, xla or tpu."""
+    """auto, cpu, cuda, cuda:1, mps or xla."""
     xla_cache_dir: Speed[Path | None] = None
     """With --device xla: keep what is compiled in this directory, for later processes."""
 

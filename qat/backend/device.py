@@ -34,7 +34,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-OTHER_KINDS = {"xla": "qat.backend.xla", "tpu": "qat.backend.tpu"}
+OTHER_KINDS = {"xla": "qat.backend.xla"}
 """Where the backends of devices live that need a package of their own."""
 SHAPING = re.compile(
     r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|XLA|PJRT|TPU|LIBTPU|OMP|GOMP"
@@ -234,13 +234,6 @@ class Backend(Compiling):
         """A seeded generator of what may be made on the device, else on the host."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    def numbers_compile(self) -> bool:
-        """Whether an operator compiles anew for each number of the host among its arguments.
-
-        Then what changes from step to step is a tensor.
-        """
-        return False
-
     def compares(self) -> bool:
         """Whether bits of floats cannot be looked at, nor sorted numbers be searched, over here.
 
@@ -354,7 +347,7 @@ class Backend(Compiling):
 
 
 def select(device: str = "auto") -> Backend:
-    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`, `tpu`).
+    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`).
 
     Under a launcher `cuda` is the GPU of this process's number on its host.
 
@@ -377,9 +370,7 @@ def select(device: str = "auto") -> Backend:
         "mps": int(torch.backends.mps.is_available()),
     }
     if kind not in present or not (index or "0").isdecimal():
-        raise ConfigError(
-            f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps, xla or tpu"
-        )
+        raise ConfigError(f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps or xla")
     if int(index or 0) >= present[kind]:
         unused = idle_device() if kind == "cuda" and not present[kind] else None
         if unused is not None:

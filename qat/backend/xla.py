@@ -15,15 +15,14 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qat.backend.by_shape import CompiledByShape
 from qat.backend.compiling import Graphs, Teller
 from qat.backend.copying import Copying
-from qat.backend.device import launched
+from qat.backend.device import Backend, launched
 from qat.backend.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.memory import RuntimeMemory
 from qat.backend.xla_mesh import XlaMesh, gathered, share_devices, whole
@@ -80,10 +79,38 @@ def _check_versions() -> None:
 
 
 @dataclass(frozen=True)
-class XlaBackend(RuntimeMemory, XlaMesh, CompiledByShape):
+class XlaBackend(RuntimeMemory, XlaMesh, Backend):
     """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
 
-    CALLED: ClassVar[str] = "XLA devices"
+    def dtype_name(self, name: str) -> str:
+        """See `Backend`; `auto` is bf16, which TPUs multiply in."""
+        if name in ("fp16", "tf32"):
+            raise ConfigError(f"dtype={name}, but XLA devices have no such units; use --dtype bf16")
+        return "bf16" if name == "auto" else name
+
+    def has_bf16(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def load_map(self) -> None:
+        """See `Backend`: weights are read on the host, for moving them breaks ties."""
+
+    def place(self, model: nn.Module) -> None:
+        """See `Backend`."""
+        model.to(self.device)
+        model.tie_weights()
+
+    def fixed_shapes(self) -> bool:
+        """See `Backend`: a new shape is compiled, for up to minutes."""
+        return True
+
+    def generator(self, seed: int) -> torch.Generator:
+        """See `Backend`: the host's."""
+        return torch.Generator().manual_seed(seed)
+
+    def compares(self) -> bool:
+        """See `Backend`: the host would compute such operators, and the device wait for it."""
+        return True
 
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:

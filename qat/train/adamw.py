@@ -46,13 +46,10 @@ class TorchAdamW:
         config: TrainConfig,
         *,
         is_fused: bool,
-        is_on_device: bool = False,
     ) -> None:
-        """See `Mover`; `is_on_device` keeps step counts and learning rates there, as tensors."""
+        """See `Mover`."""
         self._learners = learners
         self._is_fused = is_fused
-        self._is_on_device = is_on_device
-        self._counts_there = is_fused or is_on_device
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for parameter, *rates in learners.values():
             groups.setdefault(tuple(rates), []).append(parameter)
@@ -61,7 +58,7 @@ class TorchAdamW:
                 {
                     "params": parameters,
                     "peak_lr": lr,
-                    "lr": torch.tensor(lr, device=parameters[0].device) if is_on_device else lr,
+                    "lr": lr,
                     "weight_decay": decay,
                 }
                 for (lr, decay), parameters in groups.items()
@@ -69,17 +66,12 @@ class TorchAdamW:
             betas=(BETA1, config.beta2),
             eps=EPS,
             fused=is_fused,
-            capturable=is_on_device,
         )
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
         """See `Mover`; without the fused kernel, gradients that are not finite spoil all."""
         for group in self._adamw.param_groups:
-            lr = group["peak_lr"] * share
-            if self._is_on_device:
-                group["lr"].copy_(torch.tensor(lr))
-            else:
-                group["lr"] = lr
+            group["lr"] = group["peak_lr"] * share
         if self._is_fused:
             # where torch.amp.GradScaler leaves them for fused optimizers
             self._adamw.grad_scale = 1 / factor
@@ -92,7 +84,7 @@ class TorchAdamW:
         """Make the moments now, if there are none, and not in the first step."""
         for p, *_ in self._learners.values():
             if not self._adamw.state[p]:
-                step = torch.zeros((), device=p.device if self._counts_there else "cpu")
+                step = torch.zeros((), device=p.device if self._is_fused else "cpu")
                 # computed of the weight, they lie as it does where devices share it
                 moments = {name: (p.detach() * 0.0).abs() for name in ("exp_avg", "exp_avg_sq")}
                 self._adamw.state[p] = {"step": step, **moments}
@@ -112,7 +104,7 @@ class TorchAdamW:
         for name, (parameter, *_) in self._learners.items():
             device = parameter.device
             self._adamw.state[parameter] = {
-                "step": state[f"step.{name}"].to(device if self._counts_there else "cpu"),
+                "step": state[f"step.{name}"].to(device if self._is_fused else "cpu"),
                 "exp_avg": state[f"exp_avg.{name}"].to(device),
                 "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(device),
             }

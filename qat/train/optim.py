@@ -170,8 +170,7 @@ class Optimizer:
             rest = {name: learner for name, learner in rest.items() if name not in latents}
         if rest:
             is_fused = self._device.type == "cuda" or has_scale
-            is_on_device = backend.on(self._device).numbers_compile()
-            movers.append(TorchAdamW(rest, config, is_fused=is_fused, is_on_device=is_on_device))
+            movers.append(TorchAdamW(rest, config, is_fused=is_fused))
         return movers
 
     def _learner(self, kind: str, name: str) -> Learner:
