@@ -37,8 +37,8 @@ from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer
-from qat.models.swap import to_latent
 from qat.nn.step import form_weights, quant_linears
+from qat.nn.swap import to_latent
 
 app = App(help=__doc__)
 LENGTH = 64

@@ -10,8 +10,8 @@ from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer
-from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
+from qat.nn.swap import to_latent
 from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge

@@ -24,9 +24,9 @@ from qat.export.parts import unquantized_state, write_config
 from qat.export.probe import logits_of
 from qat.models.anemll import build_model
 from qat.models.anemll_state import read_state
-from qat.models.swap import linear_names
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
+from qat.nn.swap import linear_names
 from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales, dequantize
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from qat.errors import CheckpointError
 from qat.models.anemll_checks import MOST_LEVELS, check_finite, check_shapes
 from qat.models.anemll_state import LegacySettings, LegacyState, Parts
-from qat.models.swap import ascending
+from qat.nn.swap import ascending
 from qat.quant.lora import Lora
 from qat.quant.scales import balance
 from qat.quant.spec import LutSpec

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.models.language_model import LanguageModel
-from qat.models.swap import decoder_layers
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import decoder_layers
 
 
 class StageInputs(NamedTuple):

@@ -33,11 +33,11 @@ from qat.kernels.lut_matvec import (
 from qat.models.language_model import LanguageModel
 from qat.models.projections import ATTENTIONS, MLPS, SILUS
 from qat.models.regions import as_written
-from qat.models.swap import decoder_layers, replace_module
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.packed_linear import PackedLinear, Scratch
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
+from qat.nn.swap import decoder_layers, replace_module
 from qat.quant.pack import Packed
 from qat.quant.weight import Scales, round_scales
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
 from qat.models.nsa_swap import nsa_config
-from qat.models.swap import linear_names
+from qat.nn.swap import linear_names
 
 
 @dataclass(frozen=True)

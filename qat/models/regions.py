@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import on
 from qat.models.projections import join_projections, part_projections
-from qat.models.swap import decoder_layers
+from qat.nn.swap import decoder_layers
 
 SLICE_TOKENS = 2**15
 """Tokens that one recomputed layer works on at a time."""

@@ -18,8 +18,8 @@ from qat.logs import Ticker
 from qat.models.calibrate import StageInputs, TokenBatch, patched_forwards, quantize_in_order
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
-from qat.models.swap import decoder_layers
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import decoder_layers
 from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec

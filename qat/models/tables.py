@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from qat.errors import CheckpointError
-from qat.models.swap import replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import replace_module
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight
 

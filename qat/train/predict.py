@@ -16,9 +16,9 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.source import resolve
 from qat.models.stored_state import packed_state_dict
-from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.step import form_weights
+from qat.nn.swap import to_latent
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig

@@ -26,10 +26,10 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, model_identity, state_identity
 from qat.models.source import CHECKPOINTS
-from qat.models.swap import to_latent
 from qat.nn.adapters import add_adapters
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
+from qat.nn.swap import to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
 from qat.train.codes import PREFIX

@@ -32,7 +32,7 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import exact_divergence
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.swap import decoder_layers, linear_names
+from qat.nn.swap import decoder_layers, linear_names
 
 TRAINED = tuple(name for name in METHODS if name not in PTQ)
 

@@ -17,7 +17,7 @@ from qat.bench.tpu_plan.operators import DTYPES
 from qat.bench.tpu_plan.pieces import Traceable
 from qat.bench.tpu_plan.step import build
 from qat.bench.tpu_plan.topologies import TOPOLOGIES
-from qat.models.swap import decoder_layers
+from qat.nn.swap import decoder_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # jax's and torchax's own
 B, S = 4, 16

@@ -18,8 +18,8 @@ from qat.export.config import ExportConfig
 from qat.export.dense import dense_state_dict, write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.swap import linear_names, replace_module
 from qat.nn.step import quant_linears
+from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320

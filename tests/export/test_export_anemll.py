@@ -15,9 +15,9 @@ from qat.errors import ExportError
 from qat.export import anemll
 from qat.models.anemll import import_checkpoint
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.swap import replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
+from qat.nn.swap import replace_module
 from qat.quant.lora import Lora
 from qat.quant.spec import LutSpec
 

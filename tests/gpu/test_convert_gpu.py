@@ -11,7 +11,7 @@ from qat.kernels.column_sweep import COLUMN_OPS
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import quantize_model
-from qat.models.swap import linear_names
+from qat.nn.swap import linear_names
 from qat.quant.columns import REFERENCE, Columns
 from qat.quant.error_feedback import damped, fit_all_to_inputs, output_error
 from qat.quant.spec import PRESETS, LutSpec

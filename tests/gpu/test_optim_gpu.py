@@ -11,7 +11,7 @@ from quantized import SPECS, tiny_quantized
 from train_case import config
 
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
-from qat.models.swap import linear_names, to_latent
+from qat.nn.swap import linear_names, to_latent
 from qat.train.finite import not_finite, trouble
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 

@@ -14,7 +14,7 @@ from qat.backend.device import select
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import quantize_model
-from qat.models.swap import to_latent
+from qat.nn.swap import to_latent
 from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.step import EAGER_STEPS, TrainingStep

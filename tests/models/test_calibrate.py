@@ -17,7 +17,7 @@ from qat.models.calibrate import (
     record_block_inputs,
 )
 from qat.models.language_model import LanguageModel
-from qat.models.swap import decoder_layers, linear_names, replace_module
+from qat.nn.swap import decoder_layers, linear_names, replace_module
 
 QKV = [f"self_attn.{p}_proj" for p in "qkv"]
 STAGES = [QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]

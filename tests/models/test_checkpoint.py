@@ -28,10 +28,10 @@ from qat.models.checkpoint import (
 from qat.models.checksums import CHECKSUMS
 from qat.models.directory import atomic_directory
 from qat.models.stored_state import packed_state_dict
-from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
+from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320

@@ -23,8 +23,8 @@ from qat.errors import ConfigError
 from qat.models.config import ConvertConfig
 from qat.models.convert import convert_checkpoint
 from qat.models.load import load_model
-from qat.models.swap import decoder_layers, linear_names
 from qat.nn.step import quant_linears
+from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.spec import role_of
 from qat.train.optim import linears_in_scope
 

@@ -10,7 +10,7 @@ from qat.logs import read_json_lines
 from qat.models.devices import DEVICES
 from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
-from qat.models.swap import linear_names
+from qat.nn.swap import linear_names
 from qat.train import loop
 
 

@@ -319,7 +319,7 @@ def test_a_model_without_head_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["import qat", "import qat.models.swap"])
+@pytest.mark.parametrize("first", ["import qat", "import qat.nn.swap"])
 def test_the_quantizer_registers_whatever_is_imported_first(first: str, packed: Path) -> None:
     code = (
         f"{first}; from transformers import AutoModelForCausalLM; "

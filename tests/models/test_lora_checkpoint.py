@@ -21,8 +21,8 @@ from qat.models.count import (
     stored_bits,
     tensor_bytes,
 )
-from qat.models.swap import linear_names, replace_module
 from qat.nn.step import quant_linears
+from qat.nn.swap import linear_names, replace_module
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320
 NAME = "model.layers.0.mlp.down_proj"

@@ -8,7 +8,7 @@ from torch import nn
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.nsa_swap import nsa_config, nsa_modules, swap_attention, unswap_attention
-from qat.models.swap import linear_names
+from qat.nn.swap import linear_names
 
 IDS = torch.arange(2 * SMALL.reach).view(2, -1) * 7 % 320
 

@@ -9,9 +9,9 @@ from qat.kernels import glu
 from qat.models import projections
 from qat.models.language_model import LanguageModel
 from qat.models.projections import join_projections, part_projections
-from qat.models.swap import decoder_layers
 from qat.nn.joined_linears import JoinedLinears
 from qat.nn.step import form_weights, quant_linears, release_weights
+from qat.nn.swap import decoder_layers
 
 IDS = torch.arange(2 * 7).view(2, 7)
 POSITIONS = (torch.arange(7) % 4).expand(2, 7)

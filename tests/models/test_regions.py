@@ -9,7 +9,7 @@ from tiny import tiny_model
 from qat.models import regions
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions, as_written, compile_facts
-from qat.models.swap import decoder_layers
+from qat.nn.swap import decoder_layers
 
 B, S = 5, 8
 

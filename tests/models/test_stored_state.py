@@ -6,8 +6,8 @@ from quantized import SPECS, tiny_quantized
 from torch import nn
 
 from qat.models.stored_state import packed_state_dict, raw_state, stored_state
-from qat.models.swap import ascending, to_latent
 from qat.nn.step import quant_linears
+from qat.nn.swap import ascending, to_latent
 from qat.quant.pack import pack
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from train_case import config, make_trainer
 
 from qat.models.checkpoint import save_checkpoint
-from qat.models.swap import linear_names, replace_module
 from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.swap import linear_names, replace_module
 
 TINY = {
     "compress_block": 2,

@@ -13,7 +13,7 @@ from train_case import config
 from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
-from qat.models.swap import linear_names, replace_module, to_latent
+from qat.nn.swap import linear_names, replace_module, to_latent
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope

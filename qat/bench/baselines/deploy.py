@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from qat.models.swap import replace_module
+from qat.nn.swap import replace_module
 
 FP16_BITS = 16
 

@@ -26,7 +26,7 @@ from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.swap import linear_names
+from qat.nn.swap import linear_names
 from qat.train.schedule import lr_share
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from qat.errors import TrainingError
 from qat.logs import progress
 from qat.models.calibrate import BlockInputs, TokenBatch, record_block_inputs
 from qat.models.language_model import LanguageModel
-from qat.models.swap import decoder_layers, replace_module
+from qat.nn.swap import decoder_layers, replace_module
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from qat.evaluate.targets import to_targets
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts
-from qat.models.swap import decoder_layers
 from qat.nn.step import quant_linears
+from qat.nn.swap import decoder_layers
 from qat.train.step import StepResult
 
 HiddenLoss = Callable[[Tensor, Targets], Tensor]

@@ -30,8 +30,8 @@ from qat.bench.baselines.reference_start import (
 from qat.bench.config import MeasureConfig
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
-from qat.models.swap import replace_module
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import replace_module
 from qat.quant.spec import role_of
 from qat.quant.weight import chosen_levels, expand_scales
 

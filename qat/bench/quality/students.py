@@ -24,8 +24,8 @@ from qat.models.count import model_bits_per_weight, parameter_count, tensor_byte
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.stored_state import packed_state_dict
-from qat.models.swap import linear_names
 from qat.nn.step import form_weights
+from qat.nn.swap import linear_names
 from qat.train.start import train_student
 
 MB = 1e6

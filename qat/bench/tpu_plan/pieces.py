@@ -32,8 +32,8 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.plan import read_plan
 from qat.models.regions import SLICE_TOKENS
-from qat.models.swap import decoder_layers, linear_names, replace_module
 from qat.nn.step import quant_linears
+from qat.nn.swap import decoder_layers, linear_names, replace_module
 from qat.train.adamw import TorchAdamW
 
 LR = 1e-4

@@ -8,7 +8,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.errors import CheckpointError
-from qat.models.swap import (
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.lut_linear import LutLinear
+from qat.nn.step import quant_linears
+from qat.nn.swap import (
     ascending,
     decoder_layers,
     linear_names,
@@ -16,9 +19,6 @@ from qat.models.swap import (
     to_frozen,
     to_latent,
 )
-from qat.nn.frozen_lut_linear import FrozenLutLinear
-from qat.nn.lut_linear import LutLinear
-from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec
 from qat.quant.weight import dequantize
 
