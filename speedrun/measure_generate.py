@@ -40,8 +40,8 @@ from qat.kernels.tuned import forcing
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
-from qat.models.tables import table_names, table_spec, weight_shape
 from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.swap import table_names, table_spec, weight_shape
 from qat.quant.spec import PRESETS
 
 GOAL = 2.0

@@ -21,8 +21,7 @@ from qat.data.batch import Batch
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_teacher
 from qat.models.nsa_swap import swap_attention
-from qat.models.tables import put_table, table_names, table_spec, weight_shape
-from qat.nn.swap import replace_module
+from qat.nn.swap import put_table, replace_module, table_names, table_spec, weight_shape
 from qat.train.loop import Trainer
 from qat.train.step import TrainingStep
 

@@ -19,7 +19,7 @@ from qat.export.parts import (
 )
 from qat.export.probe import reloaded_logits
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import embedding_dtype
+from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
 COMPARED = "bits"

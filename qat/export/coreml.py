@@ -16,9 +16,9 @@ from qat.export.dense import DtypeError
 from qat.export.parts import DTYPE_NAMES, exact, require, unquantized_state, write_config
 from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
 COMPARED = "constants"

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.errors import ExportError
 from qat.export.probe import float_skeleton, reloaded_logits
 from qat.models.checkpoint import quiet_transformers
-from qat.models.tables import embedding_dtype
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
+from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
 COMPARED = "bits"

@@ -18,7 +18,7 @@ from qat.export.parts import (
 )
 from qat.export.probe import logits_of_weights
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import embedding_dtype
+from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
 COMPARED = "bits"

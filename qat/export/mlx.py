@@ -26,7 +26,7 @@ from qat.export.parts import (
     write_config,
 )
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import embedding_dtype
+from qat.nn.swap import embedding_dtype
 from qat.quant.pack import pack
 from qat.quant.spec import LutSpec
 

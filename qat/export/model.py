@@ -25,7 +25,7 @@ from qat.models.language_model import disturbed
 from qat.models.load import load_tokenizer
 from qat.models.source import resolve
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import embedding_dtype
+from qat.nn.swap import embedding_dtype
 
 logger = logging.getLogger(__name__)
 

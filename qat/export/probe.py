@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.models.checkpoint import quiet_transformers
-from qat.models.tables import embedding_dtype
+from qat.nn.swap import embedding_dtype
 
 NUM_PROBE_TOKENS = 16
 

@@ -16,9 +16,9 @@ from qat.export.config import TargetName
 from qat.models.checkpoint import load_skeleton
 from qat.models.shipping import check_attention
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import weight_shape
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import weight_shape
 from qat.quant.spec import LutSpec
 
 TARGETS: dict[TargetName, str] = {

@@ -25,7 +25,7 @@ from qat.models.count import model_bits_per_weight, model_bytes
 from qat.models.directory import atomic_directory
 from qat.models.load import load_config, load_tokenizer
 from qat.models.source import resolve
-from qat.models.tables import put_quantized, table_names
+from qat.nn.swap import put_quantized, table_names
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,9 @@ from qat.models.count import stored_bits
 from qat.models.hf_quantizer import empty_weight
 from qat.models.language_model import LanguageModel
 from qat.models.sensitivity import measure_sensitivities
-from qat.models.tables import table_names, table_spec, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names, table_spec, weight_shape
 from qat.quant.budget import Option, choose_options
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 

@@ -37,8 +37,7 @@ from qat.models.nsa_swap import change_attention, nsa_config, read_attention
 from qat.models.plan import read_plan
 from qat.models.quantize import QuantizeReport, check_experts, quantize_model
 from qat.models.shipping import Shipping
-from qat.models.tables import table_names, weight_shape, with_tables
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.quant.spec import QuantPlan
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qat.errors import CheckpointError, ConfigError
 from qat.models.checksums import check_checksums
 from qat.models.stored_state import quantized_modules, weight_parts
-from qat.models.tables import put_table, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
-from qat.nn.swap import replace_module
+from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, dtype_as_stored, from_stored

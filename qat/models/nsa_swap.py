@@ -13,9 +13,8 @@ from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.models.nsa_attention import SWAPPED, NSAAttention
-from qat.models.tables import embedding_dtype
 from qat.nn.nsa import NSAParts
-from qat.nn.swap import decoder_layers
+from qat.nn.swap import decoder_layers, embedding_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -28,11 +28,10 @@ from qat.models.count import (
 )
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
-from qat.models.tables import put_quantized, table_names, weight_shape
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import decoder_layers, linear_names
+from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
 from qat.quant.aim import aim_all
 from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight

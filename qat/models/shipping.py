@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from qat.errors import ExportError
 from qat.models.nsa_swap import nsa_config
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import table_names, weight_shape
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 

@@ -13,11 +13,13 @@ from torch import nn
 from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
 from qat.nn.lut_linear import LutLinear
 from qat.nn.nsa import NSAParts
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
+from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight, dequantize
 from qat.ranks import ALONE, Ranks
 
@@ -119,3 +121,125 @@ def to_latent(
         if is_spread:
             on(latent.codebook.device).spread([latent.weight])
         replace_module(model, name, latent.train(frozen.training))
+
+
+FEW_BITS = 4
+
+
+def table_names(model: PreTrainedModel) -> list[str]:
+    """Names of the tables that can be quantized: the embedding, and the head if it is not tied."""
+    head = model.get_output_embeddings()
+    own = () if head is None or _is_tied(model) else (head,)
+    return [_name_of(model, module) for module in (model.get_input_embeddings(), *own)]
+
+
+def with_tables(plan: QuantPlan, model: PreTrainedModel, bits: int | None) -> QuantPlan:
+    """`plan` with rules in front that give the model's tables `bits` each; as it is for None."""
+    if bits is None:
+        return plan
+    rules = [
+        PlanRule(pattern=name, spec=table_spec(bits, weight_shape(model.get_submodule(name))[1]))
+        for name in table_names(model)
+    ]
+    return plan.model_copy(update={"rules": (*rules, *plan.rules)})
+
+
+def table_spec(bits: int, width: int) -> LutSpec:
+    """The format of a table of that width: half a bit a weight of scales around a learned codebook.
+
+    Up to 4 bits in groups of up to 16 with 8-bit scales; above, where a scale of 3 mantissa bits
+    would be the larger error, in groups of up to 32 with 16-bit ones.
+    """
+    if bits <= FEW_BITS:
+        return by_group(bits, _divisor(width, 16))
+    return LutSpec(bits=bits, group_size=_divisor(width, 32))
+
+
+def _divisor(width: int, most: int) -> int:
+    return next(size for size in range(min(most, width), 0, -1) if width % size == 0)
+
+
+def weight_shape(module: nn.Module) -> tuple[int, int]:
+    """`(O, I)` of a linear, `(V, D)` of an embedding or a head, quantized or not."""
+    if isinstance(module, QuantLinear | FrozenLutTable):
+        return module.out_features, module.in_features
+    return tuple(module.weight.shape)
+
+
+def put_quantized(
+    model: PreTrainedModel, name: str, quantized: QuantizedWeight, spec: LutSpec
+) -> None:
+    """Replace the linear, embedding or head called `name` by a frozen one of that weight."""
+    if name in table_names(model):
+        put_table(model, name, quantized, spec)
+        return
+    old = model.get_submodule(name)
+    bias = None if old.bias is None else old.bias.detach()
+    replace_module(model, name, FrozenLutLinear(quantized, bias, spec))
+
+
+def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spec: LutSpec) -> None:
+    """Replace the embedding or head called `name` by a quantized one; a tied head follows.
+
+    Raises:
+        CheckpointError: the embedding does more than look rows up and scale them.
+    """
+    old = model.get_submodule(name)
+    dtype = old.dtype if isinstance(old, FrozenLutTable) else old.weight.dtype
+    if old is not model.get_input_embeddings():
+        table = FrozenLutHead(quantized, spec, dtype, old.bias)
+    else:
+        table = FrozenLutEmbedding(quantized, spec, dtype, _embed_scale(name, old))
+        if _is_tied(model):
+            _tie_head(model, table)
+    replace_module(model, name, table.train(old.training))
+
+
+def embedding_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What the embedding gives: the dtype that the model computes in without autocast."""
+    embedding = model.get_input_embeddings()
+    return embedding.dtype if isinstance(embedding, FrozenLutTable) else embedding.weight.dtype
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """Where an embedding or head lies, quantized or not."""
+    is_quantized = isinstance(module, FrozenLutTable | TiedLutHead)
+    return module.device if is_quantized else module.weight.device
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head computes with the embedding's table (weights may not be there yet)."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or isinstance(head, TiedLutHead):
+        return head is not None
+    pair = {f"{_name_of(model, module)}.weight" for module in (embedding, head)}
+    return any({target, source} == pair for target, source in model.all_tied_weights_keys.items())
+
+
+def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
+    """Let the head compute with `table`, and transformers forget that it tied two weights."""
+    head = model.get_output_embeddings()
+    name = _name_of(model, head)
+    replace_module(model, name, TiedLutHead(table, head.bias).train(head.training))
+    key = f"{name}.weight"
+    for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+        ties = getattr(model, attribute) or {}
+        others = {target: source for target, source in ties.items() if key not in (target, source)}
+        setattr(model, attribute, others)
+
+
+def _embed_scale(name: str, embedding: nn.Module) -> float | None:
+    """What the embedding multiplies its rows by."""
+    if isinstance(embedding, FrozenLutEmbedding):
+        return embedding.embed_scale
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    if type(embedding) is nn.Embedding or scale is not None:
+        return scale
+    raise CheckpointError(
+        f"{name} is a {type(embedding).__name__}, expected a plain or scaled embedding; leave the "
+        "tables of this model in floating point"
+    )
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, own in model.named_modules() if own is module)

@@ -14,10 +14,9 @@ from qat.evaluate.generation import Generated, generate_text
 from qat.kernels.lut_matvec import SPLIT
 from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.language_model import LanguageModel
-from qat.models.tables import put_quantized, table_names
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.packed_linear import PackedLinear
-from qat.nn.swap import replace_module
+from qat.nn.swap import put_quantized, replace_module, table_names
 from qat.quant.spec import LutSpec
 
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)

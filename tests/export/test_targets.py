@@ -31,8 +31,8 @@ from qat.models.load import load_model
 from qat.models.quantize import quantize_model
 from qat.models.shipping import Shipping
 from qat.models.stored_state import quantized_modules
-from qat.models.tables import with_tables
 from qat.nn.step import quant_linears
+from qat.nn.swap import with_tables
 from qat.quant.pack import pack
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 

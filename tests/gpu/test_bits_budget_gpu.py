@@ -11,8 +11,7 @@ from qat.models.count import model_bits_per_weight
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import quantize_model
 from qat.models.sensitivity import measure_sensitivities
-from qat.models.tables import table_names
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 pytestmark = pytest.mark.gpu

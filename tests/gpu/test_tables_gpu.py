@@ -7,8 +7,8 @@ import torch
 from quantized import SPECS, random_weight, tiny_quantized
 
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.tables import put_table, table_names, table_spec, weight_shape
 from qat.nn.lut_embedding import FrozenLutEmbedding, lut_tables
+from qat.nn.swap import put_table, table_names, table_spec, weight_shape
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec
 

@@ -10,10 +10,9 @@ from qat.models.bits_budget import BudgetReport, plan_within_budget
 from qat.models.count import bits_per_weight, model_bits_per_weight, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import quantize_model
-from qat.models.tables import table_names
 from qat.nn.lut_embedding import lut_tables
 from qat.nn.step import quant_linears
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 EIGHTS = LutSpec(bits=2, group_size=8)

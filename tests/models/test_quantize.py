@@ -15,10 +15,9 @@ from qat.errors import ConfigError
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.quantize import QuantizeReport, quantize_model
-from qat.models.tables import with_tables
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, with_tables
 from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan

@@ -19,8 +19,7 @@ from qat.models.sensitivity import (
     measure_sensitivities,
     split_calibration,
 )
-from qat.models.tables import table_names
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 TWO, THREE = LutSpec(bits=2, group_size=8), LutSpec(bits=3, group_size=16)

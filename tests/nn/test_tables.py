@@ -30,7 +30,9 @@ from qat.models.count import (
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.quantize import quantize_model
-from qat.models.tables import (
+from qat.nn.lut_embedding import TiedLutHead, lut_tables
+from qat.nn.step import quant_linears
+from qat.nn.swap import (
     embedding_dtype,
     put_table,
     table_names,
@@ -38,8 +40,6 @@ from qat.models.tables import (
     weight_shape,
     with_tables,
 )
-from qat.nn.lut_embedding import TiedLutHead, lut_tables
-from qat.nn.step import quant_linears
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, by_group
 from qat.train.optim import Optimizer
 from qat.train.start import train_student
