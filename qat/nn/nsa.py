@@ -31,6 +31,9 @@ class NSAParts(nn.Module):
     are None where pooling is the mean.
     """
 
+    stays_float = True
+    """Its linears are few and learn a choice: no quantizer takes them."""
+
     def __init__(
         self, config: NSAConfig, *, hidden_size: int, num_heads: int, num_key_heads: int
     ) -> None:

@@ -15,7 +15,6 @@ from qat.errors import CheckpointError
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
 from qat.nn.lut_linear import LutLinear
-from qat.nn.nsa import NSAParts
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
@@ -53,7 +52,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     """
     inside = {id(module) for module in decoder_layers(model).modules()}
     for module in model.modules():
-        if isinstance(module, NSAParts):
+        if getattr(module, "stays_float", False):
             inside -= {id(part) for part in module.modules()}
     names = [
         name
