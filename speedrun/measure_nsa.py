@@ -26,7 +26,7 @@ from qat.cli.bench_attention import COLUMNS, WIDTH
 from qat.cli.tables import row_table, wide_console
 from qat.kernels.nsa.config import PRESETS
 from qat.logs import configure
-from qat.models.nsa_swap import swap_attention, unswap_attention
+from qat.nsa.swap import swap_attention, unswap_attention
 
 app = App(help=__doc__)
 KINDS = {

@@ -30,7 +30,7 @@ from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.decode import Kept
 from qat.kernels.nsa.reads import Reads, predicted
 from qat.kernels.overlap import one_after_the_other
-from qat.models.nsa_swap import nsa_modules, swap_attention
+from qat.nsa.swap import nsa_modules, swap_attention
 
 READS_GOAL, SPEED_GOAL, DIFFERENCE_GOAL = 5.0, 2.0, 1e-5
 HEADLINE = "nsa-shared"

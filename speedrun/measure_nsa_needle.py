@@ -27,7 +27,7 @@ from qat.backend.device import select
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_swap import swap_attention
+from qat.nsa.swap import swap_attention
 
 app = App(help=__doc__)
 FILLERS, QUESTIONS = 128, 8

@@ -26,9 +26,10 @@ from qat.kernels.nsa.config import NSAConfig
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.nsa_fit import fit_attention
-from qat.models.nsa_health import attention_health, health_numbers
-from qat.models.nsa_swap import swap_attention
+from qat.models.regions import as_written
+from qat.nsa.fit import fit_attention
+from qat.nsa.health import attention_health, health_numbers
+from qat.nsa.swap import swap_attention
 
 app = App(help=__doc__)
 SIZES: dict[str, Any] = {
@@ -221,7 +222,8 @@ def _looked(
     """Divergence and health on held-out rows."""
     found = asdict(divergence(student, setting.teacher, setting.held_out, config.reach))
     (first,) = token_batches(setting.held_out[:2], 2)
-    health = health_numbers(attention_health(student, first))
+    with as_written(student.model):
+        health = health_numbers(attention_health(student, first))
     found |= {k.removeprefix("nsa_"): v for k, v in health.items() if isinstance(v, float)}
     return {f"{name}_{when}": value for name, value in found.items()}
 

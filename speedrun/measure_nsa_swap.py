@@ -24,7 +24,7 @@ from qat.bench.student import random_model
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.router import routes_taken
 from qat.models.load import load_model, load_tokenizer
-from qat.models.nsa_swap import nsa_modules, swap_attention
+from qat.nsa.swap import nsa_modules, swap_attention
 
 GOAL = 1e-5
 LONGEST = max(config.reach for config in PRESETS.values())

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_fit import natural_size
+from qat.nsa.fit import natural_size
 from qat.quant.weight import rms
 
 PAIRS = (("question", "answer"), ("instruction", "output"), ("prompt", "completion"))

@@ -4,7 +4,7 @@ from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.models.nsa_swap import swap_attention
+from qat.nsa.swap import swap_attention
 
 SMALL = NSAConfig(
     compress_block=8,

@@ -11,7 +11,7 @@ from tiny import tiny_model
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.checkpoint import save_checkpoint, write_model
 from qat.models.directory import atomic_directory
-from qat.models.nsa_swap import swap_attention
+from qat.nsa.swap import swap_attention
 
 SPARSE = NSAConfig(
     compress_block=4,

@@ -20,8 +20,8 @@ from qat.backend.xla import XlaBackend
 from qat.data.batch import Batch
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_teacher
-from qat.models.nsa_swap import swap_attention
 from qat.nn.swap import put_table, replace_module, table_names, table_spec, weight_shape
+from qat.nsa.swap import swap_attention
 from qat.train.loop import Trainer
 from qat.train.step import TrainingStep
 

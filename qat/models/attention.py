@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qat.kernels.attention import fits_tile, tile_attention
-from qat.models.nsa_swap import is_all_sparse
+from qat.nsa.swap import is_all_sparse
 
 NAME = "qat"
 

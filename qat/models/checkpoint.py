@@ -17,9 +17,9 @@ from qat.errors import CheckpointError, ConfigError
 from qat.models.checksums import write_checksums
 from qat.models.directory import atomic_directory
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
-from qat.models.nsa_swap import nsa_config
 from qat.models.opening import Opening, read_config, read_table
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
+from qat.nsa.swap import nsa_config
 
 
 def save_checkpoint(

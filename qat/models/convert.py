@@ -32,12 +32,12 @@ from qat.models.config import ConvertConfig
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.nsa_fit import LayerFit, fit_attention
-from qat.models.nsa_swap import change_attention, nsa_config, read_attention
 from qat.models.plan import read_plan
 from qat.models.quantize import QuantizeReport, check_experts, quantize_model
 from qat.models.shipping import Shipping
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
+from qat.nsa.fit import LayerFit, fit_attention
+from qat.nsa.swap import change_attention, nsa_config, read_attention
 from qat.quant.spec import QuantPlan
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_swap import nsa_config
 from qat.nn.swap import linear_names
+from qat.nsa.swap import nsa_config
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
         """
-        from qat.models.nsa_swap import nsa_config
+        from qat.nsa.swap import nsa_config
 
         modules, is_sparse = quantized_modules(model), nsa_config(model) is not None
         if not modules and not is_sparse:
@@ -190,7 +190,7 @@ class QatHfQuantizer(HfQuantizer):
         Raises:
             CheckpointError: config.json says one thing of the attention and another elsewhere.
         """
-        from qat.models.nsa_swap import KEY, nsa_config, swap_attention  # they need transformers
+        from qat.nsa.swap import KEY, nsa_config, swap_attention  # they need transformers
 
         config, found = nsa_config(model), self.quantization_config.format
         expected = FORMAT if config is None else SPARSE_FORMAT

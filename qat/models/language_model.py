@@ -13,9 +13,9 @@ from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import no_mask, use_packed_attention
-from qat.models.nsa_swap import is_all_sparse, say_route
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.swap import decoder_layers, embedding_dtype, module_device
+from qat.nsa.swap import is_all_sparse, say_route
 
 TF32_EPS = 2.0**-10
 """The rounding of matmuls that take their factors from float32 in TF32, as a GPU may."""

@@ -18,10 +18,10 @@ from qat.backend.device import Backend, select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_swap import KEY, nsa_config
 from qat.models.opening import Opening, read_config
 from qat.models.source import is_kept_here, resolve
 from qat.models.stored_state import packed_state_dict
+from qat.nsa.swap import KEY, nsa_config
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
 from qat.models.attention import attend
-from qat.models.nsa_attention import NSAAttention
 from qat.nn.step import join_linears, part_linears
+from qat.nsa.attention import NSAAttention
 
 ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 from transformers import PreTrainedModel
 
 from qat.errors import ExportError
-from qat.models.nsa_swap import nsa_config
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import linear_names, table_names, weight_shape
+from qat.nsa.swap import nsa_config
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 

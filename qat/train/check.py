@@ -18,8 +18,8 @@ from qat.models.devices import device_called
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_tokenizer
-from qat.models.nsa_swap import nsa_config
 from qat.nn.swap import linear_names
+from qat.nsa.swap import nsa_config
 from qat.train.config import TrainConfig
 from qat.train.division import divide
 from qat.train.predict import Prediction, predict

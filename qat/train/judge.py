@@ -14,8 +14,9 @@ from qat.evaluate.generation import generate_text
 from qat.logs import progress
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_health import attention_health, health_numbers
-from qat.models.nsa_swap import nsa_modules
+from qat.models.regions import as_written
+from qat.nsa.health import attention_health, health_numbers
+from qat.nsa.swap import nsa_modules
 from qat.train.config import TrainConfig
 from qat.train.judged import Judged
 
@@ -49,7 +50,7 @@ class Judge:
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`.
 
-        Also how sparse attention fares (`qat.models.nsa_health`). The student's weights are formed
+        Also how sparse attention fares (`qat.nsa.health`). The student's weights are formed
         before (`qat.nn.step.form_weights`).
         """
         with self.backend.autocast(dtype):
@@ -71,7 +72,8 @@ class Judge:
             return {}
         batch = next(self._batches())
         tokens = TokenBatch(batch.input_ids[:LOOKED_AT], batch.position_ids[:LOOKED_AT])
-        return health_numbers(attention_health(self.student, tokens))
+        with as_written(self.student.model):
+            return health_numbers(attention_health(self.student, tokens))
 
     def _batches(self) -> Iterator[Batch]:
         count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))

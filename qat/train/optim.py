@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from qat.backend import device as backend
 from qat.errors import ConfigError
-from qat.models.nsa_fit import natural_size
 from qat.nn.sharded_lut_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
+from qat.nsa.fit import natural_size
 from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import role_of
 from qat.quant.weight import SCALE_NAMES, rms
@@ -353,7 +353,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     Its root mean square; one for a norm, whose weight scales by itself or by one more than itself.
     A factor of an adapter may be zero: its size is that of factors whose product is as large as the
     weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
-    Gates may begin at zero: see `qat.models.nsa_fit.natural_size`.
+    Gates may begin at zero: see `qat.nsa.fit.natural_size`.
     """
     linears, parameters = quant_linears(model), dict(model.named_parameters())
     size_of = {

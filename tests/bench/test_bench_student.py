@@ -10,8 +10,8 @@ from qat.bench.student import WEIGHT_RMS, open_student
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import PRESETS as ATTENTION
 from qat.models.hf_quantizer import QatConfig
-from qat.models.nsa_swap import nsa_config
 from qat.nn.step import quant_linears
+from qat.nsa.swap import nsa_config
 from qat.quant.spec import PRESETS
 
 PUBLISHED = {  # parameters, a tied head once

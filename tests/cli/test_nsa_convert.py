@@ -11,8 +11,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 from qat.models.checkpoint import is_packed
 from qat.models.load import load_model
-from qat.models.nsa_swap import nsa_config
 from qat.nn.step import quant_linears
+from qat.nsa.swap import nsa_config
 
 IDS = torch.arange(60)[None]
 TOML = "".join(

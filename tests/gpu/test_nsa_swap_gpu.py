@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.router import routes_taken
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_swap import swap_attention
 from qat.models.regions import Regions
+from qat.nsa.swap import swap_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from qat.kernels.nsa.config import NSAConfig
 from qat.logs import read_json_lines
 from qat.models.calibrate import TokenBatch
 from qat.models.load import load_model
-from qat.models.nsa_fit import fit_attention
+from qat.nsa.fit import fit_attention
 from qat.train.start import train_student
 
 pytestmark = [

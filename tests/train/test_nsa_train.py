@@ -12,7 +12,7 @@ from train_case import assert_same_end, config
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
 from qat.models.load import load_model
-from qat.models.nsa_swap import nsa_config
+from qat.nsa.swap import nsa_config
 from qat.report.health import health
 from qat.report.runs import read_directory
 from qat.train.check import examine

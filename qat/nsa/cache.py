@@ -18,10 +18,10 @@ from qat.kernels.nsa import decode, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import Kept
 from qat.kernels.nsa.select import pool, select
-from qat.models.nsa_rows import Rows, rows_of_mask
+from qat.nsa.rows import Rows, rows_of_mask
 
 if TYPE_CHECKING:
-    from qat.models.nsa_attention import Heads, NSAAttention
+    from qat.nsa.attention import Heads, NSAAttention
 
 ROOM = 256
 """Positions that there is room for come in multiples of it."""

@@ -22,14 +22,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from qat.errors import ConfigError
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.router import Route, attend, choose
-from qat.models.nsa_rows import (
+from qat.nsa.parts import NSAParts
+from qat.nsa.rows import (
     Rows,
     padding_of,
     rows_of_documents,
     rows_of_mask,
     rows_of_positions,
 )
-from qat.nn.nsa import NSAParts
 
 
 class Heads(NamedTuple):
@@ -69,7 +69,7 @@ class NSAAttention(nn.Module):
             rows = _rows(attention_mask, **kwargs)
             out = self.attend(heads, gates, position_embeddings, rows)
         else:
-            from qat.models.nsa_cache import attend_cached
+            from qat.nsa.cache import attend_cached
 
             out = attend_cached(
                 self,

@@ -3,8 +3,10 @@
 Shapes as in `qat.kernels.nsa.inputs`; G query heads of a group, W keys of a selection block.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +16,11 @@ from qat.kernels.nsa import router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import masked_softmax, select
-from qat.models.calibrate import TokenBatch
-from qat.models.language_model import LanguageModel
-from qat.models.nsa_watch import Call, attending_with
-from qat.models.regions import as_written
+from qat.nsa.watch import Call, attending_with
+
+if TYPE_CHECKING:
+    from qat.models.calibrate import TokenBatch
+    from qat.models.language_model import LanguageModel
 
 ALMOST_ALL = 0.95
 """A branch with this share of a head's gates leaves nothing to the others."""
@@ -73,6 +76,8 @@ class LayerHealth(NamedTuple):
 def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealth]:
     """Runs `model` on a batch and looks at every sparse layer; nothing of it for a dense model.
 
+    Compiled layers would not notice: run it inside `qat.models.regions.as_written`.
+
     Time and memory are a little more than those of dense attention.
     """
     found: list[LayerHealth] = []
@@ -94,7 +99,7 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
         )
         return router.attend(inputs, config, route, selection)
 
-    with torch.no_grad(), as_written(model.model), attending_with(model.model, look):
+    with torch.no_grad(), attending_with(model.model, look):
         model.hidden(batch.input_ids.to(model.device), batch.position_ids.to(model.device))
     return found
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_fit import attention_errors, fit_attention, natural_size
-from qat.models.nsa_swap import nsa_modules, unswap_attention
+from qat.nsa.fit import attention_errors, fit_attention, natural_size
+from qat.nsa.swap import nsa_modules, unswap_attention
 
 
 def batches(length: int, count: int = 2) -> list[TokenBatch]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qat.kernels.attention import document_mask
-from qat.models.nsa_rows import (
+from qat.nsa.rows import (
     Rows,
     padding_of,
     rows_of_documents,

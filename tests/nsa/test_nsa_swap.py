@@ -7,8 +7,8 @@ from tiny import tiny_model
 from torch import nn
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models.nsa_swap import nsa_config, nsa_modules, swap_attention, unswap_attention
 from qat.nn.swap import linear_names
+from qat.nsa.swap import nsa_config, nsa_modules, swap_attention, unswap_attention
 
 IDS = torch.arange(2 * SMALL.reach).view(2, -1) * 7 % 320
 

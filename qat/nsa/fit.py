@@ -4,20 +4,25 @@ Every layer reads what it reads in the dense model, so layers do not wait for on
 pass trains them all. Nothing else learns. Shapes as in `qat.kernels.nsa.inputs`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from qat.kernels.nsa import dense, router
 from qat.logs import progress
-from qat.models.calibrate import TokenBatch
-from qat.models.language_model import LanguageModel
-from qat.models.nsa_attention import NSAAttention
-from qat.models.nsa_swap import nsa_modules
-from qat.models.nsa_watch import Call, attending_with
+from qat.nsa.attention import NSAAttention
+from qat.nsa.swap import nsa_modules
+from qat.nsa.watch import Call, attending_with
 from qat.quant.weight import rms
+
+if TYPE_CHECKING:
+    from qat.models.calibrate import TokenBatch
+    from qat.models.language_model import LanguageModel
 
 LR = 1e-2
 """Peak learning rate, relative to the natural size of each parameter."""

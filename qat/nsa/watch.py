@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from qat.kernels.nsa.inputs import Inputs
-from qat.models.nsa_attention import Heads, NSAAttention
-from qat.models.nsa_rows import Rows
-from qat.models.nsa_swap import nsa_modules
+from qat.nsa.attention import Heads, NSAAttention
+from qat.nsa.rows import Rows
+from qat.nsa.swap import nsa_modules
 
 
 class Call(NamedTuple):

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import select
-from qat.models import nsa_health
 from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_health import (
+from qat.nsa import health as nsa_health
+from qat.nsa.health import (
     attention_health,
     gate_health,
     health_numbers,
     selection_health,
 )
-from qat.models.nsa_swap import nsa_modules
+from qat.nsa.swap import nsa_modules
 
 
 def by_loops(inputs: Inputs, selection: Tensor, size: int, tile: int) -> tuple[float, float]:

@@ -12,9 +12,9 @@ from torch import nn
 from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml
 from qat.kernels.nsa.config import PRESETS, NSAConfig
-from qat.models.nsa_attention import SWAPPED, NSAAttention
-from qat.nn.nsa import NSAParts
 from qat.nn.swap import decoder_layers, embedding_dtype
+from qat.nsa.attention import SWAPPED, NSAAttention
+from qat.nsa.parts import NSAParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

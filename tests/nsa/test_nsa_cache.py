@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from qat.errors import ConfigError
-from qat.models.nsa_cache import NSALayer
+from qat.nsa.cache import NSALayer
 
 CONFIGS = {
     "residual": small(),

@@ -16,11 +16,11 @@ from qat.models.attention import make_mask
 from qat.models.decode_step import DecodeStep
 from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
-from qat.models.nsa_swap import unswap_attention
 from qat.models.projections import join_projections, part_projections
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names, replace_module
+from qat.nsa.swap import unswap_attention
 
 B, S = 2, 100
 IDS = torch.arange(B * S).view(B, S) * 3 % 320

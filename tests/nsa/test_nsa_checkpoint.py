@@ -18,10 +18,10 @@ from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, w
 from qat.models.checksums import CHECKSUMS
 from qat.models.count import parameter_count, tensor_bytes
 from qat.models.load import load_model
-from qat.models.nsa_swap import nsa_config, nsa_modules, unswap_attention
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
+from qat.nsa.swap import nsa_config, nsa_modules, unswap_attention
 
 IDS = torch.arange(100)[None] * 7 % 320
 CONFIGS = [SMALL, small(mode="merged"), small(pooling="weighted", cmp_rope="pre", layers=(1,))]
