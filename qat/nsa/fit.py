@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from qat.kernels.nsa import dense, router
 from qat.logs import progress
 from qat.nsa.attention import NSAAttention
-from qat.nsa.swap import nsa_modules
-from qat.nsa.watch import Call, attending_with
+from qat.nsa.swap import Call, attending_with, nsa_modules
 from qat.quant.weight import rms
 
 if TYPE_CHECKING:

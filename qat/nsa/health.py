@@ -16,7 +16,7 @@ from qat.kernels.nsa import router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import masked_softmax, select
-from qat.nsa.watch import Call, attending_with
+from qat.nsa.swap import Call, attending_with
 
 if TYPE_CHECKING:
     from qat.models.calibrate import TokenBatch

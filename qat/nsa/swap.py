@@ -1,23 +1,29 @@
-"""Swaps Native Sparse Attention into a dense model in place, and out again."""
+"""Swaps Native Sparse Attention into a dense model in place, and out; looks at its calls.
+
+Shapes: B rows, S positions, H query heads, D head width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml
 from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.kernels.nsa.inputs import Inputs
 from qat.nn.swap import decoder_layers, embedding_dtype
-from qat.nsa.attention import SWAPPED, NSAAttention
-from qat.nsa.parts import NSAParts
+from qat.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
+from qat.nsa.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
 
 KEY = "nsa"
 """What config.json calls the definition; absent: dense."""
@@ -186,3 +192,62 @@ def _parts(model: PreTrainedModel, module: nn.Module, config: NSAConfig) -> NSAP
     )
     device = next(module.parameters()).device
     return parts.to(device=device, dtype=embedding_dtype(model)).train(module.training)
+
+
+class Call(NamedTuple):
+    """One call of a layer's attention over whole rows."""
+
+    module: NSAAttention
+    hidden: Tensor
+    """`(B, S, hidden_size)`, the module's input."""
+    heads: Heads
+    gates: Tensor | None
+    angles: tuple[Tensor, Tensor]
+    """Cosines and sines."""
+    rows: Rows
+
+    def inputs(self) -> Inputs:
+        """What a backend computes from."""
+        return self.module.inputs(self.heads, self.gates, self.angles, self.rows)
+
+    def regated(self) -> Call:
+        """The same with its gates computed anew, for whoever wants their gradient."""
+        return self._replace(gates=self.module.nsa.gates_of(self.hidden))
+
+
+Attend = Callable[[Call], Tensor]
+"""From a call to `(B, S, H, D)`, tokens in the order of `Call.inputs`."""
+
+
+@contextmanager
+def attending_with(model: nn.Module, attend: Attend) -> Iterator[None]:
+    """Run a block in which every sparse attention of `model` computes `attend`.
+
+    Layers that are compiled would not notice: see `qat.models.regions.as_written`.
+    """
+    modules = nsa_modules(model).values()
+    kept = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        _divert(module, attend)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, kept, strict=True):
+            del module.forward, module.attend
+            if forward is not None:
+                module.forward = forward
+
+
+def _divert(module: NSAAttention, attend: Attend) -> None:
+    forward, seen = module.forward, []
+
+    def noting(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        seen[:] = [hidden_states]
+        return forward(hidden_states, *args, **kwargs)
+
+    def instead(
+        heads: Heads, gates: Tensor | None, angles: tuple[Tensor, Tensor], rows: Rows
+    ) -> Tensor:
+        return rows.back(attend(Call(module, seen.pop(), heads, gates, angles, rows)), 1)
+
+    module.forward, module.attend = noting, instead

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.nsa.parts import NSAParts
+from qat.nsa.attention import NSAParts
 
 BEGIN = {"residual": [0.0, 1.0, 0.0], "sigmoid": [0.00247, 0.99753, 0.00247]}
 

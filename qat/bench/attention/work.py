@@ -12,7 +12,7 @@ from torch import Tensor
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool
-from qat.nsa.parts import NUM_BRANCHES, squashed
+from qat.nsa.attention import NUM_BRANCHES, squashed
 
 Pass = Literal["forward", "train", "decode"]
 
