@@ -1,4 +1,6 @@
-"""Native Sparse Attention and its parameters, in the place of transformers' own, in the families known to allow it.
+"""Native Sparse Attention and its parameters, in the place of transformers' own attention.
+
+Only the families at the end of this file are known to allow it.
 
 A swapped module keeps its projections and norms under their names; only its class changes, and
 `nsa` (`NSAParts`) is new.
