@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from qat.backend import nvidia
+from qat.backend.before_torch import tpu_name
 from qat.backend.compiling import Compiling
 from qat.backend.copying import Copying
-from qat.backend.libtpu import tpu_name
 from qat.backend.nvml import UNKNOWN, gpu_health
 from qat.errors import ConfigError
 from qat.process import cores

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.backend.before_torch import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.compiling import Graphs, Teller
 from qat.backend.copying import Copying
 from qat.backend.device import Backend, launched
-from qat.backend.libtpu import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.memory import RuntimeMemory
-from qat.backend.xla_mesh import XlaMesh, gathered, share_devices, whole
 from qat.errors import ConfigError, how_to_install
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,8 @@ HOST_READS = ("aten::_local_scalar_dense",)
 """Counted by PyTorch/XLA like operators that it lacks, though reading a scalar is none."""
 SHORTEST, MOST_SEQUENCES = 64, 2**14
 """The shortest row that shorter ones are filled up to; the largest batch that a search tries."""
+GATHERED_BYTES = 2**28
+"""Most bytes that copies of shared tensors to the host take on each device at a time."""
 
 
 @lru_cache(maxsize=1)
@@ -53,7 +54,7 @@ def open_backend() -> "XlaBackend":
         take_one_chip(launched().local_rank)
     import torch_xla
 
-    share_devices()
+    _share_devices()
     device = torch_xla.device()
     # float32 means float32, also where units multiply in bfloat16
     torch_xla._XLAC._xla_set_mat_mul_precision("highest")
@@ -79,7 +80,7 @@ def _check_versions() -> None:
 
 
 @dataclass(frozen=True)
-class XlaBackend(RuntimeMemory, XlaMesh, Backend):
+class XlaBackend(RuntimeMemory, Backend):
     """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
 
     def dtype_name(self, name: str) -> str:
@@ -197,6 +198,37 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
 
         return runtime.device_type() == "CPU"
 
+    def divided(self, tensor: Tensor) -> Tensor:
+        """See `Backend`: over all devices if there are several, whose number divides the rows.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        count = self.divisions()
+        if count == 1 or tensor.numel() == 0:
+            return tensor
+        if tensor.shape[0] % count:
+            raise ConfigError(
+                f"{tensor.shape[0]} sequences in a batch, expected a multiple of the {count} XLA "
+                "devices; choose another --batch-size"
+            )
+        _share_rows(tensor)
+        return tensor
+
+    def divisions(self) -> int:
+        """See `Backend`."""
+        from torch_xla.distributed import spmd
+
+        mesh = spmd.get_global_mesh()
+        return 1 if mesh is None else mesh.size()
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """See `Backend`; rows that the number of devices does not divide are filled up."""
+        if self.divisions() > 1:
+            self.synchronize()
+            for tensor in tensors:
+                _share_rows(tensor)
+
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
         """See `Backend`."""
         if name == "adamw8bit":
@@ -232,7 +264,7 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
 
     def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `Backend`: one graph, also for views, which `step_end` leaves for another; waits."""
-        found = self._on_host([whole(tensor) for tensor in tensors.values()])
+        found = self._on_host([_whole(tensor) for tensor in tensors.values()])
         pairs = zip(tensors.items(), found, strict=True)
         return {name: host.view(tensor.shape) for (name, tensor), host in pairs}
 
@@ -255,7 +287,7 @@ class XlaBackend(RuntimeMemory, XlaMesh, Backend):
     def _on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch_xla
 
-        groups = gathered([tensor.detach() for tensor in tensors])
+        groups = _gathered([tensor.detach() for tensor in tensors])
         found = (host for group in groups for host in torch_xla._XLAC._xla_get_cpu_tensors(group))
         return [host.view(tensor.shape) for host, tensor in zip(found, tensors, strict=True)]
 
@@ -372,3 +404,58 @@ def _recomputed(forward: Callable, hidden: Tensor, **kwargs: Any) -> Tensor:  # 
     if not hidden.requires_grad:  # without a gradient to give, backward would skip the layer
         hidden = hidden.detach().requires_grad_()
     return checkpoint(partial(forward, **kwargs), hidden, preserve_rng_state=False)
+
+
+def _share_devices() -> None:
+    """Let several devices work on one batch: the compiler divides what the program says once."""
+    from torch_xla import runtime
+    from torch_xla.distributed import spmd
+
+    count = runtime.global_runtime_device_count()
+    if count == 1:
+        return
+    runtime.use_spmd()
+    spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether each device holds a part of a tensor that was computed."""
+    import torch_xla
+
+    return torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith("{devices")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The same after a new first dimension, all of it on every device.
+
+    A copy to the host of what is shared would compile a graph for each tensor, every time.
+    """
+    from torch_xla.distributed import spmd
+
+    mesh = spmd.get_global_mesh()
+    if mesh is None:
+        return tensor
+    # a view, because what is marked already cannot be marked otherwise
+    return spmd.mark_sharding_with_gradients(tensor[None], mesh, (None,) * (tensor.dim() + 1))
+
+
+def _gathered(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in their order, those that are shared made whole, `GATHERED_BYTES` at a time."""
+    group: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        size = tensor.nbytes if _is_shared(tensor) else 0
+        if group and size and held + size > GATHERED_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(_whole(tensor) if size else tensor)
+        held += size
+    if group:
+        yield group
+
+
+def _share_rows(tensor: Tensor) -> None:
+    from torch_xla.distributed import spmd
+
+    rows = ("data", *[None] * (tensor.dim() - 1))
+    spmd.mark_sharding(tensor, spmd.get_global_mesh(), rows)

@@ -19,8 +19,7 @@ from cyclopts.help import DefaultFormatter, HelpPanel
 
 import qat
 from qat import logs
-from qat.backend.libtpu import before_torch
-from qat.backend.threads import keep_to_own_cores
+from qat.backend.before_torch import before_torch, keep_to_own_cores
 from qat.cli.bench import bench_app
 from qat.cli.cache import cache_app
 from qat.cli.convert import convert

@@ -5,7 +5,7 @@ jax computes on the CPU; libtpu compiles for a TPU that is only described, and a
 
 import warnings
 
-from qat.backend.libtpu import keep_libtpu_offline
+from qat.backend.before_torch import keep_libtpu_offline
 from qat.bench.tpu_plan.needed import check_installed
 
 check_installed()

@@ -1,13 +1,15 @@
-"""What must hold before libtpu loads, which `import torch` alone can bring about.
+"""What must be said to torch before it loads; so this module imports none.
 
-It does where torch_xla or torch_tpu is installed, even where there is no TPU. So this module
-imports no torch.
+How many threads it computes with, and whom libtpu may ask: that loads with torch wherever torch_xla
+or torch_tpu is installed, even where there is no TPU.
 """
 
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+
+from qat.process import cores
 
 PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
@@ -69,3 +71,15 @@ def before_torch() -> None:
         ask_nobody_without_a_tpu()
     if has_eager:  # which ends the process without libtpu, and fails beside many a torch
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def keep_to_own_cores() -> None:
+    """Before torch is loaded: as many threads as cores that this process may use, none that spins.
+
+    PyTorch starts one for each core of the machine; in a container that may use a few of them they
+    wait for one another. By default a thread that waits spins, on a core that another process may
+    need. `OMP_NUM_THREADS` and `OMP_WAIT_POLICY` that somebody set stay.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if cores() < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
