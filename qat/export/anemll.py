@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.origin import float_base
+from qat.export.card import float_base
 from qat.export.parts import unquantized_state, write_config
 from qat.export.probe import logits_of
 from qat.models.anemll import build_model

@@ -20,10 +20,10 @@ from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
 from qat.export import model as exported
+from qat.export.card import CONVERSION, IMPORT, float_base
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.model import export_model
-from qat.export.origin import CONVERSION, IMPORT, float_base
 from qat.export.probe import logits_of_weights
 from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
