@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from qat.anemll.cache_import import import_cache
+from qat.anemll.checkpoint import import_checkpoint
+from qat.anemll.pickles import read_pickle
 from qat.data.codec import max_error
 from qat.data.config import ImportConfig
-from qat.data.pickles import read_pickle
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError
 from qat.evaluate.divergence import KD_TEMPERATURE, cached_divergence
 from qat.evaluate.judge_cache import split_batches
-from qat.models.anemll import import_checkpoint
-from qat.models.anemll_cache import import_cache
 from qat.models.load import load_model
 
 GOAL = 1e-5

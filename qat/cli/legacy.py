@@ -7,7 +7,7 @@ from qat.errors import ConfigError
 from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
-    from qat.models.anemll import ImportReport
+    from qat.anemll.checkpoint import ImportReport
 
 Foreign = Literal["anemll"]
 """Whose checkpoints can be read."""
@@ -20,7 +20,7 @@ def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, 
 
     Raises:
         ConfigError: a setting is given that an import does not read.
-        CheckpointError: see `qat.models.anemll.import_checkpoint`.
+        CheckpointError: see `qat.anemll.checkpoint.import_checkpoint`.
     """
     given = sorted(config.model_fields_set - MEANT)
     if given:
@@ -28,7 +28,7 @@ def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, 
             f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
             "checkpoint's own format; drop it, and convert or judge the result afterwards"
         )
-    from qat.models.anemll import import_checkpoint
+    from qat.anemll.checkpoint import import_checkpoint
 
     report = import_checkpoint(Path(source), config.base, out)
     _show(report)

@@ -13,11 +13,13 @@ from qat.export.config import TargetName
 from qat.export.targets import load_target
 from qat.files import parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
-from qat.models.anemll import REPORT_NAME as IMPORT
 from qat.models.convert import REPORT_NAME as CONVERSION
 from qat.models.count import model_bits_per_weight, parameter_count, whole_model_bits
 from qat.models.stored_state import quantized_modules
 from qat.quant.spec import LutSpec
+
+IMPORT = "import_report.json"
+"""What an import of the reference's checkpoint says of itself, beside its tensors."""
 
 
 def float_base(checkpoint: str | Path) -> str:

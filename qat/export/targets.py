@@ -29,7 +29,7 @@ TARGETS: dict[TargetName, str] = {
     "compressed-tensors": "qat.export.compressed_tensors",
     "gguf": "qat.export.gguf",
     "torchao": "qat.export.torchao",
-    "anemll": "qat.export.anemll",
+    "anemll": "qat.anemll.export",
 }
 """The module of each target; none is imported before it is asked for."""
 

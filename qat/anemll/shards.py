@@ -13,8 +13,8 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from qat.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.data.config import DataFormat, Thinking
-from qat.data.pickles import check_sums, check_tensors, read_pickle
 from qat.errors import CacheError
 
 FOREIGN_FORMAT = "qwen_kd_topk_cache_v1"

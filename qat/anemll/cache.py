@@ -15,8 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from qat.config import fingerprint
-from qat.data.anemll_shards import (
+from qat.anemll.shards import (
     ForeignShard,
     Meta,
     Shape,
@@ -24,6 +23,7 @@ from qat.data.anemll_shards import (
     read_shard,
     shard_files,
 )
+from qat.config import fingerprint
 from qat.data.bits import pack_bits
 from qat.data.cache import MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
 from qat.data.codec import encode_top_k, id_bits

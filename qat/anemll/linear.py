@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.anemll.checks import MOST_LEVELS, check_finite, check_shapes
+from qat.anemll.state import LegacySettings, LegacyState, Parts
 from qat.errors import CheckpointError
-from qat.models.anemll_checks import MOST_LEVELS, check_finite, check_shapes
-from qat.models.anemll_state import LegacySettings, LegacyState, Parts
 from qat.nn.swap import ascending
 from qat.quant.lora import Lora
 from qat.quant.scales import balance

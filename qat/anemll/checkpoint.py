@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedConfig as Config
 
+from qat.anemll.checks import check_finite
+from qat.anemll.linear import Imported, import_linear
+from qat.anemll.state import LegacyState, read_state, state_file
 from qat.errors import CheckpointError
+from qat.export.card import IMPORT
 from qat.files import check_free
 from qat.logs import progress
-from qat.models.anemll_checks import check_finite
-from qat.models.anemll_linear import Imported, import_linear
-from qat.models.anemll_state import LegacyState, read_state, state_file
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
 from qat.models.count import model_bits_per_weight, model_bytes
 from qat.models.directory import atomic_directory
@@ -29,7 +30,6 @@ from qat.nn.swap import put_quantized, table_names
 
 logger = logging.getLogger(__name__)
 
-REPORT_NAME = "import_report.json"
 DERIVED = "rotary_emb.inv_freq"
 """End of the key of a tensor that follows from the configuration."""
 
@@ -85,7 +85,7 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
             "megabytes": model_bytes(partial) / 1e6,
         }
         report = ImportReport(str(path), base, legacy.version, **counts)
-        (partial / REPORT_NAME).write_text(json.dumps(asdict(report), indent=1) + "\n")
+        (partial / IMPORT).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report
 
 

@@ -6,8 +6,8 @@ a LoRA.
 
 import torch
 
+from qat.anemll.state import Parts, Version
 from qat.errors import CheckpointError
-from qat.models.anemll_state import Parts, Version
 
 LEAST_LEVELS, MOST_LEVELS = 2, 256
 LEARNED_LEVELS = 16

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qat.anemll.checkpoint import build_model
+from qat.anemll.state import read_state
 from qat.errors import ExportError
 from qat.export.card import float_base
 from qat.export.parts import unquantized_state, write_config
 from qat.export.probe import logits_of
-from qat.models.anemll import build_model
-from qat.models.anemll_state import read_state
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names

@@ -10,10 +10,11 @@ from legacy_case import save_base, save_legacy_cache
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.anemll.cache_import import import_cache
+from qat.anemll.shards import read_meta
 from qat.bench.config import BenchConfig
 from qat.cli import run_verb
 from qat.cli.inputs import with_fitting_loss
-from qat.data.anemll_shards import read_meta
 from qat.data.cache import read_manifest
 from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache
@@ -23,7 +24,6 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge_cache import split_batches
 from qat.losses.config import check_targets, fitting_loss
-from qat.models.anemll_cache import import_cache
 from qat.models.load import load_model, load_tokenizer
 from qat.train.config import TrainConfig
 from qat.train.judge import score

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from qat.data.anemll_cache import Wish, write_cache
-from qat.data.anemll_shards import cache_root, read_meta
+from qat.anemll.cache import Wish, write_cache
+from qat.anemll.shards import cache_root, read_meta
 from qat.data.cache import Manifest
 from qat.data.config import ImportConfig
 from qat.data.text import tokenizer_hash

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self
 
 from torch import Tensor
 
-from qat.data.pickles import check_sums, check_tensors, read_pickle
+from qat.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.errors import CheckpointError
 
 Version = Literal[1, 2]
