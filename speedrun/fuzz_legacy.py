@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from qat.anemll.cache_import import import_cache
+from qat.anemll.cache import import_cache
 from qat.anemll.checkpoint import import_checkpoint
 from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from qat.anemll.cache_import import import_cache
+from qat.anemll.cache import import_cache
 from qat.anemll.checkpoint import import_checkpoint
 from qat.anemll.pickles import read_pickle
 from qat.data.codec import max_error

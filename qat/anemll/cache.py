@@ -19,7 +19,9 @@ from qat.anemll.shards import (
     ForeignShard,
     Meta,
     Shape,
+    cache_root,
     common_shape,
+    read_meta,
     read_shard,
     shard_files,
 )
@@ -27,11 +29,15 @@ from qat.config import fingerprint
 from qat.data.bits import pack_bits
 from qat.data.cache import MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
 from qat.data.codec import encode_top_k, id_bits
-from qat.data.config import CacheSettings
+from qat.data.config import CacheSettings, ImportConfig
 from qat.data.rows import shard_content
 from qat.data.signals import TopK
-from qat.errors import CacheError
+from qat.data.text import tokenizer_hash
+from qat.errors import CacheError, CheckpointError, HubError
+from qat.files import check_free
 from qat.logs import progress
+from qat.models.directory import atomic_directory
+from qat.models.load import load_config, load_tokenizer
 
 PIECE = 2**21
 """Logits that are encoded at once."""
@@ -205,3 +211,41 @@ def _manifest(wish: Wish, shape: Shape, shards: list[Shard]) -> Manifest:
         negatives=shape.negatives,
         shards=shards,
     )
+
+
+def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
+    """Write the cache of the reference system at `source` as ours to `out`, whole or not at all.
+
+    The tokenizer is that of `config.teacher`, or of the model that its `meta.json` names: students
+    must have the same.
+
+    Raises:
+        ConfigError: `out` is not empty.
+        CacheError: `source` is no such cache or damaged, or its tokenizer cannot be opened.
+        CheckpointError: `out` cannot be written.
+    """
+    check_free(out)
+    root = cache_root(source)
+    meta = read_meta(root)
+    name = config.teacher or meta.tokenizer
+    try:
+        tokenizer = tokenizer_hash(load_tokenizer(name))
+    except (CheckpointError, HubError) as error:
+        raise CacheError(
+            f"the tokenizer that made the tokens of {root} cannot be opened ({str(error)[:200]}), "
+            "and students must have the same; add --teacher MODEL, a model with that tokenizer"
+        ) from None
+    _check_vocabulary(name, meta.vocab_size, root)
+    wish = Wish(meta, tokenizer, config.held_out, config.keep_negatives)
+    with atomic_directory(out) as partial:
+        return write_cache(root, wish, partial)
+
+
+def _check_vocabulary(name: str, vocab_size: int, root: Path) -> None:
+    """Refuse a model of another vocabulary than that of the teacher whose words were kept."""
+    has = load_config(name).get_text_config().vocab_size
+    if has != vocab_size:
+        raise CacheError(
+            f"teacher={name} has {has} words, but the teacher of {root} had {vocab_size}; expected "
+            "the same vocabulary: add --teacher MODEL, the model that made the cache"
+        )

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedConfig as Config
 
-from qat.anemll.checks import check_finite
 from qat.anemll.linear import Imported, import_linear
-from qat.anemll.state import LegacyState, read_state, state_file
+from qat.anemll.state import LegacyState, check_finite, read_state, state_file
 from qat.errors import CheckpointError
 from qat.export.card import IMPORT
 from qat.files import check_free

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.anemll.checks import MOST_LEVELS, check_finite, check_shapes
-from qat.anemll.state import LegacySettings, LegacyState, Parts
+from qat.anemll.state import (
+    MOST_LEVELS,
+    LegacySettings,
+    LegacyState,
+    Parts,
+    check_finite,
+    check_shapes,
+)
 from qat.errors import CheckpointError
 from qat.nn.swap import ascending
 from qat.quant.lora import Lora

@@ -75,7 +75,7 @@ def import_(
 
     out = out or CACHES / source.resolve().name
     check_inputs(models=[config.teacher], folders=[source], out=out)
-    from qat.anemll.cache_import import import_cache
+    from qat.anemll.cache import import_cache
 
     manifest = import_cache(source, config, out)
     return dict(out=out, has_tail=manifest.has_tail, **_numbers(out, manifest))
