@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import Calibration, calibration_batches, convert_model
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
-from qat.models.config import ConvertConfig
-from qat.models.convert import Calibration, calibration_batches, convert_model
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.ranks import joined

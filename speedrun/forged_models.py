@@ -31,15 +31,15 @@ from qat.bench.sweep.config import read_recipe as read_sweep
 from qat.bench.sweep.plan import make_groups
 from qat.cli import app
 from qat.cli.mistakes import mistake
+from qat.convert.config import ConvertConfig
+from qat.convert.plan import read_plan
 from qat.data.chat import render
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_skeleton
 from qat.models.checksums import CHECKSUMS, write_checksums
-from qat.models.config import ConvertConfig
 from qat.models.load import load_config, load_model, load_tokenizer, model_identity
 from qat.models.opening import Opening
-from qat.models.plan import read_plan
 from qat.models.stored_state import quantized_modules
 from qat.train import start
 from qat.train.config import TrainConfig

@@ -13,12 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from qat.convert.quantize import quantize_model
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.config import CacheSettings
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
 from qat.quant.spec import PRESETS
 
 VOCAB = 300

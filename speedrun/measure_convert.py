@@ -29,34 +29,34 @@ from figures import record
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qat.backend.device import Backend, select
+from qat.convert.calibrate import TokenBatch
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import BATCH, calibration_batches, convert_model
+from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.data.chat import Document
 from qat.data.config import CacheSettings
 from qat.data.sources import open_source
 from qat.data.split import divided
 from qat.evaluate.divergence import exact_divergence
 from qat.evaluate.text import packed_batches
-from qat.models.calibrate import TokenBatch
-from qat.models.config import ConvertConfig
-from qat.models.convert import BATCH, calibration_batches, convert_model
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.quantize import QuantizeReport, quantize_model
 from qat.quant.spec import PRESETS
 
 app = App(help=__doc__)
 LAYERS, VOCAB = 28, 4096
 GAIN_GOALS = {"tiny-qwen3": "<= 0.87"}
 PHASES = {
-    "moments": "qat.models.calibrate._MeanOuter.add",
-    "block outputs": "qat.models.calibrate._Block.outputs",
+    "moments": "qat.convert.calibrate._MeanOuter.add",
+    "block outputs": "qat.convert.calibrate._Block.outputs",
     "fit alone": "qat.quant.error_feedback.fit_weight",
     "k-means (of it)": "qat.quant.fit.weighted_kmeans",
     "feedback": "qat.quant.error_feedback.feed_back",
     "Cholesky (of it)": "qat.quant.error_feedback.feedback_coupling",
     "levels": "qat.quant.error_feedback.refit_levels",
     "descent": "qat.quant.error_feedback.descend",
-    "packing": "qat.models.quantize._Conversion._put",
-    "report": "qat.models.quantize._Conversion.reports",
+    "packing": "qat.convert.quantize._Conversion._put",
+    "report": "qat.convert.quantize._Conversion.reports",
 }
 """What `--phases` times. A phase "of it" is part of the one before."""
 

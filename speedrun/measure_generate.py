@@ -34,10 +34,10 @@ from qat.bench.kernels.speed import Clock
 from qat.bench.kernels.tune import Timed, Tuned, tune
 from qat.bench.roofline import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
-from qat.evaluate.decode import Run, Sampling
+from qat.generate.decode import Run, Sampling
+from qat.generate.step import DecodeStep, read_bytes
 from qat.kernels.overlap import one_after_the_other
 from qat.kernels.tuned import forcing
-from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import FrozenLutTable

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.models.calibrate import TokenBatch
+from qat.convert.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.nsa.fit import natural_size
 from qat.quant.weight import rms

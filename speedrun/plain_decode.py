@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.generate.step import Block, DecodeStep
 from qat.kernels.decode_attention import Angles, Cache
-from qat.models.decode_step import Block, DecodeStep
 
 
 class PlainStep:

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 import qat
 from qat.cli import run_verb
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import convert_checkpoint
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
 from qat.losses.config import OWN
 from qat.models.checkpoint import load_checkpoint
-from qat.models.config import ConvertConfig
-from qat.models.convert import convert_checkpoint
 from qat.models.stored_state import packed_state_dict
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"

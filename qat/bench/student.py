@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.shapes import shape_called
-from qat.models.config import ConvertConfig
+from qat.convert.config import ConvertConfig
+from qat.convert.plan import read_plan
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.models.plan import read_plan
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention

@@ -5,24 +5,77 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 from cyclopts import convert as coerce
 
 from qat.cli.export import show_targets
-from qat.cli.legacy import Foreign, convert_foreign
 from qat.config import Formats, Judged, Required
+from qat.convert.config import ConvertConfig
 from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.files import check_free
-from qat.models.config import ConvertConfig
 
 if TYPE_CHECKING:
+    from qat.anemll.checkpoint import ImportReport
+    from qat.convert.bits_budget import BudgetReport
+    from qat.convert.quantize import ModuleReport, QuantizeReport
+    from qat.convert.shipping import Shipping
     from qat.logs import Terminal
-    from qat.models.bits_budget import BudgetReport
-    from qat.models.quantize import ModuleReport, QuantizeReport
-    from qat.models.shipping import Shipping
+Foreign = Literal["anemll"]
+"""Whose checkpoints can be read."""
+MEANT = {"base"}
+"""The settings of `qat convert` that an import reads."""
+
+
+def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, object]:
+    """Import the checkpoint at `source` into `out`; what the last line says of it.
+
+    Raises:
+        ConfigError: a setting is given that an import does not read.
+        CheckpointError: see `qat.anemll.checkpoint.import_checkpoint`.
+    """
+    given = sorted(config.model_fields_set - MEANT)
+    if given:
+        raise ConfigError(
+            f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
+            "checkpoint's own format; drop it, and convert or judge the result afterwards"
+        )
+    from qat.anemll.checkpoint import import_checkpoint
+
+    report = import_checkpoint(Path(source), config.base, out)
+    _show_import(report)
+    return dict(
+        out=out,
+        version=report.version,
+        linears=report.linears,
+        adapters=report.adapters,
+        floored=report.floored,
+        bits_per_weight=round(report.bits_per_weight, 4),
+        megabytes=round(report.megabytes, 3),
+    )
+
+
+def _show_import(report: "ImportReport") -> None:
+    from rich.table import Table
+
+    from qat.logs import Terminal
+
+    title = f"version {report.version}: {report.bits_per_weight:.3f} bits per weight"
+    table = Table("format", "linears", title=title)
+    for name, count in report.formats.items():
+        table.add_row(name, str(count))
+    console = Terminal()
+    console.print(table)
+    if report.adapters:
+        console.print(f"{report.adapters} linears have a LoRA, which is kept")
+    if report.floored:
+        console.print(
+            f"{report.floored} weights, whose scale version 1 raises to 1e-8, became zero; their "
+            "linears took an entry more in their codebook"
+        )
+
 
 MUCH_OF_A_FILE = 0.3
 """Share of the bytes from which on a table in floating point is worth a line."""
@@ -76,7 +129,7 @@ def convert(
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
     from qat.cli.inputs import check_inputs
-    from qat.models.plan import read_plan
+    from qat.convert.plan import read_plan
 
     read_plan(config)
     check_inputs(
@@ -86,8 +139,8 @@ def convert(
         out=out,
     )
     check_free(out)
+    from qat.convert.convert import convert_checkpoint
     from qat.evaluate.judge_cache import held_out_divergence
-    from qat.models.convert import convert_checkpoint
 
     verdicts = {}
     if evaluate:
@@ -122,8 +175,8 @@ def _rounded(bits: float) -> float | None:
 
 def _shipping(names: Sequence[TargetName]) -> "Shipping | None":
     """The targets of `--for`."""
+    from qat.convert.shipping import Shipping
     from qat.export.targets import load_target
-    from qat.models.shipping import Shipping
 
     return Shipping({name: load_target(name) for name in names}) if names else None
 

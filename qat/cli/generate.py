@@ -26,8 +26,8 @@ def generate(
 
     check_inputs(models=[model])
     from qat.backend.device import seeded, select
-    from qat.evaluate.decode import open_speaker
-    from qat.evaluate.generation import generate_text
+    from qat.generate.decode import open_speaker
+    from qat.generate.text import generate_text
 
     with select(config.device).session(config.xla_cache_dir):
         speaker, tokenizer = open_speaker(model, device=config.device, dtype=config.dtype)

@@ -299,10 +299,10 @@ def choices(data: str, num_sequences: int) -> "Table":
 
 def _defaults(stage: str) -> "Table":
     """The default of every setting of a verb."""
+    from qat.convert.config import ConvertConfig
     from qat.data.config import CacheConfig
     from qat.evaluate.config import EvalConfig
     from qat.export.config import ExportConfig
-    from qat.models.config import ConvertConfig
     from qat.train.config import TrainConfig
 
     kinds: dict[str, type[BaseModel]] = {

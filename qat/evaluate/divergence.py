@@ -6,7 +6,6 @@ Shapes: B sequences, S positions, D model width, V vocabulary, T valid tokens.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from qat.errors import ConfigError, DataError
 from qat.evaluate.targets import to_targets
 from qat.losses.from_logits import loss_from_logits
 from qat.losses.targets import NO_LABEL, Targets
-from qat.models.language_model import LanguageModel
+from qat.models.language_model import LanguageModel, judging
 
 KD_TEMPERATURE = 2.0
 """The temperature of the reference system's published KD numbers."""
@@ -151,18 +150,6 @@ def exact_divergence(
         ppl=_perplexity(totals, "label_ce"),
         teacher_ppl=_perplexity(totals, "teacher_label_ce"),
     )
-
-
-@contextmanager
-def judging(model: LanguageModel) -> Iterator[None]:
-    """Run a block without gradients and dropout; the model's mode is put back afterwards."""
-    was_training = model.model.training
-    model.model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.model.train(was_training)
 
 
 def _of_one_shape(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

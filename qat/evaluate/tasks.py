@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import select
 from qat.errors import ConfigError, DataError, how_to_install
 from qat.evaluate.config import EvalConfig
-from qat.evaluate.divergence import judging
-from qat.models.language_model import LanguageModel
+from qat.models.language_model import LanguageModel, judging
 from qat.models.regions import as_written
 
 Scores = dict[str, dict[str, float]]

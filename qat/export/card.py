@@ -8,12 +8,12 @@ from jinja2 import Environment, StrictUndefined
 from transformers import PreTrainedModel
 
 import qat
+from qat.convert.convert import REPORT_NAME as CONVERSION
 from qat.errors import CheckpointError
 from qat.export.config import TargetName
 from qat.export.targets import load_target
 from qat.files import parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
-from qat.models.convert import REPORT_NAME as CONVERSION
 from qat.models.count import model_bits_per_weight, parameter_count, whole_model_bits
 from qat.models.stored_state import quantized_modules
 from qat.quant.spec import LutSpec

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qat.convert.shipping import check_attention
 from qat.errors import ExportError
 from qat.export.config import TargetName
 from qat.models.checkpoint import load_skeleton
-from qat.models.shipping import check_attention
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear

@@ -200,6 +200,18 @@ class LanguageModel:
 
 
 @contextmanager
+def judging(model: LanguageModel) -> Iterator[None]:
+    """Run a block without gradients and dropout; the model's mode is put back afterwards."""
+    was_training = model.model.training
+    model.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.model.train(was_training)
+
+
+@contextmanager
 def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
     """A block in which every decoder layer gives each value off by `eps` of it, up or down."""
     generator = torch.Generator().manual_seed(0)

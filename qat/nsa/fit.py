@@ -20,7 +20,7 @@ from qat.nsa.swap import Call, attending_with, nsa_modules
 from qat.quant.weight import rms
 
 if TYPE_CHECKING:
-    from qat.models.calibrate import TokenBatch
+    from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
 
 LR = 1e-2

@@ -19,7 +19,7 @@ from qat.kernels.nsa.select import masked_softmax, select
 from qat.nsa.swap import Call, attending_with
 
 if TYPE_CHECKING:
-    from qat.models.calibrate import TokenBatch
+    from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
 
 ALMOST_ALL = 0.95

@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend import device as backends
+from qat.convert.calibrate import TokenBatch
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence
-from qat.evaluate.generation import generate_text
+from qat.generate.text import generate_text
 from qat.logs import progress
-from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 from qat.nsa.health import attention_health, health_numbers

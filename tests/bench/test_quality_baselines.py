@@ -27,10 +27,10 @@ from qat.bench.baselines.reference_start import (
     svd_scale,
 )
 from qat.bench.baselines.uniform import minmax_grid, round_to_nearest, uniform_bits
+from qat.convert.calibrate import TokenBatch
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import exact_divergence
-from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import decoder_layers, linear_names
 

@@ -19,13 +19,13 @@ from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
-from qat.evaluate.decode import Decoder, open_speaker
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge import judge
 from qat.evaluate.judge_cache import held_out_divergence, open_student, split_batches
+from qat.generate.decode import Decoder, open_speaker
+from qat.generate.step import DecodeStep
 from qat.logs import printable
 from qat.models.checkpoint import save_checkpoint
-from qat.models.decode_step import DecodeStep
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears, release_weights
 from qat.train.start import train_student

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qat.backend.device import DTYPES
 from qat.cli import run_verb
+from qat.convert.quantize import quantize_model
+from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
 from qat.export import model as exported
@@ -28,8 +30,6 @@ from qat.export.probe import logits_of_weights
 from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
-from qat.models.quantize import quantize_model
-from qat.models.shipping import Shipping
 from qat.models.stored_state import quantized_modules
 from qat.nn.step import quant_linears
 from qat.nn.swap import with_tables

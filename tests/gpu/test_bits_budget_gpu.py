@@ -4,13 +4,13 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model
 
+from qat.convert.bits_budget import plan_within_budget
+from qat.convert.calibrate import TokenBatch
+from qat.convert.quantize import quantize_model
+from qat.convert.sensitivity import measure_sensitivities
 from qat.logs import progress
-from qat.models.bits_budget import plan_within_budget
-from qat.models.calibrate import TokenBatch
 from qat.models.count import model_bits_per_weight
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
-from qat.models.sensitivity import measure_sensitivities
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 

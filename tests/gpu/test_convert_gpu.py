@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model
 
+from qat.convert.calibrate import TokenBatch
+from qat.convert.quantize import quantize_model
 from qat.kernels.column_sweep import COLUMN_OPS
-from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
 from qat.nn.swap import linear_names
 from qat.quant.columns import REFERENCE, Columns
 from qat.quant.error_feedback import damped, fit_all_to_inputs, output_error

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.backend.device import seeded
-from qat.evaluate.decode import Decoder, Sampling
+from qat.generate.decode import Decoder, Sampling
+from qat.generate.step import DecodeStep
 from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.lut_matvec import (
     Norm,
@@ -22,7 +23,6 @@ from qat.kernels.lut_matvec import (
     stack,
     stream,
 )
-from qat.models.decode_step import DecodeStep
 from qat.models.language_model import LanguageModel
 from qat.quant.spec import LutSpec
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from train_case import config
 
 from qat.backend.device import select
+from qat.convert.quantize import quantize_model
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
 from qat.nn.adapters import add_adapters
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.lora import LORA_NAMES

@@ -7,9 +7,9 @@ from cache_case import TOKENIZER, build, teacher
 
 from qat.bench.baselines.config import METHODS, BaselineSettings
 from qat.bench.baselines.quality import time_step, train_baseline
+from qat.convert.calibrate import TokenBatch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import exact_divergence
-from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.gpu

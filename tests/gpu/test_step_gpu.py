@@ -11,9 +11,9 @@ from tiny import tiny_model
 from train_case import config
 
 from qat.backend.device import select
+from qat.convert.quantize import quantize_model
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
 from qat.nn.swap import to_latent
 from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope

@@ -19,9 +19,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import convert_checkpoint
 from qat.errors import ConfigError
-from qat.models.config import ConvertConfig
-from qat.models.convert import convert_checkpoint
 from qat.models.load import load_model
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, linear_names

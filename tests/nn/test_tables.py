@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from train_case import config as train_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import convert_checkpoint
+from qat.convert.quantize import quantize_model
 from qat.errors import CheckpointError, ConfigError
-from qat.evaluate.generation import generate_text
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
+from qat.generate.text import generate_text
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.config import ConvertConfig
-from qat.models.convert import convert_checkpoint
 from qat.models.count import (
     model_bits_per_weight,
     parameter_count,
@@ -29,7 +30,6 @@ from qat.models.count import (
 )
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.models.quantize import quantize_model
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
 from qat.nn.swap import (

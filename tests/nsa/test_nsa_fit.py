@@ -5,7 +5,7 @@ import torch
 from nsa_model_case import small, sparse_model
 from torch import nn
 
-from qat.models.calibrate import TokenBatch
+from qat.convert.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.nsa.fit import attention_errors, fit_attention, natural_size
 from qat.nsa.swap import nsa_modules, unswap_attention

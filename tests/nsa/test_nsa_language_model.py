@@ -8,12 +8,12 @@ from tiny import tiny_tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
-from qat.evaluate.decode import Decoder
-from qat.evaluate.generation import generate_text
+from qat.generate.decode import Decoder
+from qat.generate.step import DecodeStep
+from qat.generate.text import generate_text
 from qat.kernels.nsa.router import routes_taken
 from qat.models import attention
 from qat.models.attention import make_mask
-from qat.models.decode_step import DecodeStep
 from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
 from qat.models.projections import join_projections, part_projections

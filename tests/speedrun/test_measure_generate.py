@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from qat.models.decode_step import DecodeStep
+from qat.generate.step import DecodeStep
 from qat.models.language_model import LanguageModel
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"

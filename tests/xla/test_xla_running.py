@@ -20,8 +20,8 @@ from qat.backend.xla import XlaBackend
 from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
 from qat.errors import ConfigError
-from qat.evaluate.decode import open_speaker
-from qat.evaluate.generation import generate_text
+from qat.generate.decode import open_speaker
+from qat.generate.text import generate_text
 from qat.train.step import TrainingStep
 
 pytestmark = [

@@ -17,6 +17,7 @@ from qat.bench.baselines.config import BaselineSettings
 from qat.bench.baselines.deploy import Deployed
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
 from qat.bench.baselines.textbook import ChunkedLoss, check_losses
+from qat.convert.calibrate import TokenBatch
 from qat.data.batch import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
@@ -24,7 +25,6 @@ from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
-from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names
 from qat.train.schedule import lr_share

@@ -31,9 +31,9 @@ from qat.bench.baselines.uniform import (
     uniform_bits,
     values_of,
 )
+from qat.convert.calibrate import BlockInputs, TokenBatch, record_block_inputs
 from qat.errors import TrainingError
 from qat.logs import progress
-from qat.models.calibrate import BlockInputs, TokenBatch, record_block_inputs
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import decoder_layers, replace_module
 

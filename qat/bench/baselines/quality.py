@@ -18,10 +18,10 @@ from qat.bench.baselines.reference import reference_lesson
 from qat.bench.baselines.torchao_int2 import torchao_lesson
 from qat.bench.baselines.uniform import round_to_nearest, uniform_bits
 from qat.bench.measure import compile_anew
+from qat.convert.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
-from qat.models.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
 from qat.models.language_model import LanguageModel
 
 LESSONS: dict[str, Callable[[Job], Lesson]] = {

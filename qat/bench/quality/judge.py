@@ -19,14 +19,14 @@ from qat.data.config import chosen_targets
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.evaluate.divergence import cached_divergence, exact_divergence
-from qat.evaluate.generation import (
+from qat.evaluate.judge_cache import split_batches
+from qat.evaluate.text import packed_batches
+from qat.generate.text import (
     distinct_frac,
     encode_prompt,
     repeated_frac,
     sample_continuations,
 )
-from qat.evaluate.judge_cache import split_batches
-from qat.evaluate.text import packed_batches
 from qat.models.language_model import LanguageModel
 
 BATCH = 32

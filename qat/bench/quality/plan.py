@@ -8,10 +8,10 @@ import xxhash
 from qat.bench.baselines.config import BaselineSettings
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.config import Settings, fingerprint
+from qat.convert.config import ConvertConfig
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
 from qat.data.sources import STDLIB
-from qat.models.config import ConvertConfig
 from qat.train.config import TrainConfig
 
 

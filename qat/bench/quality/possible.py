@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from qat.bench.quality.config import QualityRecipe
 from qat.bench.quality.plan import Plan, convert_config
 from qat.bench.quality.resolve import ANYWHERE
+from qat.convert.convert import check_conversion
 from qat.errors import ConfigError, QatError
-from qat.models.convert import check_conversion
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config
 

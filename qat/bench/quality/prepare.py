@@ -11,11 +11,11 @@ from qat.bench.quality.places import Places
 from qat.bench.quality.plan import Plan, cache_config, convert_config
 from qat.bench.quality.possible import Unmade, made
 from qat.bench.quality.resolve import shared_facts
+from qat.convert.convert import convert_checkpoint
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.errors import CacheError, ConfigError
 from qat.files import check_free, write_atomically
-from qat.models.convert import convert_checkpoint
 from qat.models.teacher_cache import build_teacher_cache
 
 logger = logging.getLogger(__name__)

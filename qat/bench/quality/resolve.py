@@ -15,11 +15,11 @@ from qat.bench.quality.plan import (
     train_config,
 )
 from qat.config import Settings
+from qat.convert.plan import read_plan
 from qat.data.sources import open_source
 from qat.errors import ConfigError
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.load import model_identity
-from qat.models.plan import read_plan
 
 TEACHER = "teacher"
 """Written for a model in `base` or `teacher`: the teacher of the file."""

@@ -20,17 +20,17 @@ from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, Bench
 from qat.bench.shapes import shape_called
 from qat.bench.subject import Ours, standing_still
 from qat.bench.tpu_plan.graphs import AnyNumber, end_of_forward, split, trace, tracing
+from qat.convert.config import ConvertConfig
+from qat.convert.plan import read_plan
 from qat.data.batch import Batch
 from qat.errors import ConfigError
 from qat.evaluate.targets import to_targets
 from qat.kernels import head as head_kernels
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.targets import Targets
-from qat.models.config import ConvertConfig
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.models.plan import read_plan
 from qat.models.regions import SLICE_TOKENS
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, linear_names, replace_module

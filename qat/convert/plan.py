@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from qat.config import Settings
+from qat.convert.config import ConvertConfig
 from qat.errors import ConfigError
 from qat.files import parse_toml
-from qat.models.config import ConvertConfig
 from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
 
 ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=by_group(2)),))

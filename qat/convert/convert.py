@@ -16,6 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
+from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
+from qat.convert.calibrate import TokenBatch
+from qat.convert.config import ConvertConfig
+from qat.convert.plan import read_plan
+from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
+from qat.convert.shipping import Shipping
 from qat.data.cache import MANIFEST
 from qat.data.chat import Document, num_characters, render
 from qat.data.packing import Packer, position_ids
@@ -25,16 +31,10 @@ from qat.data.text import encode, end_token, special_tokens, tokenizer_hash
 from qat.errors import ConfigError
 from qat.files import check_free, import_command
 from qat.kernels.nsa.config import NSAConfig
-from qat.models.bits_budget import BudgetReport, formats_to_try, plan_within_budget
-from qat.models.calibrate import TokenBatch
 from qat.models.checkpoint import check_written, write_model
-from qat.models.config import ConvertConfig
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.plan import read_plan
-from qat.models.quantize import QuantizeReport, check_experts, quantize_model
-from qat.models.shipping import Shipping
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.nsa.fit import LayerFit, fit_attention
 from qat.nsa.swap import change_attention, nsa_config, read_attention

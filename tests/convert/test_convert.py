@@ -13,23 +13,23 @@ from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.backend.device import Backend
-from qat.data.reader import TeacherCache
-from qat.data.sources import Source
-from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
-from qat.models import convert
-from qat.models.calibrate import TokenBatch
-from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.config import ConvertConfig
-from qat.models.convert import (
+from qat.convert import convert
+from qat.convert.calibrate import TokenBatch
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import (
     BATCH,
     PLAN_NAME,
     REPORT_NAME,
     calibration_batches,
     convert_checkpoint,
 )
+from qat.convert.plan import read_plan
+from qat.convert.quantize import quantize_model
+from qat.data.reader import TeacherCache
+from qat.data.sources import Source
+from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model, load_tokenizer
-from qat.models.plan import read_plan
-from qat.models.quantize import quantize_model
 from qat.nn.step import quant_linears
 from qat.quant.spec import PRESETS, by_group
 

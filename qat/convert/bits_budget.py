@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from qat.convert.calibrate import TokenBatch
+from qat.convert.sensitivity import measure_sensitivities
 from qat.errors import ConfigError
 from qat.logs import progress
-from qat.models.calibrate import TokenBatch
 from qat.models.count import stored_bits
 from qat.models.hf_quantizer import empty_weight
 from qat.models.language_model import LanguageModel
-from qat.models.sensitivity import measure_sensitivities
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.swap import linear_names, table_names, table_spec, weight_shape

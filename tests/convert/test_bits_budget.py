@@ -5,11 +5,11 @@ import torch
 from test_sensitivity import tokens
 from tiny import tiny_model
 
+from qat.convert.bits_budget import BudgetReport, plan_within_budget
+from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
-from qat.models.bits_budget import BudgetReport, plan_within_budget
 from qat.models.count import bits_per_weight, model_bits_per_weight, stored_bits
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
 from qat.nn.lut_embedding import lut_tables
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, table_names

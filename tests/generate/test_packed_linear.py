@@ -4,8 +4,8 @@ import pytest
 import torch
 from quantized import frozen_linear
 
+from qat.generate.packed_linear import PackedLinear, Scratch
 from qat.kernels.lut_matvec import MOST_VECTORS, LutRows
-from qat.nn.packed_linear import PackedLinear, Scratch
 from qat.quant.spec import LutSpec
 
 

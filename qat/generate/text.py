@@ -12,9 +12,8 @@ from qat.backend.device import on
 from qat.data.template import templated
 from qat.data.text import text_ids
 from qat.errors import ConfigError
-from qat.evaluate.decode import Decoder, Sampling, until_end
-from qat.evaluate.divergence import judging
-from qat.models.language_model import LanguageModel
+from qat.generate.decode import Decoder, Sampling, until_end
+from qat.models.language_model import LanguageModel, judging
 from qat.models.regions import as_written
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qat.convert.calibrate import TokenBatch
+from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.errors import ConfigError
-from qat.models.calibrate import TokenBatch
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import QuantizeReport, quantize_model
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, with_tables
@@ -225,7 +225,7 @@ def test_aiming_at_the_teacher_brings_the_whole_model_closer(
 ) -> None:
     aimed, plain = copy.deepcopy(trained), copy.deepcopy(trained)
     quantize_model(LanguageModel(aimed), plan(spec=COARSE), calibration=learned(said))
-    monkeypatch.setattr("qat.models.quantize.aim_all", lambda weights, *_: weights)
+    monkeypatch.setattr("qat.convert.quantize.aim_all", lambda weights, *_: weights)
     quantize_model(LanguageModel(plain), plan(spec=COARSE), calibration=learned(said))
     assert divergence(trained, aimed, said) < 0.95 * divergence(trained, plain, said)
 
@@ -254,7 +254,7 @@ def test_the_teacher_reads_the_table_before_it_is_quantized(
         gaps.append(gap.norm().item())
         return weights
 
-    monkeypatch.setattr("qat.models.quantize.aim_all", note)
+    monkeypatch.setattr("qat.convert.quantize.aim_all", note)
     for bits in (None, 4):
         model = tiny_model()
         both = with_tables(plan("*.0.self_attn.q_proj"), model, bits)

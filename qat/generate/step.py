@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.generate.packed_linear import PackedLinear, Scratch
 from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.lut_matvec import (
     LutRows,
@@ -34,7 +35,6 @@ from qat.models.language_model import LanguageModel
 from qat.models.projections import ATTENTIONS, MLPS, SILUS
 from qat.models.regions import as_written
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
-from qat.nn.packed_linear import PackedLinear, Scratch
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, replace_module

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import Backend, on
+from qat.generate.step import DecodeStep
 from qat.kernels.decode_attention import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS
-from qat.models.decode_step import DecodeStep
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.nn.step import form_weights

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qat.backend.device import on
+from qat.convert.bits_budget import BudgetReport
+from qat.convert.calibrate import StageInputs, TokenBatch, Walk, quantize_in_order
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
-from qat.models.bits_budget import BudgetReport
-from qat.models.calibrate import StageInputs, TokenBatch, Walk, quantize_in_order
 from qat.models.count import (
     bits_per_weight,
     float_table_bytes,

@@ -6,7 +6,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from qat.backend.device import seeded
 from qat.errors import ConfigError
-from qat.evaluate.generation import encode_prompt, generate_text, repeated_frac
+from qat.generate.text import encode_prompt, generate_text, repeated_frac
 from qat.models.language_model import LanguageModel
 
 PROMPT = "the cat sat"

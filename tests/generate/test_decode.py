@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.backend.device import seeded
-from qat.evaluate.decode import Decoder, Sampling
-from qat.evaluate.generation import Generated, generate_text
+from qat.generate.decode import Decoder, Sampling
+from qat.generate.packed_linear import PackedLinear
+from qat.generate.step import DecodeStep, read_bytes
+from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_matvec import SPLIT
-from qat.models.decode_step import DecodeStep, read_bytes
 from qat.models.language_model import LanguageModel
 from qat.nn.frozen_lut_linear import FrozenLutLinear
-from qat.nn.packed_linear import PackedLinear
 from qat.nn.swap import put_quantized, replace_module, table_names
 from qat.quant.spec import LutSpec
 

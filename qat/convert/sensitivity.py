@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qat.convert.calibrate import StageInputs, TokenBatch, patched_forwards, quantize_in_order
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker
-from qat.models.calibrate import StageInputs, TokenBatch, patched_forwards, quantize_in_order
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
 from qat.nn.quant_linear import QuantLinear

@@ -9,7 +9,7 @@ from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
-from qat.models.calibrate import (
+from qat.convert.calibrate import (
     StageInputs,
     TokenBatch,
     Walk,

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qat.logs import progress
-from qat.models.calibrate import TokenBatch
-from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
-from qat.models.sensitivity import (
+from qat.convert.calibrate import TokenBatch
+from qat.convert.quantize import quantize_model
+from qat.convert.sensitivity import (
     JUDGED_TOKENS,
     Sensitivities,
     measure_sensitivities,
     split_calibration,
 )
+from qat.logs import progress
+from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
