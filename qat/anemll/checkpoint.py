@@ -21,7 +21,7 @@ from qat.export.card import IMPORT
 from qat.files import check_free
 from qat.logs import progress
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
-from qat.models.count import model_bits_per_weight, model_bytes
+from qat.models.cost import model_bits_per_weight, model_bytes
 from qat.models.directory import atomic_directory
 from qat.models.load import load_config, load_tokenizer
 from qat.models.source import resolve

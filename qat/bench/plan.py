@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qat.bench.find_max import MemoryModel
 from qat.bench.roofline import Roofline
-from qat.models.devices import Device
+from qat.models.cost import Device
 
 RESERVED_GIB = 0.8
 """Memory that a driver's context and libraries take."""

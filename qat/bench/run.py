@@ -23,9 +23,7 @@ from qat.bench.tpu_plan.run import plan_tpus
 from qat.bench.tpu_plan.search import Planned
 from qat.data.batch import Batch
 from qat.errors import ConfigError
-from qat.models.count import parameter_count
-from qat.models.devices import device_called, devices_named
-from qat.models.flops import TokenFlops, token_flops
+from qat.models.cost import TokenFlops, device_called, devices_named, parameter_count, token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope

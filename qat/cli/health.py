@@ -32,7 +32,7 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
 
     A run that has its student does not fail for it.
     """
-    from qat.models.count import model_bytes
+    from qat.models.cost import model_bytes
     from qat.report.runs import read_directory
 
     try:

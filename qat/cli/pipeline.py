@@ -170,7 +170,7 @@ class Pipeline:
 
 def _megabytes(model: Path) -> float | None:
     """Of the weights of a model directory or a run's best one, in 10**6 bytes; None of a hub id."""
-    from qat.models.count import model_bytes
+    from qat.models.cost import model_bytes
     from qat.models.load import resolve
 
     path = Path(resolve(str(model)))

@@ -13,7 +13,7 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.sensitivity import measure_sensitivities
 from qat.errors import ConfigError
 from qat.logs import progress
-from qat.models.count import stored_bits
+from qat.models.cost import stored_bits
 from qat.models.hf_quantizer import empty_weight
 from qat.models.language_model import LanguageModel
 from qat.nn.frozen_lut_linear import FrozenLutLinear

@@ -19,7 +19,7 @@ from qat.convert.calibrate import StageInputs, TokenBatch, Walk, quantize_in_ord
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
-from qat.models.count import (
+from qat.models.cost import (
     bits_per_weight,
     float_table_bytes,
     model_bits_per_weight,

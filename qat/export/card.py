@@ -14,7 +14,7 @@ from qat.export.config import TargetName
 from qat.export.targets import load_target
 from qat.files import parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
-from qat.models.count import model_bits_per_weight, parameter_count, whole_model_bits
+from qat.models.cost import model_bits_per_weight, parameter_count, whole_model_bits
 from qat.models.stored_state import quantized_modules
 from qat.quant.spec import LutSpec
 

@@ -19,7 +19,7 @@ from qat.export.probe import float_model, logits_of, probe_ids
 from qat.export.targets import check_model, load_target
 from qat.files import check_free
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
-from qat.models.count import model_bits_per_weight, quantized_parameter_count
+from qat.models.cost import model_bits_per_weight, quantized_parameter_count
 from qat.models.directory import atomic_directory
 from qat.models.language_model import disturbed
 from qat.models.load import load_tokenizer

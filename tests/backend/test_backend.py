@@ -11,7 +11,7 @@ import torch
 from qat.backend import device as backend
 from qat.backend import xla as backend_xla
 from qat.errors import ConfigError
-from qat.models.devices import device_called
+from qat.models.cost import device_called
 
 
 def test_cpu_computes_in_float32_unless_told() -> None:

@@ -7,7 +7,7 @@ from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
 from qat.bench.student import open_student
 from qat.bench.subject import Ours
-from qat.models.flops import token_flops
+from qat.models.cost import token_flops
 from qat.nn.step import quant_linears
 
 

@@ -9,7 +9,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.measure import fit_cost, spread, time_steps
 from qat.bench.roofline import measure_roofline
 from qat.bench.student import open_student
-from qat.models.flops import token_flops
+from qat.models.cost import token_flops
 from qat.train.optim import linears_in_scope
 from qat.train.step import StepResult
 

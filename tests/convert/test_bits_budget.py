@@ -8,7 +8,7 @@ from tiny import tiny_model
 from qat.convert.bits_budget import BudgetReport, plan_within_budget
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
-from qat.models.count import bits_per_weight, model_bits_per_weight, stored_bits
+from qat.models.cost import bits_per_weight, model_bits_per_weight, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import lut_tables
 from qat.nn.step import quant_linears

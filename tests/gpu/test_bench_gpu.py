@@ -11,7 +11,7 @@ from qat.bench.baselines.run import run_baselines
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.run import run_bench
-from qat.models.devices import device_called
+from qat.models.cost import device_called
 
 pytestmark = pytest.mark.gpu
 

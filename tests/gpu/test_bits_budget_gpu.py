@@ -9,7 +9,7 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
 from qat.convert.sensitivity import measure_sensitivities
 from qat.logs import progress
-from qat.models.count import model_bits_per_weight
+from qat.models.cost import model_bits_per_weight
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 
 from qat.models.checkpoint import save_checkpoint
-from qat.models.count import (
+from qat.models.cost import (
     bits_per_weight,
     model_bits_per_weight,
     model_bytes,

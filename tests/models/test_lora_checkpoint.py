@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qat.errors import CheckpointError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.checksums import CHECKSUMS
-from qat.models.count import (
+from qat.models.cost import (
     bits_per_weight,
     model_bits_per_weight,
     parameter_count,

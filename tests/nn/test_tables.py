@@ -21,7 +21,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.generate.text import generate_text
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.count import (
+from qat.models.cost import (
     model_bits_per_weight,
     parameter_count,
     stored_bits,

@@ -14,7 +14,7 @@ from qat.generate.text import generate_text
 from qat.kernels.nsa.router import routes_taken
 from qat.models import attention
 from qat.models.attention import make_mask
-from qat.models.flops import forward_flops
+from qat.models.cost import forward_flops
 from qat.models.language_model import LanguageModel
 from qat.models.projections import join_projections, part_projections
 from qat.nn.frozen_lut_linear import FrozenLutLinear

@@ -20,7 +20,7 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.convert import calibration_batches, convert_checkpoint
 from qat.data.reader import TeacherCache
 from qat.logs import HEARTBEAT, read_json_lines
-from qat.models.count import model_bits_per_weight, parameter_count, tensor_bytes
+from qat.models.cost import model_bits_per_weight, parameter_count, tensor_bytes
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.stored_state import packed_state_dict

@@ -1,0 +1,271 @@
+"""What a model weighs: parameters, bits per weight, bytes on disk."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from qat.errors import ConfigError
+from qat.kernels.nsa.config import NSAConfig
+from qat.models.language_model import LanguageModel
+from qat.models.stored_state import packed_state_dict
+from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
+from qat.nn.swap import linear_names, table_names
+from qat.nsa.swap import nsa_config
+from qat.quant.pack import packed_width
+from qat.quant.weight import STORED_DTYPES, dtype_as_stored
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of the model as it is without quantization; a tied head counts once.
+
+    A quantized linear counts as its `O * I` weights and its bias, a quantized table as `V * D`.
+    """
+    linears = quant_linears(model)
+    inside = {id(p) for linear in linears.values() for p in linear.parameters()}
+    plain = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    plain += sum(_num_weights(table) for table in lut_tables(model).values())
+    return plain + sum(_num_weights(m) + _num_biases(m) for m in linears.values())
+
+
+def quantized_parameter_count(model: nn.Module) -> int:
+    """Weights of the linears that are stored as indices."""
+    return sum(_num_weights(linear) for linear in quant_linears(model).values())
+
+
+def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
+    """Bits that a checkpoint spends on this weight: packed indices, scales, codebook, adapter."""
+    bits = 8 * module.out_features * packed_width(module.in_features, module.spec.bits)
+    is_table = isinstance(module, FrozenLutTable)
+    tensors = module.weight_tensors() if is_table else module.weight_parameters()
+    for name in tensors.keys() & STORED_DTYPES.keys():
+        itemsize = dtype_as_stored(name, module.spec.scale_bits).itemsize
+        bits += 8 * itemsize * tensors[name].numel()
+    return bits
+
+
+def bits_per_weight(module: QuantLinear | FrozenLutTable) -> float:
+    """Bits a weight including scales, codebook and adapter."""
+    return stored_bits(module) / _num_weights(module)
+
+
+def model_bits_per_weight(model: nn.Module) -> float:
+    """Bits a weight over all quantized linears together, without tables; NaN without linears."""
+    linears = quant_linears(model).values()
+    weights = sum(_num_weights(linear) for linear in linears)
+    return sum(map(stored_bits, linears)) / weights if weights else math.nan
+
+
+def whole_model_bits(model: nn.Module) -> float:
+    """Bits a weight over the whole model: tables, norms and all else that a checkpoint stores."""
+    return 8 * tensor_bytes(model) / parameter_count(model)
+
+
+def tensor_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors that a checkpoint of this model would hold; a tied head counts once."""
+    tensors = {t.data_ptr(): t for t in packed_state_dict(model).values()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def float_table_bytes(model: PreTrainedModel) -> int:
+    """Bytes that a checkpoint of this model would spend on tables in floating point."""
+    stored = packed_state_dict(model)
+    tables = {
+        t.data_ptr(): t for n in table_names(model) if (t := stored.get(f"{n}.weight")) is not None
+    }
+    return sum(t.numel() * t.element_size() for t in tables.values())
+
+
+def model_bytes(path: Path) -> int:
+    """Bytes of the safetensors files of a model directory."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _num_weights(module: QuantLinear | FrozenLutTable) -> int:
+    return module.out_features * module.in_features
+
+
+def _num_biases(linear: QuantLinear) -> int:
+    return 0 if linear.bias is None else linear.bias.numel()
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per position of one training step, in its three parts."""
+
+    linears: float
+    """Of the decoder's linears: 6 per weight that learns, 4 per weight that only passes
+    gradients on."""
+    head: float
+    """4 per weight: logits, and their gradient for the hidden states. The candidates loss alone
+    needs K rows of the head only."""
+    attention: float
+    """Scores and weighted sums of causal attention, forward and backward."""
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.linears + self.head + self.attention
+
+
+class Objective(Protocol):
+    """What of a step's settings decides its FLOPs."""
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of parameter that learn."""
+
+    @property
+    def losses(self) -> Collection[str]:
+        """Names of the losses."""
+
+
+def token_flops(
+    student: LanguageModel, learning: Collection[str], config: Objective, *, S: int, K: int
+) -> TokenFlops:
+    """What one position costs when the linears called `learning` train, in sequences of S."""
+    model = student.model
+    teaches_weights = bool({"weights", "scales", "codebook"} & set(config.kinds))
+    linears = 0.0
+    for name in linear_names(model):
+        linear = model.get_submodule(name)
+        per_weight = 6 if teaches_weights and name in learning else 4
+        linears += per_weight * linear.out_features * linear.in_features
+    V, D = student.head.out_features, student.head.in_features
+    rows = K if set(config.losses) == {"candidates"} else V
+    return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student, S))
+
+
+def forward_flops(model: LanguageModel, S: int) -> float:
+    """FLOPs per position of a forward pass alone, all logits among them: what a teacher costs."""
+    weights = 0
+    for name in linear_names(model.model):
+        linear = model.model.get_submodule(name)
+        weights += linear.out_features * linear.in_features
+    head = model.head.out_features * model.head.in_features
+    return 2.0 * (weights + head) + _attention_flops(model, S)
+
+
+def _attention_flops(model: LanguageModel, S: int) -> float:
+    """Scores and weighted sums of a forward pass, per position.
+
+    Of sparse attention those of its branches; the few queries that select are left out.
+    """
+    settings, sparse = model.config, nsa_config(model.model)
+    layers = range(settings.num_hidden_layers)
+    swapped = () if sparse is None else layers if sparse.layers is None else sparse.layers
+    keys = sum(_mean_keys(settings, layer, S) for layer in layers if layer not in swapped)
+    if sparse is not None:
+        keys += len(swapped) * _mean_sparse_keys(sparse, S)
+    heads = settings.num_attention_heads
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    return 4.0 * heads * head_dim * keys
+
+
+def _mean_keys(settings: object, layer: int, S: int) -> float:
+    """Keys that a query sees on average in one layer: causal, and inside its window."""
+    kinds = getattr(settings, "layer_types", None)
+    window = getattr(settings, "sliding_window", None)
+    is_local = kinds is not None and kinds[layer] == "sliding_attention" and window
+    return _mean_within(window if is_local else S, S)
+
+
+def _mean_sparse_keys(config: NSAConfig, S: int) -> float:
+    """Keys, pooled ones among them, that a query of sparse attention sees on average."""
+    selected = _mean_within(config.selected_keys, S)
+    if config.mode == "merged":
+        return selected
+    compressed = sum(config.num_compressed(length) for length in range(1, S + 1)) / S
+    return selected + _mean_within(config.window, S) + compressed
+
+
+def _mean_within(reach: int, S: int) -> float:
+    """Keys of the last `reach` that a causal query sees on average."""
+    reach = min(S, reach)
+    return (reach * (reach + 1) / 2 + (S - reach) * reach) / S
+
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device."""
+
+    name: str
+    marks: tuple[str, ...]
+    """Lower-case words that its reported name holds, all of them."""
+    memory_gib: float
+    peak_tflops: dict[str, float | None]
+    """Dense peak of fp32, tf32, bf16 and fp16 matmuls; None where not native."""
+    bandwidth_gb_s: float
+    dtype: str
+    """What to train in."""
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Peak FLOP/s in `dtype` (fp32, tf32, bf16, fp16), or None where it is not native."""
+        tera = self.peak_tflops.get(dtype)
+        return None if tera is None else tera * TERA
+
+    @property
+    def bandwidth(self) -> float:
+        """Peak bytes per second of its memory."""
+        return self.bandwidth_gb_s * GIGA
+
+
+def _peaks(fp32: float | None, tf32: float | None, bf16: float | None, fp16: float | None) -> dict:
+    return {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
+
+
+DEVICES = (
+    Device("T4", ("tesla t4",), 14.6, _peaks(8.1, None, None, 65), 320, "fp16"),
+    Device("L4", ("nvidia l4",), 22.0, _peaks(30.3, 60, 121, 121), 300, "bf16"),
+    Device("A10", ("nvidia a10",), 22.0, _peaks(31.2, 62.5, 125, 125), 600, "bf16"),
+    Device("A100-40", ("a100", "40gb"), 39.4, _peaks(19.5, 156, 312, 312), 1555, "bf16"),
+    Device("A100-80", ("a100", "80gb"), 79.2, _peaks(19.5, 156, 312, 312), 2039, "bf16"),
+    Device("RTX3090", ("rtx 3090",), 23.6, _peaks(35.6, 35.6, 71, 71), 936, "bf16"),
+    Device("RTX4090", ("rtx 4090",), 23.5, _peaks(82.6, 82.6, 165.2, 165.2), 1008, "bf16"),
+    Device("RTX5090", ("rtx 5090",), 31.4, _peaks(104.8, 104.8, 209.5, 209.5), 1792, "bf16"),
+    Device("H100-PCIe", ("h100", "pcie"), 79.1, _peaks(51, 378, 756, 756), 2000, "bf16"),
+    Device("H100", ("h100",), 79.1, _peaks(67, 494.7, 989.4, 989.4), 3350, "bf16"),
+    Device("H200", ("h200",), 139.8, _peaks(67, 494.7, 989.4, 989.4), 4800, "bf16"),
+    Device("B200", ("b200",), 178.4, _peaks(75, 1125, 2250, 2250), 7700, "bf16"),
+    Device("TPU-v5e", ("tpu v5 lite",), 15.7, _peaks(None, None, 197, None), 819, "bf16"),
+    Device("TPU-v4", ("tpu v4",), 31.2, _peaks(None, None, 275, None), 1228, "bf16"),
+    Device("TPU-v5p", ("tpu v5p",), 94.7, _peaks(None, None, 459, None), 2765, "bf16"),
+    Device("TPU-v6e", ("tpu v6 lite",), 31.2, _peaks(None, None, 918, None), 1640, "bf16"),
+)
+
+
+def device_called(reported: str) -> Device | None:
+    """The entry for a name as a driver reports it (`NVIDIA H200`), or None for an unknown one.
+
+    Marks are whole words, so that `NVIDIA A10` is no `NVIDIA A100`.
+    """
+    words = f" {reported.lower().replace('-', ' ')} "
+    for device in DEVICES:
+        if all(f" {mark} " in words for mark in device.marks):
+            return device
+    return None
+
+
+def devices_named(names: tuple[str, ...]) -> tuple[Device, ...]:
+    """The entries called `names` (upper or lower case); all for none.
+
+    Raises:
+        ConfigError: a name is not in the table.
+    """
+    known = {device.name.lower(): device for device in DEVICES}
+    for name in names:
+        if name.strip().lower() not in known:
+            raise ConfigError(
+                f"plan={name} is no device of the table; choose among "
+                f"{', '.join(device.name for device in DEVICES)}, or compile for v4, v5e, v5p, v6e"
+            )
+    return tuple(known[name.strip().lower()] for name in names) or DEVICES
