@@ -37,7 +37,7 @@ from qat.data.chat import render
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_skeleton
-from qat.models.checksums import CHECKSUMS, write_checksums
+from qat.models.directory import CHECKSUMS, write_checksums
 from qat.models.load import load_config, load_model, load_tokenizer, model_identity
 from qat.models.opening import Opening
 from qat.models.stored_state import quantized_modules

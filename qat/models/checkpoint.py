@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models.checksums import write_checksums
-from qat.models.directory import atomic_directory
+from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, read_config, read_table
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype

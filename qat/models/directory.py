@@ -1,14 +1,95 @@
 """Checkpoint directories that appear whole or not at all."""
 
+import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from qat.errors import CheckpointError
-from qat.files import whole_directory
-from qat.models.checksums import listed_files
+from qat.files import inside, sha256_file, whole_directory
+
+CHECKSUMS = "checksums.json"
+FORMAT = 1
+BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")
+"""What 'qat convert' writes beside the files that are listed."""
+WEIGHTS = ".safetensors"
+SETTLED_S = 2.0
+"""A file that changed less long ago is read whenever its hash is asked for."""
+
+
+def write_checksums(directory: Path) -> None:
+    """List the SHA-256 of every file in `directory` in its `checksums.json`."""
+    paths = sorted(path for path in directory.iterdir() if path.is_file())
+    files = {path.name: sha256_file(path) for path in paths if path.name != CHECKSUMS}
+    text = json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
+    (directory / CHECKSUMS).write_text(text, encoding="utf-8")
+
+
+def check_checksums(directory: Path, *, weights: bool) -> None:
+    """Compare every file that is listed with `checksums.json`, before any of them is believed.
+
+    Without `weights` those are not read, for who reads none.
+
+    What was compared and has not changed since is not read again.
+
+    A checkpoint without such a file is taken as it is; so is a file that is not listed.
+
+    Raises:
+        CheckpointError: a file is missing or differs, or the list is damaged.
+    """
+    path = directory / CHECKSUMS
+    if not path.is_file():
+        return
+    try:
+        values = json.loads(path.read_bytes())
+        listed = dict(values["files"])
+        is_known = values["format"] == FORMAT and all(isinstance(v, str) for v in listed.values())
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_known = False
+    if not is_known or "config.json" not in listed:
+        raise CheckpointError(
+            f"{path} is damaged, expected a format and a table of files; copy the checkpoint anew"
+        )
+    files = {n: inside(directory, n, found_in=path, error=CheckpointError) for n in listed}
+    for name, digest in listed.items():
+        if not weights and name.endswith(WEIGHTS):
+            continue
+        file = files[name]
+        if not file.is_file() or _sha256(file) != digest:
+            what = "differs from its SHA-256" if file.is_file() else "is missing"
+            raise CheckpointError(
+                f"{file} {what} in {CHECKSUMS}, expected what was written; copy it anew, or, if "
+                f"you changed it yourself, delete {CHECKSUMS}"
+            )
+
+
+def listed_files(directory: Path) -> set[str]:
+    """The names of the files in `directory` that qat wrote there; none without a sound list."""
+    path = directory / CHECKSUMS
+    try:
+        return {*BESIDE, *json.loads(path.read_bytes())["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return set()
+
+
+def _sha256(file: Path) -> str:
+    """SHA-256 of a file, read once as long as the system says that it is the same.
+
+    What changed a moment ago may change again within one tick of the clock: it is read each time.
+    """
+    found = file.stat()
+    if abs(time.time() - found.st_ctime) < SETTLED_S:
+        return sha256_file(file)
+    return _sha256_of(file.absolute(), found.st_ino, found.st_size, found.st_ctime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _sha256_of(file: Path, _inode: int, _size: int, _changed_ns: int) -> str:
+    return sha256_file(file)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models.checksums import check_checksums
+from qat.models.directory import check_checksums
 from qat.models.stored_state import quantized_modules, weight_parts
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables

@@ -25,8 +25,7 @@ from qat.models.checkpoint import (
     save_checkpoint,
     write_checkpoint,
 )
-from qat.models.checksums import CHECKSUMS
-from qat.models.directory import atomic_directory
+from qat.models.directory import CHECKSUMS, atomic_directory
 from qat.models.stored_state import packed_state_dict
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.quant_linear import QuantLinear

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from qat.errors import CheckpointError
 from qat.files import sha256_file
-from qat.models import checksums
+from qat.models import directory as checksums
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.checksums import CHECKSUMS, check_checksums, write_checksums
+from qat.models.directory import CHECKSUMS, check_checksums, write_checksums
 from qat.models.load import load_model, load_tokenizer
 
 

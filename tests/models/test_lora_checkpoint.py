@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.errors import CheckpointError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.checksums import CHECKSUMS
 from qat.models.cost import (
     bits_per_weight,
     model_bits_per_weight,
@@ -21,6 +20,7 @@ from qat.models.cost import (
     stored_bits,
     tensor_bytes,
 )
+from qat.models.directory import CHECKSUMS
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from qat.errors import CheckpointError
 from qat.models import load
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint
-from qat.models.checksums import CHECKSUMS
+from qat.models.directory import CHECKSUMS
 from qat.models.load import load_config, load_model, load_tokenizer
 from qat.models.opening import Opening
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import qat  # noqa: F401 - registers the quantizer
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, write_model
-from qat.models.checksums import CHECKSUMS
 from qat.models.cost import parameter_count, tensor_bytes
+from qat.models.directory import CHECKSUMS
 from qat.models.load import load_model
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
