@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from qat.backend import device as backend
 from qat.config import Settings
 from qat.data.batch import NO_LABEL
-from qat.models.precision import compute_in
+from qat.models.regions import compute_in
 
 README = Path(__file__).with_name("teacher_readme.md")
 SYNCHRONISE_EVERY = 10

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from qat.backend.device import select
 from qat.bench.student import quantize_at_random_
 from qat.models.language_model import LanguageModel
-from qat.models.projections import join_projections
+from qat.models.regions import join_projections
 from qat.nn.adapters import add_adapters
 from qat.nn.joined_linears import JoinedLinears
 from qat.nn.quant_linear import QuantLinear

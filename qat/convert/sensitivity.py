@@ -17,7 +17,7 @@ from qat.convert.calibrate import StageInputs, TokenBatch, patched_forwards, qua
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker
 from qat.models.language_model import LanguageModel
-from qat.models.precision import matmul_precision
+from qat.models.regions import matmul_precision
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import decoder_layers
 from qat.quant.error_feedback import fit_all_to_inputs

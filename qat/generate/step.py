@@ -32,8 +32,7 @@ from qat.kernels.lut_matvec import (
     stream,
 )
 from qat.models.language_model import LanguageModel
-from qat.models.projections import ATTENTIONS, MLPS, SILUS
-from qat.models.regions import as_written
+from qat.models.regions import ATTENTIONS, MLPS, SILUS, as_written
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears

@@ -12,7 +12,7 @@ from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
-from qat.models.attention import no_mask, use_packed_attention
+from qat.models.regions import no_mask, use_packed_attention
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.swap import decoder_layers, embedding_dtype, module_device
 from qat.nsa.swap import is_all_sparse, say_route

@@ -11,16 +11,186 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from qat.backend.device import on
-from qat.models.projections import join_projections, part_projections
+from qat.kernels.attention import fits_tile, tile_attention
+from qat.kernels.glu import silu_mul
+from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
+from qat.nn.step import join_linears, part_linears
 from qat.nn.swap import decoder_layers
+from qat.nsa.attention import NSAAttention
+from qat.nsa.swap import is_all_sparse
+
+NAME = "qat"
+
+
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Let `model` attend through this file; false where it needs more than a causal mask."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or {"full_attention"})
+    is_plain = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+    if is_plain and config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+    return config._attn_implementation == NAME
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """`(1, 1, 1, 1)`, for layers that read none: transformers makes another where it gets None."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def make_mask(*args: object, **kwargs: object) -> Tensor | None:
+    """As `sdpa_mask` of transformers; the mask of tokens `(B, N)` itself if all layers are sparse.
+
+    None says that all of them are tokens.
+    """
+    config, mask = kwargs.get("config"), kwargs.get("attention_mask")
+    if config is None or not is_all_sparse(config):
+        return sdpa_mask(*args, **kwargs)
+    return None if mask is None or mask.all() else mask
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    document_positions: Tensor | None = None,
+    is_packed: bool = True,
+    tile_fits: bool = False,
+    **rest: object,
+) -> tuple[Tensor, None]:
+    """As `sdpa_attention_forward` of transformers: heads `(B, H, S, D)` to `(B, S, H, D)`."""
+    if document_positions is not None:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if tile_fits and fits_tile(query, value):
+            return tile_attention(query, key, value, document_positions, scaling), None
+        if not is_packed:
+            attention_mask = None  # the causal kernels read no mask
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **rest
+    )
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)
+
+
+ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
+MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)
+QKV = ("q_proj", "k_proj", "v_proj")
+SILUS = (nn.SiLU, type(ACT2FN["silu"]))
+
+
+def join_projections(model: PreTrainedModel) -> None:
+    """Join what reads the same input in `model`, as far as it is quantized."""
+    for module in [*model.modules()]:
+        if isinstance(module, NSAAttention):
+            join_linears(module, "qkv", QKV)
+        elif type(module) in ATTENTIONS:
+            join_linears(module, "qkv", QKV)
+            module.forward = MethodType(_attention, module)
+        elif type(module) in MLPS:
+            join_linears(module, "gate_up", ("gate_proj", "up_proj"))
+            module.forward = MethodType(_mlp, module)
+
+
+def part_projections(model: PreTrainedModel) -> None:
+    """Undo `join_projections`."""
+    for module in model.modules():
+        if type(module) in (*ATTENTIONS, *MLPS):
+            vars(module).pop("forward", None)
+    part_linears(model)
+
+
+def _attention(
+    module: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The family's own attention; `document_positions` says that there is no cache."""
+    if kwargs.get("document_positions") is None or not hasattr(module, "qkv"):
+        return type(module).forward(
+            module,
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    kwargs.pop("past_key_values", None)
+    qkv = module.qkv(hidden_states)
+    is_whole = position_embeddings[0].shape[-1] == module.head_dim  # all of a head is rotated
+    if kwargs.get("tile_fits") and is_whole and joined_fits_tile(qkv, module.head_dim):
+        out = _fused(module, qkv, position_embeddings, kwargs["document_positions"])
+    else:
+        out = _unfused(module, qkv, position_embeddings, attention_mask, **kwargs)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _fused(
+    module: nn.Module, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], positions: Tensor
+) -> Tensor:
+    """`(B, S, H, D)`; all three families repeat the angles of the first half of a head."""
+    has_norms = hasattr(module, "q_norm")
+    return joined_tile_attention(
+        qkv,
+        *position_embeddings,
+        module.q_norm.weight if has_norms else None,
+        module.k_norm.weight if has_norms else None,
+        positions,
+        module.scaling,
+        module.q_norm.variance_epsilon if has_norms else 0.0,
+        module.config.num_attention_heads,
+    )
+
+
+def _unfused(
+    module: nn.Module,
+    qkv: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> Tensor:
+    """As `_fused`, in the family's own steps."""
+    query, key, value = (
+        part.unflatten(-1, (-1, module.head_dim)) for part in module.qkv.split(qkv)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    heads = (query.transpose(1, 2), key.transpose(1, 2))
+    rotated = apply_rotary_pos_emb(*heads, *position_embeddings)
+    out, _ = attend(
+        module, *rotated, value.transpose(1, 2), attention_mask, scaling=module.scaling, **kwargs
+    )
+    return out
+
+
+def _mlp(module: nn.Module, x: Tensor) -> Tensor:
+    if not hasattr(module, "gate_up"):
+        return type(module).forward(module, x)
+    gate_up = module.gate_up(x)
+    if isinstance(module.act_fn, SILUS):
+        return module.down_proj(silu_mul(gate_up))
+    gate, up = module.gate_up.split(gate_up)
+    return module.down_proj(module.act_fn(gate) * up)
+
 
 SLICE_TOKENS = 2**15
 """Tokens that one recomputed layer works on at a time."""
@@ -175,3 +345,39 @@ def compile_facts() -> CompileFacts:
 def recomputed_layers() -> int:
     """Calls of layers in this process that left their inside to be recomputed in backward."""
     return _InSlices.calls
+
+
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
+    """Let `model` compute in `dtype` (under autocast, which casts what stays float32).
+
+    Parameters without gradient are cast if every value survives; a checkpoint stores the same
+    numbers afterwards. Decides on the host: for the start of a run, not for a step. What it gives
+    back ends the casting of the residual stream.
+    """
+    if dtype == torch.float32:
+        return lambda: None
+    for parameter in model.parameters():
+        is_fixed = parameter.is_floating_point() and not parameter.requires_grad
+        if is_fixed and parameter.dtype != dtype:
+            cast = parameter.detach().to(dtype)
+            if on(cast.device).equal(cast.to(parameter.dtype), parameter):
+                parameter.data = cast
+
+    def in_compute_dtype(_module: nn.Module, _args: tuple, embedded: Tensor) -> Tensor:
+        return embedded.to(dtype)
+
+    return model.get_input_embeddings().register_forward_hook(in_compute_dtype).remove
+
+
+@contextmanager
+def matmul_precision(precision: Literal["medium", "highest"]) -> Iterator[None]:
+    """`medium`: float32 matmuls may multiply in bf16 or TF32 where the device does so faster.
+
+    Sums stay in float32. Moment matrices keep their symmetry and sign: both factors round alike.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -20,8 +20,7 @@ from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
-from qat.models.precision import compute_in
-from qat.models.regions import Regions, compile_facts
+from qat.models.regions import Regions, compile_facts, compute_in
 from qat.nn.step import form_moved_weights, release_weights
 from qat.train.config import StepConfig
 from qat.train.division import Agreement

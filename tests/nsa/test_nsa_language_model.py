@@ -12,11 +12,10 @@ from qat.generate.decode import Decoder
 from qat.generate.step import DecodeStep
 from qat.generate.text import generate_text
 from qat.kernels.nsa.router import routes_taken
-from qat.models import attention
-from qat.models.attention import make_mask
+from qat.models import regions as attention
 from qat.models.cost import forward_flops
 from qat.models.language_model import LanguageModel
-from qat.models.projections import join_projections, part_projections
+from qat.models.regions import join_projections, make_mask, part_projections
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names, replace_module
