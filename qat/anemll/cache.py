@@ -213,6 +213,9 @@ def _manifest(wish: Wish, shape: Shape, shards: list[Shard]) -> Manifest:
     )
 
 
+# `qat cache import`: a cache of the reference system as ours, with its tokenizer's hash.
+
+
 def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
     """Write the cache of the reference system at `source` as ours to `out`, whole or not at all.
 

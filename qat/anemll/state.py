@@ -276,6 +276,12 @@ def _wrong(key: str, value: object, expected: str, where: str) -> CheckpointErro
 
 
 LEAST_LEVELS, MOST_LEVELS = 2, 256
+# What tensors of one linear of the reference system must be before anything is computed with them.
+#
+# Shapes: O out_features, I in_features, P in_features padded, L entries of the LUT, R rank, r rank
+# of a LoRA.
+
+
 LEARNED_LEVELS = 16
 """Entries of a LUT that learns: eight gaps, mirrored."""
 

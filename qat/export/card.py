@@ -22,6 +22,9 @@ IMPORT = "import_report.json"
 """What an import of the reference's checkpoint says of itself, beside its tensors."""
 
 
+# Which float model a checkpoint was made from, by what runs, conversions and imports wrote.
+
+
 def float_base(checkpoint: str | Path) -> str:
     """The model that `checkpoint` began with, as far back as reports lead; else itself.
 

@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, bits per weight, bytes on disk."""
+"""What a model costs: parameters, bits per weight, bytes, FLOPs, and what devices can do."""
 
 import math
 from collections.abc import Collection
@@ -93,6 +93,12 @@ def _num_weights(module: QuantLinear | FrozenLutTable) -> int:
 
 def _num_biases(linear: QuantLinear) -> int:
     return 0 if linear.bias is None else linear.bias.numel()
+
+
+# Model FLOPs of a training step.
+#
+# A multiplication and an addition count as two. Recomputation, forming weights and the optimizer
+# never count: they must show up as a lower MFU. Shapes: S sequence, H heads, D width, V vocabulary.
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,17 @@ def _mean_within(reach: int, S: int) -> float:
 
 
 TERA, GIGA = 1e12, 1e9
+
+
+# What devices can do, from their makers' data sheets.
+#
+# Dense peaks without sparsity, boost clock; FLOP/s are those with float32 accumulation, in which
+# training computes: GeForce boards do fp16 and bf16 with it at half their fp16-accumulation rate.
+# Memory is what a driver reports to programs, a little less than the name on the box.
+#
+# Sources: NVIDIA data sheets of T4, L4, A10, A100 (2021), H100 (SXM5 and PCIe), H200, HGX B200;
+# NVIDIA white papers GA102, Ada and RTX Blackwell, appendix tables; Google Cloud's
+# documentation of TPU v4, v5e, v5p and v6e. A dash there is None here: no native units.
 
 
 @dataclass(frozen=True)

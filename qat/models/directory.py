@@ -12,6 +12,9 @@ from safetensors import SafetensorError
 from qat.errors import CheckpointError
 from qat.files import inside, sha256_file, whole_directory
 
+# Hashes that a packed checkpoint has of its own files, so that damage is never taken for sound.
+
+
 CHECKSUMS = "checksums.json"
 FORMAT = 1
 BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")

@@ -1,4 +1,6 @@
-"""The decoder, region by region: each layer compiled, recomputed in backward, or both.
+"""How layers run: attention over packed rows, joined projections, compiled regions, dtypes.
+
+The decoder goes region by region: each layer compiled, recomputed in backward, or both.
 
 All equal layers share one compiled graph, in which projections of the same input are one matmul. A
 recomputed layer keeps its input alone, and backward goes through it a slice of the batch at a time,
@@ -32,6 +34,14 @@ from qat.nn.step import join_linears, part_linears
 from qat.nn.swap import decoder_layers
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import is_all_sparse
+
+# How transformers' attention modules reach our kernel for short, packed sequences.
+#
+# Registered under the name `qat`, it stands in for `sdpa` in every model that a `LanguageModel`
+# holds. A forward that hands `document_positions` on has packed documents and no padding, so they
+# say all of the mask; any other call (generation with its cache and padding) is transformers' own.
+# Where every layer is sparse no mask over pairs of positions is ever made.
+
 
 NAME = "qat"
 
@@ -89,6 +99,13 @@ def attend(
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
+
+
+# Projections that read the same input run as one matmul, in the families known to allow it.
+#
+# Queries, keys and values are one product then, gates and ups another, and what follows works on
+# the joined result, so that its gradient is joined too. The modules keep their names and
+# parameters; only their forward changes, and only while nothing is generated with a cache.
 
 
 ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
@@ -345,6 +362,12 @@ def compile_facts() -> CompileFacts:
 def recomputed_layers() -> int:
     """Calls of layers in this process that left their inside to be recomputed in backward."""
     return _InSlices.calls
+
+
+# What a model computes in: its dtype, and the precision of float32 matmuls.
+#
+# What does not learn is kept in the compute dtype where that loses nothing. The residual stream
+# takes its dtype from the embedding's output; what learns stays float32.
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:

@@ -122,6 +122,13 @@ def to_latent(
         replace_module(model, name, latent.train(frozen.training))
 
 
+# Finds a model's embedding and head and puts quantized tables in their place.
+#
+# A tied head has no table of its own: it computes with the embedding's, whatever form that has.
+#
+# Shapes: V words, D model width.
+
+
 FEW_BITS = 4
 
 

@@ -35,6 +35,11 @@ from qat.nsa.rows import (
 )
 
 NUM_BRANCHES, SELECTED = 3, 1
+# What Native Sparse Attention adds to an attention module: gates, and weights of its pooling.
+#
+# Shapes: B rows, S positions, D head width, H query heads, K key-value heads, C pooled keys.
+
+
 SIGMOID_BIAS = (-6.0, 6.0, -6.0)
 """Where gates of the mode `sigmoid` begin: selection 0.9975, the other two 0.0025."""
 

@@ -194,6 +194,11 @@ def _parts(model: PreTrainedModel, module: nn.Module, config: NSAConfig) -> NSAP
     return parts.to(device=device, dtype=embedding_dtype(model)).train(module.training)
 
 
+# Runs a model with something else in the place of its sparse attention's innermost function.
+#
+# Shapes: B rows, S positions, H query heads, D head width.
+
+
 class Call(NamedTuple):
     """One call of a layer's attention over whole rows."""
 
