@@ -10,23 +10,27 @@ from qat.report.leaderboard import read_records
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", *DOCS, *(ROOT / d / "README.md" for d in ("caches", "notebooks"))]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*FRONT, *DOCS, *(ROOT / d / "README.md" for d in ("caches", "notebooks"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RECORDS = ROOT / "speedrun" / "records"
-QUOTED = {  # figure: the pages that quote it, and how
-    "fast_path/frozen_candidates_tok_s": ("README.md fast_path", "{:,.0f}"),
-    "fast_path/frozen_exact_tok_s": ("README.md fast_path", "{:,.0f}"),
-    "fast_path/frozen_exact_ckpt_tok_s": ("README.md fast_path", "{:,.0f}"),
-    "fast_path/mlp_only_tok_s": ("README.md fast_path", "{:,.0f}"),
+QUOTED = {  # figure: the pages that quote it, and how; docs/results.md is generated and has all
+    "fast_path/frozen_candidates_tok_s": ("README.md docs/bench.md fast_path", "{:,.0f}"),
+    "fast_path/frozen_exact_tok_s": ("docs/bench.md fast_path", "{:,.0f}"),
+    "fast_path/frozen_exact_ckpt_tok_s": ("docs/bench.md fast_path", "{:,.0f}"),
+    "fast_path/mlp_only_tok_s": ("docs/bench.md fast_path", "{:,.0f}"),
+    "fast_path/over_reference": ("README.md CHANGELOG.md", "{:.0f}"),
     "fast_path/max_batch_16gib": ("README.md fast_path", "{:,.0f}"),
-    "fast_path/cache_tok_s": ("README.md fast_path", "{:,.0f}"),
+    "fast_path/cache_tok_s": ("fast_path", "{:,.0f}"),
     "fast_path/kernel_roofline_min": ("fast_path", "{:.3f}"),
-    "under_attack/kmeans_excess_percent": ("README.md", "{:.4f}"),
-    "whole_documents/kl_over_formed_reference_time": ("README.md", "{:.2f}"),
-    "ecosystem/generate_over_bf16": ("README.md", "{:.2f}"),
-    "long_runs/four_gpu_speedup": ("README.md", "{:.2f}"),
+    "whole_documents/stories15m_kl_converted": ("README.md docs/quality.md", "{:.3f}"),
+    "whole_documents/stories15m_kl_mlp2_attn4": ("README.md", "{:.3f}"),
+    "whole_documents/kl_over_reference_steps": ("README.md", "{:.2f}"),
+    "ecosystem/generate_over_bf16": ("README.md docs/generate.md", "{:.2f}"),
+    "ecosystem/generate_tok_s": ("README.md CHANGELOG.md docs/generate.md", "{:.0f}"),
+    "long_runs/kills_survived": ("README.md CHANGELOG.md long_runs", "{:.0f}"),
     "spine/cache_bytes_top64": ("caches/README.md", "{:.1f}"),
-    "spine/cache_logprob_error_top64": ("README.md caches/README.md spine", "{:.3f}"),
+    "spine/cache_logprob_error_top64": ("caches/README.md spine", "{:.3f}"),
     "spine/cache_logprob_error_top32": ("caches/README.md", "{:.3f}"),
     "spine/stories15m_untruncated_kl_trained": ("spine", "{:.4f}"),
 }
@@ -104,6 +108,34 @@ def test_pages_quote_figures_as_they_were_measured(quoted: str) -> None:
         assert found, f"{page} does not say {value}"
         if entry.figure.is_met is False:
             assert all("missed" in line and f"**{value}" not in line for line in found), found
+
+
+def test_results_are_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number of that page is typed: `python speedrun/results.py` makes it of the records."""
+    monkeypatch.syspath_prepend(str(ROOT / "speedrun"))
+    import results
+
+    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == results.page(RECORDS)
+
+
+def test_results_have_every_figure_and_mark_every_miss() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    newest = {(e.figure.figure, e.figure.device): e.figure for e in ENTRIES}.values()
+    assert page.count("](../speedrun/records/2") == len(newest)
+    assert page.count("**missed**") == sum(figure.is_met is False for figure in newest)
+
+
+def test_readme_explains_before_it_measures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) - 2 <= 8
+    assert sum(map(len, rows)) <= 0.25 * len(text)
+
+
+def test_the_page_of_the_code_names_files_that_there_are() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:qat|tests)/[\w/.]+)`", text))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("record", sorted({entry.record for entry in ENTRIES}))

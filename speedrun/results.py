@@ -1,0 +1,105 @@
+"""Writes docs/results.md: every measured figure of speedrun/records, in plain words.
+
+    python speedrun/results.py
+
+`results.toml` beside this script says in words what each figure is, and in which order.
+"""
+
+import tomllib
+from pathlib import Path
+
+from cyclopts import App
+
+from qat.files import write_atomically
+from qat.report.leaderboard import Entry, by_device, by_figure, read_records
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = Path(__file__).with_name("results.toml")
+PAGE = ROOT / "docs" / "results.md"
+RECORDS = ROOT / "speedrun" / "records"
+INTRO = """\
+# What was measured
+
+All figures that this project has measured, each with its goal and the command that measures it
+again. Goals that were missed are marked. The page is written by one command and never by hand:
+
+    python speedrun/results.py
+
+A row is the newest value of a figure on a device. Older ones are in
+[speedrun/records](../speedrun/records/README.md), and on one page with curves after
+`qat report --leaderboard --out leaderboard.html`. `DIR` and `FILE` in a command are places of
+yours; scripts that are gone are named in the record, with what measures the figure now.
+{met} of the {bound} goals that are bounds are met.
+"""
+COLUMNS = ("figure", "value", "unit", "goal", "", "device", "record", "command")
+BAR = "\\|"  # a bar inside a cell of Markdown
+MET = {True: "met", False: "**missed**", None: ""}
+
+app = App(help=__doc__)
+
+
+@app.default
+def main(*, out: Path = PAGE) -> None:
+    """Write the page about all records to OUT."""
+    write_atomically(out, page(RECORDS))
+
+
+def page(records: Path) -> str:
+    """The page in Markdown."""
+    newest = newest_of(read_records(records))
+    topics = tomllib.loads(WORDS.read_text(encoding="utf-8"))["topics"]
+    named = {name for topic in topics for name in topic["figures"]}
+    unnamed = {name: f"`{name}`" for name in newest if name not in named}
+    others = {"title": "Others", "about": "Figures without a description.", "figures": unnamed}
+    judged = [entry.figure.is_met for entries in newest.values() for entry in entries]
+    intro = INTRO.format(met=judged.count(True), bound=len(judged) - judged.count(None))
+    return "\n".join([intro, *(text for t in [*topics, others] if (text := section(t, newest)))])
+
+
+def newest_of(entries: list[Entry]) -> dict[str, list[Entry]]:
+    """Of each figure its newest entry on each device."""
+    found: dict[str, list[Entry]] = {}
+    for of_device in by_device(entries).values():
+        for name, in_order in by_figure(of_device).items():
+            found.setdefault(name, []).append(in_order[-1])
+    return found
+
+
+def section(topic: dict, newest: dict[str, list[Entry]]) -> str:
+    """Heading, sentences and table of one topic; "" where nothing of it was measured."""
+    lines = [
+        row(words, entry)
+        for name, words in topic["figures"].items()
+        for entry in newest.get(name, [])
+    ]
+    if not lines:
+        return ""
+    head = [f"| {' | '.join(COLUMNS)} |", "|---|---:|---|---|---|---|---|---|"]
+    return "\n".join([f"## {topic['title']}\n", topic["about"].strip(), "", *head, *lines, ""])
+
+
+def row(words: str, entry: Entry) -> str:
+    """One line of a table."""
+    figure = entry.figure
+    folder = f"{entry.day}_{entry.record}"
+    spread = "" if not figure.spread else f" +- {digits(figure.spread, 2)}"
+    cells = (
+        words,
+        f"{digits(figure.value)}{spread}",
+        "" if figure.unit == "1" else figure.unit,
+        figure.goal,
+        MET[figure.is_met],
+        figure.device,
+        f"[{entry.record}](../speedrun/records/{folder})",
+        f"`{figure.command}`" if figure.command else "",
+    )
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
+def digits(value: float, significant: int = 4) -> str:
+    """A few significant digits; thousands are grouped."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{significant}g}"
+
+
+if __name__ == "__main__":
+    app()
