@@ -4,8 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from qat.losses.from_logits import loss_from_logits
-from qat.losses.registry import LOSSES
+from qat.losses.formulas import LOSSES, loss_from_logits
 from qat.losses.targets import Targets
 
 

@@ -15,7 +15,7 @@ from qat.backend.device import on
 from qat.data.batch import Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate.targets import to_targets
-from qat.losses.from_logits import loss_from_logits
+from qat.losses.formulas import loss_from_logits
 from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel, judging
 

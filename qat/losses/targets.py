@@ -3,9 +3,13 @@
 Shapes: T tokens, K teacher tokens kept, D distinct draws (padded); an absent kind has width 0.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from qat.backend.device import on
 
 NO_LABEL = -100
 
@@ -44,3 +48,57 @@ def valid_rows(targets: Targets) -> Targets:
         sample_ids=targets.sample_ids.masked_fill(masked[:, None], -1),
         sample_counts=targets.sample_counts.masked_fill(masked[:, None], 0.0),
     )
+
+
+class Student(NamedTuple):
+    """Logits of the words that the losses read; a part that none of them reads has width 0."""
+
+    topk: Tensor
+    """`(T, K)`: of the teacher's top-k tokens."""
+    draws: Tensor
+    """`(T, D)`: of the tokens drawn from the teacher; 0 where padded."""
+    label: Tensor
+    """`(T, 1)`: of the token that really follows; 0 where unknown."""
+    others_lse: Tensor | None
+    """`(T,)`: log-sum-exp over all words outside `topk`; None if there are none or none is read."""
+
+    def lse(self) -> Tensor:
+        """`(T,)`: log-sum-exp over the whole vocabulary."""
+        if self.topk.shape[1] == 0:
+            return self.others_lse
+        topk = self.topk.logsumexp(1)
+        return topk if self.others_lse is None else log_add(topk, self.others_lse)
+
+
+class WordsRead(NamedTuple):
+    """The words whose logits the losses read, at each token; -1 where there is none."""
+
+    topk: Tensor
+    """`(T, K)` int64"""
+    draws: Tensor
+    """`(T, D)` int64"""
+    label: Tensor
+    """`(T, 1)` int64"""
+
+    @classmethod
+    def of(cls, targets: Targets, needs: Collection[str]) -> "WordsRead":
+        """Those of the targets that `needs` names, of `topk`, `draws` and `labels`."""
+        draws = torch.where(targets.sample_counts > 0, targets.sample_ids, -1)
+        label = torch.where(targets.labels == NO_LABEL, -1, targets.labels)[:, None]
+        parts = {"topk": targets.topk_ids, "draws": draws, "labels": label}
+        return cls(*(ids if name in needs else ids[:, :0] for name, ids in parts.items()))
+
+    def ids(self) -> Tensor:
+        """All of them, `(T, N)`, the top-k first."""
+        return torch.cat(self, dim=1)
+
+    def student(self, chosen: Tensor, others_lse: Tensor | None) -> Student:
+        """The student whose logits of `ids()` are `chosen`."""
+        return Student(*chosen.split([part.shape[1] for part in self], dim=1), others_lse)
+
+
+def log_add(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.logaddexp`."""
+    if on(a.device).compares():
+        return torch.stack([a, b]).logsumexp(0)
+    return torch.logaddexp(a, b)

@@ -10,9 +10,8 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
 from qat.kernels.head import Head
+from qat.losses.formulas import LOSSES, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
-from qat.losses.from_logits import loss_from_logits
-from qat.losses.registry import LOSSES
 from qat.losses.targets import Targets
 
 pytestmark = pytest.mark.gpu

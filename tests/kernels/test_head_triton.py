@@ -16,8 +16,8 @@ if torch.cuda.is_available():
 from qat.kernels import head as plain
 from qat.kernels import head_triton
 from qat.kernels.head import Head, LogitGradients
+from qat.losses.formulas import loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
-from qat.losses.from_logits import loss_from_logits
 
 SHAPES = {
     "odd": dict(T=5, D=70, V=301, N=21, K=18),

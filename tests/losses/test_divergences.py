@@ -7,9 +7,8 @@ from teacher_targets import targets_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.losses import divergences
-from qat.losses.divergences import jsd
-from qat.losses.from_logits import student_of
+from qat.losses import formulas
+from qat.losses.formulas import jsd, student_of
 from qat.losses.targets import Targets, valid_rows
 
 T, V, K = 12, 17, 5

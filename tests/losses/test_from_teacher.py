@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qat.kernels.head import Head
 from qat.losses import from_teacher
 from qat.losses.config import WITH_TEACHER
-from qat.losses.from_logits import loss_from_logits
+from qat.losses.formulas import loss_from_logits
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 
 T, D, E, V = 13, 6, 7, 19

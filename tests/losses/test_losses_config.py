@@ -3,7 +3,7 @@
 import pytest
 
 from qat.errors import ConfigError
-from qat.losses import registry
+from qat.losses import formulas
 from qat.losses.config import (
     NEEDS,
     WITH_TEACHER,
@@ -15,8 +15,8 @@ from qat.losses.config import (
 
 
 def test_the_names_are_listed_once() -> None:
-    assert set(registry.LOSSES) == set(NEEDS)
-    assert set(registry.WITH_TEACHER) == set(WITH_TEACHER)
+    assert set(formulas.LOSSES) == set(NEEDS)
+    assert set(formulas.WITH_TEACHER) == set(WITH_TEACHER)
 
 
 def test_parse_losses() -> None:

@@ -10,11 +10,8 @@ from qat.errors import ConfigError
 from qat.evaluate.targets import to_targets
 from qat.losses import register
 from qat.losses.config import OWN, check_targets, parse_losses, targets_read
-from qat.losses.divergences import tail
-from qat.losses.from_logits import loss_from_logits
-from qat.losses.outcomes import sum_valid
-from qat.losses.student import Student
-from qat.losses.targets import Targets
+from qat.losses.formulas import loss_from_logits, sum_valid, tail
+from qat.losses.targets import Student, Targets
 
 
 @pytest.fixture(autouse=True)

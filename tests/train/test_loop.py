@@ -14,7 +14,7 @@ from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.evaluate.targets import to_targets
 from qat.logs import read_json_lines
-from qat.losses.from_logits import loss_from_logits
+from qat.losses.formulas import loss_from_logits
 from qat.models.checkpoint import load_checkpoint
 from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_linear import LutLinear
