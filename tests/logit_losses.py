@@ -4,7 +4,8 @@ from functools import partial
 
 from torch import Tensor
 
-from qat.losses.formulas import LOSSES, loss_from_logits
+from qat.losses.config import ON_CACHE
+from qat.losses.formulas import loss_from_logits
 from qat.losses.targets import Targets
 
 
@@ -12,4 +13,4 @@ def _loss(name: str, logits: Tensor, targets: Targets, *, temperature: float = 1
     return loss_from_logits(logits, targets, {name: 1.0}, temperature=temperature)["loss"]
 
 
-FROM_LOGITS = {name: partial(_loss, name) for name in LOSSES}
+FROM_LOGITS = {name: partial(_loss, name) for name in ON_CACHE}

@@ -10,35 +10,45 @@ from qat.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEEDS = {
-    "tail": "topk",
-    "sampled": "draws",
-    "candidates": "topk",
-    "reverse_kl": "topk",
-    "jsd": "topk",
-    "cakld": "topk",
-    "hard_ce": "labels",
+Kind = Literal["topk", "draws", "labels"]
+
+
+class Reads(NamedTuple):
+    """What a loss reads of the teacher, and of the student beside the words that it reads there."""
+
+    kind: Kind
+    """The kind of target: the teacher's top K, its draws, or only the words of the text."""
+    tail: bool = True
+    """It reads how much of the teacher's mass lies outside its top K."""
+    others: bool = True
+    """It reads the student's log-sum-exp over the words outside the teacher's top K."""
+
+
+ON_CACHE = {
+    "tail": Reads("topk"),
+    "sampled": Reads("draws"),
+    "candidates": Reads("topk", tail=False, others=False),
+    "reverse_kl": Reads("topk"),
+    "jsd": Reads("topk"),
+    "cakld": Reads("topk"),
+    "hard_ce": Reads("labels", tail=False),
 }
-"""Each loss on a cache, and the kind of target that it reads: `topk`, `draws` or `labels`."""
-
-WITHOUT_TAIL = ("candidates", "hard_ce")
-"""The losses on a cache that do not ask how much mass lies outside the teacher's top K."""
-
-TARGETS = frozenset({"topk", "draws"})
-"""What a cache may hold of the teacher."""
+"""The losses on a cache."""
 
 WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
 """The losses on a teacher that runs beside the student."""
 
-BUILT_IN = (*dict.fromkeys((*NEEDS, *WITH_TEACHER)),)
+BUILT_IN = (*dict.fromkeys((*ON_CACHE, *WITH_TEACHER)),)
+
+TARGETS = frozenset({"topk", "draws"})
+"""What a cache may hold of the teacher."""
 
 
 class OwnLoss(NamedTuple):
     """A loss from outside, and what it reads of a cache."""
 
     loss: "Callable[..., Tensor]"
-    reads: Literal["topk", "draws", "labels"]
-    reads_tail: bool
+    reads: Reads
 
 
 OWN: dict[str, OwnLoss] = {}
@@ -49,7 +59,7 @@ def register(
     name: str,
     loss: "Callable[..., Tensor]",
     *,
-    reads: Literal["topk", "draws", "labels"] = "topk",
+    reads: Kind = "topk",
     reads_tail: bool = True,
 ) -> None:
     """Let `loss` be called `name` wherever losses on a cache are named: `"name:1,hard_ce:0.1"`.
@@ -75,16 +85,22 @@ def register(
         raise ValueError(f"name={name!r}: expected lower-case letters, digits and underscores")
     if reads not in {"topk", "draws", "labels"}:
         raise ValueError(f"reads={reads!r}: expected topk, draws or labels")
-    OWN[name] = OwnLoss(loss, reads, reads_tail and reads == "topk")
+    OWN[name] = OwnLoss(loss, Reads(reads, tail=reads_tail and reads == "topk"))
 
 
-def needed_by(name: str) -> str | None:
-    """The kind of target that a loss on a cache reads; None if it is none of these."""
-    return OWN[name].reads if name in OWN else NEEDS.get(name)
+def reads_of(name: str) -> Reads | None:
+    """What a loss on a cache reads; None if it is none of these."""
+    return OWN[name].reads if name in OWN else ON_CACHE.get(name)
 
 
-def _is_without_tail(name: str) -> bool:
-    return name in WITHOUT_TAIL or (name in OWN and not OWN[name].reads_tail)
+def kinds_read(names: Iterable[str]) -> set[Kind]:
+    """The kinds of target that losses on a cache read: `topk`, `draws`, `labels`."""
+    return {reads.kind for name in names if (reads := reads_of(name)) is not None}
+
+
+def reads_others(names: Iterable[str]) -> bool:
+    """Whether any of these losses on a cache reads the student outside the teacher's top K."""
+    return any(reads.others for name in names if (reads := reads_of(name)) is not None)
 
 
 def parse_losses(text: str) -> dict[str, float]:
@@ -106,8 +122,7 @@ def parse_losses(text: str) -> dict[str, float]:
 
 def targets_read(terms: Iterable[str], *, with_teacher: bool = False) -> frozenset[str]:
     """Which targets of a cache the losses read: `topk`, `draws`, both or none."""
-    needs = set() if with_teacher else {needed_by(name) for name in terms}
-    return frozenset(needs & TARGETS)
+    return frozenset() if with_teacher else frozenset(kinds_read(terms) & TARGETS)
 
 
 def check_targets(
@@ -121,25 +136,24 @@ def check_targets(
     """
     held = {"topk": top_k > 0, "draws": draws > 0, "labels": True}
     flags = {"topk": "--top-k 64", "draws": "--draws 50"}
+    known = ON_CACHE | {name: own.reads for name, own in OWN.items()}
     fitting = ", ".join(
-        name
-        for name in (*NEEDS, *OWN)
-        if held[needed_by(name)] and (has_tail or _is_without_tail(name))
+        name for name, reads in known.items() if held[reads.kind] and (has_tail or not reads.tail)
     )
     for name in terms:
-        need = needed_by(name)
-        if need is None:
+        reads = reads_of(name)
+        if reads is None:
             raise ConfigError(
                 f"losses={name} reads every word of the teacher, but a cache holds top_k={top_k} "
                 f"and draws={draws}; use 'qat train --teacher DIR' or choose among {fitting}"
             )
-        if not held[need]:
+        if not held[reads.kind]:
             raise ConfigError(
-                f"losses={name} reads the teacher's {need}, but the cache has top_k={top_k} and "
-                f"draws={draws}; rebuild it with 'qat cache {flags[need]}' or choose among "
-                f"{fitting}"
+                f"losses={name} reads the teacher's {reads.kind}, but the cache has "
+                f"top_k={top_k} and draws={draws}; rebuild it with 'qat cache {flags[reads.kind]}' "
+                f"or choose among {fitting}"
             )
-        if not has_tail and not _is_without_tail(name):
+        if reads.tail and not has_tail:
             raise ConfigError(
                 f"losses={name} reads the teacher's mass outside its top K, but the cache was "
                 "imported without it; use --loss candidates, or build a cache with 'qat cache'"

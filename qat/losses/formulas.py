@@ -1,11 +1,14 @@
-"""Divergences between teacher and student over the teacher's top-k tokens.
+"""The formulas of the losses, by name, and their weighted sum.
 
-Every loss here takes a student and targets as `valid_rows` gives them, and returns the SUM over the
-tokens in `targets.mask`, in nats; the trainer divides once. It multiplies by `temperature` squared,
-so that gradients keep their size as it changes (arXiv:1503.02531, section 2). A `temperature` that
-is not positive, or targets without a top-k, raise ValueError.
+Every loss takes a student and targets as `valid_rows` gives them, and returns the SUM over the
+tokens in `targets.mask`, in nats; the trainer divides once. Divergences are multiplied by
+`temperature` squared, so that gradients keep their size as it changes (arXiv:1503.02531, section
+2); a `temperature` that is not positive, or targets without a top-k, raise ValueError.
+Cross-entropies are against words rather than probabilities: a drawn or written word is a fact at
+temperature 1, so `temperature`, which all losses accept, changes nothing there.
 
-Shapes: T tokens, V vocabulary, K teacher tokens kept, N outcomes (K + 1 with the tail).
+Shapes: T tokens, V vocabulary, K teacher tokens kept, D distinct draws (padded), N outcomes (K, or
+K + 1 with the tail).
 """
 
 import math
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.head import wide, without
-from qat.losses.config import OWN, needed_by
+from qat.losses.config import OWN, kinds_read, reads_others
 from qat.losses.targets import NO_LABEL, Student, Targets, WordsRead, log_add, valid_rows
 
 LOG_ZERO = -100.0
@@ -172,6 +175,7 @@ Loss = Callable[..., Tensor]
 """`loss(student, targets, *, temperature) -> Tensor`: the sum over valid tokens, in nats."""
 
 LOSSES: dict[str, Loss] = {
+    "kl": tail,  # with a teacher beside, whose top-k is all words: the tail is empty
     "tail": tail,
     "sampled": sampled,
     "candidates": candidates,
@@ -180,41 +184,16 @@ LOSSES: dict[str, Loss] = {
     "cakld": cakld,
     "hard_ce": hard_ce,
 }
-"""Exactly the names of `qat.losses.config.NEEDS`; `OWN` there has those from outside."""
-
-WITH_TEACHER: dict[str, Loss] = {
-    "kl": tail,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "cakld": cakld,
-    "hard_ce": hard_ce,
-}
-"""Exactly the names of `qat.losses.config.WITH_TEACHER`: the teacher's top-k is all words, so the
-tail is empty and `tail` is the KL."""
-
-
-def needs_of(names: Collection[str]) -> set[str]:
-    """The kinds of words whose logits these losses read."""
-    return {needed_by(name) for name in names}
-
-
-def reads_others(names: Collection[str]) -> bool:
-    """Whether any of these losses reads words outside the teacher's top-k."""
-    return set(names) != {"candidates"}
+"""The formula of each name in `qat.losses.config.BUILT_IN`."""
 
 
 def sums_by_name(
-    student: Student,
-    targets: Targets,
-    terms: dict[str, float],
-    temperature: float,
-    *,
-    losses: dict[str, Loss] = LOSSES,
+    student: Student, targets: Targets, terms: dict[str, float], temperature: float
 ) -> dict[str, Tensor]:
     """The sum of each loss over valid tokens, and their weighted sum as `"loss"`."""
     sums = {}
     for name in terms:
-        loss = OWN[name].loss if name in OWN else losses[name]
+        loss = OWN[name].loss if name in OWN else LOSSES[name]
         sums[name] = loss(student, targets, temperature=temperature)
     sums["loss"] = sum(weight * sums[name] for name, weight in terms.items())
     return sums
@@ -241,7 +220,7 @@ def loss_from_logits(
 def student_of(logits: Tensor, targets: Targets, names: Collection[str]) -> Student:
     """What the losses `names` read of the logits, beside targets as `valid_rows` gives them."""
     logits = wide(logits.masked_fill(~targets.mask[:, None], 0.0))
-    words = WordsRead.of(targets, needs_of(names))
+    words = WordsRead.of(targets, kinds_read(names))
     ids = words.ids()
     chosen = logits.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
     others_lse = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.head import Head, before_softcap, wide
-from qat.losses.formulas import WITH_TEACHER, sums_by_name
+from qat.losses.formulas import sums_by_name
 from qat.losses.from_hidden import Gradients, sums_with_gradient
 from qat.losses.targets import NO_LABEL, Student, Targets
 
@@ -96,7 +96,7 @@ class _Task(NamedTuple):
     def _sums(self, logits: Tensor, targets: Targets) -> dict[str, Tensor]:
         label = logits.gather(1, targets.labels.clamp_min(0)[:, None])
         student = Student(logits, logits[:, :0], label, others_lse=None)
-        return sums_by_name(student, targets, self.terms, self.temperature, losses=WITH_TEACHER)
+        return sums_by_name(student, targets, self.terms, self.temperature)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
-"""What a loss knows of the teacher, one row per token.
+"""What a loss is given: the teacher's word on each token, and the student's logits of few words.
 
-Shapes: T tokens, K teacher tokens kept, D distinct draws (padded); an absent kind has width 0.
+Shapes: T tokens, K teacher tokens kept, D distinct draws (padded), N words that losses read; an
+absent kind has width 0.
 """
 
 from collections.abc import Collection

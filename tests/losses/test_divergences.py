@@ -201,7 +201,7 @@ def test_zero_exactly_at_the_teacher_and_temperature_matters(name: str) -> None:
     assert abs(at_one.item() - at_two.item()) > 0.1
     rows = valid_rows(targets)
     parts = student_of(student, rows, [name])
-    assert torch.equal(getattr(divergences, name)(parts, rows), at_one)
+    assert torch.equal(getattr(formulas, name)(parts, rows), at_one)
     assert DIVERGENCES[name](teacher, targets).item() == pytest.approx(0, abs=1e-6)
 
 

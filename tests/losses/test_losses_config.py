@@ -5,7 +5,8 @@ import pytest
 from qat.errors import ConfigError
 from qat.losses import formulas
 from qat.losses.config import (
-    NEEDS,
+    BUILT_IN,
+    ON_CACHE,
     WITH_TEACHER,
     check_targets,
     check_with_teacher,
@@ -15,8 +16,7 @@ from qat.losses.config import (
 
 
 def test_the_names_are_listed_once() -> None:
-    assert set(formulas.LOSSES) == set(NEEDS)
-    assert set(formulas.WITH_TEACHER) == set(WITH_TEACHER)
+    assert set(formulas.LOSSES) == set(BUILT_IN)
 
 
 def test_parse_losses() -> None:
@@ -61,7 +61,7 @@ def test_check_targets() -> None:
 
 def test_check_with_teacher() -> None:
     check_with_teacher(dict.fromkeys(WITH_TEACHER, 1.0))
-    for name in set(NEEDS) - set(WITH_TEACHER):
+    for name in set(ON_CACHE) - set(WITH_TEACHER):
         with pytest.raises(
             ConfigError, match=f"{name} reads .*; drop --teacher or choose among kl"
         ):
