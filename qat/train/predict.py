@@ -24,8 +24,8 @@ from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.prepare import open_teacher
 from qat.train.step import EAGER_STEPS, TrainingStep
-from qat.train.teacher import open_teacher
 
 WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
 """The step that records comes after those that run as written."""
