@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qat.train.schedule import lr_share
+from qat.train.optim import lr_share
 
 N, WARMUP, LEAST = 100, 10, 0.1
 

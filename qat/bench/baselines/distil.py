@@ -27,7 +27,7 @@ from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names
-from qat.train.schedule import lr_share
+from qat.train.optim import lr_share
 
 logger = logging.getLogger(__name__)
 
