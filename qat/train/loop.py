@@ -25,9 +25,9 @@ from qat.ranks import ALONE, Ranks
 from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.division import check_alike, rank_indices
-from qat.train.finite import not_finite
 from qat.train.judge import Judge, score
 from qat.train.optim import Optimizer, linears_in_scope
+from qat.train.proof import not_finite
 from qat.train.pulse import Pulse
 from qat.train.run import Run
 from qat.train.saver import Saver

@@ -35,12 +35,12 @@ from qat.ranks import ALONE, Ranks
 from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
 from qat.train.division import digest, divide
-from qat.train.finite import not_finite
 from qat.train.judge import Judge
 from qat.train.judged import Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope, lr_share
 from qat.train.prepare import check_batch, check_losses, open_teacher
+from qat.train.proof import not_finite
 from qat.train.resume import Choice, best_of, choose, load_training_state
 from qat.train.run import Run, git_commit, versions
 from qat.train.step import check_dtype

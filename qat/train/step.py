@@ -24,8 +24,8 @@ from qat.models.regions import Regions, compile_facts, compute_in
 from qat.nn.step import form_moved_weights, release_weights
 from qat.train.config import StepConfig
 from qat.train.division import Agreement
-from qat.train.finite import trouble
 from qat.train.optim import Optimizer
+from qat.train.proof import trouble
 
 logger = logging.getLogger(__name__)
 
