@@ -16,7 +16,7 @@ from qat.files import sha256_file
 from qat.logs import read_json_lines
 from qat.train.loop import Trainer
 from qat.train.proof import MANIFEST, STATE_TENSORS, not_finite, problem, prove, trouble
-from qat.train.resume import choose
+from qat.train.saver import choose
 from qat.train.start import train_student
 
 CPU = torch.device("cpu")

@@ -30,8 +30,8 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import replace_module
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
-from qat.train.resume import load_training_state
 from qat.train.run import FREE_TO_CHANGE, WHY_NOT, Run
+from qat.train.saver import load_training_state
 from qat.train.start import TrainReport, _two_digits, train_student
 
 

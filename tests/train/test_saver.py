@@ -17,8 +17,7 @@ from qat.models.stored_state import packed_state_dict
 from qat.train import saver as saving
 from qat.train.loop import Trainer
 from qat.train.proof import problem, prove, read_state
-from qat.train.resume import load_training_state
-from qat.train.saver import Saver
+from qat.train.saver import Saver, load_training_state
 from qat.train.start import train_student
 
 
