@@ -24,8 +24,8 @@ from qat.bench.run import Setting, prepare
 from qat.bench.subject import Ours, standing_still
 from qat.logs import configure
 from qat.ranks import ALONE
-from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
+from qat.train.judge import CodeWatch
 from qat.train.run import Run
 from qat.train.saver import Saver
 

@@ -1,24 +1,157 @@
 """Judges a student during training: on the cache's held-out split, and by a sample of its text."""
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+import xxhash
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend import device as backends
-from qat.convert.calibrate import TokenBatch
+from qat.backend.device import on
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
+from qat.errors import ConfigError
 from qat.evaluate.divergence import cached_divergence
 from qat.generate.text import generate_text
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
+from qat.nn.lut_linear import LutLinear
+from qat.nn.step import quant_linears
 from qat.nsa.health import attention_health, health_numbers
 from qat.nsa.swap import nsa_modules
+from qat.quant.pack import pack, unpack
 from qat.train.config import TrainConfig
-from qat.train.judged import Judged
+from qat.train.run import BEGIN_THERE, Run
+
+CHUNK = 256
+"""Sequences that are read together."""
+
+
+class Judged(NamedTuple):
+    """Held-out sequences, found by what they say."""
+
+    marks: list[str]
+    """Of each, how many positions count and the xxh3-64 of those, such as `64:0123456789abcdef`."""
+    places: list[int]
+    """Where each is in the cache's held-out split."""
+
+    @classmethod
+    def first(cls, cache: TeacherCache, count: int) -> Self:
+        """The first `count`, or all if there are fewer."""
+        rows = zip(range(count), _held_out(cache), strict=False)
+        marks = [_mark(row, _end(row)) for _, row in rows]
+        return cls(marks, list(range(len(marks))))
+
+    @classmethod
+    def found(cls, cache: TeacherCache, marks: Sequence[str]) -> Self | None:
+        """Those with these marks, in this order; None if the cache lacks one.
+
+        A sequence that was the last one, and so padded, may go on: its beginning is looked for.
+        """
+        wanted: dict[str, deque[int]] = defaultdict(deque)
+        for number, mark in enumerate(marks):
+            wanted[mark].append(number)
+        ends = sorted({_end_of(mark) for mark in marks}, reverse=True)
+        places: dict[int, int] = {}
+        for place, row in enumerate(_held_out(cache)):
+            same = (wanted[m] for m in (_mark(row, end) for end in ends) if wanted.get(m))
+            if (numbers := next(same, None)) is not None:
+                places[numbers.popleft()] = place
+            if len(places) == len(marks):
+                return cls(list(marks), [places[number] for number in range(len(marks))])
+        return None
+
+    def ends(self) -> np.ndarray:
+        """`(N,)` int64: the position of each from which on nothing counts."""
+        return np.array([_end_of(mark) for mark in self.marks], dtype=np.int64)
+
+
+def cache_facts(cache: TeacherCache) -> dict[str, dict[str, object]]:
+    """What `run.json` keeps of a cache: how many sequences it has, and all else that made it."""
+    manifest = cache.manifest
+    settings = {k: v for k, v in manifest.settings.recorded().items() if k != "num_sequences"}
+    made = {"teacher": manifest.teacher.identity, "dtype": manifest.teacher.dtype}
+    made |= {name: getattr(manifest, name) for name in ("tokenizer", "has_tail", "negatives")}
+    counts = {split: cache.num_sequences(split) for split in ("train", "held_out")}
+    return {"cache_sequences": counts, "cache_settings": {**settings, **made}}
+
+
+def holds_more(cache: TeacherCache, content: str, run: Run) -> bool:
+    """Whether the cache has more sequences than the one that the run knows, and is made alike.
+
+    Of a run from before its facts were kept nobody can know.
+
+    Raises:
+        ConfigError: it has other content, and differs in more than that.
+    """
+    old, new = run.facts(), cache_facts(cache)
+    if old.get("cache_content", content) == content or "cache_settings" not in old:
+        return False
+    known, made = old["cache_settings"], new["cache_settings"]
+    counts = [facts["cache_sequences"]["train"] for facts in (old, new)]
+    for name in sorted(known.keys() | made.keys()):
+        if known.get(name) != made.get(name):
+            raise ConfigError(
+                f"{cache.directory} has {name}={made.get(name)}, but the run in {run.path} was "
+                f"begun with {known.get(name)}: a cache may have more sequences, and differ in "
+                f"nothing else; restore it or choose another --out{BEGIN_THERE}"
+            )
+    if counts[1] < counts[0]:
+        raise ConfigError(
+            f"{cache.directory} has {counts[1]} training sequences, but the run in {run.path} "
+            f"learned from {counts[0]}, expected as many or more; restore it or choose another "
+            f"--out{BEGIN_THERE}"
+        )
+    return counts[1] > counts[0]
+
+
+def same_judged(cache: TeacherCache, count: int, run: Run) -> Judged:
+    """What has judged the run from its beginning; of a new one, the first `count` sequences.
+
+    Raises:
+        ConfigError: the cache does not hold all of it.
+    """
+    marks = run.facts().get("judged")
+    if marks is None:
+        return Judged.first(cache, count)
+    judged = Judged.found(cache, marks)
+    if judged is None:
+        raise ConfigError(
+            f"{cache.directory} lacks some of the {len(marks)} held-out sequences that judge the "
+            f"run in {run.path}, expected all of them: the best student is told by the same ones "
+            "from the first to the last; build it from the same documents and more behind them, "
+            f"or choose another --out{BEGIN_THERE}"
+        )
+    return judged
+
+
+def _held_out(cache: TeacherCache) -> Iterator[np.ndarray]:
+    """`(3, S)` int64 of each held-out sequence: tokens, positions, and whether each counts."""
+    total = cache.num_sequences("held_out")
+    for start in range(0, total, CHUNK):
+        batch = cache.batch(range(start, min(start + CHUNK, total)), "held_out", targets=())
+        parts = (batch.input_ids, batch.position_ids, batch.mask.long())
+        yield from np.stack([part.numpy() for part in parts], axis=1)
+
+
+def _end(row: np.ndarray) -> int:
+    """Positions up to the label of the last one that counts."""
+    counted = np.flatnonzero(row[2])
+    return min(row.shape[1], int(counted[-1]) + 2) if len(counted) else 1
+
+
+def _mark(row: np.ndarray, end: int) -> str:
+    return f"{end}:{xxhash.xxh3_64_hexdigest(row[:, :end].tobytes())}"
+
+
+def _end_of(mark: str) -> int:
+    return int(mark.partition(":")[0])
+
 
 SAMPLE_TOKENS = 32
 LOOKED_AT = 2
@@ -100,3 +233,46 @@ def score(verdict: dict[str, object]) -> float:
     """
     found = (verdict[key] for key in ("kl_tail_nats", "sampled_ce_nats", "kd_nats"))
     return next(value for value in found if value is not None)
+
+
+CODES_PREFIX = "codes."
+
+
+class CodeWatch:
+    """Remembers, packed, which codes the latent weights took when it was last asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        linears = quant_linears(model).items()
+        self._linears = {name: m for name, m in linears if isinstance(m, LutLinear)}
+        self._last: dict[str, Tensor] = {}
+
+    def flipped_frac(self) -> float | None:
+        """Share of codes that differ from when it was last asked, in [0, 1].
+
+        None the first time, and where no weight is latent. Counts where training ended up: a code
+        that went and came back has not flipped. Waits for the device.
+        """
+        flipped, codes = [], 0
+        for name, linear in self._linears.items():
+            indices, bits = linear.indices(), linear.spec.bits
+            if name in self._last:
+                before = unpack(self._last[name], bits, linear.in_features)
+                flipped.append((indices != before).sum())
+                codes += indices.numel()
+            self._last[name] = pack(indices, bits)
+        if not flipped:
+            return None
+        total = torch.stack(flipped).sum()
+        backend = on(total.device)
+        backend.step_end()
+        return backend.read([total])[0] / codes
+
+    def state(self) -> dict[str, Tensor]:
+        """The codes that it remembers, for a checkpoint."""
+        return {CODES_PREFIX + name: octets for name, octets in self._last.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Remember what a checkpoint's `state` did."""
+        for name, linear in self._linears.items():
+            if CODES_PREFIX + name in state:
+                self._last[name] = state[CODES_PREFIX + name].to(linear.codebook.device)

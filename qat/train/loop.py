@@ -22,10 +22,9 @@ from qat.models.cost import device_called, forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
 from qat.ranks import ALONE, Ranks
-from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
 from qat.train.division import check_alike, rank_indices
-from qat.train.judge import Judge, score
+from qat.train.judge import CodeWatch, Judge, score
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.proof import not_finite
 from qat.train.pulse import Pulse

@@ -20,9 +20,8 @@ from qat.nn.adapters import add_adapters
 from qat.nn.step import form_weights
 from qat.nn.swap import to_latent
 from qat.ranks import ALONE, Ranks, Rehearsal
-from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
-from qat.train.judge import Judge
+from qat.train.judge import CodeWatch, Judge
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.prepare import open_teacher
 from qat.train.step import EAGER_STEPS, TrainingStep

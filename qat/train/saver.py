@@ -30,8 +30,8 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import RawState, raw_state, stored_state
 from qat.ranks import Ranks
-from qat.train.codes import CodeWatch
 from qat.train.config import TrainConfig
+from qat.train.judge import CodeWatch
 from qat.train.optim import Optimizer
 from qat.train.proof import FORMAT, STATE, STATE_TENSORS, problem, prove, read_state
 from qat.train.run import Run

@@ -32,11 +32,9 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
-from qat.train.codes import PREFIX
 from qat.train.config import TrainConfig
 from qat.train.division import digest, divide
-from qat.train.judge import Judge
-from qat.train.judged import Judged, cache_facts, holds_more, same_judged
+from qat.train.judge import CODES_PREFIX, Judge, Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer, learnable, linears_in_scope, lr_share
 from qat.train.prepare import check_batch, check_losses, open_teacher
@@ -399,7 +397,7 @@ def _prepare(
     backend.set_rng_state(generators)
     logger.info("going on from %s", checkpoint)
     optimizer = Optimizer(model.model, by_kind, config, tensors, ranks=ranks)
-    codes = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    codes = {name: tensor for name, tensor in tensors.items() if name.startswith(CODES_PREFIX)}
     return _Begin(optimizer, facts["step"], facts["best"], codes)
 
 

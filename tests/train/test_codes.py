@@ -10,7 +10,7 @@ from train_case import config, make_place, make_trainer
 from qat.logs import read_json_lines
 from qat.nn.step import quant_linears
 from qat.nn.swap import to_latent
-from qat.train.codes import CodeWatch
+from qat.train.judge import CodeWatch
 
 
 @pytest.fixture(scope="module")

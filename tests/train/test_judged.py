@@ -14,8 +14,7 @@ from train_case import assert_same_end, config, make_place, make_trainer
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
-from qat.train.judge import Judge
-from qat.train.judged import Judged
+from qat.train.judge import Judge, Judged
 from qat.train.optim import Optimizer
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student
