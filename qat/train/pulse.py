@@ -1,18 +1,21 @@
 """The pulse of a run: what each rank tells of its steps, and who watches that they go on."""
 
+import faulthandler
 import logging
 import math
 import os
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -22,8 +25,252 @@ from qat.backend.device import Backend
 from qat.backend.nvml import UNKNOWN
 from qat.logs import JsonLines, events_file, heartbeat_file
 from qat.ranks import Ranks
+from qat.track.tail import Tail
 from qat.train.config import TrainConfig
-from qat.train.watchdog import Clocks, Drop, Pace, Watchdog
+
+LOOK_S, SAMPLE_S = 1.0, 10.0
+"""Between looks at the steps and the clocks; at the device and the other ranks, which take ms."""
+FIRST_STEP, PAUSE = 3, 10
+"""Times as long may take the first step, which holds the compiler's work, and an evaluation."""
+JUMP_S = 5.0
+"""Most that the wall clock may move against the monotonic one between two looks."""
+SLOW_FRAC, DROP_FRAC = 1.2, 0.7
+"""A rank is slow over that share of the others' median, a run under that of its own."""
+HISTORY, LEAST_HISTORY = 20, 8
+"""Stretches whose median is the usual speed, and how many make one."""
+IN_A_ROW, LEAST_DROP_S = 3, 30.0
+"""A drop lasts so many stretches and so long; a rank is slow in so many heartbeats."""
+
+
+@dataclass
+class Pace:
+    """Where a rank's loop stands: the loop writes it, the watchdog reads it."""
+
+    since: float
+    """By the monotonic clock, when the last step ended, or a pause began or ended."""
+    step: int = 0
+    """The last step that ended."""
+    taken: int = 0
+    """Steps that this process took."""
+    is_paused: bool = False
+    """Whether something else than steps is under way, such as an evaluation."""
+
+
+class Stall:
+    """Tells a loop that stands still, once in each stand-still."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._told: float | None = None
+
+    def look(self, pace: Pace, now: float) -> float | None:
+        """Seconds without the end of a step, when they first pass the limit; else None."""
+        times = PAUSE if pace.is_paused else 1 if pace.taken else FIRST_STEP
+        still_s = now - pace.since
+        if still_s <= self._limit_s * times or self._told == pace.since:
+            return None
+        self._told = pace.since
+        return still_s
+
+
+class Clocks:
+    """Tells when the wall clock jumps, by comparing it with one that cannot."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._ahead_s = wall() - monotonic()
+
+    def look(self) -> float | None:
+        """Seconds by which the wall clock jumped since the last look, if they matter."""
+        ahead_s = self._wall() - self._monotonic()
+        jump_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
+        return jump_s if abs(jump_s) > JUMP_S else None
+
+
+class Drop:
+    """Tells when a run became slower than it used to be, once in each drop."""
+
+    def __init__(self) -> None:
+        self._history: deque[float] = deque(maxlen=HISTORY)
+        self._low: list[float] = []
+        self._is_told = False
+
+    def look(self, tokens_per_s: float, seconds: float) -> float | None:
+        """The share of the usual speed, when a stretch of `seconds` makes it a drop; else None."""
+        usual = statistics.median(self._history) if len(self._history) >= LEAST_HISTORY else 0.0
+        is_low = tokens_per_s < DROP_FRAC * usual
+        self._low = [*self._low, seconds] if is_low else []
+        if self._is_told or not is_low:  # what was told of becomes the usual speed if it stays
+            self._history.append(tokens_per_s)
+            self._is_told = is_low
+            return None
+        self._is_told = len(self._low) >= IN_A_ROW and sum(self._low) >= LEAST_DROP_S
+        return tokens_per_s / usual if self._is_told else None
+
+
+class Slow(NamedTuple):
+    """A rank for which the others wait."""
+
+    slow_rank: int
+    times_median: float
+    """Its own time a step over the median of the others'."""
+    cause: str
+    """`data` if it waits for batches, else `device`."""
+
+
+class SlowRanks:
+    """Tells, from the heartbeats of all ranks, for which one the others wait.
+
+    A step ends on all ranks together, so a rank's own time is what it spends outside the exchange,
+    in which the fast ones wait for the slow ones.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._beats: dict[int, dict[int, dict]] = {}
+        self._in_a_row = dict.fromkeys(range(size), 0)
+
+    def look(self, beats: list[dict]) -> list[Slow]:
+        """New heartbeat lines of any ranks; the ranks that became slow by them."""
+        for beat in beats:
+            self._beats.setdefault(beat["step"], {})[beat["rank"]] = beat
+        whole = sorted(step for step, found in self._beats.items() if len(found) == self._size)
+        slow = [each for step in whole for each in self._judge(self._beats[step])]
+        last = whole[-1] if whole else 0
+        rest = sorted(step for step in self._beats if step > last)[-HISTORY:]
+        self._beats = {step: self._beats[step] for step in rest}
+        return slow
+
+    def _judge(self, by_rank: dict[int, dict]) -> list[Slow]:
+        slow = {each.slow_rank: each for each in slow_ranks(by_rank)}
+        for rank in by_rank:
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if rank in slow else 0
+        return [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
+
+
+def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
+    """The ranks whose own time a step is over `SLOW_FRAC` of the others' median at one beat."""
+    own = {rank: beat["step_s"] - (beat["exchange_s"] or 0.0) for rank, beat in by_rank.items()}
+    waits = {rank: beat["data_wait_s"] for rank, beat in by_rank.items()}
+    found = []
+    for rank, seconds in own.items():
+        usual, usual_wait = _median_of_others(own, rank), _median_of_others(waits, rank)
+        if seconds > SLOW_FRAC * usual:
+            is_data = waits[rank] - usual_wait > (seconds - usual) / 2
+            cause = "data" if is_data else "device"
+            found.append(Slow(rank, seconds / usual, cause))
+    return found
+
+
+def _median_of_others(values: dict[int, float], rank: int) -> float:
+    return statistics.median(value for other, value in values.items() if other != rank)
+
+
+class Watchdog:
+    """The thread; `look` is one of its looks.
+
+    Args:
+        pace: where the loop stands.
+        event: told a kind and facts of what is amiss.
+        sample: what only a slow question tells of the device; the latest answer is `health`.
+        stacks: file that gets the stacks of all threads at a stall.
+        stall_s: seconds without the end of a step that are a stall, thrice as many for the first.
+        clock: what `pace` is kept by.
+        clocks: the clocks to compare.
+        heartbeats: files of all ranks of a run, for the one that compares them; else none.
+    """
+
+    def __init__(
+        self,
+        pace: Pace,
+        *,
+        event: Callable[..., None],
+        sample: Callable[[], dict[str, float | None]],
+        stacks: Path,
+        stall_s: float,
+        clock: Callable[[], float],
+        clocks: Clocks,
+        heartbeats: Sequence[Path] = (),
+    ) -> None:
+        self.health: dict[str, float | None] = {}
+        self._pace = pace
+        self._event = event
+        self._sample = sample
+        self._stacks = stacks
+        self._clock = clock
+        self._stall = Stall(stall_s)
+        self._clocks = clocks
+        self._tails = [Tail(path) for path in heartbeats]
+        self._slow = SlowRanks(len(heartbeats))
+        self._end = threading.Event()
+        self._sampled_s = -SAMPLE_S
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        for tail in self._tails:
+            tail.read()  # of an earlier process
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join(SAMPLE_S)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            self.look()
+            self._end.wait(LOOK_S)
+
+    def look(self) -> None:
+        """Look at the steps and the clocks, and now and then at the device and other ranks."""
+        still_s = self._stall.look(self._pace, self._clock())
+        if still_s is not None:
+            self._tell_stall(still_s)
+        jump_s = self._clocks.look()
+        if jump_s is not None:
+            self._event("clock_jump", jump_s=jump_s)
+            logger.warning("the wall clock jumped by %.0f s; the run goes by another one", jump_s)
+        now = time.monotonic()
+        if now - self._sampled_s >= SAMPLE_S:
+            self._sampled_s = now
+            self.health = self._sample()
+            self.compare()
+
+    def compare(self) -> None:
+        """Read the new heartbeats of all ranks, and tell of the slow ones."""
+        try:
+            beats = [beat for tail in self._tails for beat in tail.read()]
+        except (OSError, ValueError) as error:
+            logger.warning("the ranks' heartbeats are compared no more: %s", error)
+            self._tails = []
+            return
+        for slow in self._slow.look(beats):
+            self._event("slow_rank", **slow._asdict())
+            logger.warning("rank %d takes %.2f times as long a step as the others (%s)", *slow)
+
+    def _tell_stall(self, still_s: float) -> None:
+        step = self._pace.step
+        self._event("stall", still_s=still_s, stacks=self._stacks.name)
+        logger.warning(
+            "no step ended for %.0f s since step %d; see %s", still_s, step, self._stacks
+        )
+        try:
+            with self._stacks.open("a", encoding="utf-8") as file:
+                file.write(f"\n{still_s:.0f} s without a step since step {step}:\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            logger.warning("no stacks in %s: %s", self._stacks, error.strerror)
+
 
 logger = logging.getLogger(__name__)
 

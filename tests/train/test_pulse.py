@@ -117,7 +117,7 @@ def test_a_drop_of_speed_is_an_event_and_one_warning(tmp_path: Path, caplog) -> 
 
 
 def test_a_loop_that_stands_still_is_found_out(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("qat.train.watchdog.LOOK_S", 0.01)
+    monkeypatch.setattr("qat.train.pulse.LOOK_S", 0.01)
     found = threading.Event()
     clock = Clock()
     with make_pulse(tmp_path, clock, stall_s=5.0) as pulse:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qat.train import watchdog
-from qat.train.watchdog import Clocks, Drop, Pace, Slow, SlowRanks, Stall, Watchdog, slow_ranks
+from qat.train import pulse as watchdog
+from qat.train.pulse import Clocks, Drop, Pace, Slow, SlowRanks, Stall, Watchdog, slow_ranks
 
 
 def test_a_stall_is_told_once() -> None:
