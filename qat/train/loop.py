@@ -25,6 +25,7 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.division import check_alike, rank_indices
 from qat.train.judge import CodeWatch, Judge, score
+from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.proof import not_finite
 from qat.train.pulse import Pulse
@@ -32,7 +33,6 @@ from qat.train.run import Run
 from qat.train.saver import Saver
 from qat.train.step import StepResult, TrainingStep
 from qat.train.stop import EXIT_CODES, HALT, Stops
-from qat.train.tables import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat.logs import JsonLines
-from qat.train.summary import write_summary
-from qat.train.tables import Metrics, Tables, columns
+from qat.train.metrics import Metrics, Tables, columns, write_summary
 
 
 def step_line(step: int) -> dict[str, object]:

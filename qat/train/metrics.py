@@ -1,0 +1,190 @@
+"""The numbers of a run, a line of JSON for machines and a row of a table for spreadsheets.
+
+The tables hold no fact of their own: they are made anew from `metrics.jsonl` whenever a run begins
+or goes on, then grow with it.
+"""
+
+import csv
+import io
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from qat.files import write_atomically
+from qat.logs import (
+    EVENTS,
+    FACTS,
+    HEARTBEAT,
+    METRICS,
+    SUMMARY,
+    TRAINING_CSV,
+    VAL_CSV,
+    JsonLines,
+    Lines,
+    read_json_lines,
+)
+from qat.report.runs import NOTHING, token_count, wall_seconds
+
+FILES = {"train": TRAINING_CSV, "eval": VAL_CSV}
+LATER = {"train": (), "eval": ("codes_flipped_frac",)}
+"""Columns that the first line does not have yet."""
+NO_COLUMN = ("kind", "sample", "nsa_layers")
+
+
+class Metrics:
+    """`metrics.jsonl`, `training.csv` and `val.csv` of one run, for its first rank to write."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLines(path / METRICS)
+        self._tables = Tables(path)
+
+    def write(self, *, kind: str, **values: object) -> None:
+        """Append one line, and the same values as one row.
+
+        Raises:
+            OSError: one of the files could not be written.
+        """
+        self._lines.write(kind=kind, **values)
+        self._tables.row(kind, values)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._lines.close()
+        self._tables.close()
+
+
+class Tables:
+    """`training.csv` and `val.csv`: the columns are those of the first line, text left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: dict[str, list[str]] = {}
+        self._files: dict[str, Lines] = {}
+        self._rebuild()
+
+    def row(self, kind: str, values: dict[str, object]) -> None:
+        """Append `values` to the table of their `kind`; the first row brings the header."""
+        if kind not in self._files:
+            self._columns[kind] = columns(kind, values)
+            self._files[kind] = Lines(self._path / FILES[kind])
+            self._files[kind].append(_text(self._columns[kind]))
+        self._files[kind].append(_row(values, self._columns[kind]))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _rebuild(self) -> None:
+        """Write the tables of all lines that there are; without any there is no file."""
+        metrics = self._path / METRICS
+        found = read_json_lines(metrics) if metrics.exists() else []
+        for kind, name in FILES.items():
+            path, rows = self._path / name, [row for row in found if row.get("kind") == kind]
+            if not rows:
+                path.unlink(missing_ok=True)
+                continue
+            header = self._columns[kind] = columns(kind, rows[0])
+            texts = [_text(header), *(_row(row, header) for row in rows)]
+            write_atomically(path, "".join(f"{text}\n" for text in texts))
+            self._files[kind] = Lines(path)
+
+
+def columns(kind: str, first: dict[str, object]) -> list[str]:
+    """Names of the columns of a table whose first line is `first`."""
+    return [*(name for name in first if name not in NO_COLUMN), *LATER[kind]]
+
+
+def _row(values: dict[str, object], header: Sequence[str]) -> str:
+    return _text([values.get(name) for name in header])
+
+
+def _text(cells: Sequence[object]) -> str:
+    """One line of CSV; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
+"""Facts of `run.json` that stand in the summary too."""
+
+
+def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
+    """Write `metrics.json` of the run in `path`, all of it read from the run's own files.
+
+    `final` is the checkpoint to use and `best` its held-out score, nats a token.
+    """
+    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    beats = _lines(path / HEARTBEAT)
+    found = {
+        **_course(_lines(path / METRICS)),
+        "best_nats": best,
+        **_times(beats),
+        **_speed(beats),
+        **_compiler(beats),
+        "events": _events(path),
+        **{name: facts.get(name) for name in COPIED},
+        "final": final.name,
+    }
+    write_atomically(path / SUMMARY, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _course(metrics: list[dict]) -> dict[str, Any]:
+    """Steps, and the training loss in the first and the last logged one."""
+    steps = [line for line in metrics if line["kind"] == "train"]
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    return {
+        "steps": last.get("step", 0),
+        "first_loss_nats": first.get("loss_nats"),
+        "last_loss_nats": last.get("loss_nats"),
+    }
+
+
+def _times(beats: list[dict]) -> dict[str, float]:
+    """Seconds of all processes that made the run, and of these the seconds of its steps.
+
+    A beat stands for the steps since the one before it.
+    """
+    train_s = sum(
+        beat["step_s"] * (beat["step"] - before["step"])
+        for before, beat in pairwise([NOTHING, *beats])
+    )
+    return {"wall_s": wall_seconds(beats), "train_s": train_s}
+
+
+def _speed(beats: list[dict]) -> dict[str, float | int | None]:
+    """Tokens over all ranks, the median of their rate without the first beat, the peak memory."""
+    warm = beats[1:] or beats
+    peaks = [beat["peak_gib"] for beat in beats if beat["peak_gib"] is not None]
+    return {
+        "tokens": token_count(beats),
+        "tokens_per_s": statistics.median(b["tokens_per_s"] for b in warm) if warm else None,
+        "peak_gib": max(peaks, default=None),
+    }
+
+
+def _compiler(beats: list[dict]) -> dict[str, float]:
+    """What a device that compiles told: graphs, seconds and host fallbacks, over all processes."""
+    last = {beat.get("pid"): beat for beat in beats if "xla_compiles" in beat}.values()
+    if not last:
+        return {}
+    fallbacks = sum((Counter(beat["host_fallbacks"]) for beat in last), Counter())
+    names = ("xla_compiles", "xla_compile_s", "step_compile_s", "xla_executions")
+    return {n: sum(beat[n] for beat in last) for n in names} | {"host_fallbacks": dict(fallbacks)}
+
+
+def _events(path: Path) -> dict[str, int]:
+    """How often each kind of event befell any rank."""
+    files = sorted(path.glob(EVENTS))
+    kinds = Counter(event["kind"] for file in files for event in read_json_lines(file))
+    return dict(sorted(kinds.items()))
+
+
+def _lines(path: Path) -> list[dict]:
+    return read_json_lines(path) if path.exists() else []
