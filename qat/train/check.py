@@ -20,11 +20,10 @@ from qat.models.load import load_config, load_tokenizer
 from qat.nn.swap import linear_names
 from qat.nsa.swap import nsa_config
 from qat.train.config import TrainConfig
-from qat.train.division import divide
 from qat.train.predict import Prediction, predict
 from qat.train.preflight import Finding, Plan, SparsePlan, is_long, preflight
 from qat.train.prepare import check_batch, check_losses
-from qat.train.step import check_dtype
+from qat.train.step import check_dtype, divide
 
 USUAL_SHARE = 1 / 3
 """Of a device's peak, for a first guess at how long a run takes."""

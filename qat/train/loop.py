@@ -23,7 +23,6 @@ from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
-from qat.train.division import check_alike, rank_indices
 from qat.train.judge import CodeWatch, Judge, score
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
@@ -31,7 +30,7 @@ from qat.train.proof import not_finite
 from qat.train.pulse import Pulse
 from qat.train.run import Run
 from qat.train.saver import Saver
-from qat.train.step import StepResult, TrainingStep
+from qat.train.step import StepResult, TrainingStep, check_alike, rank_indices
 from qat.train.stop import EXIT_CODES, HALT, Stops
 
 logger = logging.getLogger(__name__)

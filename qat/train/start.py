@@ -33,7 +33,6 @@ from qat.nn.swap import to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
-from qat.train.division import digest, divide
 from qat.train.judge import CODES_PREFIX, Judge, Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
@@ -42,7 +41,7 @@ from qat.train.prepare import check_batch, check_losses, open_teacher
 from qat.train.proof import not_finite
 from qat.train.run import Run, git_commit, versions
 from qat.train.saver import Choice, best_of, choose, load_training_state
-from qat.train.step import check_dtype
+from qat.train.step import check_dtype, digest, divide
 
 logger = logging.getLogger(__name__)
 

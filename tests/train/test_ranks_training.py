@@ -14,10 +14,10 @@ from qat.errors import ConfigError
 from qat.logs import read_json_lines
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
-from qat.train.division import digest, divide, rank_indices
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.start import train_student
+from qat.train.step import digest, divide, rank_indices
 
 FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
 
