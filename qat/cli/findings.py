@@ -9,7 +9,7 @@ from qat.logs import Terminal
 from qat.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from qat.train.check import Checked
+    from qat.train.preflight import Checked
 
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 

@@ -98,7 +98,7 @@ def _preflight(
     """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
     from qat.cli.findings import show_findings
     from qat.models.source import resolve
-    from qat.train.check import codes_forced, examine
+    from qat.train.preflight import codes_forced, examine
 
     if not ranks.is_first:
         return []
@@ -111,7 +111,7 @@ def _preflight(
 
 def _dry_run(config: TrainConfig, student: str, out: Path, *, ranks: "Ranks") -> dict[str, object]:
     from qat.cli.findings import predicted, show_findings
-    from qat.train.check import examine, refuse
+    from qat.train.preflight import examine, refuse
 
     if not ranks.is_first:
         return {}

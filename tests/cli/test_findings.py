@@ -1,8 +1,7 @@
 """The table of what the preflight found."""
 
 from qat.cli.findings import show_findings
-from qat.train.check import Checked
-from qat.train.preflight import LESS_MEMORY, Finding
+from qat.train.preflight import LESS_MEMORY, Checked, Finding
 
 
 def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch) -> None:

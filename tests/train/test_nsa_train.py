@@ -15,8 +15,8 @@ from qat.models.load import load_model
 from qat.nsa.swap import nsa_config
 from qat.report.health import health
 from qat.report.runs import read_directory
-from qat.train.check import examine
 from qat.train.optim import Optimizer
+from qat.train.preflight import examine
 from qat.train.start import TrainReport, train_student
 
 

@@ -15,9 +15,9 @@ from qat.backend import device as backend
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
-from qat.train import check
-from qat.train.check import examine, guessed_hours
+from qat.train import preflight as check
 from qat.train.predict import predict
+from qat.train.preflight import examine, guessed_hours
 from qat.train.run import resolved
 from qat.train.start import train_student
 

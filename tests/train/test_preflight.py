@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from qat.errors import ConfigError
-from qat.train.check import codes_forced, refuse
 from qat.train.config import TrainConfig
 from qat.train.predict import Prediction
 from qat.train.preflight import (
     Finding,
     Plan,
     SparsePlan,
+    codes_forced,
     is_long,
     preflight,
+    refuse,
     suggested_save_every,
 )
 
