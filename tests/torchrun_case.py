@@ -1,4 +1,4 @@
-"""Runs of `qat train` under a real launcher, with something done to a step of some rank."""
+"""Runs of `qat train` under a real launcher, with something done behind a step of some rank."""
 
 import os
 import subprocess
@@ -14,16 +14,16 @@ from signal import SIGKILL, SIGTERM
 from qat import cli
 from qat.train.loop import Trainer
 
-place, advance = Path(sys.argv.pop(1)), Trainer._advance
+place, follow = Path(sys.argv.pop(1)), Trainer._follow
 
 def act(trainer, rank):
     ACT
 
 def watched(trainer, *args):
+    follow(trainer, *args)
     act(trainer, int(os.environ["RANK"]))
-    return advance(trainer, *args)
 
-Trainer._advance = watched
+Trainer._follow = watched
 cli.main()
 """
 

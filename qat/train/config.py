@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from qat.config import Careful, DeviceSettings, Learns, Loss, Rates, Required, Saving, Speed, Steps
 from qat.data.config import Location
+from qat.errors import ConfigError
 from qat.losses.config import parse_losses
 
 KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates")
@@ -183,3 +184,21 @@ class TrainConfig(StepConfig):
                 "--optimizer adamw (with --latent-dtype bf16 for six bytes a weight)"
             )
         return self
+
+
+def divide(config: TrainConfig, world: int) -> TrainConfig:
+    """The settings of each of `world` ranks: `grad_accum_steps` follows from the global batch.
+
+    Raises:
+        ConfigError: the global batch cannot be divided so.
+    """
+    if not config.global_batch_size:
+        return config
+    unit = world * config.batch_size
+    if config.global_batch_size % unit:
+        raise ConfigError(
+            f"global_batch_size={config.global_batch_size} does not divide by {world} ranks x "
+            f"batch_size={config.batch_size}; expected a multiple of {unit}: use --batch-size N or "
+            "another number of ranks"
+        )
+    return config.model_copy(update={"grad_accum_steps": config.global_batch_size // unit})

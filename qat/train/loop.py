@@ -103,7 +103,8 @@ class Trainer:
                 self._begin(metrics, pulse)
                 with _failures_told(pulse):
                     for batches in pulse.timed(stream):
-                        self._advance(batches, metrics, pulse, ticker)
+                        result = self.take_step(batches, self.step, stop=self.stops.wanted())
+                        self._follow(result, metrics, pulse, ticker)
                     self.saver.finish()
         finally:
             if metrics is not None:
@@ -170,11 +171,10 @@ class Trainer:
         peak = None if device is None else device.peak_flops(config.dtype)
         return None if peak is None else flops / peak
 
-    def _advance(
-        self, batches: list[Batch], metrics: Metrics | None, pulse: Pulse, ticker: Ticker
+    def _follow(
+        self, result: StepResult, metrics: Metrics | None, pulse: Pulse, ticker: Ticker
     ) -> None:
-        """One step, and what is due after it."""
-        result = self.take_step(batches, self.step, stop=self.stops.wanted())
+        """What is due after a step: count it, log, judge and save, or stop."""
         self.step += 1
         pulse.stepped(self.step, result.positions, result.grad_norm)
         is_logged = self._is_due(self.config.log_every)

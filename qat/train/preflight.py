@@ -23,10 +23,10 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_tokenizer
 from qat.nn.swap import linear_names
 from qat.nsa.swap import nsa_config
-from qat.train.config import TrainConfig
+from qat.train.config import TrainConfig, divide
 from qat.train.predict import Prediction, predict
 from qat.train.prepare import check_batch, check_losses
-from qat.train.step import check_dtype, divide
+from qat.train.step import check_dtype
 
 Severity = Literal["error", "warning", "note"]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")

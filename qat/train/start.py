@@ -32,7 +32,7 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
-from qat.train.config import TrainConfig
+from qat.train.config import TrainConfig, divide
 from qat.train.judge import CODES_PREFIX, Judge, Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
@@ -41,7 +41,7 @@ from qat.train.prepare import check_batch, check_losses, open_teacher
 from qat.train.proof import not_finite
 from qat.train.run import Run, git_commit, versions
 from qat.train.saver import Choice, best_of, choose, load_training_state
-from qat.train.step import check_dtype, digest, divide
+from qat.train.step import check_dtype, digest
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,10 @@
 """One optimizer step: form every weight once, run micro-batches, pull back, move what learns.
 
+The road of a step is `TrainingStep.__call__`: `qat.nn.step` forms the weights, `run_micro_step`
+runs the student forward, asks `qat.losses` for the loss and calls backward, in which every linear
+pulls its gradient back, and `qat.train.optim` moves what learns. Beside it stand what part of a
+step is a rank's and what all ranks decide together.
+
 Nothing in a step waits for the device. On a GPU the first steps compile; then forward and backward
 of a micro-batch are recorded as one graph and replayed, where its size makes that pay.
 """
@@ -19,7 +24,7 @@ from qat.backend.device import Backend
 from qat.config import fingerprint
 from qat.data.batch import Batch
 from qat.data.sampler import sequence_indices
-from qat.errors import ConfigError, TrainingError
+from qat.errors import TrainingError
 from qat.evaluate.targets import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.from_hidden import loss_from_hidden
@@ -32,87 +37,6 @@ from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.proof import trouble
-
-
-def divide(config: TrainConfig, world: int) -> TrainConfig:
-    """The settings of each of `world` ranks: `grad_accum_steps` follows from the global batch.
-
-    Raises:
-        ConfigError: the global batch cannot be divided so.
-    """
-    if not config.global_batch_size:
-        return config
-    unit = world * config.batch_size
-    if config.global_batch_size % unit:
-        raise ConfigError(
-            f"global_batch_size={config.global_batch_size} does not divide by {world} ranks x "
-            f"batch_size={config.batch_size}; expected a multiple of {unit}: use --batch-size N or "
-            "another number of ranks"
-        )
-    return config.model_copy(update={"grad_accum_steps": config.global_batch_size // unit})
-
-
-def rank_indices(config: TrainConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
-    """The sequences of a step that are this rank's: `(grad_accum_steps, batch_size)` int64.
-
-    All ranks together see what one rank with as many times their micro-batches would, so a run may
-    go on with another number of ranks at the same global batch.
-    """
-    count = config.sequences_per_step * ranks.size
-    indices = sequence_indices(config.seed, step, count, num_sequences)
-    return indices.reshape(-1, ranks.size, config.batch_size)[:, ranks.rank]
-
-
-class Agreement:
-    """What the ranks decided some steps ago, so that no host waits for its device to know it."""
-
-    def __init__(self, backend: Backend, ranks: Ranks) -> None:
-        self._backend = backend
-        self._lag = backend.decision_lag() if ranks.size > 1 else 0
-        self._under_way: deque[tuple[Tensor, Callable[[], None]]] = deque()
-
-    def settle(self, wishes: Tensor) -> bool:
-        """Whether anybody wished it: in this step, or in the one `decision_lag` steps before.
-
-        Args:
-            wishes: how many ranks wish it in this step, a sum over all, on the device.
-        """
-        self._under_way.append((self._backend.to_host(wishes), self._backend.finished()))
-        if len(self._under_way) <= self._lag:
-            return False
-        decided, wait = self._under_way.popleft()
-        wait()
-        return bool(decided)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """12 hex digits of the bits of float tensors, of their order and shapes; waits for the device.
-
-    Bits are summed as integers, so that what sums them in another order finds the same.
-    """
-    words = {4: torch.int32, 2: torch.int16}
-    tensors = [tensor.detach() for tensor in tensors]
-    sums = [tensor.view(words[tensor.itemsize]).sum() for tensor in tensors]
-    bits = torch.stack(sums).tolist() if sums else []
-    return fingerprint([[tuple(tensor.shape) for tensor in tensors], bits])
-
-
-def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
-    """Make sure that all ranks have learned the same, bit for bit.
-
-    Raises:
-        TrainingError: one has not: equal sums moved weights differently.
-    """
-    if ranks.size == 1:
-        return
-    said = ranks.texts(digest(tensors))
-    for rank, other in enumerate(said):
-        if other != said[0]:
-            raise TrainingError(
-                f"after step {step} rank {rank} has other weights than rank 0, expected the same "
-                "bits; use devices of one kind and go on from the last checkpoint with --resume"
-            )
-
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +115,31 @@ class TrainingStep:
             ConfigError: steps are compiled one after the other, without end.
         """
         with self._steadiness.step(tuple(batches[0].mask.shape)):
-            return self._take(batches, step, stop)
+            ranks = self.optimizer.ranks
+            is_packed = any(map(_is_packed, batches))
+            batches = [
+                Batch(*map(self.backend.divided, batch.to(self.student.device)))
+                for batch in batches
+            ]
+            valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
+            if ranks.size > 1:
+                shared = torch.stack([valid, torch.full_like(valid, stop is not None)])
+                ranks.sum_([shared])
+                valid = shared[0]
+                self._is_stop_agreed = self._agreement.settle(shared[1])
+            else:
+                self._is_stop_agreed = stop is not None
+            with self.backend.matmul_precision(self.config.dtype):
+                form_moved_weights(self.student.model, self.dtype)
+                sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
+            norm = self.optimizer.step(step)
+            self._taken += 1
+            self.trouble = self.trouble + 0.0 * (norm + sums[-1])
+            names = (*self.config.losses, "loss")
+            by_name = dict(zip(names, sums.unbind(), strict=True))
+            self.backend.step_end()
+            positions = ranks.size * sum(batch.mask.numel() for batch in batches)
+            return StepResult(by_name, norm, valid, positions)
 
     def warm_up(self, batches: Sequence[Batch], step: int) -> None:
         """Let the device compile what steps over such batches run; nothing else changes."""
@@ -207,32 +155,6 @@ class TrainingStep:
         self.trouble = none
         self.backend.synchronize()
         self._steadiness.expect_none()
-
-    def _take(self, batches: Sequence[Batch], step: int, stop: str | None) -> StepResult:
-        ranks = self.optimizer.ranks
-        is_packed = any(map(_is_packed, batches))
-        batches = [
-            Batch(*map(self.backend.divided, batch.to(self.student.device))) for batch in batches
-        ]
-        valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
-        if ranks.size > 1:
-            shared = torch.stack([valid, torch.full_like(valid, stop is not None)])
-            ranks.sum_([shared])
-            valid = shared[0]
-            self._is_stop_agreed = self._agreement.settle(shared[1])
-        else:
-            self._is_stop_agreed = stop is not None
-        with self.backend.matmul_precision(self.config.dtype):
-            form_moved_weights(self.student.model, self.dtype)
-            sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
-        norm = self.optimizer.step(step)
-        self._taken += 1
-        self.trouble = self.trouble + 0.0 * (norm + sums[-1])
-        names = (*self.config.losses, "loss")
-        by_name = dict(zip(names, sums.unbind(), strict=True))
-        self.backend.step_end()
-        positions = ranks.size * sum(batch.mask.numel() for batch in batches)
-        return StepResult(by_name, norm, valid, positions)
 
     def _micro_steps(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         if self._taken == 0:
@@ -403,3 +325,65 @@ def check_dtype(config: StepConfig) -> StepConfig:
     backend = backends.select(config.device)
     backend.check_optimizer(config.optimizer, config.latent_dtype)
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
+
+
+def rank_indices(config: TrainConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
+    """The sequences of a step that are this rank's: `(grad_accum_steps, batch_size)` int64.
+
+    All ranks together see what one rank with as many times their micro-batches would, so a run may
+    go on with another number of ranks at the same global batch.
+    """
+    count = config.sequences_per_step * ranks.size
+    indices = sequence_indices(config.seed, step, count, num_sequences)
+    return indices.reshape(-1, ranks.size, config.batch_size)[:, ranks.rank]
+
+
+class Agreement:
+    """What the ranks decided some steps ago, so that no host waits for its device to know it."""
+
+    def __init__(self, backend: Backend, ranks: Ranks) -> None:
+        self._backend = backend
+        self._lag = backend.decision_lag() if ranks.size > 1 else 0
+        self._under_way: deque[tuple[Tensor, Callable[[], None]]] = deque()
+
+    def settle(self, wishes: Tensor) -> bool:
+        """Whether anybody wished it: in this step, or in the one `decision_lag` steps before.
+
+        Args:
+            wishes: how many ranks wish it in this step, a sum over all, on the device.
+        """
+        self._under_way.append((self._backend.to_host(wishes), self._backend.finished()))
+        if len(self._under_way) <= self._lag:
+            return False
+        decided, wait = self._under_way.popleft()
+        wait()
+        return bool(decided)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """12 hex digits of the bits of float tensors, of their order and shapes; waits for the device.
+
+    Bits are summed as integers, so that what sums them in another order finds the same.
+    """
+    words = {4: torch.int32, 2: torch.int16}
+    tensors = [tensor.detach() for tensor in tensors]
+    sums = [tensor.view(words[tensor.itemsize]).sum() for tensor in tensors]
+    bits = torch.stack(sums).tolist() if sums else []
+    return fingerprint([[tuple(tensor.shape) for tensor in tensors], bits])
+
+
+def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
+    """Make sure that all ranks have learned the same, bit for bit.
+
+    Raises:
+        TrainingError: one has not: equal sums moved weights differently.
+    """
+    if ranks.size == 1:
+        return
+    said = ranks.texts(digest(tensors))
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise TrainingError(
+                f"after step {step} rank {rank} has other weights than rank 0, expected the same "
+                "bits; use devices of one kind and go on from the last checkpoint with --resume"
+            )

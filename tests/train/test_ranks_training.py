@@ -13,11 +13,11 @@ from train_case import config, make_place
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
 from qat.ranks import ALONE, Ranks
-from qat.train.config import TrainConfig
+from qat.train.config import TrainConfig, divide
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.start import train_student
-from qat.train.step import digest, divide, rank_indices
+from qat.train.step import digest, rank_indices
 
 FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
 
@@ -93,7 +93,7 @@ def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, 
 
     def signalled(ranks: Ranks) -> dict:
         if ranks.rank == 1:
-            before(Trainer, "_advance", lambda trainer: trainer.step == 3 and raise_signal(SIGTERM))
+            before(Trainer, "_follow", lambda trainer: trainer.step == 2 and raise_signal(SIGTERM))
         return train(place, out, ranks=ranks)
 
     first, second = run_ranks(2, signalled, tmp_path)
@@ -102,7 +102,7 @@ def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, 
     assert (out / "latest").read_text() == "checkpoints/step-000004\n"
 
     def interrupted(ranks: Ranks) -> dict:
-        before(Trainer, "_advance", lambda trainer: trainer.step == 6 and raise_signal(SIGINT))
+        before(Trainer, "_follow", lambda trainer: trainer.step == 5 and raise_signal(SIGINT))
         return train(place, out, ranks=ranks, resume=True)
 
     (stopped,) = run_ranks(1, interrupted, tmp_path)

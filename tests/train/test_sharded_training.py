@@ -1,5 +1,6 @@
 """Latent weights in rows over several ranks: the course, the bits and the checkpoints of one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from signal import SIGTERM, raise_signal
 
@@ -79,11 +80,13 @@ def test_a_run_goes_on_divided_or_not_on_any_number_of_ranks(place, alone, tmp_p
     for size, is_sharded, stop in stages:
 
         def stopped(ranks: Ranks, is_sharded: bool = is_sharded, stop: int = stop) -> dict:
-            def stop_there(trainer: Trainer) -> None:
-                if trainer.step == stop - 1 and ranks.is_first:
-                    raise_signal(SIGTERM)
+            def stop_in(step: int) -> Callable[[Trainer], None]:
+                return lambda trainer: (
+                    trainer.step == step and ranks.is_first and raise_signal(SIGTERM)
+                )
 
-            before(Trainer, "_advance", stop_there)
+            before(Trainer, "_begin", stop_in(stop - 1))
+            before(Trainer, "_follow", stop_in(stop - 2))
             return train(place, out, resume=True, ranks=ranks, shard_latents=is_sharded)
 
         for found in run_ranks(size, stopped, tmp_path):
