@@ -115,14 +115,14 @@ def spoil_loss(trainer: Trainer) -> bool:
 
 def intervals(place: Path, values: dict[str, object], spoil: Spoil) -> float | None:
     """Logged steps from a spoilt value to the event; infinite without one, None without a place."""
-    real, is_spoilt = Trainer._advance, []
+    real, is_spoilt = Trainer._follow, []
 
     def spoiling(trainer: Trainer, *arguments: object) -> None:
+        real(trainer, *arguments)
         if trainer.step == SPOILT_AFTER:
             is_spoilt.append(spoil(trainer))
-        real(trainer, *arguments)
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(Trainer, "_advance", spoiling):
+    with tempfile.TemporaryDirectory() as folder, patch.object(Trainer, "_follow", spoiling):
         out = Path(folder, "run")
         try:
             train_student(settings(place, values), str(place / "student"), out, resume=False)

@@ -10,13 +10,11 @@ from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer
-from qat.nn.adapters import add_adapters
-from qat.nn.swap import to_latent
 from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.prepare import make_trainable
 from qat.train.run import Run
 from qat.train.start import TrainReport
 
@@ -58,13 +56,7 @@ def config(place: Path, **values: object) -> TrainConfig:
 def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     """A trainer at step 0, as `train_student` makes it."""
     model = load_model(str(student), device=config.device, dtype="fp32")
-    names = linears_in_scope(model.model, config.scope)
-    if "weights" in config.kinds:
-        to_latent(model.model, names, is_spread=config.shard_latents)
-    if "lora" in config.kinds:
-        add_adapters(model.model, names, config.lora_rank, config.seed)
-    by_kind = learnable(model.model, names, config.kinds)
-    optimizer = Optimizer(model.model, by_kind, config)
+    optimizer = make_trainable(model.model, config)
     cache, run = TeacherCache.open(config.cache_dir), Run(out)
     run.begin(config, str(student))
     judge = Judge(model, load_tokenizer(str(student)), cache, config)

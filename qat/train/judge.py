@@ -1,4 +1,11 @@
-"""Judges a student during training: on the cache's held-out split, and by a sample of its text."""
+"""Judges a student during training: on the cache's held-out split, and by a sample of its text.
+
+`Judged` says which held-out sequences judge a run, the same from the first evaluation to the last;
+`Judge` makes a verdict of them, `score` the one number in it that decides which student is best,
+and `CodeWatch` counts the codes that changed since the evaluation before.
+
+Shapes: N sequences, S positions.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -28,8 +35,14 @@ from qat.quant.pack import pack, unpack
 from qat.train.config import TrainConfig
 from qat.train.run import BEGIN_THERE, Run
 
+SAMPLE_TOKENS = 32
+"""Of the text that each evaluation generates: a line to read in a log."""
+LOOKED_AT = 2
+"""Sequences that sparse attention is looked at on, which costs what dense attention does."""
 CHUNK = 256
-"""Sequences that are read together."""
+"""Held-out sequences that are read together to find those that judge."""
+CODES_PREFIX = "codes."
+"""Of the names of a `CodeWatch`'s tensors in a checkpoint."""
 
 
 class Judged(NamedTuple):
@@ -153,11 +166,6 @@ def _end_of(mark: str) -> int:
     return int(mark.partition(":")[0])
 
 
-SAMPLE_TOKENS = 32
-LOOKED_AT = 2
-"""Sequences that sparse attention is looked at on, which costs what dense attention does."""
-
-
 class Judge:
     """Evaluates one student on the same held-out sequences every time.
 
@@ -233,9 +241,6 @@ def score(verdict: dict[str, object]) -> float:
     """
     found = (verdict[key] for key in ("kl_tail_nats", "sampled_ce_nats", "kd_nats"))
     return next(value for value in found if value is not None)
-
-
-CODES_PREFIX = "codes."
 
 
 class CodeWatch:

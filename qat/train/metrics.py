@@ -1,7 +1,8 @@
-"""The numbers of a run, a line of JSON for machines and a row of a table for spreadsheets.
+"""The numbers of a run: lines of JSON for machines, tables for spreadsheets, a summary at the end.
 
 The tables hold no fact of their own: they are made anew from `metrics.jsonl` whenever a run begins
-or goes on, then grow with it.
+or goes on, then grow with it. `metrics.json` says what a finished run came to, all of it read from
+the run's own files.
 """
 
 import csv
@@ -32,6 +33,8 @@ from qat.report.runs import NOTHING, token_count, wall_seconds
 FILES = {"train": TRAINING_CSV, "eval": VAL_CSV}
 LATER = {"train": (), "eval": ("codes_flipped_frac",)}
 """Columns that the first line does not have yet."""
+COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
+"""Facts of `run.json` that stand in the summary too."""
 NO_COLUMN = ("kind", "sample", "nsa_layers")
 
 
@@ -108,10 +111,6 @@ def _text(cells: Sequence[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()
-
-
-COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
-"""Facts of `run.json` that stand in the summary too."""
 
 
 def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:

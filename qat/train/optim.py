@@ -1,4 +1,7 @@
-"""Which parameters learn, and AdamW with a learning rate for each kind of them."""
+"""Which parameters learn, and AdamW with a learning rate for each kind of them.
+
+Beside the `Optimizer` stand the schedule of its rates and the scale of float16 losses.
+"""
 
 import math
 from collections.abc import Iterator
@@ -21,77 +24,6 @@ from qat.ranks import ALONE, Ranks
 from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import KINDS, TrainConfig
 
-DECAY_FRAC = 0.2
-
-
-def lr_share(
-    step: int,
-    max_steps: int,
-    *,
-    schedule: Literal["cosine", "constant", "wsd"],
-    warmup_steps: int,
-    min_ratio: float,
-) -> float:
-    """The learning rate of optimizer step `step` (from 0) as a share of its peak.
-
-    Rises linearly over `warmup_steps`; then `constant` stays at 1, `cosine` falls to `min_ratio` at
-    the end, and `wsd` (warm-up, stable, decay) stays at 1 and falls linearly over the last fifth.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "constant":
-        return 1.0
-    if schedule == "wsd":
-        decay_steps = max(1, round(DECAY_FRAC * max_steps))
-        done = max(0.0, 1 - (max_steps - 1 - step) / decay_steps)
-        return 1 - (1 - min_ratio) * done
-    done = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
-    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * done)) / 2
-
-
-START, GROWTH_INTERVAL = 2.0**16, 2000
-
-
-class LossScale:
-    """A power of two: halved when gradients overflow, doubled after 2000 steps in which none did.
-
-    The rule and numbers of `torch.amp.GradScaler`. That class reads every gradient once more to
-    look for overflow and asks the host whether to step; here the gradients' norm, which clipping
-    needs anyway, tells, and nothing leaves the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(START, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        """Since the scale changed last."""
-
-    def settle(self, norm: Tensor) -> Tensor:
-        """Set the next step's scale by this step's norm of gradients, before clipping.
-
-        Returns the norm that the trainer should see: zero where the step is skipped because it
-        overflowed and a lower scale is left to try.
-        """
-        has_overflowed = ~norm.isfinite()
-        is_hopeless = self.scale <= 1
-        grown = self.good_steps + 1
-        is_due = grown >= GROWTH_INTERVAL
-        raised = torch.where(is_due, self.scale * 2, self.scale)
-        lowered = (self.scale / 2).clamp(min=1)
-        # in place: a captured graph multiplies by this very tensor
-        self.scale.copy_(torch.where(has_overflowed, lowered, raised))
-        self.good_steps.copy_(torch.where(has_overflowed | is_due, 0, grown))
-        return torch.where(has_overflowed & ~is_hopeless, 0.0, norm)
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
-        return {"loss_scale.scale": self.scale, "loss_scale.good_steps": self.good_steps}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state`."""
-        for name, tensor in self.state().items():
-            tensor.copy_(state[name])
-
-
 KIND_OF = {
     "weight": "weights",
     "codebook": "codebook",
@@ -104,6 +36,10 @@ FORGOTTEN, LATE = 2.0**-24, 2**24
 LEAST_SHARE = 2.0**-64
 """Of a peak learning rate, where steps are compiled: rates that are zero would all be one constant,
 and the step another graph. It moves no weight by what float32 would keep."""
+DECAY_FRAC = 0.2
+"""The share of a run's steps over which `wsd` falls: the last fifth."""
+START, GROWTH_INTERVAL = 2.0**16, 2000
+"""The loss scale's first value and the good steps before it doubles, as `torch.amp.GradScaler`."""
 NSA_PART = ".nsa."
 """In the name of every parameter that sparse attention adds: gates and pooling weights."""
 
@@ -248,7 +184,8 @@ class Optimizer:
         size = self.sizes[name]
         # AdamW multiplies the decay by the learning rate, which here holds the size
         decay = self._config.weight_decay / size if kind == "weights" else 0.0
-        return Learner(self.parameters[name], _peak(kind, self._config) * size, decay)
+        rate = self._config.lr if kind == "weights" else getattr(self._config, f"lr_{kind}")
+        return Learner(self.parameters[name], rate * size, decay)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """What to call `backward` on: `loss`, scaled if gradients pass through float16."""
@@ -414,10 +351,6 @@ class Optimizer:
             self.loss_scale.load(state)
 
 
-def _peak(kind: str, config: TrainConfig) -> float:
-    return config.lr if kind == "weights" else getattr(config, f"lr_{kind}")
-
-
 def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
     """How large each learnable tensor is: what its learning rate is relative to.
 
@@ -439,3 +372,68 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
 
     kinds = by_kind.items()
     return {name: size_of.get(kind, own)(name) for kind, names in kinds for name in names}
+
+
+def lr_share(
+    step: int,
+    max_steps: int,
+    *,
+    schedule: Literal["cosine", "constant", "wsd"],
+    warmup_steps: int,
+    min_ratio: float,
+) -> float:
+    """The learning rate of optimizer step `step` (from 0) as a share of its peak.
+
+    Rises linearly over `warmup_steps`; then `constant` stays at 1, `cosine` falls to `min_ratio` at
+    the end, and `wsd` (warm-up, stable, decay) stays at 1 and falls linearly over the last fifth.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    if schedule == "wsd":
+        decay_steps = max(1, round(DECAY_FRAC * max_steps))
+        done = max(0.0, 1 - (max_steps - 1 - step) / decay_steps)
+        return 1 - (1 - min_ratio) * done
+    done = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * done)) / 2
+
+
+class LossScale:
+    """A power of two: halved when gradients overflow, doubled after 2000 steps in which none did.
+
+    The rule and numbers of `torch.amp.GradScaler`. That class reads every gradient once more to
+    look for overflow and asks the host whether to step; here the gradients' norm, which clipping
+    needs anyway, tells, and nothing leaves the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.tensor(START, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        """Since the scale changed last."""
+
+    def settle(self, norm: Tensor) -> Tensor:
+        """Set the next step's scale by this step's norm of gradients, before clipping.
+
+        Returns the norm that the trainer should see: zero where the step is skipped because it
+        overflowed and a lower scale is left to try.
+        """
+        has_overflowed = ~norm.isfinite()
+        is_hopeless = self.scale <= 1
+        grown = self.good_steps + 1
+        is_due = grown >= GROWTH_INTERVAL
+        raised = torch.where(is_due, self.scale * 2, self.scale)
+        lowered = (self.scale / 2).clamp(min=1)
+        # in place: a captured graph multiplies by this very tensor
+        self.scale.copy_(torch.where(has_overflowed, lowered, raised))
+        self.good_steps.copy_(torch.where(has_overflowed | is_due, 0, grown))
+        return torch.where(has_overflowed & ~is_hopeless, 0.0, norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps."""
+        return {"loss_scale.scale": self.scale, "loss_scale.good_steps": self.good_steps}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state`."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])

@@ -12,18 +12,14 @@ from qat.backend import device as backends
 from qat.data.batch import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
-from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.source import resolve
 from qat.models.stored_state import packed_state_dict
-from qat.nn.adapters import add_adapters
 from qat.nn.step import form_weights
-from qat.nn.swap import to_latent
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig
 from qat.train.judge import CodeWatch, Judge
-from qat.train.optim import Optimizer, learnable, linears_in_scope
-from qat.train.prepare import open_teacher
+from qat.train.prepare import make_trainable, open_teacher
 from qat.train.step import EAGER_STEPS, TrainingStep
 
 WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
@@ -101,7 +97,7 @@ def _measure(
 ) -> Prediction:
     backend = backends.select(config.device)
     model = load_model(student, device=config.device, dtype="fp32")
-    optimizer = _optimizer(model, config, ranks)
+    optimizer = make_trainable(model.model, config, ranks=ranks)
     take_step = TrainingStep(model, optimizer, config, open_teacher(config, cache))
     try:
         backend.reset_peak_memory()
@@ -129,16 +125,6 @@ def _measure(
         attention="" if backend.fixed_shapes() else model.attention(cache.sequence_length, dtype),
         fallback=take_step.fallback,
     )
-
-
-def _optimizer(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> Optimizer:
-    names = linears_in_scope(model.model, config.scope, config.kinds)
-    if "weights" in config.kinds:
-        to_latent(model.model, names, ranks)
-    if "lora" in config.kinds:
-        add_adapters(model.model, names, config.lora_rank, config.seed)
-    by_kind = learnable(model.model, names, config.kinds)
-    return Optimizer(model.model, by_kind, config, ranks=ranks)
 
 
 def _batches(config: TrainConfig, cache: TeacherCache, step: int) -> list[Batch]:

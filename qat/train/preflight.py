@@ -1,6 +1,7 @@
 """What speaks against a run before it begins: findings, the worst first.
 
-Everything here is arithmetic over settings and facts that `qat.train.preflight` gathered.
+`preflight` is arithmetic over the settings and a `Plan`; `examine` gathers the facts of that plan,
+and takes a few steps where time and memory matter; `refuse` stops a run that has errors.
 """
 
 import shutil
@@ -46,6 +47,10 @@ DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
 FAR_RATE, MOST_RATE = 10.0, 1.0
 """Learning rates are relative: a step at 1 moves a tensor by as much as it is large."""
 LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"
+USUAL_SHARE = 1 / 3
+"""Of a device's peak, for a first guess at how long a run takes."""
+REFUSED = {"cache", "eval_split"}
+"""Codes of errors that no run can go on in spite of."""
 GIB = 2**30
 
 
@@ -337,12 +342,6 @@ def _disk(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[F
     )
 
 
-USUAL_SHARE = 1 / 3
-"""Of a device's peak, for a first guess at how long a run takes."""
-REFUSED = {"cache", "eval_split"}
-"""Codes of errors that no run can go on in spite of."""
-
-
 class Checked(NamedTuple):
     """What the preflight found, and what it measured."""
 
@@ -374,11 +373,13 @@ def examine(
     resolved = check_dtype(divide(config, world))
     cache = open_cache(config.cache_dir)
     backend = backends.select(config.device)
+    where = out.resolve()
+    there = next(each for each in (where, *where.parents) if each.is_dir())
     plan = Plan(
         device=backend.name(),
         has_bf16=backend.has_bf16(),
         memory_gib=backend.memory_gib(),
-        free_bytes=shutil.disk_usage(_existing(out)).free,
+        free_bytes=shutil.disk_usage(there).free,
         train_sequences=cache.num_sequences("train"),
         held_out_sequences=cache.num_sequences("held_out"),
         sequence_length=cache.sequence_length,
@@ -484,9 +485,3 @@ def _sparse_plan(student: str, length: int, backend: backends.Backend) -> Sparse
         device=backend.device,
     )
     return SparsePlan(config.reach, config.mode != "merged", route.backend, route.reason)
-
-
-def _existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that is there."""
-    path = path.resolve()
-    return next(each for each in (path, *path.parents) if each.is_dir())

@@ -1,11 +1,65 @@
-"""What a student is taught by: a cache, and a float teacher beside it if the settings name one."""
+"""Makes ready who learns and who teaches: a student whose parameters may move, and its teacher.
+
+The teacher is a cache, and a float model beside it if the settings name one.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher, model_identity
+from qat.nn.adapters import add_adapters
+from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.step import quant_linears
+from qat.nn.swap import to_latent
+from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
+from qat.train.optim import Optimizer, learnable, linears_in_scope
+
+
+def make_trainable(
+    model: PreTrainedModel,
+    config: TrainConfig,
+    *,
+    ranks: Ranks = ALONE,
+    state: dict[str, Tensor] | None = None,
+) -> Optimizer:
+    """Let the parameters that the settings name learn, all others stand; gives what moves them.
+
+    Frozen codes in scope become latent weights where weights learn, and get an adapter where `lora`
+    does; neither changes the function. With `shard_latents` each of the `ranks`, or of the devices
+    of one process, holds some rows of the latent weights.
+
+    Args:
+        model: a packed student, in float32.
+        config: the run's, with its dtype resolved.
+        ranks: who takes each step together.
+        state: the tensors of a checkpoint's trainer (`load_training_state`) to go on from; without
+            them the generators of random numbers begin at the settings' seed.
+
+    Raises:
+        ConfigError: nothing in scope can learn what the settings name.
+        CheckpointError: two levels of a codebook are too close for a latent weight.
+    """
+    names = linears_in_scope(model, config.scope, config.kinds)
+    if "weights" in config.kinds:
+        sharers = ranks if config.shard_latents else ALONE
+        to_latent(model, names, sharers, is_spread=config.shard_latents)
+    if "lora" in config.kinds:
+        add_adapters(model, names, config.lora_rank, config.seed)
+    by_kind = learnable(model, names, config.kinds)
+    if state is None:
+        torch.manual_seed(config.seed)
+        return Optimizer(model, by_kind, config, ranks=ranks)
+    for name, linear in quant_linears(model).items():
+        codebook = state.get(f"parameter.{name}.codebook")
+        if codebook is not None and isinstance(linear, FrozenLutLinear):
+            linear.index_by_(codebook)
+    return Optimizer(model, by_kind, config, state, ranks=ranks)
 
 
 def check_batch(config: TrainConfig, cache: TeacherCache) -> None:

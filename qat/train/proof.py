@@ -1,4 +1,9 @@
-"""Proof that a checkpoint holds what was meant: compared as it is written, hashed ever after."""
+"""Proof that a run's numbers are numbers, and that a checkpoint holds what was meant.
+
+A quantizer gives NaN a level like any other weight, so a student whose latent weights are NaN has a
+finite loss and finite gradients: only a look at what learns and at what moves it tells. A
+checkpoint is compared with memory as it is written, and hashed ever after.
+"""
 
 import json
 import os
@@ -14,6 +19,12 @@ from torch import Tensor
 from qat.errors import CheckpointError
 from qat.files import sha256_file, sync
 from qat.logs import STATE_TENSORS
+
+STATE = "trainer/state.json"
+MANIFEST = "trainer/manifest.json"
+FORMAT = 1
+NEEDED = ("config.json", STATE, STATE_TENSORS)
+"""Files that no checkpoint of a run lacks, beside those of its weights."""
 
 
 def trouble(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -40,13 +51,6 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
             count = (~tensor.detach().isfinite()).sum().item()
             return f"{name}: {count:,} of {tensor.numel():,} values are NaN or infinite"
     return None
-
-
-STATE = "trainer/state.json"
-MANIFEST = "trainer/manifest.json"
-FORMAT = 1
-NEEDED = ("config.json", STATE, STATE_TENSORS)
-"""Files that no checkpoint of a run lacks, beside those of its weights."""
 
 
 def prove(directory: Path, *written: dict[str, Tensor]) -> None:

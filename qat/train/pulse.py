@@ -1,4 +1,8 @@
-"""The pulse of a run: what each rank tells of its steps, and who watches that they go on."""
+"""The pulse of a run: what each rank tells of its steps, and who watches that they go on.
+
+`Pulse` writes heartbeats and events. Its `Watchdog` looks on from a thread of its own: it writes
+events, warns once of each, and dumps stacks; nothing that it does changes the run.
+"""
 
 import faulthandler
 import logging
@@ -28,6 +32,11 @@ from qat.ranks import Ranks
 from qat.track.tail import Tail
 from qat.train.config import TrainConfig
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RECENT = 512
+"""Most steps over which a quantile is taken."""
 LOOK_S, SAMPLE_S = 1.0, 10.0
 """Between looks at the steps and the clocks; at the device and the other ranks, which take ms."""
 FIRST_STEP, PAUSE = 3, 10
@@ -272,13 +281,6 @@ class Watchdog:
             logger.warning("no stacks in %s: %s", self._stacks, error.strerror)
 
 
-logger = logging.getLogger(__name__)
-
-RECENT = 512
-"""Most steps over which a quantile is taken."""
-T = TypeVar("T")
-
-
 class Pulse:
     """The heartbeat and the events of one rank; its watchdog lives inside the block.
 
@@ -448,9 +450,9 @@ class Pulse:
         held, reserved = self._backend.held_memory_gib(), self._backend.reserved_memory_gib()
         return {
             "peak_gib": self._backend.peak_memory_gib(),
-            "mem_alloc_mib": _mib(held),
+            "mem_alloc_mib": None if held is None else held * 1024,
             "mem_alloc_gib": held,
-            "mem_reserved_mib": _mib(reserved),
+            "mem_reserved_mib": None if reserved is None else reserved * 1024,
             "host_rss_mib": self._process.memory_info().rss / 2**20,
         }
 
@@ -497,10 +499,6 @@ def _p50_p95(name: str, seconds: Collection[float]) -> dict[str, float | None]:
 
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _mib(gib: float | None) -> float | None:
-    return None if gib is None else gib * 1024
 
 
 def _now() -> str:

@@ -1,7 +1,8 @@
-"""Saves a run while it goes on: a copy in host memory first, then files on a thread behind.
+"""Saves a run while it goes on, and finds the checkpoint that a run which was stopped goes on from.
 
-A checkpoint has its name, and the pointers name it, only when its files have been read back and
-hold what was meant.
+Saving makes a copy in host memory first, then files on a thread behind. A checkpoint has its name,
+and the pointers name it, only when its files have been read back and hold what was meant; where
+they were damaged later, the newest one that is whole takes its place.
 """
 
 import json
@@ -36,7 +37,10 @@ from qat.train.optim import Optimizer
 from qat.train.proof import FORMAT, STATE, STATE_TENSORS, problem, prove, read_state
 from qat.train.run import Run
 
+logger = logging.getLogger(__name__)
+
 MODEL = "model."
+"""Of the names of the model's tensors beside those of the trainer, in memory only."""
 
 
 class _Copy(NamedTuple):
@@ -142,9 +146,7 @@ class Saver:
         still = {name: tensor for name, tensor in own.items() if name not in learning}
         missing = self._kept.missing(still)
         if missing:
-            elsewhere = {
-                name: tensor for name, tensor in missing.items() if not _is_on_host(tensor)
-            }
+            elsewhere = {n: tensor for n, tensor in missing.items() if tensor.device.type != "cpu"}
             copies, copying = self._backend.copied_to_host(elsewhere)
             copying.wait()
             self._kept.keep(missing, missing | copies)
@@ -187,13 +189,6 @@ class Saver:
         for name, tensor in tensors.items():
             (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
         return stored_state(self._student.model, raw), state
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):

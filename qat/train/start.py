@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -26,18 +25,15 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, model_identity, state_identity
 from qat.models.source import CHECKPOINTS
-from qat.nn.adapters import add_adapters
-from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
-from qat.nn.swap import to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig, divide
 from qat.train.judge import CODES_PREFIX, Judge, Judged, cache_facts, holds_more, same_judged
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
-from qat.train.optim import Optimizer, learnable, linears_in_scope, lr_share
-from qat.train.prepare import check_batch, check_losses, open_teacher
+from qat.train.optim import Optimizer, lr_share
+from qat.train.prepare import check_batch, check_losses, make_trainable, open_teacher
 from qat.train.proof import not_finite
 from qat.train.run import Run, git_commit, versions
 from qat.train.saver import Choice, best_of, choose, load_training_state
@@ -368,15 +364,8 @@ def _prepare(
     model: LanguageModel, config: TrainConfig, checkpoint: Path | None, ranks: Ranks
 ) -> _Begin:
     """Make the wished parameters learn, and find out where the run stands."""
-    backend = backends.select(config.device)
-    names = linears_in_scope(model.model, config.scope, config.kinds)
-    if "weights" in config.kinds:
-        sharers = ranks if config.shard_latents else ALONE
-        to_latent(model.model, names, sharers, is_spread=config.shard_latents)
-    if "lora" in config.kinds:
-        add_adapters(model.model, names, config.lora_rank, config.seed)
-    by_kind = learnable(model.model, names, config.kinds)
     if checkpoint is None:
+        optimizer = make_trainable(model.model, config, ranks=ranks)
         if config.has_short_warm_up():
             logger.info(
                 "warm-up: %d %s, a tenth of %d (--warmup-steps sets another)",
@@ -384,18 +373,12 @@ def _prepare(
                 "step" if config.warmup_steps == 1 else "steps",
                 config.max_steps,
             )
-        torch.manual_seed(config.seed)
-        optimizer = Optimizer(model.model, by_kind, config, ranks=ranks)
         return _Begin(optimizer, 0, math.inf, {})
     tensors, facts = load_training_state(checkpoint)
-    for name, linear in quant_linears(model.model).items():
-        codebook = tensors.get(f"parameter.{name}.codebook")
-        if codebook is not None and isinstance(linear, FrozenLutLinear):
-            linear.index_by_(codebook)
+    optimizer = make_trainable(model.model, config, ranks=ranks, state=tensors)
     generators = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
-    backend.set_rng_state(generators)
+    backends.select(config.device).set_rng_state(generators)
     logger.info("going on from %s", checkpoint)
-    optimizer = Optimizer(model.model, by_kind, config, tensors, ranks=ranks)
     codes = {name: tensor for name, tensor in tensors.items() if name.startswith(CODES_PREFIX)}
     return _Begin(optimizer, facts["step"], facts["best"], codes)
 
