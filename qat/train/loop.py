@@ -5,8 +5,7 @@ It asks for batches ahead of time, takes steps, and every so often logs, judges 
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -72,6 +71,10 @@ class Trainer:
         self.best = math.inf
         self.skipped: list[str] = []
         """Damaged checkpoints that were newer than the one the run goes on from."""
+        self._metrics: Metrics | None
+        """The numbers of the run, on its first rank; there while it trains."""
+        self._pulse: Pulse
+        """What this rank tells of its steps; there while it trains."""
 
     def train(self) -> None:
         """Run until `max_steps`, from wherever the run stands.
@@ -80,15 +83,12 @@ class Trainer:
             TrainingError: the loss is not finite; the last good checkpoint is kept.
             Stopped: somebody asked for it; the checkpoint of this very step is there.
         """
-        metrics = Metrics(self.run.path) if self.ranks.is_first else None
+        self._metrics = Metrics(self.run.path) if self.ranks.is_first else None
         for line in self._intention():
             logger.info("%s", line)
-        pulse = Pulse(
-            self.run.path,
-            self.backend,
-            self.ranks,
-            config=self.config,
-            flops_share=self._flops_share(),
+        share = self._flops_share()
+        self._pulse = Pulse(
+            self.run.path, self.backend, self.ranks, config=self.config, flops_share=share
         )
         steps = range(self.step, self.config.max_steps)
         stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead())
@@ -97,18 +97,21 @@ class Trainer:
                 progress("training", self.config.max_steps, "steps", done=self.step) as ticker,
                 closing(stream),
                 self.stops,
-                pulse,
+                self._pulse,
                 self.saver,
             ):
-                self._begin(metrics, pulse)
-                with _failures_told(pulse):
-                    for batches in pulse.timed(stream):
+                self._begin()
+                try:
+                    for batches in self._pulse.timed(stream):
                         result = self.take_step(batches, self.step, stop=self.stops.wanted())
-                        self._follow(result, metrics, pulse, ticker)
+                        self._follow(result, ticker)
                     self.saver.finish()
+                except CheckpointError as error:  # a save behind could not be written
+                    self._pulse.event("save_failed", error=str(error))
+                    raise
         finally:
-            if metrics is not None:
-                metrics.close()
+            if self._metrics is not None:
+                self._metrics.close()
             self.take_step.close()
 
     def _intention(self) -> list[str]:
@@ -130,20 +133,20 @@ class Trainer:
             f"over the {count:,} sequences of {self.cache.directory}",
         ]
 
-    def _begin(self, metrics: Metrics | None, pulse: Pulse) -> None:
+    def _begin(self) -> None:
         """Compile, judge the untrained student, or tell that the run goes on."""
-        with pulse.pause():
+        with self._pulse.pause():
             self._warm_up()
         if self.step == 0:
-            with pulse.pause():
-                self._evaluate(metrics, pulse)
+            with self._pulse.pause():
+                self._evaluate()
         else:
-            pulse.event("resumed", step=self.step, world_size=self.ranks.size)
+            self._pulse.event("resumed", step=self.step, world_size=self.ranks.size)
             if self.step == self.config.max_steps and math.isinf(self.best):
-                with pulse.pause():  # the best was lost, and no step is left to seek it anew
-                    self._evaluate(metrics, pulse)
+                with self._pulse.pause():  # the best was lost, and no step is left to seek it anew
+                    self._evaluate()
         for name in self.skipped:
-            pulse.event("fallback_checkpoint", step=self.step, damaged=name)
+            self._pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 
     def _warm_up(self) -> None:
         """Compile the step before the first one, where that takes long."""
@@ -171,26 +174,24 @@ class Trainer:
         peak = None if device is None else device.peak_flops(config.dtype)
         return None if peak is None else flops / peak
 
-    def _follow(
-        self, result: StepResult, metrics: Metrics | None, pulse: Pulse, ticker: Ticker
-    ) -> None:
+    def _follow(self, result: StepResult, ticker: Ticker) -> None:
         """What is due after a step: count it, log, judge and save, or stop."""
         self.step += 1
-        pulse.stepped(self.step, result.positions, result.grad_norm)
+        self._pulse.stepped(self.step, result.positions, result.grad_norm)
         is_logged = self._is_due(self.config.log_every)
         is_pause = self._is_due(self.config.eval_every, self.config.save_every)
         if is_logged or is_pause:
             said = self._read(result)
-            self._check_finite(said, pulse)
+            self._check_finite(said)
         if is_logged:
-            ticker.note(self._log(metrics, pulse, said))
+            ticker.note(self._log(said))
         ticker.advance()
         if is_pause:
-            with pulse.pause():
-                self._pause(metrics, pulse)
+            with self._pulse.pause():
+                self._pause()
         if self.take_step.agreed_stop() and self.step < self.config.max_steps:
-            with pulse.pause():
-                self._stop(result, pulse)
+            with self._pulse.pause():
+                self._stop(result)
 
     def _is_due(self, *periods: int) -> bool:
         """Whether this step is the last one, or a multiple of a period that is not 0."""
@@ -213,11 +214,11 @@ class Trainer:
         means = {f"{k}_nats": part / count for k, part in zip(result.sums, sums, strict=True)}
         return _Said(means, valid, norm, math.isfinite(means["loss_nats"] + trouble))
 
-    def _log(self, metrics: Metrics | None, pulse: Pulse, said: "_Said") -> str:
+    def _log(self, said: "_Said") -> str:
         """Write the step's lines; returns what the progress line shows."""
         means = said.means
-        if metrics is not None:
-            metrics.write(
+        if self._metrics is not None:
+            self._metrics.write(
                 kind="train",
                 step=self.step,
                 **means,
@@ -225,7 +226,7 @@ class Trainer:
                 lr_share=self.optimizer.lr_share(self.step - 1),
                 valid_tokens=said.valid_tokens,
             )
-        tokens_per_s = pulse.beat(
+        tokens_per_s = self._pulse.beat(
             self.step,
             loss_nats=means["loss_nats"],
             grad_norm=said.grad_norm,
@@ -233,14 +234,14 @@ class Trainer:
         )
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
 
-    def _pause(self, metrics: Metrics | None, pulse: Pulse) -> None:
+    def _pause(self) -> None:
         """Evaluate and save where they are due; a best student is always saved."""
-        is_best = self._is_due(self.config.eval_every) and self._evaluate(metrics, pulse)
+        is_best = self._is_due(self.config.eval_every) and self._evaluate()
         if is_best or self._is_due(self.config.save_every):
             check_alike(self.optimizer.replicated(), self.step, self.ranks)
             self.saver.save(self.step, self.best, is_best=is_best)
 
-    def _evaluate(self, metrics: Metrics | None, pulse: Pulse) -> bool:
+    def _evaluate(self) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.
 
         All ranks form the weights; the first judges, and the others wait for its number.
@@ -248,32 +249,34 @@ class Trainer:
         form_weights(self.student.model, self.dtype)
         with self.backend.waiting_for("the evaluation"):
             flipped = self.codes.flipped_frac()
-            verdict = self.judge.verdict(self.dtype) if metrics is not None else {}
+            verdict = self.judge.verdict(self.dtype) if self._metrics is not None else {}
         now = math.inf
-        if metrics is not None:
+        if self._metrics is not None:
             if flipped is not None:
                 verdict["codes_flipped_frac"] = flipped
-            metrics.write(kind="eval", step=self.step, **verdict)
+            self._metrics.write(kind="eval", step=self.step, **verdict)
             numbers = (f"{k} {v:.4f}" for k, v in verdict.items() if isinstance(v, float))
             logger.info("step %d, held out: %s", self.step, "  ".join(numbers))
             now = score(verdict)
         now = self.ranks.copy_from_first(torch.tensor(now, dtype=torch.float64)).item()
         if math.isnan(now):
-            pulse.event("not_finite", step=self.step, loss_nats=now, which="the held-out loss")
+            self._pulse.event(
+                "not_finite", step=self.step, loss_nats=now, which="the held-out loss"
+            )
             self._give_up(f"the held-out loss after step {self.step} is NaN")
         is_best = self.step > 0 and now < self.best
         if is_best:
             self.best = now
         return is_best
 
-    def _stop(self, result: StepResult, pulse: Pulse) -> None:
+    def _stop(self, result: StepResult) -> None:
         """Save, and end the run with who wanted it."""
-        self._check_finite(self._read(result), pulse)
+        self._check_finite(self._read(result))
         if self.saver.saved != self.step:
             self.saver.save(self.step, self.best, is_best=False)
         self.saver.finish()
         wish = self.stops.wanted() or "another rank"
-        pulse.event("halted" if wish == HALT else "signal", step=self.step, wish=wish)
+        self._pulse.event("halted" if wish == HALT else "signal", step=self.step, wish=wish)
         if self.ranks.is_first:
             self.stops.obeyed()
         raise Stopped(
@@ -282,12 +285,12 @@ class Trainer:
             EXIT_CODES.get(wish, 1),
         )
 
-    def _check_finite(self, said: "_Said", pulse: Pulse) -> None:
+    def _check_finite(self, said: "_Said") -> None:
         if said.is_finite:
             return
         loss = said.means["loss_nats"]
         which = not_finite(self.take_step.numbers())
-        pulse.event("not_finite", step=self.step, loss_nats=loss, which=which)
+        self._pulse.event("not_finite", step=self.step, loss_nats=loss, which=which)
         found = f"loss {loss:.4g}, gradient norm {said.grad_norm:.4g}"
         self._give_up(
             f"not every loss, gradient, weight and moment up to step {self.step} is finite (there: "
@@ -314,13 +317,3 @@ class _Said(NamedTuple):
     grad_norm: float
     is_finite: bool
     """Every loss and gradient up to this step, and all that the run is made of after it."""
-
-
-@contextmanager
-def _failures_told(pulse: Pulse) -> Iterator[None]:
-    """A block of steps; that a save could not be written is an event too."""
-    try:
-        yield
-    except CheckpointError as error:
-        pulse.event("save_failed", error=str(error))
-        raise

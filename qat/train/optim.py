@@ -21,7 +21,7 @@ from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import role_of
 from qat.quant.weight import SCALE_NAMES, rms
 from qat.ranks import ALONE, Ranks
-from qat.train.adamw import Learner, Mover, StochasticAdamW, TorchAdamW
+from qat.train.adamw import EightBitAdamW, Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import KINDS, TrainConfig
 
 KIND_OF = {
@@ -167,8 +167,6 @@ class Optimizer:
         latents = {name: rest[name] for name in by_kind.get("weights", ())}
         movers: list[Mover] = []
         if latents and config.optimizer == "adamw8bit":
-            from qat.train.adamw8bit import EightBitAdamW
-
             movers.append(EightBitAdamW(latents, config, may_overflow=has_scale))
         elif latents and config.latent_dtype == "bf16":
             part = self.ranks.rank if self.sharded else 0

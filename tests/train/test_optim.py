@@ -334,7 +334,6 @@ def test_eight_bits_hold_the_moments_of_large_latents(tmp_path) -> None:
 
 
 def test_without_torchao(tmp_path, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "qat.train.adamw8bit", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_NoTorchao(), *sys.meta_path])
