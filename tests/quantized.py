@@ -5,9 +5,7 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.nn.frozen_lut_linear import FrozenLutLinear
-from qat.nn.lut_linear import LutLinear
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec

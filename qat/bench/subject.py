@@ -12,7 +12,7 @@ from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
 from qat.nn.adapters import add_adapters
-from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import LutLinear
 from qat.nn.swap import to_latent
 from qat.ranks import ALONE, Ranks
 from qat.train.config import StepConfig, TrainConfig

@@ -27,10 +27,9 @@ from qat.models.cost import (
     whole_model_bits,
 )
 from qat.models.language_model import LanguageModel
-from qat.models.regions import matmul_precision
-from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.models.precision import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
 from qat.quant.aim import aim_all
 from qat.quant.error_feedback import fit_all_to_inputs

@@ -20,9 +20,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qat.errors import CheckpointError, ConfigError
 from qat.models.directory import check_checksums
 from qat.models.stored_state import quantized_modules, weight_parts
-from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora

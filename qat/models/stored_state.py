@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.lut_linear import LutLinear
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.quant.pack import pack, unpack
 from qat.quant.weight import (

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.nn.formed import room_for
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import QuantLinear, room_for
 
 
 class JoinedLinears(nn.Module):

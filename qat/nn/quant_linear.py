@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form, pull_back
-from qat.nn.formed import room_for
 from qat.quant.lora import (
     LORA_NAMES,
     Lora,
@@ -21,9 +20,47 @@ from qat.quant.lora import (
     random_lora,
     round_lora,
 )
-from qat.quant.pack import Packed
+from qat.quant.pack import Packed, pack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import SCALE_NAMES, QuantizedWeight, Scales, round_levels, round_scales
+from qat.quant.weight import (
+    SCALE_NAMES,
+    QuantizedWeight,
+    Scales,
+    expand_scales,
+    latent_indices,
+    rms,
+    round_levels,
+    round_scales,
+)
+from qat.ranks import Ranks
+
+
+def room_for(
+    old: Tensor | None,
+    like: Tensor,
+    shape: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    take_gradient: Callable[[Tensor], None] | None,
+) -> Tensor:
+    """Where to write a weight: `old` again where it fits, so that its address stays, or a new one.
+
+    With `take_gradient` the weight requires a gradient, which goes there as soon as it is complete
+    and is freed before another weight's; None if nothing behind the weight learns.
+    """
+    learns = take_gradient is not None
+    kind = (shape, dtype, like.device, learns)
+    if old is not None and (tuple(old.shape), old.dtype, old.device, old.requires_grad) == kind:
+        return old
+    room = torch.empty(shape, dtype=dtype, device=like.device, requires_grad=learns)
+    if learns:
+
+        def hand_on(weight: Tensor) -> None:
+            dW, weight.grad = weight.grad, None
+            take_gradient(dW)
+
+        room.register_post_accumulate_grad_hook(hand_on)
+    return room
 
 
 class QuantLinear(nn.Module):
@@ -249,3 +286,130 @@ class _FormedWeight(torch.autograd.Function):
         wanted = [name for name, is_needed in zip(ctx.names, needed, strict=True) if is_needed]
         gradients = ctx.linear.pulled_back(dW, wanted)
         return None, None, None, *(gradients.get(name) for name in ctx.names)
+
+
+class FrozenLutLinear(QuantLinear):
+    """The form of a checkpoint: `bits` bits per index in memory, a fraction of a latent weight."""
+
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
+        super().__init__(quantized, bias, spec)
+        self.register_buffer("packed", pack(quantized.indices, spec.bits))
+
+    @torch.no_grad()
+    def index_by_(self, codebook: Tensor) -> None:
+        """Rename the indices for levels that lie in another order than the ascending, stored one.
+
+        Training may carry one level past another; a checkpoint ranks them anew, and a run that goes
+        on from it needs them as they lay. The caller puts `codebook` in place.
+        """
+        order = codebook.argsort(stable=True).to(self.packed.device, torch.uint8)
+        self.packed.copy_(pack(order[self.indices().int()], self.spec.bits))
+
+    def source(self) -> Packed:
+        """The packed indices."""
+        return Packed(self.packed, self.spec.bits, self.in_features)
+
+    def indices(self) -> Tensor:
+        """The stored index of each weight: `(O, I)` uint8."""
+        return self.source().indices()
+
+
+class LutLinear(QuantLinear):
+    """Codes follow a latent weight; forward uses only weights that the exported model can hold.
+
+    The latent weight keeps the dtype that it is given, float32 or bfloat16. Backward passes the
+    gradient of the quantized weight to `weight` unchanged (straight-through
+    estimator, arXiv:1308.3432) and the exact gradient to `codebook` and the scales.
+    """
+
+    def __init__(
+        self, weight: Tensor, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec
+    ) -> None:
+        super().__init__(quantized, bias, spec)
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def source(self) -> Tensor:
+        """The latent weight."""
+        return self.weight.detach()
+
+    @torch.no_grad()
+    def indices(self) -> Tensor:
+        """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
+        S = expand_scales(round_scales(self._source_scales()), self.in_features)
+        return latent_indices(self.weight, S, self.levels())
+
+    @torch.no_grad()
+    def latent_size(self) -> float:
+        """The natural size of the latent weight: its root mean square."""
+        return rms(self.weight)
+
+    def weight_parameters(self) -> dict[str, nn.Parameter]:
+        """The latent weight, the codebook and the scales, by name."""
+        return {"weight": self.weight, **super().weight_parameters()}
+
+    def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
+        """As for any quantized linear; the latent weight gets `dW` itself."""
+        straight_through = {"weight": dW} if "weight" in wanted else {}
+        return straight_through | super().pulled_back(dW, wanted)
+
+
+BY_ROW = ("scales", "scale_out")
+"""Parts of the scale with a row for each row of the weight."""
+
+
+class ShardedLutLinear(LutLinear):
+    """Its `weight` is this rank's rows of the latent weight; it computes with the whole.
+
+    Every rank forms its rows and gathers those of the others: what travels is `W` in the dtype that
+    it is formed in, the same bits as one process would form. `dW` is summed to the rank that holds
+    its rows and pulled back there, so the gradients of codebook and scales, which every rank holds
+    whole, are sums over all ranks still to be taken. What forms, pulls back or asks for codes is
+    called by all ranks together.
+    """
+
+    def __init__(
+        self,
+        whole: Tensor,
+        quantized: QuantizedWeight,
+        bias: Tensor | None,
+        spec: LutSpec,
+        *,
+        ranks: Ranks,
+    ) -> None:
+        self.rows = ranks.rows(len(whole))
+        super().__init__(whole[self.rows], quantized, bias, spec)
+        self.ranks = ranks
+        self._latent_size = rms(whole)
+
+    def latent_size(self) -> float:
+        """The root mean square that the whole latent weight began with."""
+        return self._latent_size
+
+    def weight_count(self) -> int:
+        """Weights of all ranks together."""
+        return self.out_features * self.in_features
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """All O rows of what this rank holds `rows` of."""
+        return self.ranks.gather_rows(rows, self.out_features)
+
+    def indices(self) -> Tensor:
+        """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
+        return self.whole(super().indices())
+
+    def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
+        """This rank's part: rows of the latent weight, and addends of whatever else is `wanted`."""
+        gradients = super().pulled_back(self.ranks.sum_rows(dW), wanted)
+        for name in gradients.keys() & set(BY_ROW):
+            addend = torch.zeros_like(self.get_parameter(name))
+            addend[self.rows] = gradients[name]
+            gradients[name] = addend
+        return gradients
+
+    def _source_scales(self) -> Scales:
+        whole = super()._source_scales()
+        mine = {name: t[self.rows] for name, t in whole.present().items() if name in BY_ROW}
+        return whole._replace(**mine)
+
+    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return self.ranks.gather_rows(super()._form(dtype), self.out_features, out)

@@ -12,11 +12,8 @@ from torch import nn
 
 from qat.backend.device import on
 from qat.errors import CheckpointError
-from qat.nn.frozen_lut_linear import FrozenLutLinear
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
-from qat.nn.lut_linear import LutLinear
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.sharded_lut_linear import ShardedLutLinear
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight, dequantize

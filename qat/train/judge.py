@@ -27,7 +27,7 @@ from qat.generate.text import generate_text
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
-from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears
 from qat.nsa.health import attention_health, health_numbers
 from qat.nsa.swap import nsa_modules

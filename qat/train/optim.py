@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qat.backend import device as backend
 from qat.errors import ConfigError
-from qat.nn.sharded_lut_linear import ShardedLutLinear
+from qat.nn.quant_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.nsa.fit import natural_size
 from qat.quant.lora import LORA_NAMES

@@ -15,7 +15,7 @@ from qat.anemll.checkpoint import import_checkpoint
 from qat.cli import run_verb
 from qat.errors import ExportError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import replace_module
 from qat.quant.lora import Lora

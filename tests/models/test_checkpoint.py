@@ -27,8 +27,7 @@ from qat.models.checkpoint import (
 )
 from qat.models.directory import CHECKSUMS, atomic_directory
 from qat.models.stored_state import packed_state_dict
-from qat.nn.frozen_lut_linear import FrozenLutLinear
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qat.nn.joined_linears import JoinedLinears
-from qat.nn.lut_linear import LutLinear
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import (
     form_moved_weights,
     form_weights,

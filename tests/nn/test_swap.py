@@ -8,8 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.errors import CheckpointError
-from qat.nn.frozen_lut_linear import FrozenLutLinear
-from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import (
     ascending,

@@ -16,8 +16,7 @@ from qat.evaluate.targets import to_targets
 from qat.logs import read_json_lines
 from qat.losses.formulas import loss_from_logits
 from qat.models.checkpoint import load_checkpoint
-from qat.nn.frozen_lut_linear import FrozenLutLinear
-from qat.nn.lut_linear import LutLinear
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear
 from qat.nn.step import quant_linears
 from qat.train.loop import Trainer
 

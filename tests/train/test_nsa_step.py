@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from train_case import config, make_trainer
 
 from qat.models.checkpoint import save_checkpoint
-from qat.nn.frozen_lut_linear import FrozenLutLinear
+from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import linear_names, replace_module
 
 TINY = {
