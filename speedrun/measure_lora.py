@@ -24,9 +24,8 @@ from qat.bench.student import quantize_at_random_
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections
 from qat.nn.adapters import add_adapters
-from qat.nn.joined_linears import JoinedLinears
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import form_weights, quant_linears
+from qat.nn.step import JoinedLinears, form_weights, quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.lora import LORA_NAMES, Lora
 from qat.quant.spec import PRESETS

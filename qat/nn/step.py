@@ -4,11 +4,75 @@
 each quantized linear pulls its own gradient back; `release_weights` when training ends.
 """
 
-import torch
-from torch import nn
+from collections.abc import Sequence
 
-from qat.nn.joined_linears import JoinedLinears
-from qat.nn.quant_linear import QuantLinear
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qat.nn.quant_linear import QuantLinear, room_for
+
+
+class JoinedLinears(nn.Module):
+    """Forms the weights of several linears into one matrix; they stay the owners of what learns.
+
+    Calling it equals calling each of them, side by side. One called alone uses the joined weight
+    while it is formed.
+    """
+
+    def __init__(self, linears: Sequence[QuantLinear]) -> None:
+        super().__init__()
+        self.linears = tuple(linears)  # a tuple: as submodules they would have a second name
+        self.sizes = [linear.out_features for linear in linears]
+        self.register_buffer("formed", None, persistent=False)
+        ends = torch.tensor(self.sizes).cumsum(0).tolist()
+        self._rows = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+        for linear, rows in zip(self.linears, self._rows, strict=True):
+            linear.join(self, rows)
+
+    def learns(self) -> bool:
+        """Whether anything that the weights are made of gets gradients."""
+        return any(linear.learns() for linear in self.linears)
+
+    @torch.no_grad()
+    def form_(self, dtype: torch.dtype) -> None:
+        """Write all weights for the coming forwards."""
+        first = self.linears[0]
+        self.formed = room_for(
+            self.formed,
+            first.codebook,
+            (sum(self.sizes), first.in_features),
+            dtype=dtype,
+            take_gradient=self._pull_back if self.learns() else None,
+        )
+        for linear, rows in zip(self.linears, self._rows, strict=True):
+            linear.quantized_weight(dtype, out=self.formed.detach()[rows])
+
+    def release_(self) -> None:
+        """Drop the formed weights."""
+        self.formed = None
+
+    def part(self) -> None:
+        """Let the linears go their own ways again."""
+        self.release_()
+        for linear in self.linears:
+            linear.join(None, slice(0))
+
+    def _pull_back(self, dW: Tensor) -> None:
+        for linear, rows in zip(self.linears, self._rows, strict=True):
+            linear.pull_back_(dW[rows])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`: what each linear gives, side by side."""
+        if self.formed is None:
+            return torch.cat([linear(x) for linear in self.linears], dim=-1)
+        biases = [linear.bias for linear in self.linears]
+        bias = None if biases[0] is None else torch.cat(biases).to(x.dtype)
+        return F.linear(x, self.formed, bias)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """`forward`'s result as one `(..., O_i)` for each linear."""
+        return y.split(self.sizes, dim=-1)
 
 
 def quant_linears(model: nn.Module) -> dict[str, QuantLinear]:

@@ -20,9 +20,14 @@ from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections
 from qat.nn.adapters import add_adapters
-from qat.nn.joined_linears import JoinedLinears
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import form_moved_weights, form_weights, quant_linears, release_weights
+from qat.nn.step import (
+    JoinedLinears,
+    form_moved_weights,
+    form_weights,
+    quant_linears,
+    release_weights,
+)
 from qat.nn.swap import decoder_layers, linear_names, to_frozen, to_latent
 from qat.quant.lora import LORA_NAMES, round_lora
 from qat.quant.weight import dequantize

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qat.nn.joined_linears import JoinedLinears
 from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import (
+    JoinedLinears,
     form_moved_weights,
     form_weights,
     join_linears,
