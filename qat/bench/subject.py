@@ -11,9 +11,8 @@ from qat.backend.device import on
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
-from qat.nn.adapters import add_adapters
 from qat.nn.quant_linear import LutLinear
-from qat.nn.swap import to_latent
+from qat.nn.swap import add_adapters, to_latent
 from qat.ranks import ALONE, Ranks
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope

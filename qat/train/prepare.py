@@ -12,10 +12,9 @@ from qat.errors import ConfigError
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher, model_identity
-from qat.nn.adapters import add_adapters
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
-from qat.nn.swap import to_latent
+from qat.nn.swap import add_adapters, to_latent
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope

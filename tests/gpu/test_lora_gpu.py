@@ -15,8 +15,9 @@ from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
-from qat.nn.adapters import add_adapters
+from qat.models.quantize import quantize_model
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import add_adapters
 from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope

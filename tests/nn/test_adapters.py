@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
-from qat.models.regions import join_projections
-from qat.nn.adapters import add_adapters
+from qat.models.projections import join_projections
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import (
     JoinedLinears,
@@ -28,7 +27,7 @@ from qat.nn.step import (
     quant_linears,
     release_weights,
 )
-from qat.nn.swap import decoder_layers, linear_names, to_frozen, to_latent
+from qat.nn.swap import add_adapters, decoder_layers, linear_names, to_frozen, to_latent
 from qat.quant.lora import LORA_NAMES, round_lora
 from qat.quant.weight import dequantize
 
