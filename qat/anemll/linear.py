@@ -25,8 +25,8 @@ from qat.anemll.state import (
 )
 from qat.errors import CheckpointError
 from qat.nn.swap import ascending
+from qat.quant.fit import balance
 from qat.quant.lora import Lora
-from qat.quant.scales import balance
 from qat.quant.spec import LutSpec
 from qat.quant.weight import WIDE, QuantizedWeight, Scales, round_scales
 

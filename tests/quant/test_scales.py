@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.quant.scales import (
+from qat.quant.fit import (
     absmax_scales,
     balance,
     fit_group_scales,
