@@ -31,8 +31,7 @@ from qat.models.precision import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
-from qat.quant.aim import aim_all
-from qat.quant.error_feedback import fit_all_to_inputs
+from qat.quant.error_feedback import aim_all, fit_all_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
@@ -57,7 +56,7 @@ class ModuleReport:
     """`|W - W_q| / |W|`, Frobenius."""
     weighted_error: float | None
     """The same of the layer's output on the calibration inputs; None without any. W is then the
-    weight that was aimed at (`qat.quant.aim`)."""
+    weight that was aimed at (`qat.quant.error_feedback`)."""
     bits_per_weight: float
     """Indices, scales and codebook over the number of weights."""
     seconds: float

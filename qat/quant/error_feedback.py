@@ -216,3 +216,39 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
     diagonal = normal.diagonal()
     ridge = 1e-9 * diagonal.mean() + torch.finfo(torch.float64).tiny
     return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right)
+
+
+SHRINK = 0.5
+"""How much of the correction is taken. All of it fits the calibration tokens, not the text: on a
+model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the whole."""
+
+
+def aim_all(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    input_gap: Tensor,
+    stream_gap: Tensor | None = None,
+    *,
+    shrink: float = SHRINK,
+) -> list[Tensor]:
+    """`W + shrink (W' - W)` of each of `weights` `(O_n, I)`, which share their inputs.
+
+    `H` is damped as for the fit, and solved in float64. A weight whose aim is not finite stays as
+    it is. Nothing waits for the device.
+
+    Args:
+        hessian: `mean(x x^T)`, `(I, I)`.
+        input_gap: `mean((x_f - x) x^T)`, `(I, I)`.
+        stream_gap: `mean((s_f - s) x^T)`, `(O, I)`, the same for all weights.
+    """
+    weights = [weight.detach().float() for weight in weights]
+    gaps = [weight @ input_gap for weight in weights]
+    if stream_gap is not None:
+        gaps = [gap + stream_gap for gap in gaps]
+    factor, failed = torch.linalg.cholesky_ex(damped(hessian.float()).double())
+    moves = torch.cholesky_solve(torch.cat(gaps).T.double(), factor).T.float()
+    parts = moves.split([len(weight) for weight in weights])
+    return [
+        torch.where((failed == 0) & part.isfinite().all(), weight + shrink * part, weight)
+        for weight, part in zip(weights, parts, strict=True)
+    ]

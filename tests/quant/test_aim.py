@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.quant.aim import SHRINK, aim_all
+from qat.quant.error_feedback import SHRINK, aim_all
 
 
 def data(T: int = 400, I: int = 12) -> tuple[Tensor, Tensor]:
