@@ -1,4 +1,4 @@
-"""Measures how far the levels of `qat.quant.kmeans` err beyond the exact optimum.
+"""Measures how far the levels of `qat.quant.codebook` err beyond the exact optimum.
 
 The oracle is ckwrap, a binding of Ckmeans.1d.dp (an exact dynamic programme in C++), which only
 this script needs: pip install ckwrap
@@ -13,7 +13,7 @@ import numpy as np
 from figures import record
 from numpy.typing import NDArray
 
-from qat.quant.kmeans import weighted_kmeans
+from qat.quant.codebook import weighted_kmeans
 
 Array = NDArray[np.float64]
 LEVELS = (2, 4, 8, 16)

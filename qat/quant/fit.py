@@ -9,8 +9,7 @@ Shapes: O out_features, I in_features, G groups per row, C codebook entries.
 import torch
 from torch import Tensor
 
-from qat.quant.codebook import fixed_grid, nearest_level
-from qat.quant.kmeans import weighted_kmeans
+from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     QuantizedWeight,

@@ -14,7 +14,7 @@ from qat.bench.guard.parts import Part, all_parts, weight_parts
 from qat.bench.guard.run import Guarded, guarded, read_ratios, run_guard, take_turns, write_ratios
 from qat.bench.stats import Interval
 from qat.cli import main
-from qat.quant.kmeans import weighted_kmeans
+from qat.quant.codebook import weighted_kmeans
 
 
 def test_the_twins_do_the_same_work() -> None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
-from qat.quant.kmeans import best_split, coarser, histogram, polish, weighted_kmeans
+from qat.quant.codebook import best_split, coarser, histogram, polish, weighted_kmeans
 
 Array = NDArray[np.float64]
 ALLOWED = 1 + 1e-4  # the promise: 0.01 %
@@ -102,7 +102,7 @@ def test_values_far_out_leave_the_others_their_levels(name: str, kind: str, monk
 
     Nor is it from starts of its own.
     """
-    monkeypatch.setattr("qat.quant.kmeans.POLISH_BINS", 4096)
+    monkeypatch.setattr("qat.quant.codebook.POLISH_BINS", 4096)
     values, weights = outliers(name, 8000), importance(kind, 8000)
     ours = weighted_kmeans(values, weights, 16)
     error = cost(values, weights, ours)
@@ -114,8 +114,8 @@ def test_values_far_out_leave_the_others_their_levels(name: str, kind: str, monk
 
 def test_more_values_than_bins_stay_within_it(monkeypatch) -> None:
     values, weights = sample("normal", 3000), importance("weighted", 3000)
-    monkeypatch.setattr("qat.quant.kmeans.POLISH_BINS", 2048)
-    monkeypatch.setattr("qat.quant.kmeans.START_BINS", 1024)
+    monkeypatch.setattr("qat.quant.codebook.POLISH_BINS", 2048)
+    monkeypatch.setattr("qat.quant.codebook.START_BINS", 1024)
     least = optima(values, weights, 16)[16]
     assert cost(values, weights, weighted_kmeans(values, weights, 16)) <= ALLOWED * least
 

@@ -20,7 +20,7 @@ from qat.data.bits import pack_bits
 from qat.data.codec import decode_top_k, encode_top_k, id_bits
 from qat.data.signals import top_k
 from qat.kernels.lut_weight import form
-from qat.quant.kmeans import weighted_kmeans
+from qat.quant.codebook import weighted_kmeans
 from qat.quant.pack import Packed, pack, unpack
 from qat.quant.weight import Scales
 
