@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from qat.backend.device import select
 from qat.bench.student import quantize_at_random_
 from qat.models.language_model import LanguageModel
-from qat.models.projections import join_projections
+from qat.models.regions import join_projections
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import JoinedLinears, form_weights, quant_linears
 from qat.nn.swap import add_adapters, linear_names, replace_module

@@ -17,7 +17,6 @@ from qat.convert.plan import read_plan
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.models.plan import read_plan
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention

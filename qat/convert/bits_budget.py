@@ -16,7 +16,6 @@ from qat.logs import progress
 from qat.models.cost import stored_bits
 from qat.models.hf_quantizer import empty_weight
 from qat.models.language_model import LanguageModel
-from qat.models.sensitivity import measure_sensitivities
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import linear_names, table_names, table_spec, weight_shape

@@ -27,7 +27,7 @@ from qat.models.cost import (
     whole_model_bits,
 )
 from qat.models.language_model import LanguageModel
-from qat.models.precision import matmul_precision
+from qat.models.regions import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape

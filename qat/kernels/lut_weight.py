@@ -4,7 +4,7 @@
 The pull-back is linear in `dW`, so micro-batches add up.
 
 The indices come from a `source`: packed ones, or a latent weight `(O, I)` of any float dtype, whose
-index is that of the level nearest to it under the scales (`qat.quant.weight.latent_indices`).
+index is that of the level nearest to it under the scales (`qat.quant.codebook.latent_indices`).
 Scales are taken as they learn, in float32; both functions compute with them rounded to what a
 checkpoint stores, which changes nothing where they are rounded already.
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import use_triton
+from qat.quant.codebook import latent_indices
 from qat.quant.pack import Packed
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
     chosen_levels,
     expand_scales,
-    latent_indices,
     round_scales,
 )
 

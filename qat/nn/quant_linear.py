@@ -1,4 +1,9 @@
-"""What both quantized linears share: form the weight, run one matmul, pull its gradient back.
+"""A linear whose weight is `W = codebook[indices] * S`, plus an adapter if it has one.
+
+`QuantLinear` is what all forms share: form `W`, run one matmul, pull the gradient of `W` back to
+what it is made of. `FrozenLutLinear` has packed indices; `LutLinear` a latent weight that they
+follow; of a `ShardedLutLinear` each rank holds a few rows. A formed weight is a leaf of autograd
+that hands its gradient on and keeps none (`room_for`).
 
 Shapes: O out_features, I in_features, C codebook entries.
 """
@@ -11,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form, pull_back
+from qat.quant.codebook import latent_indices
 from qat.quant.lora import (
     LORA_NAMES,
     Lora,
@@ -27,12 +33,14 @@ from qat.quant.weight import (
     QuantizedWeight,
     Scales,
     expand_scales,
-    latent_indices,
     rms,
     round_levels,
     round_scales,
 )
 from qat.ranks import Ranks
+
+BY_ROW = ("scales", "scale_out")
+"""Parts of the scale with a row for each row of the weight."""
 
 
 def room_for(
@@ -351,10 +359,6 @@ class LutLinear(QuantLinear):
         """As for any quantized linear; the latent weight gets `dW` itself."""
         straight_through = {"weight": dW} if "weight" in wanted else {}
         return straight_through | super().pulled_back(dW, wanted)
-
-
-BY_ROW = ("scales", "scale_out")
-"""Parts of the scale with a row for each row of the weight."""
 
 
 class ShardedLutLinear(LutLinear):

@@ -1,7 +1,10 @@
 """The three acts of a training step over a whole model: form, run, pull back.
 
 `form_weights` once per optimizer step; then any number of ordinary forwards and backwards, in which
-each quantized linear pulls its own gradient back; `release_weights` when training ends.
+each quantized linear pulls its own gradient back; `release_weights` when training ends. Linears
+that read the same input may be joined: one larger product serves a GPU better than several.
+
+Shapes: O out_features of all together, I in_features.
 """
 
 from collections.abc import Sequence

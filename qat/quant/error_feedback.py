@@ -8,6 +8,17 @@ arXiv:2505.07004).
 
 Weights that share their inputs (q, k, v) are swept together: their rows do not know each other.
 
+Quantized layers hand wrong inputs on. A linear fitted to its own weight passes that error through;
+one that is aimed first (`aim_all`) takes back what its inputs can tell of it. Minimising the mean
+of `|W x_f + s_f - W' x - s|^2` over the tokens gives
+
+    W' = W + (W mean((x_f - x) x^T) + mean((s_f - s) x^T)) H^-1,    H = mean(x x^T),
+
+where x and x_f are what the student's and the teacher's linear read, and s and s_f the residual
+streams that the output is added to (left out where it is not). The first term is that of QEP
+(arXiv:2504.09629), whose aim GPTAQ shares (asymmetric calibration, arXiv:2504.02692); the second
+carries it on to the sum that the next block reads.
+
 Shapes: O rows of all weights together, I in_features, G groups per row, C codebook entries.
 """
 
@@ -32,6 +43,9 @@ from qat.quant.weight import (
 
 DAMPING = 0.01
 TINY = torch.finfo(torch.float32).tiny
+SHRINK = 0.5
+"""How much of the correction is taken. All of it fits the calibration tokens, not the text: on a
+model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the whole."""
 SWEEPS = 4
 LEVEL_SAMPLE = 2**18
 """Weights that the levels are solved from."""
@@ -216,11 +230,6 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
     diagonal = normal.diagonal()
     ridge = 1e-9 * diagonal.mean() + torch.finfo(torch.float64).tiny
     return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right)
-
-
-SHRINK = 0.5
-"""How much of the correction is taken. All of it fits the calibration tokens, not the text: on a
-model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the whole."""
 
 
 def aim_all(

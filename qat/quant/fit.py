@@ -1,9 +1,11 @@
 """Quantize a weight without its layer's inputs: levels and scales by turns.
 
 Levels belong to the whole tensor, so a sample of its rows teaches them; group scales and indices
-belong to a row, so they follow for all rows, a cache-sized piece at a time.
+belong to a row, so they follow for all rows, a cache-sized piece at a time. Scales start from the
+weights and are refitted to given levels by least squares.
 
-Shapes: O out_features, I in_features, G groups per row, C codebook entries.
+Shapes: O out_features, I in_features, G groups per row, W weights per group, C codebook entries,
+R rank.
 """
 
 import torch
@@ -22,6 +24,13 @@ from qat.quant.weight import (
 )
 
 RIDGE = 1e-6
+"""Added to the normal equations of low-rank scales, as a share of their mean diagonal."""
+ROUNDS = 10
+ROUNDS_OF_ALL_ROWS = 3
+SAMPLE = 2**17
+"""Weights that levels are learned from."""
+PIECE = 2**19
+"""Weights whose scales and indices are found at a time."""
 
 
 def absmax_scales(weight: Tensor, group_size: int) -> Tensor:
@@ -87,14 +96,6 @@ def _solve_rows(curvature: Tensor, target: Tensor, basis: Tensor) -> Tensor:
     normal = normal + torch.diag_embed(ridge.expand_as(diagonal))
     right = target @ basis.T
     return torch.linalg.solve(normal, right[..., None])[..., 0]
-
-
-ROUNDS = 10
-ROUNDS_OF_ALL_ROWS = 3
-SAMPLE = 2**17
-"""Weights that levels are learned from."""
-PIECE = 2**19
-"""Weights whose scales and indices are found at a time."""
 
 
 def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) -> QuantizedWeight:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.backend.device import on
 from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
 
 STORED_DTYPES = {
@@ -98,28 +97,6 @@ def chosen_levels(weight: QuantizedWeight) -> Tensor:
     """`codebook[indices]`, `(O, I)`."""
     flat = weight.indices.flatten().int()
     return weight.codebook.index_select(0, flat).view(weight.indices.shape)
-
-
-def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
-    """Which level times `S` lies nearest to each weight: `(O, I)` uint8, no gradient.
-
-    `levels` ascend. Where `S` is zero the choice does not matter and is the one for a zero weight.
-    """
-    scaled = torch.where(S == 0, 0.0, weight / S)
-    bounds = (levels[1:] + levels[:-1]) / 2
-    if on(weight.device).compares():
-        above = (scaled > bound for bound in bounds)
-        return sum(above, torch.zeros_like(scaled, dtype=torch.uint8))
-    return torch.bucketize(scaled, bounds).to(torch.uint8)
-
-
-def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
-    """As `nearest_indices`, of levels in any order: training may carry one past another.
-
-    Levels are ranked for the search, then named as they lie in `codebook`.
-    """
-    levels, order = codebook.sort(stable=True)
-    return order.to(torch.uint8)[nearest_indices(weight, S, levels).int()]
 
 
 def dtype_as_stored(name: str, scale_bits: int = 16) -> torch.dtype:

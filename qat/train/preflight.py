@@ -18,8 +18,7 @@ from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.kernels.nsa.router import choose
-from qat.models.devices import device_called
-from qat.models.flops import token_flops
+from qat.models.cost import device_called, token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_tokenizer
 from qat.nn.swap import linear_names

@@ -15,7 +15,6 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import QuantizeReport, quantize_model
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, with_tables

@@ -15,7 +15,6 @@ from qat.generate.step import DecodeStep, read_bytes
 from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_matvec import SPLIT
 from qat.models.language_model import LanguageModel
-from qat.nn.packed_linear import PackedLinear
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import put_quantized, replace_module, table_names
 from qat.quant.spec import LutSpec

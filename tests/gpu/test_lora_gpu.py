@@ -15,7 +15,6 @@ from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.batch import Batch
 from qat.models.language_model import LanguageModel
-from qat.models.quantize import quantize_model
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import add_adapters
 from qat.quant.lora import LORA_NAMES

@@ -8,7 +8,7 @@ from torch import Tensor
 from qat.kernels import glu
 from qat.models import regions as projections
 from qat.models.language_model import LanguageModel
-from qat.models.projections import join_projections, part_projections
+from qat.models.regions import join_projections, part_projections
 from qat.nn.step import JoinedLinears, form_weights, quant_linears, release_weights
 from qat.nn.swap import decoder_layers
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
-from qat.models.projections import join_projections
+from qat.models.regions import join_projections
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import (
     JoinedLinears,

@@ -15,7 +15,7 @@ from qat.kernels.nsa.router import routes_taken
 from qat.models import regions as attention
 from qat.models.cost import forward_flops
 from qat.models.language_model import LanguageModel
-from qat.models.projections import join_projections, part_projections
+from qat.models.regions import join_projections, make_mask, part_projections
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names, replace_module

@@ -9,6 +9,7 @@ from quantized import SPECS, random_weight
 from torch import Tensor
 
 from qat.quant import error_feedback as ef
+from qat.quant.codebook import nearest_indices
 from qat.quant.columns import REFERENCE, descent_sweep
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec
@@ -18,7 +19,6 @@ from qat.quant.weight import (
     as_stored,
     dequantize,
     expand_scales,
-    nearest_indices,
 )
 
 O, I, N = 6, 48, 200

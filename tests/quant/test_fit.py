@@ -8,7 +8,7 @@ import torch
 from quantized import SPECS, random_weight
 from torch import Tensor
 
-from qat.quant.codebook import fixed_grid, nearest_level
+from qat.quant.codebook import fixed_grid, nearest_indices, nearest_level
 from qat.quant.e5m3 import SMALLEST
 from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import absmax_scales, fit_weight, normalize, refit_levels, weighted_error
@@ -19,7 +19,6 @@ from qat.quant.weight import (
     as_stored,
     dequantize,
     expand_scales,
-    nearest_indices,
 )
 
 SHAPES = [(1, 32), (7, 96), (33, 32)]
