@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from qat import errors
 from qat.backend import device as backends
+from qat.backend.base import Launch, launched
 from qat.errors import ConfigError, QatError, Stopped
 from qat.logs import keep_to_warnings
 
@@ -246,7 +247,7 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
     Raises:
         ConfigError: the device is not there, or all ranks would take the same one.
     """
-    launch = backends.launched()
+    launch = launched()
     if launch.world == 1:
         yield ALONE
         return
@@ -267,7 +268,7 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
 
 
 @contextmanager
-def meeting(launch: backends.Launch, device: torch.device, place: str) -> Iterator[Ranks]:
+def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]:
     """The ranks that meet at `place`, an address as `torch.distributed` takes it."""
     is_gpu = device.type == "cuda"
     store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from qat.backend.device import launched
+from qat.backend.base import launched
 
 ROOT = Path(__file__).resolve().parents[1]
 

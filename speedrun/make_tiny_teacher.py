@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from qat.backend import device as backend
+from qat.backend.base import Backend
 from qat.config import Settings
 from qat.data.batch import NO_LABEL
 
@@ -128,7 +129,7 @@ def build_model(config: TeacherConfig, tokenizer: PreTrainedTokenizerFast) -> Qw
 
 @torch.no_grad()
 def held_out_nats(
-    model: nn.Module, packed: tuple[Tensor, ...], config: TeacherConfig, device: backend.Backend
+    model: nn.Module, packed: tuple[Tensor, ...], config: TeacherConfig, device: Backend
 ) -> float:
     """Mean cross-entropy over the held-out labels, in nats a token."""
     model.eval()

@@ -28,7 +28,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.shapes import shape_called
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo

@@ -22,7 +22,8 @@ import torch
 from cyclopts import App
 from figures import record
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.compare import REGRESSION, Comparison, compare_cases, compare_files
 from qat.bench.config import MeasureConfig
 from qat.bench.results import ROWS, Results, environment

@@ -28,7 +28,8 @@ from cyclopts import App
 from figures import record
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig
 from qat.convert.convert import BATCH, calibration_batches, convert_model

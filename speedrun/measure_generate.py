@@ -25,7 +25,8 @@ from speed_case import Row, show
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig
 from qat.bench.kernels.cases import work_of
 from qat.bench.kernels.gates import Seeds
@@ -274,7 +275,7 @@ def loop_of(
     """A greedy generation after `ids` by `logits`, recorded where the device can."""
     told = copy.copy(step)
     told.logits = logits
-    backend = Backend(ids.device)
+    backend = on(ids.device)
     num_positions = -(-(ids.shape[1] + count) // 256) * 256
     first, caches = step.prefill(ids, num_positions)
     run = Run(told, caches, step.angles(num_positions), Sampling(0.0))

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model

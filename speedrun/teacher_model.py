@@ -10,7 +10,7 @@ from tiny_teacher_text import encode, pack
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from qat.backend import device as backend
+from qat.backend.base import Backend
 from qat.data.batch import NO_LABEL
 
 HEAD_DIM = 64
@@ -71,7 +71,7 @@ class _DropoutLinear(nn.Linear):
 def loss_sum(
     model: nn.Module,
     batch: tuple[Tensor, Tensor, Tensor],
-    device: backend.Backend,
+    device: Backend,
     dtype: str = "auto",
 ) -> Tensor:
     """Cross-entropy of a packed batch: nats summed over its labels, `()` float32."""
@@ -101,7 +101,7 @@ def learning_rate(peak: float, done_frac: float) -> float:
 
 
 def judge(
-    out: Path, documents: list[str], *, row: int, rows: int, device: backend.Backend
+    out: Path, documents: list[str], *, row: int, rows: int, device: Backend
 ) -> dict[str, float]:
     """Perplexity and bits per byte of the saved model on `documents`, in float32.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from qat.backend.device import Launch
+from qat.backend.base import Launch
 from qat.errors import QatError
 from qat.ranks import Ranks, meeting
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qat.backend import device as backend
-from qat.backend.device import Backend
+from qat.backend.cpu import CpuBackend
 from qat.data.batch import Batch
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
     """From now on the CPU is strict about whatever runs `inside`."""
     book = Book()
 
-    class StrictBackend(Backend):
+    class StrictBackend(CpuBackend):
         def step_end(self) -> None:
             book.end()
 
@@ -159,7 +159,7 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
         book.hold(moved)
         return moved
 
-    monkeypatch.setattr(backend, "Backend", StrictBackend)
+    monkeypatch.setitem(backend.KINDS, "cpu", StrictBackend)
     monkeypatch.setattr(Batch, "to", to)
     return book
 

@@ -4,12 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from qat.backend.memory import DeviceMemory
+from qat.backend.base import Backend
 from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,58 +19,6 @@ FIRST_S, EVERY_S = 10.0, 30.0
 FIRST_STEPS, MOST_IN_A_ROW = 2, 4
 """Steps that are expected to compile, for one finds no moments and the next one does; those that
 may do so one after the other."""
-
-
-@dataclass(frozen=True)
-class Compiling(DeviceMemory):
-    """One device as something to compile for; here, one whose operators run as they come."""
-
-    @contextmanager
-    def session(self, cache_dir: Path | None) -> Iterator[None]:
-        """All that a verb computes here; `cache_dir` keeps what is compiled for later processes.
-
-        Raises:
-            ConfigError: this device keeps nothing that it compiles.
-        """
-        if cache_dir is not None:
-            raise ConfigError(
-                f"xla_cache_dir={cache_dir} is for XLA devices, but device={self.device}; drop it "
-                "or use --device xla"
-            )
-        with self.staying_in_memory():
-            yield
-
-    def waiting_for(self, what: str) -> AbstractContextManager[None]:
-        """A block in which `what` may have to be compiled, as progress then calls it."""
-        return nullcontext()
-
-    def compile_count(self) -> int:
-        """Graphs compiled so far in this process; 0 where work need not be compiled."""
-        return 0
-
-    def compile_seconds(self) -> float:
-        """What these took."""
-        return 0.0
-
-    def host_fallbacks(self) -> dict[str, int]:
-        """Operators that the device lacks and the host computed, and how often, in this process."""
-        return {}
-
-    def counts(self) -> dict[str, object]:
-        """For records: what compiling and running came to in this process, if somebody counts."""
-        return {}
-
-    def fixed_shapes(self) -> bool:
-        """Whether a new shape costs so much that work is filled up to one that was there."""
-        return False
-
-    def filled_length(self, length: int) -> int:
-        """How long a row of `length` should be: the same, or one of few lengths above."""
-        return length
-
-    def sizes_tried(self) -> tuple[int, ...]:
-        """Batch sizes that a search tries, ascending; none for any, where one costs a moment."""
-        return ()
 
 
 class Graphs(NamedTuple):
@@ -152,7 +98,7 @@ class Teller:
 class Steadiness:
     """Refuses steps each of which compiles a graph of its own."""
 
-    def __init__(self, device: Compiling) -> None:
+    def __init__(self, device: Backend) -> None:
         self._device = device
         self._in_a_row = 0
         self._steps = 0

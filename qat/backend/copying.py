@@ -12,21 +12,21 @@ SMALL_BYTES = 2**20
 
 
 class Copying:
-    """Copies of tensors on the host, made on a stream of their own if the tensors are a GPU's.
+    """Copies of tensors on the host, made on `stream` beside a GPU's other work, if that is given.
 
     Small ones are joined on their device before, in memory that is free again after `wait`.
     """
 
-    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], stream: "torch.cuda.Stream | None" = None
+    ) -> None:
         groups = _groups(tensors)
         # of a GPU: whose memory must not be given away before the end
         self._sources = [_joined([tensors[place] for place in group]) for group in groups]
         self._event: torch.cuda.Event | None = None
-        beside, stream = nullcontext(), None
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            beside = torch.cuda.stream(stream)
+        beside = nullcontext() if stream is None else torch.cuda.stream(stream)
+        if stream is not None:  # which must not begin before the joined ones are there
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.copies = list(tensors)
         with beside:
             for group, source in zip(groups, self._sources, strict=True):

@@ -1,11 +1,13 @@
-"""Which NVIDIA driver and GPUs a machine has, and which builds of torch run there.
+"""What NVIDIA's driver tells of a machine's GPUs, and which builds of torch run there.
 
-It imports the standard library alone, so that `python3 qat/backend/nvidia.py` can tell the build
-before anything is installed: it prints the index that pip finds it in, and `torch<2.12` behind it
-where that build has ended since; nothing on a machine without such a GPU. A driver too old for all
-of them is an error. `python3 qat/backend/nvidia.py idle` says why torch does not use a GPU.
+Imported or run, it needs the standard library alone, so that `python3 qat/backend/nvidia.py` can
+tell the build before anything is installed: it prints the index that pip finds it in, and
+`torch<2.12` behind it where that build has ended since; nothing on a machine without such a GPU. A
+driver too old for all of them is an error. `python3 qat/backend/nvidia.py idle` says why torch does
+not use a GPU.
 """
 
+import logging
 import os
 import re
 import runpy
@@ -13,15 +15,22 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
 
 DEVICES = Path("/dev")
 VERSION = Path("/proc/driver/nvidia/version")
 """What the kernel's module says of itself, also in a container that was given no GPU."""
 SMI_TIMEOUT_S = 30
 WHEELS = "https://download.pytorch.org/whl/{}"
+UNKNOWN = dict.fromkeys(("gpu_util_pct", "gpu_power_w", "gpu_temp_c"))
+"""The health of a GPU that tells nothing."""
 Number = tuple[int, ...]
 
 
@@ -138,6 +147,56 @@ def _oldest_driver(name: str) -> int:
 
 def _number(version: str) -> Number:
     return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def gpu_health(uuid: str) -> dict[str, float | None]:
+    """Load (%), power (W) and temperature (C) of the GPU with this UUID; None where nobody tells.
+
+    The load is the share of the driver's last sample, of up to a second. Takes milliseconds.
+    """
+    nvml = _management_library()
+    if nvml is None:
+        return UNKNOWN
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return UNKNOWN
+    return {
+        "gpu_util_pct": _told(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        "gpu_power_w": _told(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # of mW
+        "gpu_temp_c": _told(
+            nvml,
+            # the one thermometer that every GPU has
+            lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        ),
+    }
+
+
+@cache
+def _management_library() -> ModuleType | None:
+    """NVIDIA's management library, a part of every driver, begun; None where it cannot be used."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        logger.warning(
+            "the GPU's load, power and temperature stay unknown: nvidia-ml-py is not installed; "
+            "install it with: %s",
+            shlex.join([sys.executable, "-m", "pip", "install", "nvidia-ml-py"]),
+        )
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _told(nvml: ModuleType, ask: Callable[[], float]) -> float | None:
+    """What a GPU answers; None if it has no such sensor."""
+    try:
+        return ask()
+    except nvml.NVMLError:
+        return None
 
 
 def idle_of_torch() -> str | None:

@@ -1,4 +1,4 @@
-"""PyTorch/XLA behind the protocol of `qat.backend.device`: operators record, `step_end` computes.
+"""PyTorch/XLA behind the protocol of `Backend`: operators record, `step_end` computes.
 
 One step is one graph. Whatever reads a value before `step_end` makes a graph of its own, and every
 new shape compiles anew; `compile_count`, `execution_count` and `host_fallbacks` tell.
@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.backend.base import GIB, Backend, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.compiling import Graphs, Teller
 from qat.backend.copying import Copying
-from qat.backend.device import Backend, launched
-from qat.backend.memory import RuntimeMemory
+from qat.backend.cpu import CpuBackend
 from qat.errors import ConfigError, how_to_install
 
 logger = logging.getLogger(__name__)
 
+HOST = CpuBackend(torch.device("cpu"))
+PEAKS: dict[torch.device, int] = {}
+"""Bytes of a device's peak when `reset_peak_memory` was called."""
 HOST_READS = ("aten::_local_scalar_dense",)
 """Counted by PyTorch/XLA like operators that it lacks, though reading a scalar is none."""
 SHORTEST, MOST_SEQUENCES = 64, 2**14
@@ -61,11 +64,6 @@ def open_backend() -> "XlaBackend":
     return XlaBackend(device)
 
 
-def backend_on(device: torch.device) -> "XlaBackend":
-    """The backend of a tensor on an XLA device."""
-    return XlaBackend(device)
-
-
 def _check_versions() -> None:
     if find_spec("torch_xla") is None:
         raise ConfigError(
@@ -80,7 +78,7 @@ def _check_versions() -> None:
 
 
 @dataclass(frozen=True)
-class XlaBackend(RuntimeMemory, Backend):
+class XlaBackend(Backend):
     """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
 
     def dtype_name(self, name: str) -> str:
@@ -182,7 +180,7 @@ class XlaBackend(RuntimeMemory, Backend):
         }
 
     def told(self) -> dict[str, int] | None:
-        """See `RuntimeMemory`; of the first device."""
+        """`bytes_used`, `peak_bytes_used` and `bytes_limit` of the first device, if it says."""
         from torch_xla.core import xla_model
 
         try:
@@ -193,7 +191,7 @@ class XlaBackend(RuntimeMemory, Backend):
             return None
 
     def is_host(self) -> bool:
-        """See `RuntimeMemory`."""
+        """Whether the devices compute in the process's own memory: XLA's CPU client."""
         from torch_xla import runtime
 
         return runtime.device_type() == "CPU"
@@ -228,6 +226,51 @@ class XlaBackend(RuntimeMemory, Backend):
             self.synchronize()
             for tensor in tensors:
                 _share_rows(tensor)
+
+    def peak_memory_gib(self) -> float | None:
+        """See `Backend`; None too where it stayed below an earlier peak.
+
+        A runtime's peak is that of the whole process: what held less than before says nothing.
+        """
+        if self.is_host():
+            return HOST.peak_memory_gib()
+        peak = (self.told() or {}).get("peak_bytes_used", 0)
+        return peak / GIB if peak > PEAKS.get(self.device, 0) else None
+
+    def reset_peak_memory(self) -> None:
+        """See `Backend`."""
+        if self.is_host():
+            HOST.reset_peak_memory()
+        else:
+            PEAKS[self.device] = (self.told() or {}).get("peak_bytes_used", 0)
+
+    def held_memory_gib(self) -> float | None:
+        """See `Backend`; of a CPU nobody knows which of it is the device's."""
+        told = None if self.is_host() else self.told()
+        return None if told is None else told["bytes_used"] / GIB
+
+    def memory_gib(self) -> float | None:
+        """See `Backend`."""
+        if self.is_host():
+            return HOST.memory_gib()
+        told = self.told()
+        return None if told is None else told["bytes_limit"] / GIB
+
+    def limit_memory(self, gib: float) -> AbstractContextManager[float]:
+        """See `Backend`; nothing sets one here, and on a CPU the compiler would crash at it.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"memory_limit={gib:.4g}GiB, but no limit can be set on {self.name()}, nor a search "
+            "stay within it there; ask what fits with --plan, such as --plan v6e --memory-limit "
+            "16GiB"
+        )
+
+    def overcommits(self) -> bool:
+        """See `Backend`."""
+        return self.is_host()
 
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
         """See `Backend`."""
@@ -282,7 +325,7 @@ class XlaBackend(RuntimeMemory, Backend):
         ours = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
         copies = {name: tensor.clone() for name, tensor in tensors.items() if name not in set(ours)}
         copies |= zip(ours, self._on_host([tensors[name] for name in ours]), strict=True)
-        return {name: copies[name] for name in tensors}, Copying(torch.device("cpu"), [])
+        return {name: copies[name] for name in tensors}, Copying([])
 
     def _on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch_xla

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, MeasureConfig
 from qat.data.batch import NO_LABEL, Batch
 from qat.data.reader import TeacherCache

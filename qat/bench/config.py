@@ -11,7 +11,7 @@ from qat.config import Formats, Measured, Settings, Text
 from qat.train.config import StepConfig
 
 if TYPE_CHECKING:
-    from qat.backend.device import Backend
+    from qat.backend.base import Backend
 
 ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
 PASSES = ("forward", "train", "decode")

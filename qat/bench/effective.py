@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from qat.backend.device import Backend, profile_operators
+from qat.backend.base import Backend
+from qat.backend.device import profile_operators
 from qat.bench.subject import Subject
 from qat.data.batch import Batch
 from qat.errors import TrainingError

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.bench.isolation import unless_out_of_memory
 from qat.bench.search import largest_that_fits
 from qat.errors import ConfigError

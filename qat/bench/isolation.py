@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 
 T = TypeVar("T")
 SLACK_GIB = 1 / 8

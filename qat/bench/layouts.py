@@ -12,7 +12,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.bench.batches import Source, random_batch
 from qat.data.batch import NO_LABEL, Batch
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.bench.subject import Subject
 from qat.data.batch import Batch
 

@@ -19,7 +19,7 @@ from typing import Self
 import torch
 
 import qat
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.config import Settings, fingerprint
 from qat.files import check_free, write_atomically
 from qat.logs import JsonLines

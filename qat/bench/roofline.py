@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qat.backend.device import DTYPES, Backend
+from qat.backend.base import DTYPES, Backend
 from qat.models.cost import device_called
 
 LARGEST, SHORTEST_S, REPEATS = 8192, 2e-3, 10

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qat.backend.device import DTYPES
+from qat.backend.base import DTYPES
 from qat.errors import ExportError
 from qat.export.card import write_card
 from qat.export.config import ExportConfig, TargetName

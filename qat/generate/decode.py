@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend.device import Backend, on
+from qat.backend.base import Backend
+from qat.backend.device import on
 from qat.generate.step import DecodeStep
 from qat.kernels.decode_attention import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS

@@ -14,7 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.language_model import LanguageModel

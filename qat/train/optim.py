@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.backend import device as backend
+from qat.backend.copying import Copying
 from qat.errors import ConfigError
 from qat.nn.quant_linear import ShardedLutLinear
 from qat.nn.step import quant_linears
@@ -120,7 +121,7 @@ class Optimizer:
         self.ranks = ranks
         self.kinds = tuple(by_kind)
         """What learns."""
-        self.copying: backend.Copying | None = None
+        self.copying: Copying | None = None
         """A copy of the parameters that the next step must not overtake."""
         wanted = {name for names in by_kind.values() for name in names}
         self.parameters: dict[str, nn.Parameter] = {}

@@ -25,8 +25,8 @@ import numpy as np
 import psutil
 from torch import Tensor
 
-from qat.backend.device import Backend
-from qat.backend.nvml import UNKNOWN
+from qat.backend.base import Backend
+from qat.backend.nvidia import UNKNOWN
 from qat.logs import JsonLines, events_file, heartbeat_file
 from qat.ranks import Ranks
 from qat.track.tail import Tail

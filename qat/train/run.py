@@ -19,7 +19,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import qat
-from qat.backend.device import environment
+from qat.backend.base import environment
 from qat.config import explain
 from qat.errors import ConfigError
 from qat.files import LEAVING, check_free, parse_toml, partial_file, write_atomically

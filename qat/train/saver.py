@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend import device as backends
-from qat.backend.copying import KeptCopies
+from qat.backend.copying import Copying, KeptCopies
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError
 from qat.files import sync
@@ -49,7 +49,7 @@ class _Copy(NamedTuple):
     path: Path
     tensors: dict[str, Tensor]
     """On the host, the raw state of the model by names that begin with `model.`."""
-    copying: backends.Copying
+    copying: Copying
     facts: dict[str, object]
     is_best: bool
 
@@ -133,9 +133,7 @@ class Saver:
     def _rng_tensors(self) -> dict[str, Tensor]:
         return {f"rng.{name}": state for name, state in self._backend.rng_state().items()}
 
-    def _copied(
-        self, raw: RawState, state: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], backends.Copying]:
+    def _copied(self, raw: RawState, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
         """Copies of the model's raw state, named `model.`, and of `state`.
 
         What does not learn is copied once, by the first save, which waits for it; on the host it is

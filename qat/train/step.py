@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qat.backend import device as backends
+from qat.backend.base import Backend
 from qat.backend.compiling import Steadiness
-from qat.backend.device import Backend
 from qat.config import fingerprint
 from qat.data.batch import Batch
 from qat.data.sampler import sequence_indices

@@ -113,7 +113,7 @@ def test_memory_is_limited_for_the_block_only() -> None:
 def test_a_session_on_a_cpu_runs_out_of_memory_before_the_machine_does(monkeypatch) -> None:
     cpu = backend.select("cpu")
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr("qat.backend.memory.available_gib", lambda: 0.25)
+    monkeypatch.setattr("qat.backend.cpu.available_gib", lambda: 0.25)
     with cpu.session(None):
         assert torch.ones(2**24).sum() == 2**24
         with pytest.raises(RuntimeError) as caught:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from qat.backend import compiling
-from qat.backend.compiling import MOST_IN_A_ROW, Compiling, Graphs, Steadiness, Teller
+from qat.backend.base import GIB, Backend
+from qat.backend.compiling import MOST_IN_A_ROW, Graphs, Steadiness, Teller
 from qat.backend.device import select
-from qat.backend.memory import GIB, RuntimeMemory
 from qat.backend.xla import XlaBackend
 from qat.errors import ConfigError
 
 
-class Compiler(Compiling):
+class Compiler(Backend):
     """One that says what a test lets it."""
 
     def __init__(self, **fallbacks: int) -> None:
@@ -105,7 +105,7 @@ def test_rows_are_filled_up_to_few_lengths() -> None:
     assert all(xla.filled_length(length) >= length for length in range(1, 4097))
 
 
-class Chip(RuntimeMemory):
+class Chip(XlaBackend):
     """A device that says what a test lets it."""
 
     SAYS = {"bytes_used": GIB, "peak_bytes_used": 2 * GIB, "bytes_limit": 16 * GIB}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qat.backend import device, nvidia
+from qat.backend.base import Launch
 from qat.backend.nvidia import Gpu, build_for, present, unused
 from qat.errors import ConfigError
 
@@ -166,7 +167,7 @@ def test_the_other_ranks_are_silent(
     machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_driver(machine, CLOSED)
-    monkeypatch.setattr(device, "launched", lambda: device.Launch(rank=1, world=2))
+    monkeypatch.setattr(device, "launched", lambda: Launch(rank=1, world=2))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     device.select("auto")
     assert not caplog.records

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from qat.backend.device import Backend
+from qat.backend.device import on
 from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.kernels.nsa.config import PRESETS
 
@@ -12,7 +12,7 @@ SMALL = Shape(length=384, heads=4, key_heads=2, width=16, layers=2, dtype=torch.
 
 @torch.no_grad()
 def test_dense_ways_say_the_same_and_so_does_nsa_within_its_reach() -> None:
-    bench = Bench(SMALL, Backend(torch.device("cpu")))
+    bench = Bench(SMALL, on(torch.device("cpu")))
     bench.position.fill_(SMALL.length - 1)
     ways = dict(bench.dense_layers())
     ours = ways["own kernel"](bench.caches[0])
@@ -37,7 +37,7 @@ def test_dense_ways_say_the_same_and_so_does_nsa_within_its_reach() -> None:
 
 @torch.no_grad()
 def test_a_tile_is_told_from_its_leader_to_the_last_position() -> None:
-    bench = Bench(SMALL, Backend(torch.device("cpu")))
+    bench = Bench(SMALL, on(torch.device("cpu")))
     sparse = NSABench(bench, PRESETS["nsa-shared"])
     told = []
 

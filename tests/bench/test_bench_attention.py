@@ -8,7 +8,7 @@ import pytest
 import torch
 from nsa_case import small
 
-from qat.backend.device import Backend
+from qat.backend.device import on
 from qat.bench.attention.check import problem
 from qat.bench.attention.run import crossovers, ready, run_attention
 from qat.bench.attention.ways import Way, ways_of
@@ -95,7 +95,7 @@ def test_what_computes_something_else_is_not_timed(name: str) -> None:
     assert "computes something else: " in problem(partial(WRONG[name], right), layer, config)
     work = Work(length=700, group=2, key_heads=3, width=16, batch=2)
     way = Way(name, config, lambda layer, work: partial(WRONG[name], right))
-    row = ready(way, work, "forward", Backend(torch.device("cpu")))
+    row = ready(way, work, "forward", on(torch.device("cpu")))
     assert row["status"] == "WRONG" and "computes something else" in row["reason"]
 
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from qat.backend import device as backend
+from qat.backend.base import Backend
 from qat.bench.find_max import MemoryModel, Trials, find_max_batch
 from qat.bench.isolation import unless_out_of_memory
 from qat.errors import ConfigError
 
 
-class Card(backend.Backend):
+class Card(Backend):
     """A device of our own making: `peak = 2 + 0.25 * batch` GiB, and memory that can leak."""
 
     def __init__(self, memory_gib: float) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qat.backend import device as backend
+from qat.backend.base import Backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
 from qat.bench.measure import fit_cost, spread, time_steps
@@ -34,7 +35,7 @@ class Clockwork:
 
 def test_the_first_steps_stay_outside_the_clock(monkeypatch) -> None:
     subject = Clockwork([100.0, 10.0, 2.0, 4.0, 3.0])
-    monkeypatch.setattr(backend.Backend, "mark", lambda _, __=None: subject.now)
+    monkeypatch.setattr(Backend, "mark", lambda _, __=None: subject.now)
     timing = time_steps(subject, [], CPU, warmup=2, steps=3)
     assert subject.steps == [0, 1, 2, 3, 4]
     assert timing.steps_s == (2.0, 4.0, 3.0) and timing.warmup_s == 110.0

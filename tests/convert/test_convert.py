@@ -12,7 +12,7 @@ from quantized import SPECS, nearest_e5m3, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.convert import convert
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig

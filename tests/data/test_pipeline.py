@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_case import build, contents, teacher, texts
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.data.cache import read_manifest
 from qat.data.pipeline import Behind, computed_ahead, prefetched, waited
 from qat.data.reader import TeacherCache

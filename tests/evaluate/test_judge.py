@@ -11,7 +11,7 @@ from tiny import VOCAB, tiny_model, tiny_tokenizer
 from train_case import config as train_config
 from train_case import make_place
 
-from qat.backend.device import DTYPES
+from qat.backend.base import DTYPES
 from qat.cli.cache import cache
 from qat.cli.eval import evaluate
 from qat.cli.generate import generate

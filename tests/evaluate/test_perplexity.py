@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.data.text import Tokens
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig

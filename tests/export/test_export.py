@@ -11,7 +11,7 @@ from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from qat.backend.device import DTYPES
+from qat.backend.base import DTYPES
 from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export.config import ExportConfig

@@ -15,7 +15,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from qat.backend.device import DTYPES
+from qat.backend.base import DTYPES
 from qat.cli import run_verb
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping

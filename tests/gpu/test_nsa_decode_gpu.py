@@ -9,7 +9,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from qat.backend.device import Backend
+from qat.backend.device import on
 from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.kernels.dispatch import computing_by
 from qat.kernels.nsa.config import PRESETS
@@ -77,7 +77,7 @@ def test_positions_one_by_one_equal_the_whole_row(mode: str, tile: int) -> None:
 @pytest.mark.parametrize("preset", ["nsa-shared", "nsa-merged-shared"])
 @torch.no_grad()
 def test_a_recorded_token_equals_one_that_is_not(preset: str) -> None:
-    bench = Bench(Shape(length=4096, layers=2), Backend(torch.device("cuda")))
+    bench = Bench(Shape(length=4096, layers=2), on(torch.device("cuda")))
     sparse = NSABench(bench, PRESETS[preset])
     said = torch.zeros(3, *bench.query.shape, dtype=torch.bfloat16, device="cuda")
 

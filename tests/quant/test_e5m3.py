@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantized import e5m3_values, nearest_e5m3
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
 
 HALVES = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()

@@ -11,7 +11,7 @@ from cli_case import call
 from quantized import SPECS, tiny_quantized
 from train_case import config, make_place
 
-from qat.backend import device as backend
+from qat.backend.base import Backend
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
@@ -102,8 +102,8 @@ def test_a_day_on_a_gpu_with_the_settings_of_a_test_is_refused(
     shape = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
     student = tiny_quantized("qwen3", SPECS["lut2"], **shape)
     save_checkpoint(student, TOKENIZER, tmp_path / "student")
-    monkeypatch.setattr(backend.Backend, "name", lambda _: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr(backend.Backend, "has_bf16", lambda _: True)
+    monkeypatch.setattr(Backend, "name", lambda _: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(Backend, "has_bf16", lambda _: True)
     run = {"max_steps": 50_000, "batch_size": 8, "dtype": "fp32", "save_every": 0}
     tokens = [*words(tmp_path, **run), "--out", tmp_path / "run"]
     for more in (["--dry-run"], []):
@@ -148,7 +148,7 @@ def test_a_short_run_is_not_rehearsed_unasked(place: Path, tmp_path: Path, monke
 def test_hours_are_guessed_from_flops(place: Path, tmp_path: Path, monkeypatch) -> None:
     cache, student = TeacherCache.open(place / "cache"), str(place / "student")
     assert guessed_hours(config(place), student, cache) is None  # nobody knows this CPU
-    monkeypatch.setattr(backend.Backend, "name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(Backend, "name", lambda _: "NVIDIA H200")
     hours = guessed_hours(config(place, dtype="fp32"), student, cache)
     more = guessed_hours(config(place, dtype="fp32", max_steps=12), student, cache)
     assert more == pytest.approx(2 * hours) and 0 < hours < 1e-6

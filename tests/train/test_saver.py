@@ -9,6 +9,7 @@ import torch
 from train_case import config, make_place, make_trainer
 
 from qat.backend import device as backends
+from qat.backend.base import Backend
 from qat.backend.copying import KeptCopies
 from qat.errors import CheckpointError
 from qat.logs import read_json_lines
@@ -153,7 +154,7 @@ def test_what_does_not_learn_is_copied_once(
     copied = type(made.backend).copied_to_host
     real = made.saver.save
 
-    def count(backend: backends.Backend, tensors: dict) -> tuple:
+    def count(backend: Backend, tensors: dict) -> tuple:
         counts.append(set(tensors))
         return copied(backend, tensors)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_case import config, make_place, make_trainer
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.nn.swap import decoder_layers
 from qat.train.loop import Trainer
 from qat.train.step import check_dtype

@@ -14,8 +14,8 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla run
 from train_case import config, make_trainer
 from xla_case import make_short_place
 
+from qat.backend.base import GIB
 from qat.backend.device import select
-from qat.backend.memory import GIB
 from qat.backend.xla import XlaBackend
 from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench

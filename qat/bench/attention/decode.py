@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import NONE, Kept, append, attend, choose

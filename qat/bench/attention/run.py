@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.attention.check import problem
 from qat.bench.attention.ways import Way, recorded, ways_of
 from qat.bench.attention.work import Pass, Work, call_of, layer_of

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.bench.attention.work import Attend, Layer, Pass, Work, inputs_of
 from qat.kernels.nsa import decode, router
 from qat.kernels.nsa.config import PRESETS, NSAConfig

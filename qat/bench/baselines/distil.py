@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.baselines.config import BaselineSettings
 from qat.bench.baselines.deploy import Deployed
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.backend.device import DTYPES, on
+from qat.backend.base import DTYPES
+from qat.backend.device import on
 from qat.bench.baselines.textbook import ChunkedLoss
 from qat.bench.config import MeasureConfig
 from qat.data.batch import Batch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.backend.device import DTYPES
+from qat.backend.base import DTYPES
 from qat.bench.baselines.config import BaselineSettings
 from qat.bench.baselines.deploy import FP16_BITS, Deployed
 from qat.bench.baselines.distil import Job, Lesson

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels.case import Case
 from qat.bench.kernels.cases import cases_named, work_of

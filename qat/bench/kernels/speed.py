@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, num_bytes
 from qat.bench.kernels.gates import Refusal, Seeds
 from qat.bench.roofline import Roofline

@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from qat.backend.device import Backend, select
+from qat.backend.base import Backend
+from qat.backend.device import select
 from qat.bench.effective import Facts, check_strictly, what_ran
 from qat.bench.layouts import make_batches
 from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend

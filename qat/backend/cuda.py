@@ -1,0 +1,158 @@
+"""NVIDIA's GPUs, through PyTorch's CUDA: streams, graphs, an allocator that counts, sensors."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from qat.backend.base import GIB, Backend
+from qat.backend.nvidia import gpu_health
+from qat.errors import ConfigError
+
+T = TypeVar("T")
+AMPERE = (8, 0)
+"""Compute capability of the first GPUs with units for bf16 and TF32."""
+
+
+@dataclass(frozen=True)
+class CudaBackend(Backend):
+    """One GPU, which works through a queue of its own while the host goes on."""
+
+    def dtype_name(self, name: str) -> str:
+        """See `Backend`; `auto` is fp16 where there are no units for bf16."""
+        if name == "auto" and not self.has_bf16():
+            return "fp16"
+        if name == "bf16" and not self.has_bf16():
+            raise ConfigError("dtype=bf16, but this GPU has no bf16 units; use --dtype fp16")
+        return super().dtype_name(name)
+
+    def has_bf16(self) -> bool:
+        """See `Backend`."""
+        return torch.cuda.get_device_capability(self.device) >= AMPERE
+
+    def shared_memory_bytes(self) -> int:
+        """See `Backend`."""
+        return torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+
+    def compiles(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def records(self) -> bool:
+        """See `Backend`."""
+        return True
+
+    def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """See `Backend`: a CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        # other threads may go on preparing batches meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
+        return graph.replay, result
+
+    def decision_lag(self) -> int:
+        """See `Backend`."""
+        return 2
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """See `Backend`."""
+        return tensor.pin_memory()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """See `Backend`; the host does not wait."""
+        return tensor.to("cpu", non_blocking=True)
+
+    def copy_stream(self) -> torch.cuda.Stream:
+        """See `Backend`."""
+        return torch.cuda.Stream(self.device)
+
+    def finished(self) -> Callable[[], None]:
+        """See `Backend`."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event.synchronize
+
+    def tokens_at_once(self) -> int:
+        """See `Backend`."""
+        return 2**15
+
+    def logits_at_once(self) -> int:
+        """See `Backend`: a 16th of the GPU's memory, never more than 32-bit indices reach."""
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return min(2**31 - 1, total_bytes // 16 // torch.float32.itemsize)
+
+    def mark(self, after: Tensor | None = None) -> torch.cuda.Event:
+        """See `Backend`: by the GPU's own clock."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """See `Backend`."""
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+    def synchronize(self) -> None:
+        """See `Backend`."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def health(self) -> dict[str, float | None]:
+        """See `Backend`."""
+        return gpu_health(str(torch.cuda.get_device_properties(self.device).uuid))
+
+    def rng_state(self) -> dict[str, Tensor]:
+        """See `Backend`."""
+        return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
+
+    def set_rng_state(self, state: dict[str, Tensor]) -> None:
+        """See `Backend`; a state of a device without one of its own leaves the GPU's alone."""
+        super().set_rng_state(state)
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+    def name(self) -> str:
+        """See `Backend`: such as `NVIDIA H200`."""
+        return torch.cuda.get_device_name(self.device)
+
+    def peak_memory_gib(self) -> float:
+        """See `Backend`."""
+        return torch.cuda.max_memory_allocated(self.device) / GIB
+
+    def reset_peak_memory(self) -> None:
+        """See `Backend`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def free_memory(self) -> None:
+        """See `Backend`."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def held_memory_gib(self) -> float:
+        """See `Backend`."""
+        return torch.cuda.memory_allocated(self.device) / GIB
+
+    def reserved_memory_gib(self) -> float:
+        """See `Backend`."""
+        return torch.cuda.memory_reserved(self.device) / GIB
+
+    def memory_gib(self) -> float:
+        """See `Backend`."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return (free + torch.cuda.memory_reserved(self.device)) / GIB
+
+    @contextmanager
+    def limited(self, gib: float, held: float) -> Iterator[None]:
+        """See `Backend`."""
+        total = torch.cuda.get_device_properties(self.device).total_memory / GIB
+        index = self.device.index  # a bare `cuda` has none, and the limit wants one
+        index = torch.cuda.current_device() if index is None else index
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), index)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, index)

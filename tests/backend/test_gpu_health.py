@@ -1,0 +1,79 @@
+"""What the driver tells of a GPU, from a management library made up for it."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from qat.backend import nvidia
+from qat.backend.nvidia import UNKNOWN, gpu_health
+
+
+class Missing(Exception):
+    """What the library raises for whatever it cannot do."""
+
+
+class Library:
+    """Answers as `pynvml` does, but for functions that fail."""
+
+    NVMLError, NVML_TEMPERATURE_GPU = Missing, 0
+
+    def __init__(self, *failing: str) -> None:
+        self.asked: list[str] = []
+        self._failing = failing
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self._answer(name, arguments)
+
+    def _answer(self, name: str, arguments: tuple) -> object:
+        if name in self._failing:
+            raise Missing(name)
+        if name == "nvmlDeviceGetHandleByUUID":
+            self.asked.append(arguments[0])
+        answers = {
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=3),
+            "nvmlDeviceGetPowerUsage": 512_500,
+            "nvmlDeviceGetTemperature": 61,
+        }
+        return answers.get(name)
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    nvidia._management_library.cache_clear()
+    yield
+    nvidia._management_library.cache_clear()
+
+
+def test_values_come_in_their_units(monkeypatch) -> None:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    found = gpu_health("00-11")
+    assert found == {"gpu_util_pct": 97, "gpu_power_w": 512.5, "gpu_temp_c": 61}
+    assert library.asked == ["GPU-00-11"]
+
+
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
+def test_a_gpu_that_is_not_found_tells_nothing(monkeypatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library(name))
+    assert gpu_health("00-11") == UNKNOWN
+
+
+def test_what_one_device_does_not_tell_is_unknown(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library("nvmlDeviceGetPowerUsage"))
+    assert gpu_health("00-11") == {**UNKNOWN, "gpu_util_pct": 97, "gpu_temp_c": 61}
+
+
+@pytest.mark.skipif(nvidia.present() is not None, reason="has a GPU")
+def test_without_a_driver_nothing_is_known() -> None:
+    assert gpu_health("00-11") == UNKNOWN
+
+
+def test_a_missing_library_is_said_once(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with caplog.at_level(logging.WARNING):
+        assert gpu_health("00-11") == gpu_health("00-11") == UNKNOWN
+    (record,) = caplog.records
+    assert "nvidia-ml-py is not installed; install it with:" in record.message
