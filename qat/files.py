@@ -10,12 +10,12 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from shlex import quote
 
 from qat.errors import ConfigError, QatError
-from qat.folders import parents_of, real
 
 logger = logging.getLogger(__name__)
 
@@ -258,3 +258,27 @@ def import_command(path: Path) -> str | None:
     if (directory / "meta.json").is_file():
         return f"qat cache import {quote(str(directory))} --teacher MODEL --out DIR"
     return f"qat convert {quote(str(path))} --from anemll --base MODEL --out DIR"
+
+
+# Parent folders that stay only where something came of them, and folders behind links.
+
+
+@contextmanager
+def parents_of(path: Path) -> Iterator[None]:
+    """The folders that `path` is to lie in; if the block fails, those made for it go, if empty."""
+    missing = list(takewhile(lambda folder: not folder.exists(), path.absolute().parents))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            try:
+                folder.rmdir()
+            except OSError:  # somebody else has put something there
+                break
+        raise
+
+
+def real(path: Path) -> Path:
+    """The path behind all symbolic links, there or not: one directory has one such name."""
+    return Path(os.path.realpath(path))

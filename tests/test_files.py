@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, whoever else writes there."""
+"""Directories appear whole or not at all, whoever else writes there; no empty ones are left."""
 
 import errno
 import os
@@ -8,7 +8,8 @@ import pytest
 
 from qat import files
 from qat.errors import ConfigError
-from qat.files import whole_directory
+from qat.files import parents_of, whole_directory
+from qat.lock import held
 
 NEW, OLD = {"a": "new", "b": "new"}, {"a": "old", "old": "old"}
 
@@ -147,3 +148,25 @@ def test_a_link_stays_and_what_is_behind_it_is_made(tmp_path: Path) -> None:
     replaced(link)
     assert link.is_symlink() and content(tmp_path / "deep" / "out") == NEW
     assert os.listdir(tmp_path / "deep") == ["out"]
+
+
+def test_folders_stay_where_something_came_of_them(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "a/b/out") as partial:
+        (partial / "file").write_text("x")
+    assert (tmp_path / "a/b/out/file").is_file()
+
+
+@pytest.mark.parametrize("place", [parents_of, whole_directory, held])
+def test_folders_go_with_what_failed(tmp_path: Path, place) -> None:
+    (tmp_path / "old").mkdir()
+    for path in ("a/b/out", "old/out", "old/new/out"):
+        with pytest.raises(KeyError), place(tmp_path / path):
+            raise KeyError
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+
+
+def test_a_folder_that_is_used_by_then_stays(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), parents_of(tmp_path / "a/b/c/out"):
+        (tmp_path / "a/theirs").write_text("x")
+        raise KeyError
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "theirs"]

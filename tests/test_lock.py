@@ -1,6 +1,7 @@
 """One process in a directory at a time."""
 
 import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_without_locks_there_is_a_warning(tmp_path: Path, monkeypatch, caplog) -
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, "not here")
 
-    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with lock.held(tmp_path / "run"):
         assert "let no two processes work in it at once" in caplog.text
     monkeypatch.setattr(lock, "UNKNOWN", ())

@@ -1,6 +1,5 @@
 """Fetches an entry of the registry once: mirror by mirror, checked, whole or not at all."""
 
-import fcntl
 import logging
 import shutil
 from collections.abc import Iterator
@@ -9,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qat.errors import HubError
-from qat.files import LEAVING, check_free, sha256_file
-from qat.folders import parents_of, real
+from qat.files import LEAVING, check_free, parents_of, real, sha256_file
 from qat.hub.config import Entry
 from qat.hub.contents import Format, format_of
 from qat.hub.files import (
@@ -34,6 +32,7 @@ from qat.hub.receipt import (
 from qat.hub.receipt import MEND as REPLACE
 from qat.hub.tar_stream import OPENERS, is_web_page
 from qat.hub.unpack import extract
+from qat.lock import locked
 
 logger = logging.getLogger(__name__)
 LITTLE = ("config.json",)
@@ -205,16 +204,14 @@ def _stage(out: Path) -> Iterator[Path]:
                     "another --out"
                 )
             stage.mkdir(exist_ok=True)
-            lock = stack.enter_context((stage / "lock").open("w"))
+            stack.enter_context(locked(stage / "lock", out))
+        except TimeoutError:
+            raise HubError(f"another process is pulling to {out}; wait for it") from None
         except OSError as error:
             raise HubError(
                 f"{stage}: {error.strerror}; choose an --out below a directory that you may write "
                 "to"
             ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise HubError(f"another process is pulling to {out}; wait for it") from None
         try:
             for left in filter(Path.is_dir, stage.iterdir()):
                 if LEAVING.fullmatch(left.name):  # by a process that was killed

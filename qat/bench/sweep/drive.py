@@ -1,14 +1,11 @@
 """Runs a sweep's processes one after the other; what one of them does costs only itself."""
 
-import fcntl
 import json
 import logging
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qat.bench.processes import end_group, last_words, start_tied
@@ -16,9 +13,9 @@ from qat.bench.sweep.plan import Run
 from qat.bench.sweep.telemetry import Watch, has_gpu_tool
 from qat.errors import ConfigError
 from qat.files import write_atomically
+from qat.lock import locked
 from qat.logs import progress
 
-POLL_S = 0.02
 PATIENCE_S = 5.0
 """How long to wait for the last run of a sweep that was killed to notice."""
 
@@ -35,16 +32,15 @@ def claimed(out: Path) -> Iterator[int]:
         ConfigError: somebody else holds it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        if not _locked(lock):
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(locked(out / ".lock", out, wait_s=PATIENCE_S))
+        except TimeoutError:
             raise ConfigError(
                 f"out={out} is in use by another sweep, expected one at a time; wait for it, or "
                 "choose another --out"
-            )
+            ) from None
         yield lock
-    finally:
-        os.close(lock)
 
 
 def run_all(
@@ -108,16 +104,3 @@ def _end(run: Run, status: int, timeout_s: float | None) -> bool:
     found = {"status": kind, "exit": status, "message": message, "log": str(run.log)}
     write_atomically(run.failure, json.dumps(found) + "\n")
     return True
-
-
-def _locked(lock: int) -> bool:
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-            time.sleep(POLL_S)
-        else:
-            return True
