@@ -29,11 +29,10 @@ from transformers import (
 
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
-from qat.data.codec import decode_top_k, encode_top_k
+from qat.data.codec import decode_top_k, encode_top_k, top_k
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
 from qat.data.reader import TeacherCache
-from qat.data.signals import top_k
 from qat.data.sources import open_source
 from qat.data.stream import blocks
 from qat.models.language_model import LanguageModel

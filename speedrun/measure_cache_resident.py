@@ -23,14 +23,12 @@ from figures import record
 from torch import Tensor
 
 from qat.backend.device import select
-from qat.data.bits import pack_bits
 from qat.data.cache import MANIFEST, Manifest, Shard, TeacherInfo, new_manifest
-from qat.data.codec import encode_draws, encode_top_k, id_bits
+from qat.data.codec import TopK, encode_draws, encode_top_k, id_bits, pack_bits
 from qat.data.config import CacheSettings
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.rows import shard_content
-from qat.data.signals import TopK
 from qat.files import sha256_file
 
 VOCAB, LENGTH, TOP_K, DRAWS = 151_936, 512, 64, 8

@@ -34,11 +34,10 @@ from qat.bench.shapes import shape_called
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.chat import Document
-from qat.data.codec import encode_top_k
+from qat.data.codec import Request, ask, encode_top_k
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
 from qat.data.shard import Plan, make_plan
-from qat.data.signals import Request, ask
 from qat.data.sources import open_source
 from qat.data.stream import blocks
 from qat.kernels.topk import summarize, top_k_of_blocks

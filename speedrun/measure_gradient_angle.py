@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.chat import render
+from qat.data.codec import draw
 from qat.data.packing import Packer, position_ids
-from qat.data.signals import draw
 from qat.data.sources import open_source
 from qat.data.text import encode, end_token
 from qat.logs import progress

@@ -26,12 +26,10 @@ from qat.anemll.shards import (
     shard_files,
 )
 from qat.config import fingerprint
-from qat.data.bits import pack_bits
 from qat.data.cache import MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
-from qat.data.codec import encode_top_k, id_bits
+from qat.data.codec import TopK, encode_top_k, id_bits, pack_bits
 from qat.data.config import CacheSettings, ImportConfig
 from qat.data.rows import shard_content
-from qat.data.signals import TopK
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, CheckpointError, HubError
 from qat.files import check_free

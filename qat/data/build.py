@@ -29,6 +29,7 @@ from qat.data.cache import (
     write_atomic,
 )
 from qat.data.chat import Document
+from qat.data.codec import Teacher
 from qat.data.config import CacheSettings
 from qat.data.packing import Packed
 from qat.data.pipeline import Behind, prefetched, waited
@@ -36,7 +37,6 @@ from qat.data.shard import Answer, Plan, examine, make_plan, shard_bytes
 from qat.data.shard_log import in_order, merged, note_shard, remove_logs
 from qat.data.share import Shared
 from qat.data.stream import Block, blocks
-from qat.data.teacher import Teacher
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError
 from qat.lock import held

@@ -13,16 +13,229 @@ the least likely of the K. KL(exact || decoded) is about `R * E[d] / (6 * M**2)`
 Shapes: N sequences, S positions, K teacher tokens kept, n draws, D distinct draws (padded).
 """
 
-from math import log, sqrt
+from functools import cache
+from math import gcd, log, sqrt
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qat.backend.device import on
-from qat.data.bits import pack_bits, packed_bytes, unpack_bits, unpack_flags
-from qat.data.signals import TopK
 from qat.errors import CacheError
+from qat.kernels.draw import draw_tokens
+from qat.kernels.topk import (
+    Selection,
+    log_sum_exp,
+    summarize,
+    top_k_of_blocks,
+    top_k_of_logits,
+)
+
+# The teacher as the cache builder sees it: two functions, whatever is behind them.
+
+
+class Teacher(Protocol):
+    """A model split into body and head (`qat.models.language_model.LanguageModel` is one)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input ids go."""
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The last hidden state, `(B, S, D)`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`(..., D)` to `(..., V)`."""
+
+
+# Integers of any width up to 31 bits, packed into bytes row by row, least significant bit first.
+#
+# Shapes: N rows, I integers a row, G groups of integers that fill whole bytes.
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes that a row of `count` integers of `bits` bits takes."""
+    return -(-count * bits // 8)
+
+
+def pack_bits(values: Tensor, bits: int) -> Tensor:
+    """`(N, I)` integers in `0 .. 2**bits - 1` as `(N, ceil(I * bits / 8))` uint8.
+
+    Integer i of a row takes its bits `i * bits ... (i + 1) * bits - 1`; the last byte is filled
+    up with zeros. The smallest group of integers that fills whole bytes is packed at once.
+    """
+    N, I = values.shape
+    per_group, group_bytes = _group(bits)
+    word = torch.int32 if bits <= 24 else torch.int64  # holds an integer shifted by up to 7 bits
+    values_NGI = pad(values.to(word), (0, -I % per_group)).view(N, -1, per_group)
+    octets = values_NGI.new_zeros(N, values_NGI.shape[1], group_bytes, dtype=torch.uint8)
+    for i in range(per_group):
+        first, shift = divmod(i * bits, 8)
+        word_NG = values_NGI[..., i] << shift
+        for k in range(packed_bytes(1, shift + bits)):
+            octets[..., first + k] |= ((word_NG >> (8 * k)) & 255).to(torch.uint8)
+    return octets.view(N, -1)[:, : packed_bytes(I, bits)].contiguous()
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The `(N, count)` integers that `pack_bits` packed, as int16, int32 or int64.
+
+    A group is looked at as overlapping words, one for each of its integers, equally far apart; each
+    is then shifted until its integer comes first.
+    """
+    N, width = packed.shape
+    per_group, group_bytes = _group(bits)
+    words, G = _words(bits), -(-width // group_bytes)
+    octets = np.zeros(words.lead + N * G * group_bytes + 8, np.uint8)
+    octets[words.lead : -8].reshape(N, -1)[:, :width] = packed.numpy()
+    shape, strides = (N * G, per_group), (group_bytes, words.step)
+    seen = np.ndarray(shape, words.dtype, octets, strides=strides)
+    values_NI = torch.from_numpy(seen.copy()).view(N, G * per_group)
+    values_NI >>= words.shifts.repeat(G)
+    values_NI &= 2**bits - 1
+    return values_NI[:, :count]
+
+
+def unpack_flags(packed: Tensor, count: int) -> Tensor:
+    """The `(N, count)` bool that `pack_bits` packed as integers of one bit."""
+    flags = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(flags.view(bool))
+
+
+def _group(bits: int) -> tuple[int, int]:
+    """The fewest integers that fill whole bytes, and how many bytes."""
+    return 8 // gcd(8, bits), bits // gcd(8, bits)
+
+
+class _Words(NamedTuple):
+    """How to look at a group so that word i holds integer i, the same for all groups."""
+
+    lead: int
+    """Bytes before the group where the first word begins."""
+    step: int
+    """Bytes from one word to the next."""
+    shifts: Tensor
+    """Bits below each word's integer, in the words' dtype."""
+    dtype: np.dtype
+
+
+@cache
+def _words(bits: int) -> _Words:
+    per_group, _ = _group(bits)
+    step = round(bits / 8)
+    drift = bits - 8 * step  # by which the shift grows from word to word
+    lead = max(0, -drift * (per_group - 1) + 7) // 8  # so that no shift is negative
+    shifts = 8 * lead + drift * np.arange(per_group)
+    size = next(size for size in (2, 4, 8) if bits + shifts.max() < 8 * size)
+    dtype = np.dtype(f"<i{size}")
+    return _Words(lead, step, torch.from_numpy(shifts.astype(dtype)), dtype)
+
+
+# What is kept of the teacher's logits: its top K, and systematic draws.
+#
+# Shapes: T tokens, V vocabulary, K teacher tokens kept, N draws.
+
+
+class TopK(NamedTuple):
+    """The K most likely tokens, most likely first, and how the rest of the vocabulary weighs."""
+
+    ids: Tensor
+    """`(T, K)` int64; equally likely ones in ascending order."""
+    distances: Tensor
+    """`(T, K)` float64, nats: log-probability of the first token minus that of this one."""
+    log_sum_exp: Tensor
+    """`(T,)` float32: of all logits, so that logit = log-prob + log_sum_exp."""
+    tail_logprob: Tensor
+    """`(T,)` float32: log of the mass outside the K tokens; -inf when K = V."""
+
+
+def top_k(logits: Tensor, k: int) -> TopK:
+    """The teacher's top `k` of `(T, V)` logits.
+
+    The mass outside is summed over the other V - k logits: `1 - sum(top)` would lose a small tail.
+    """
+    return _distances(top_k_of_logits(logits, k))
+
+
+def _distances(selection: Selection) -> TopK:
+    values_TK, ids_TK, log_sum_exp_T, tail_T = selection
+    distances_TK = (values_TK[:, :1] - values_TK).double()
+    return TopK(ids_TK, distances_TK, log_sum_exp_T, tail_T)
+
+
+def draw(logits: Tensor, uniforms: Tensor, count: int) -> Tensor:
+    """`(T, count)` int64 systematic draws from `(T, V)` logits, ascending.
+
+    `uniforms` `(T,)`, float64 in [0, 1), decides which.
+    """
+    return draw_tokens(logits, summarize(logits), uniforms, count)
+
+
+class Request(NamedTuple):
+    """What to ask the teacher for, and how many tokens at a time."""
+
+    top_k: int
+    draws: int
+    chunk: int
+    stream: int
+    """Of random numbers (`qat.data.codec`), for the draws."""
+
+
+class Signals(NamedTuple):
+    """What the teacher said about every token of a batch; None for what was not asked."""
+
+    next_logprob: Tensor
+    """`(T,)` float32, nats: of the token that follows in the sequence; at its end, of its first."""
+
+    top: TopK | None
+    draws: Tensor | None
+    """`(T, N)` int64, ascending."""
+    is_sound: Tensor
+    """`()` bool: no logit is NaN or +inf, and no token has only -inf."""
+
+
+@torch.no_grad()
+def ask(
+    teacher: Teacher, tokens: Tensor, positions: Tensor, *, request: Request, first_place: int
+) -> Signals:
+    """The teacher's signals for `(B, S)` tokens on the host, flattened; never waits for the device.
+
+    Logits exist for `request.chunk` tokens at a time. The draws of the i-th token depend on its
+    logits, the request's stream and `first_place + i`, on nothing that ran before.
+    """
+    backend = on(teacher.device)
+    following = tokens.roll(-1, dims=1)
+    ids, places, next_ids = (
+        backend.divided(backend.to_device(each)) for each in (tokens, positions, following)
+    )
+    hidden = teacher.hidden(ids, places)
+    # not as a number: XLA takes equal numbers for one, which makes another graph
+    first = backend.to_device(torch.tensor([first_place]))
+    tops, draws, is_sound, next_logprobs, place = [], [], [], [], 0
+    chunks = (each.flatten(0, 1).split(request.chunk) for each in (hidden, next_ids))
+    for hidden_TD, next_T in zip(*chunks, strict=True):
+        logits = teacher.logits(hidden_TD)
+        blocks = summarize(logits)
+        if request.top_k:
+            tops.append(_distances(top_k_of_blocks(logits, request.top_k, blocks)))
+        total_T = tops[-1].log_sum_exp if request.top_k else log_sum_exp(blocks)
+        is_sound.append(total_T.isfinite().all())
+        next_logprobs.append(logits.gather(-1, next_T[:, None])[:, 0].float() - total_T)
+        if request.draws:
+            places_T = torch.arange(place, place + len(logits), device=logits.device) + first
+            numbers_T = uniforms(request.stream, places_T, 1)[:, 0]
+            draws.append(draw_tokens(logits, blocks, numbers_T, request.draws))
+        place += len(logits)
+    return Signals(
+        next_logprob=torch.cat(next_logprobs),
+        top=TopK(*map(torch.cat, zip(*tops, strict=True))) if tops else None,
+        draws=torch.cat(draws) if draws else None,
+        is_sound=torch.stack(is_sound).all(),
+    )
+
 
 CODE_BITS = 9
 M = 2**CODE_BITS - 2
@@ -177,3 +390,42 @@ def _decode_range(code: Tensor) -> Tensor:
     octaves = (code - 255) / STEPS_PER_OCTAVE
     lacks_exp2 = on(code.device).compares()
     return MAX_DISTANCE * (torch.pow(2.0, octaves) if lacks_exp2 else torch.exp2(octaves))
+
+
+# Random numbers that are a function of where they are used, not of what was drawn before.
+#
+# Shapes: T tokens, n numbers of a token.
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def stream(*names: object) -> int:
+    """A 64-bit stream of numbers for whatever the names name."""
+    return _signed(xxhash.xxh3_64_intdigest("/".join(map(str, names)).encode()))
+
+
+def uniforms(stream: int, places: Tensor, count: int) -> Tensor:
+    """`(T, count)` float64 in [0, 1) for `(T,)` int64 places of a stream, equal on every device.
+
+    The numbers of place p are outputs `p * count` to `(p + 1) * count - 1` of splitmix64 seeded
+    with the stream (Steele, Lea and Flood, OOPSLA 2014), whose n-th output needs no other.
+    """
+    numbers = places[:, None] * count + torch.arange(1, count + 1, device=places.device)
+    bits = stream + numbers * _signed(GOLDEN)
+    for shift, multiplier in MIXERS:
+        bits = (bits ^ _shift(bits, shift)) * _signed(multiplier)
+    bits = bits ^ _shift(bits, 31)
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def _shift(bits: Tensor, count: int) -> Tensor:
+    """A right shift that fills with zeros.
+
+    The sign goes by itself: XLA's shift of a negative number divides, and rounds up.
+    """
+    return (bits & (2**63 - 1)) >> count | (bits < 0) * 2 ** (63 - count)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number

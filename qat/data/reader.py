@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from qat.data.batch import Batch
-from qat.data.bits import unpack_bits, unpack_flags
 from qat.data.cache import Manifest, Shard, Split, raise_if_damaged, read_manifest
-from qat.data.codec import TOP_K_ROWS, decode_draws, decode_top_k, id_bits
+from qat.data.codec import (
+    TOP_K_ROWS,
+    decode_draws,
+    decode_top_k,
+    id_bits,
+    unpack_bits,
+    unpack_flags,
+)
 from qat.data.packing import labels, position_ids
 from qat.data.places import Places
 from qat.data.resident import Resident

@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from qat.data.bits import packed_bytes
 from qat.data.cache import Manifest
-from qat.data.codec import CODE_BITS, id_bits
+from qat.data.codec import CODE_BITS, id_bits, packed_bytes
 
 DTYPES = {"U8": np.dtype("u1"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 ORDER = (

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from qat.backend.device import on
-from qat.data import noise
-from qat.data.bits import pack_bits
+from qat.data import codec as noise
 from qat.data.cache import MOST_NATS
-from qat.data.codec import encode_draws, encode_top_k, id_bits
+from qat.data.codec import (
+    Request,
+    Signals,
+    Teacher,
+    TopK,
+    ask,
+    encode_draws,
+    encode_top_k,
+    id_bits,
+    pack_bits,
+)
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
 from qat.data.rows import shard_content
-from qat.data.signals import Request, Signals, TopK, ask
 from qat.data.stream import Block
-from qat.data.teacher import Teacher
 from qat.errors import CacheError, ConfigError
 
 

@@ -9,18 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qat.data.bits import pack_bits, packed_bytes, unpack_bits, unpack_flags
 from qat.data.codec import (
     M,
     decode_draws,
     decode_top_k,
+    draw,
     encode_draws,
     encode_top_k,
     id_bits,
     max_error,
+    pack_bits,
+    packed_bytes,
+    top_k,
+    uniforms,
+    unpack_bits,
+    unpack_flags,
 )
-from qat.data.noise import uniforms
-from qat.data.signals import draw, top_k
 
 S = 5
 

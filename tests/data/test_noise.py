@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat.data.noise import stream, uniforms
+from qat.data.codec import stream, uniforms
 
 MASK = 2**64 - 1
 

@@ -13,9 +13,8 @@ from cache_case import build
 from safetensors.torch import load_file, save_file
 
 from qat.data import shard_file
-from qat.data.bits import pack_bits, packed_bytes
 from qat.data.cache import MANIFEST, Manifest, read_manifest
-from qat.data.codec import id_bits
+from qat.data.codec import id_bits, pack_bits, packed_bytes
 from qat.data.reader import TeacherCache
 from qat.data.resident import Resident
 from qat.data.rows import BRIDGE, MOST_BUFFERS, Read, promised_layout, reads

@@ -9,8 +9,7 @@ from cache_case import build, contents, teacher
 from topk_case import SHAPES, assert_accurate, difficult_logits, textbook_top_k
 from torch import Tensor
 
-from qat.data.noise import uniforms
-from qat.data.signals import Request, ask
+from qat.data.codec import Request, ask, uniforms
 from qat.kernels import topk, topk_triton
 from qat.kernels.draw import draw_tokens
 from qat.models.language_model import LanguageModel

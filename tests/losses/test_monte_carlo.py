@@ -11,7 +11,7 @@ import torch
 from teacher_targets import targets_of
 from torch import Tensor
 
-from qat.data.signals import draw
+from qat.data.codec import draw
 from qat.kernels.head import Head
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher

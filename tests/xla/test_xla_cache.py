@@ -15,7 +15,7 @@ from cache_case import TOKENIZER, build, teacher, texts
 
 from qat.backend.device import select
 from qat.data.batch import Batch
-from qat.data.noise import stream, uniforms
+from qat.data.codec import stream, uniforms
 from qat.data.reader import TeacherCache
 
 pytestmark = pytest.mark.xla

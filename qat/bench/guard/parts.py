@@ -16,9 +16,7 @@ from qat.bench.config import MeasureConfig
 from qat.bench.guard import twins
 from qat.bench.student import open_student
 from qat.bench.subject import Ours
-from qat.data.bits import pack_bits
-from qat.data.codec import decode_top_k, encode_top_k, id_bits
-from qat.data.signals import top_k
+from qat.data.codec import decode_top_k, encode_top_k, id_bits, pack_bits, top_k
 from qat.kernels.lut_weight import form
 from qat.quant.codebook import weighted_kmeans
 from qat.quant.pack import Packed, pack, unpack
