@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from qat.backend import device as backend
 from qat.config import Settings
-from qat.data.batch import NO_LABEL
+from qat.data.packing import NO_LABEL
 from qat.models.regions import compute_in
 
 README = Path(__file__).with_name("teacher_readme.md")

@@ -48,7 +48,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from qat.backend import device as backend
 from qat.backend.base import Backend
 from qat.config import Settings
-from qat.data.batch import NO_LABEL
+from qat.data.packing import NO_LABEL
 
 README = Path(__file__).with_name("tiny_teacher_readme.md")
 

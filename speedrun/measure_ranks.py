@@ -34,9 +34,9 @@ from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
 from qat.bench.student import open_student
 from qat.bench.subject import Ours
-from qat.data.batch import Batch
 from qat.data.build import build_cache
 from qat.data.config import CacheSettings
+from qat.data.packing import Batch
 from qat.logs import configure
 from qat.ranks import ALONE, Ranks, joined
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qat.data.batch import NO_LABEL
+from qat.data.packing import NO_LABEL
 
 
 def fill_rows(lengths: list[int], row: int) -> list[list[int]]:

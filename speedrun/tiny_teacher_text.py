@@ -25,8 +25,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from qat.data.batch import NO_LABEL
 from qat.data.config import CacheSettings
+from qat.data.packing import NO_LABEL
 from qat.data.sources import open_source
 from qat.data.split import divided, split_of
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qat.backend import device as backend
-from qat.backend.cpu import CpuBackend
-from qat.data.batch import Batch
+from qat.backend.device import Backend
+from qat.data.packing import Batch
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qat.backend.base import Backend
 from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, MeasureConfig
-from qat.data.batch import NO_LABEL, Batch
+from qat.data.packing import NO_LABEL, Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qat.backend.base import Backend
 from qat.bench.batches import Source, random_batch
-from qat.data.batch import NO_LABEL, Batch
+from qat.data.packing import NO_LABEL, Batch
 
 MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
 """Median of the lengths as a share of a row, and standard deviation of their logarithm."""

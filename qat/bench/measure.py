@@ -8,7 +8,7 @@ import torch
 
 from qat.backend.base import Backend
 from qat.bench.subject import Subject
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from qat.bench.student import open_student
 from qat.bench.subject import Ours, Subject
 from qat.bench.tpu_plan.run import plan_tpus
 from qat.bench.tpu_plan.search import Planned
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.models.cost import TokenFlops, device_called, devices_named, parameter_count, token_flops
 from qat.models.language_model import LanguageModel

@@ -9,7 +9,7 @@ import torch
 
 from qat.backend.device import on
 from qat.bench.config import MeasureConfig
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import LutLinear
 from qat.nn.swap import add_adapters, to_latent

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.data.batch import Batch
 from qat.data.cache import Manifest, Shard, Split, raise_if_damaged, read_manifest
 from qat.data.codec import (
     TOP_K_ROWS,
@@ -23,7 +22,7 @@ from qat.data.codec import (
     unpack_bits,
     unpack_flags,
 )
-from qat.data.packing import labels, position_ids
+from qat.data.packing import Batch, labels, position_ids
 from qat.data.places import Places
 from qat.data.resident import Resident
 from qat.data.rows import promised_layout

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qat.backend.device import on
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate.targets import to_targets
 from qat.losses.formulas import loss_from_logits

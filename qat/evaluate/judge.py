@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.evaluate.config import EvalConfig

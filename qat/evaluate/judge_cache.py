@@ -6,7 +6,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError

@@ -1,6 +1,6 @@
 """The seam between the cache's batches and the losses' targets."""
 
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.losses.targets import Targets
 
 

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from qat.data import packing
-from qat.data.batch import NO_LABEL, Batch
 from qat.data.chat import Document, Rendering, render
 from qat.data.config import Targets, Thinking, chosen_targets
+from qat.data.packing import NO_LABEL, Batch
 from qat.data.sources import open_source
 from qat.data.text import Tokens, encode, end_token, special_tokens, text_ids
 from qat.data.text_files import holds_rows, whole_text

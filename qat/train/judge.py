@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend import device as backends
 from qat.backend.device import on
 from qat.convert.calibrate import TokenBatch
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.evaluate.divergence import cached_divergence

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from qat.backend import device as backends
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, Stopped, TrainingError

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from qat.backend import device as backends
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.models.load import load_model, load_tokenizer

@@ -21,7 +21,7 @@ from qat.bench.batches import open_source
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.student import open_student
 from qat.bench.subject import Ours
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.evaluate.targets import to_targets
 from qat.models.language_model import LanguageModel

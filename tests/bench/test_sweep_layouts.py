@@ -9,7 +9,7 @@ from qat.bench.layouts import STEPS, bucket_edges, document_lengths, make_batche
 from qat.bench.run import prepare
 from qat.bench.sweep.config import StepsConfig
 from qat.bench.sweep.work import _laid_out
-from qat.data.batch import NO_LABEL
+from qat.data.packing import NO_LABEL
 from qat.errors import ConfigError
 
 SOURCE = Source(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)

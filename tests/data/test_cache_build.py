@@ -15,12 +15,11 @@ from cache_case import build, contents, info, settings, teacher, texts
 from tiny import VOCAB
 
 from qat import logs
-from qat.backend.base import Backend
-from qat.data.batch import NO_LABEL
+from qat.backend.device import Backend
 from qat.data.cache import Manifest, read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
-from qat.data.packing import labels, position_ids
+from qat.data.packing import NO_LABEL, labels, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.split import divided, split_of
 from qat.data.stream import blocks

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from qat.data.batch import NO_LABEL
-from qat.data.packing import CONTEXT, LOOKAHEAD, Packed, Packer, labels, pack, position_ids
+from qat.data.packing import (
+    CONTEXT,
+    LOOKAHEAD,
+    NO_LABEL,
+    Packed,
+    Packer,
+    labels,
+    pack,
+    position_ids,
+)
 
 PAD, BEGIN = 0, 7
 LENGTHS = [2, 3, 8, 17]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import qat.losses.targets
-from qat.data.batch import NO_LABEL, Batch
+from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate import divergence
 from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence

@@ -13,7 +13,7 @@ from train_case import config
 
 from qat.backend.device import select
 from qat.convert.quantize import quantize_model
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import add_adapters

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qat.data.batch import NO_LABEL
+from qat.data.packing import NO_LABEL
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
 WORDS = "the ship sails over a calm sea while old men tell tales of wind and salt to boys".split()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat.backend import device as backend
-from qat.data.batch import NO_LABEL
+from qat.data.packing import NO_LABEL
 from qat.data.sources import open_source
 from qat.data.split import split_of
 

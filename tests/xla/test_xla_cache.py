@@ -14,8 +14,8 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla run
 from cache_case import TOKENIZER, build, teacher, texts
 
 from qat.backend.device import select
-from qat.data.batch import Batch
 from qat.data.codec import stream, uniforms
+from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 
 pytestmark = pytest.mark.xla

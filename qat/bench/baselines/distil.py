@@ -19,7 +19,7 @@ from qat.bench.baselines.deploy import Deployed
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
 from qat.bench.baselines.textbook import ChunkedLoss, check_losses
 from qat.convert.calibrate import TokenBatch
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices

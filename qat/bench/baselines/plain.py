@@ -12,7 +12,7 @@ from qat.backend.base import DTYPES
 from qat.backend.device import on
 from qat.bench.baselines.textbook import ChunkedLoss
 from qat.bench.config import MeasureConfig
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.evaluate.targets import to_targets
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel

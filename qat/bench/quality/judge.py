@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import seeded
 from qat.bench.quality.config import HELD_OUT, QualityRecipe
 from qat.bench.quality.plan import cache_config
-from qat.data.batch import Batch
 from qat.data.config import chosen_targets
+from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.evaluate.divergence import cached_divergence, exact_divergence

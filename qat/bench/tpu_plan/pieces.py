@@ -22,7 +22,7 @@ from qat.bench.subject import Ours, standing_still
 from qat.bench.tpu_plan.graphs import AnyNumber, end_of_forward, split, trace, tracing
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.evaluate.targets import to_targets
 from qat.kernels import head as head_kernels

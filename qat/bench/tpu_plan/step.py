@@ -12,7 +12,7 @@ from torch import Tensor
 from qat.bench.tpu_plan import xla
 from qat.bench.tpu_plan.libraries import jax, jnp, lax
 from qat.bench.tpu_plan.pieces import Traceable
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.kernels.head import BLOCK_TOKENS
 from qat.losses.targets import Targets
 
