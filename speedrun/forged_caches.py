@@ -18,7 +18,7 @@ from kill_case import build
 from qat.data import remote
 from qat.data.cache import MANIFEST
 from qat.data.reader import TeacherCache
-from qat.data.verify import check_shards, raise_if_any_damaged
+from qat.data.shard_file import check_shards, raise_if_any_damaged
 
 ADDRESS = "memory://forged/cache"
 PLACES = (

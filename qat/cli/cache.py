@@ -108,7 +108,7 @@ def verify(directory: Required[Path]) -> dict[str, object]:
     check_inputs(caches=[directory])
     from rich.table import Table
 
-    from qat.data.verify import check_shards, raise_if_any_damaged
+    from qat.data.shard_file import check_shards, raise_if_any_damaged
     from qat.logs import Terminal
 
     manifest, findings = check_shards(directory)

@@ -33,8 +33,17 @@ from qat.data.codec import Teacher
 from qat.data.config import CacheSettings
 from qat.data.packing import Packed
 from qat.data.pipeline import Behind, prefetched, waited
-from qat.data.shard import Answer, Plan, examine, make_plan, shard_bytes
-from qat.data.shard_log import in_order, merged, note_shard, remove_logs
+from qat.data.shard import (
+    Answer,
+    Plan,
+    examine,
+    in_order,
+    make_plan,
+    merged,
+    note_shard,
+    remove_logs,
+    shard_bytes,
+)
 from qat.data.share import Shared
 from qat.data.stream import Block, blocks
 from qat.data.text import tokenizer_hash

@@ -24,9 +24,8 @@ from qat.data.codec import (
 )
 from qat.data.packing import Batch, labels, position_ids
 from qat.data.places import Places
-from qat.data.resident import Resident
 from qat.data.rows import promised_layout
-from qat.data.shard_file import OPEN_SHARDS, ShardFile, Shelf
+from qat.data.shard_file import OPEN_SHARDS, Resident, ShardFile, Shelf
 from qat.errors import CacheError
 
 

@@ -9,16 +9,53 @@ import json
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from qat.data.cache import Shard, raise_if_damaged
-from qat.data.resident import Resident
-from qat.data.rows import Layout, Read
+from qat.data.cache import Manifest, Shard, raise_if_damaged, read_manifest, shard_problem
+from qat.data.rows import Layout, Read, promised_layout
 from qat.errors import CacheError
+from qat.logs import progress
+
+# What may stay in memory: the values used last, and no more of them than a bound.
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Resident(Generic[Key, Value]):
+    """At most `limit` values, of which the one unused for longest makes room; for any threads."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Value | None:
+        """The value kept for `key`, which is now the one used last; None if there is none."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key]
+
+    def put(self, key: Key, value: Value) -> None:
+        """Keep a value, and let go of the one unused for longest if that makes too many."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._limit:
+                self._values.popitem(last=False)
+
+    def __len__(self) -> int:
+        """How many values are kept."""
+        with self._lock:
+            return len(self._values)
+
 
 OPEN_SHARDS = 256
 """Shards that are open at once: file handles, and a header each."""
@@ -159,4 +196,58 @@ class OpenShard:
         return CacheError(
             f"{self._path}: {what}, expected what the manifest promises; restore it, or delete it "
             "and run the same 'qat cache' command again"
+        )
+
+
+# Proves that a cache is byte for byte what its builder wrote, and laid out as it promises.
+
+
+class Finding(NamedTuple):
+    """One shard and what is wrong with it; None when nothing is."""
+
+    shard: Shard
+    problem: str | None
+
+
+def check_shards(directory: Path) -> tuple[Manifest, list[Finding]]:
+    """The proven manifest, and a finding for each shard after reading every byte.
+
+    Its hash proves that a shard is what its author wrote; whether that can be read is looked at
+    too.
+
+    Raises:
+        CacheError: the manifest is missing, foreign, damaged, or of an unknown format.
+    """
+    manifest = read_manifest(directory)
+    layout, findings = promised_layout(manifest), []
+    with progress("verify", len(manifest.shards), "shards") as ticker:
+        for shard in manifest.shards:
+            findings.append(Finding(shard, _problem(directory, shard, layout)))
+            ticker.advance()
+    return manifest, findings
+
+
+def _problem(directory: Path, shard: Shard, layout: Layout) -> str | None:
+    problem = shard_problem(directory, shard, deep=True)
+    if problem is None:
+        path = shard.path(directory)
+        try:
+            OpenShard(path, shard, layout)
+        except CacheError as error:
+            problem = str(error).removeprefix(f"{path}: ").partition(", expected")[0]
+    return problem
+
+
+def raise_if_any_damaged(directory: Path, findings: list[Finding]) -> None:
+    """Turn findings into the error that names every damaged shard.
+
+    Raises:
+        CacheError: there is at least one.
+    """
+    damaged = [f"{f.shard.file}: {f.problem}" for f in findings if f.problem]
+    if damaged:
+        raise CacheError(
+            f"{directory}: {len(damaged)} of {len(findings)} shards are damaged "
+            f"({'; '.join(damaged)}); restore them, or delete them and run "
+            "the same 'qat cache' command again"
         )

@@ -18,8 +18,8 @@ from qat.cli.inputs import with_fitting_loss
 from qat.data.cache import read_manifest
 from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache
+from qat.data.shard_file import check_shards
 from qat.data.text import tokenizer_hash
-from qat.data.verify import check_shards
 from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge_cache import split_batches

@@ -11,7 +11,7 @@ from ranks_case import run_ranks
 
 from qat.data.cache import read_manifest
 from qat.data.config import CacheConfig
-from qat.data.shard_log import LOGS, in_order, merged, note_shard
+from qat.data.shard import LOGS, in_order, merged, note_shard
 from qat.data.share import open_shared
 from qat.data.sources import Source
 from qat.errors import CacheError, ConfigError, DataError

@@ -12,7 +12,7 @@ from cache_case import build
 from qat.data.cache import MANIFEST, read_manifest
 from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
-from qat.data.verify import check_shards, raise_if_any_damaged
+from qat.data.shard_file import check_shards, raise_if_any_damaged
 from qat.errors import CacheError
 
 

@@ -16,9 +16,8 @@ from qat.data import shard_file
 from qat.data.cache import MANIFEST, Manifest, read_manifest
 from qat.data.codec import id_bits, pack_bits, packed_bytes
 from qat.data.reader import TeacherCache
-from qat.data.resident import Resident
 from qat.data.rows import BRIDGE, MOST_BUFFERS, Read, promised_layout, reads
-from qat.data.verify import check_shards, raise_if_any_damaged
+from qat.data.shard_file import Resident, check_shards, raise_if_any_damaged
 from qat.errors import CacheError
 from qat.files import sha256_file
 
