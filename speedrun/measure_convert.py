@@ -37,7 +37,7 @@ from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.data.chat import Document
 from qat.data.config import CacheSettings
 from qat.data.sources import open_source
-from qat.data.split import divided
+from qat.data.stream import divided
 from qat.evaluate.divergence import exact_divergence
 from qat.evaluate.text import packed_batches
 from qat.models.language_model import LanguageModel

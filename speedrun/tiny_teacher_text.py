@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from qat.data.config import CacheSettings
 from qat.data.packing import NO_LABEL
 from qat.data.sources import open_source
-from qat.data.split import divided, split_of
+from qat.data.stream import divided, split_of
 
 MIN_CHARACTERS = 80
 SKIPPED_DIRECTORIES = {

@@ -39,7 +39,7 @@ def cache(
     check_inputs(models=[config.teacher], out=out or CACHES)
     check_source(config.data, config.format, config.text_field)
     from qat.backend.device import select
-    from qat.data.share import open_shared
+    from qat.data.build import open_shared
     from qat.models.teacher_cache import build_teacher_cache, with_length
     from qat.ranks import joined
 

@@ -21,8 +21,7 @@ from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import NO_LABEL, labels, position_ids
 from qat.data.reader import TeacherCache
-from qat.data.split import divided, split_of
-from qat.data.stream import blocks
+from qat.data.stream import blocks, divided, split_of
 from qat.errors import CacheError, ConfigError, DataError
 
 

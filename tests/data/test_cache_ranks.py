@@ -9,10 +9,10 @@ import torch
 from cache_case import build, contents, teacher, texts
 from ranks_case import run_ranks
 
+from qat.data.build import open_shared
 from qat.data.cache import read_manifest
 from qat.data.config import CacheConfig
 from qat.data.shard import LOGS, in_order, merged, note_shard
-from qat.data.share import open_shared
 from qat.data.sources import Source
 from qat.errors import CacheError, ConfigError, DataError
 from qat.lock import held

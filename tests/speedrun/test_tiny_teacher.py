@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qat.backend import device as backend
 from qat.data.packing import NO_LABEL
 from qat.data.sources import open_source
-from qat.data.split import split_of
+from qat.data.stream import split_of
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
 TEACHER = SPEEDRUN.parent / "checkpoints" / "tiny-qwen3"
