@@ -1,16 +1,20 @@
 """Target `gguf`: one file for llama.cpp, quantized weights in the types of ggml that hold them."""
 
+import json
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.gguf_blocks import LARGE, SMALL, block_type, to_blocks
-from qat.export.gguf_tokenizer import add_tokenizer
 from qat.export.parts import (
+    Affine,
     affine,
+    exact,
     group_size_near,
     refuse_low_rank,
     require,
@@ -20,6 +24,223 @@ from qat.export.probe import logits_of_weights
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
+
+# The tokenizer inside a GGUF file.
+
+logger = logging.getLogger(__name__)
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+PRE_TOKENIZERS = {
+    CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+": "qwen2",
+    CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+": "llama-bpe",
+}
+"""What llama.cpp calls the expression that a byte-level tokenizer splits text with."""
+
+
+def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
+    """Write tokens, merges or scores, special tokens and the chat template.
+
+    Byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama 2) are known;
+    of another tokenizer nothing is written, and that is logged. Rows of the embedding above the
+    last token get names of their own.
+
+    Returns:
+        Whether the tokenizer was written.
+    """
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, pre = values["model"], _pre_tokenizer(values.get("pre_tokenizer"))
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        kind = "llama"
+    elif model["type"] == "BPE" and pre is not None:
+        kind = "gpt2"
+    else:
+        logger.warning("this tokenizer is none that GGUF files know: the file has none")
+        return False
+    tokens = _tokens(tokenizer, vocab_size)
+    writer.add_tokenizer_model(kind)
+    if kind == "gpt2":
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges(merges)
+    else:
+        writer.add_tokenizer_pre("default")
+        rank = {merge.replace(" ", ""): -float(place) for place, merge in enumerate(merges, 1)}
+        writer.add_token_scores([rank.get(token, 0.0) for token in tokens])
+    writer.add_token_list(tokens)
+    writer.add_token_types(list(_types(values, tokens)))
+    _add_special(writer, tokenizer)
+    return True
+
+
+def _pre_tokenizer(values: dict | None) -> str | None:
+    """The name of a byte-level pre-tokenizer; None if llama.cpp has none."""
+    parts = (values or {}).get("pretokenizers", [values] if values else [])
+    if not any(part["type"] == "ByteLevel" for part in parts):
+        return None
+    splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+    return PRE_TOKENIZERS.get(splits[0]) if len(splits) == 1 else None if splits else "gpt-2"
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    """The text of each id."""
+    names = {number: text for text, number in tokenizer.get_vocab().items()}
+    return [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
+
+
+def _types(values: dict, tokens: list[str]) -> Iterator[int]:
+    """What each token is: normal, control, user-defined, unused or a byte."""
+    from gguf import TokenType
+
+    added = {token["content"]: token["special"] for token in values.get("added_tokens", ())}
+    known = values["model"]["vocab"].keys() | added.keys()
+    for token in tokens:
+        if token in added:
+            yield TokenType.CONTROL if added[token] else TokenType.USER_DEFINED
+        elif token not in known:
+            yield TokenType.UNUSED
+        elif len(token) == len("<0x00>") and token.startswith("<0x"):
+            yield TokenType.BYTE
+        else:
+            yield TokenType.NORMAL
+
+
+def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase) -> None:
+    adders = (
+        (tokenizer.bos_token_id, writer.add_bos_token_id),
+        (tokenizer.eos_token_id, writer.add_eos_token_id),
+        (tokenizer.unk_token_id, writer.add_unk_token_id),
+        (tokenizer.pad_token_id, writer.add_pad_token_id),
+    )
+    for number, add in adders:
+        if number is not None:
+            add(number)
+    first = tokenizer("a").input_ids[:1]
+    writer.add_add_bos_token(first == [tokenizer.bos_token_id])
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+# Blocks of GGUF: evenly spaced levels and float16 scales in the types of ggml that hold them.
+#
+# Shapes: O rows, B blocks per row, N weights per block (32, or 256 of the K types).
+
+SMALL, LARGE = 32, 256
+
+
+class BlockType(NamedTuple):
+    """One type of ggml: `W = d * (code + offset)`, or `d * code + m`."""
+
+    name: str
+    size: int
+    """Weights per block."""
+    offset: int | None
+    """Of the codes, where the type has no `m`."""
+    layout: Callable[[Tensor, Tensor, Tensor], list[Tensor]]
+    """Columns of bytes from `(n, N)` uint8 codes and the bytes of `d` and `m`, `(n, 2)` each."""
+
+
+def block_type(spec: LutSpec) -> BlockType | None:
+    """The smallest type that holds that format exactly; None if there is none."""
+    if spec.scale != "group" or spec.codebook == "lut":
+        return None
+    if spec.group_size % LARGE == 0:
+        large = _large_type(spec)
+        if large is not None:
+            return large
+    if spec.group_size % SMALL:
+        return None
+    if spec.codebook == "seq":
+        return Q4_1 if spec.bits <= 4 else None
+    return next(kind for most, kind in ((4, Q4_0), (5, Q5_0), (8, Q8_0)) if spec.bits <= most)
+
+
+def _large_type(spec: LutSpec) -> BlockType | None:
+    """The type of blocks of 256 for that format."""
+    if spec.codebook == "ternary":
+        return TQ2_0
+    if spec.bits == 2:
+        return Q2_K
+    return Q3_K if spec.bits == 3 and spec.codebook == "int" else None
+
+
+def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
+    """The rows of a weight in that type, `(O, bytes)` uint8.
+
+    Raises:
+        ExportError: a scale is no float16.
+    """
+    O, I = weight.codes.shape
+    repeats = I // weight.scale.shape[1] // kind.size
+    d, m = (t.repeat_interleave(repeats, 1).reshape(-1, 1) for t in (weight.scale, weight.bias))
+    codes = weight.codes.reshape(-1, kind.size)
+    if kind.offset is not None:
+        codes, m = codes + (_lowest(weight) - kind.offset), torch.zeros_like(m)
+    parts = kind.layout(codes.to(torch.uint8), _half(name, d), _half(name, m))
+    return torch.cat(parts, 1).view(O, -1)
+
+
+def _lowest(weight: Affine) -> int:
+    """The integer that code 0 stands for."""
+    some = weight.scale != 0
+    return int((weight.bias[some] / weight.scale[some])[0]) if some.any() else 0
+
+
+def _half(name: str, value: Tensor) -> Tensor:
+    """Float16 numbers as two bytes each."""
+    return exact(name, value, torch.float16, has_choice=False).view(torch.uint8)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """The first half of a block in the lower four bits, the second in the upper."""
+    low, high = codes.chunk(2, 1)
+    return (low & 15) | (high & 15) << 4
+
+
+def _fifth_bits(codes: Tensor) -> Tensor:
+    """The fifth bits of a block, 32 in a row."""
+    bits = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)
+    return bits.sum(-1, dtype=torch.uint8)
+
+
+def _quarters(codes: Tensor) -> Tensor:
+    """Two bits each: four runs of 32 weights share 32 bytes."""
+    runs = (codes & 3).view(-1, 2, 4, 32) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return runs.sum(2, dtype=torch.uint8).view(-1, 64)
+
+
+def _third_bits(codes: Tensor) -> Tensor:
+    """The third bits: eight runs of 32 weights share 32 bytes."""
+    runs = (codes >> 2).view(-1, 8, 32) << torch.arange(8, dtype=torch.uint8)[:, None]
+    return runs.sum(1, dtype=torch.uint8)
+
+
+def _q2_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
+    """16 scales and minima of 4 bits, all 1; then codes; the minimum is subtracted."""
+    negative = m ^ torch.tensor([0, 0x80], dtype=torch.uint8)
+    return [_repeated(codes, 0x11, 16), _quarters(codes), d, negative]
+
+
+def _q3_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
+    """Codes, then 16 scales of 6 bits, all 33, which stand for 1."""
+    scales = [_repeated(codes, 0x11, 8), _repeated(codes, 0xAA, 4)]
+    return [_third_bits(codes), _quarters(codes), *scales, d]
+
+
+def _repeated(codes: Tensor, value: int, count: int) -> Tensor:
+    """`(n, count)` of one byte."""
+    return codes.new_full((codes.shape[0], count), value)
+
+
+Q4_0 = BlockType("Q4_0", SMALL, -8, lambda codes, d, m: [d, _nibbles(codes)])
+Q4_1 = BlockType("Q4_1", SMALL, None, lambda codes, d, m: [d, m, _nibbles(codes)])
+Q5_0 = BlockType("Q5_0", SMALL, -16, lambda codes, d, m: [d, _fifth_bits(codes), _nibbles(codes)])
+Q8_0 = BlockType("Q8_0", SMALL, 0, lambda codes, d, m: [d, codes])
+Q2_K = BlockType("Q2_K", LARGE, None, _q2_k)
+Q3_K = BlockType("Q3_K", LARGE, -4, _q3_k)
+TQ2_0 = BlockType("TQ2_0", LARGE, -1, lambda codes, d, m: [_quarters(codes), d])
+
 
 COMPARED = "bits"
 HOLDS_ADAPTERS = False

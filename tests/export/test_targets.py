@@ -20,7 +20,9 @@ from qat.cli import run_verb
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
-from qat.export import card, coreml, gguf, gguf_blocks, gguf_tokenizer, mlx, parts
+from qat.export import card, coreml, gguf, mlx, parts
+from qat.export import gguf as gguf_blocks
+from qat.export import gguf as gguf_tokenizer
 from qat.export import model as exported
 from qat.export.card import CONVERSION, IMPORT, float_base
 from qat.export.config import ExportConfig, TargetName
@@ -586,7 +588,8 @@ def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
     pytest.importorskip("coremltools")
     from coremltools.converters.mil import Builder as mb
 
-    from qat.export import coreml_check, coreml_graph
+    from qat.export import coreml as coreml_check
+    from qat.export import coreml as coreml_graph
 
     linear = frozen_linear(6, 64, SPECS[name].model_copy(update={"level_bits": 16}))
     with torch.no_grad():
