@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.probe import float_skeleton, reloaded_logits
+from qat.export.parts import float_skeleton, reloaded_logits
 from qat.models.checkpoint import quiet_transformers
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears

@@ -16,11 +16,11 @@ from qat.export.parts import (
     affine,
     exact,
     group_size_near,
+    logits_of_weights,
     refuse_low_rank,
     require,
     unquantized_state,
 )
-from qat.export.probe import logits_of_weights
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.export.probe import reloaded_logits
+from qat.export.parts import reloaded_logits
 from qat.models.checkpoint import write_checkpoint
 from qat.quant.spec import LutSpec
 

@@ -13,11 +13,11 @@ from qat.export.parts import (
     exact,
     lost_by_grid,
     refuse_low_rank,
+    reloaded_logits,
     require,
     unquantized_state,
     write_config,
 )
-from qat.export.probe import reloaded_logits
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear

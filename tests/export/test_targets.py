@@ -28,7 +28,7 @@ from qat.export.card import CONVERSION, IMPORT, float_base
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.model import export_model
-from qat.export.probe import logits_of_weights
+from qat.export.parts import logits_of_weights
 from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
