@@ -30,7 +30,7 @@ from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError
 from qat.evaluate.divergence import KD_TEMPERATURE, cached_divergence
-from qat.evaluate.judge_cache import split_batches
+from qat.evaluate.judge import split_batches
 from qat.models.load import load_model
 
 GOAL = 1e-5

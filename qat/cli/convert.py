@@ -140,7 +140,7 @@ def convert(
     )
     check_free(out)
     from qat.convert.convert import convert_checkpoint
-    from qat.evaluate.judge_cache import held_out_divergence
+    from qat.evaluate.judge import held_out_divergence
 
     verdicts = {}
     if evaluate:

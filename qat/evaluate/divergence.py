@@ -14,10 +14,17 @@ from torch import Tensor
 from qat.backend.device import on
 from qat.data.packing import Batch
 from qat.errors import ConfigError, DataError
-from qat.evaluate.targets import to_targets
-from qat.losses.formulas import loss_from_logits
+from qat.losses.from_logits import loss_from_logits
 from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel, judging
+
+# The seam between the cache's batches and the losses' targets.
+
+
+def to_targets(batch: Batch) -> Targets:
+    """A batch's targets, `(B, S)` flattened to `(T,)`: views where the batch is contiguous."""
+    return Targets(**{name: getattr(batch, name).flatten(0, 1) for name in Targets._fields})
+
 
 KD_TEMPERATURE = 2.0
 """The temperature of the reference system's published KD numbers."""

@@ -22,7 +22,7 @@ from qat.backend import device as backends
 from qat.backend.base import Backend
 from qat.backend.compiling import Steadiness
 from qat.data.packing import Batch
-from qat.evaluate.targets import to_targets
+from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher

@@ -22,7 +22,7 @@ from qat.data.shard_file import check_shards
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import cached_divergence
-from qat.evaluate.judge_cache import split_batches
+from qat.evaluate.judge import split_batches
 from qat.losses.config import check_targets, fitting_loss
 from qat.models.load import load_model, load_tokenizer
 from qat.train.config import TrainConfig

@@ -23,7 +23,7 @@ from qat.bench.student import open_student
 from qat.bench.subject import Ours
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.evaluate.targets import to_targets
+from qat.evaluate.divergence import to_targets
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears
 from qat.train.optim import linears_in_scope

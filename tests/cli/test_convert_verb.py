@@ -12,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from qat.cli import main
 from qat.data.reader import TeacherCache
-from qat.evaluate.judge_cache import held_out_divergence
+from qat.evaluate.judge import held_out_divergence
 
 
 @pytest.fixture(autouse=True)

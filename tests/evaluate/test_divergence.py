@@ -13,8 +13,7 @@ import qat.losses.targets
 from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate import divergence
-from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence
-from qat.evaluate.targets import to_targets
+from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence, to_targets
 from qat.models.language_model import LanguageModel
 
 B, S = 3, 10

@@ -20,8 +20,7 @@ from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
 from qat.evaluate.divergence import cached_divergence
-from qat.evaluate.judge import judge
-from qat.evaluate.judge_cache import held_out_divergence, open_student, split_batches
+from qat.evaluate.judge import held_out_divergence, judge, open_student, split_batches
 from qat.generate.decode import Decoder, open_speaker
 from qat.generate.step import DecodeStep
 from qat.logs import printable

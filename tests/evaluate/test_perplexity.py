@@ -13,8 +13,7 @@ from qat.backend.base import Backend
 from qat.data.text import Tokens
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
-from qat.evaluate.perplexity import text_perplexity
-from qat.evaluate.text import Text, read_text, text_batches, windows
+from qat.evaluate.text import Text, read_text, text_batches, text_perplexity, windows
 from qat.models.language_model import LanguageModel
 
 

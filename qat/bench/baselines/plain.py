@@ -13,7 +13,7 @@ from qat.backend.device import on
 from qat.bench.baselines.textbook import ChunkedLoss
 from qat.bench.config import MeasureConfig
 from qat.data.packing import Batch
-from qat.evaluate.targets import to_targets
+from qat.evaluate.divergence import to_targets
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts

@@ -19,7 +19,7 @@ from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.evaluate.divergence import cached_divergence, exact_divergence
-from qat.evaluate.judge_cache import split_batches
+from qat.evaluate.judge import split_batches
 from qat.evaluate.text import packed_batches
 from qat.generate.text import (
     distinct_frac,

@@ -24,7 +24,7 @@ from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.evaluate.targets import to_targets
+from qat.evaluate.divergence import to_targets
 from qat.kernels import head as head_kernels
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.targets import Targets
