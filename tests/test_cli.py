@@ -286,7 +286,7 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
     monkeypatch.setattr(app, "config", app.config)
     seen = []
     monkeypatch.setattr(
-        "qat.report.page.write_report", lambda runs, out: seen.append(out) or sys.exit(0)
+        "qat.observe.page.write_report", lambda runs, out: seen.append(out) or sys.exit(0)
     )
     call(monkeypatch, "--recipe", str(recipe), "report", "a")
     call(monkeypatch, "--recipe", str(recipe), "report", "a", "--out", "from-flag.html")

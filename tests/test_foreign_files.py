@@ -17,7 +17,7 @@ from qat.hub.files import atomic_directory as hub_directory
 from qat.hub.pull import pull
 from qat.lock import held
 from qat.models.checkpoint import save_checkpoint
-from qat.report.page import check_replaceable
+from qat.observe.page import check_replaceable
 from qat.train.proof import MANIFEST as PROOF
 from qat.train.proof import is_all_ours
 from qat.train.run import Run

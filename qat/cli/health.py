@@ -33,7 +33,7 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
     A run that has its student does not fail for it.
     """
     from qat.models.cost import model_bytes
-    from qat.report.runs import read_directory
+    from qat.observe.runs import read_directory
 
     try:
         found = read_directory(run)
@@ -54,12 +54,12 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
 
 
 def show_health(run: Path) -> None:
-    """Print the answers to the questions of `qat.report.health` about `run` that are not ok.
+    """Print the answers to the questions of `qat.observe.health` about `run` that are not ok.
 
     A run that has its student does not fail for it.
     """
-    from qat.report.health import health
-    from qat.report.runs import read_directory
+    from qat.observe.health import health
+    from qat.observe.runs import read_directory
 
     try:
         checks = health(read_directory(run))

@@ -160,7 +160,7 @@ class Pipeline:
         """Print the teacher beside the models that were examined: numbers and sizes."""
         from rich.table import Table
 
-        from qat.report.exam import CAPTION, COLUMNS, exam_rows
+        from qat.observe.exam import CAPTION, COLUMNS, exam_rows
 
         table = Table(*COLUMNS, caption=CAPTION, caption_justify="left")
         for row in exam_rows(self.exams()):

@@ -40,8 +40,8 @@ def report(
     if leaderboard:
         return _leaderboard(runs, out, records)
     from qat.errors import ConfigError
-    from qat.report.log import append_entry
-    from qat.report.page import write_report
+    from qat.observe.log import append_entry
+    from qat.observe.page import write_report
 
     if not runs:
         raise ConfigError("no RUN was named; expected at least one run or converted checkpoint")
@@ -55,7 +55,7 @@ def report(
 
 def _leaderboard(runs: tuple[Path, ...], out: Path | None, records: Path) -> dict[str, object]:
     from qat.errors import ConfigError
-    from qat.report.leaderboard import write_leaderboard
+    from qat.observe.leaderboard import write_leaderboard
 
     if runs or out is None:
         wrong = f"RUNS={runs[0]}" if runs else "no --out"

@@ -13,7 +13,7 @@ from qat.config import Careful, Required
 from qat.errors import QatError
 from qat.logs import RECIPE
 from qat.losses.config import parse_losses
-from qat.track.config import TrackConfig
+from qat.observe.follow import TrackConfig
 from qat.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def train(
     if config.teacher is None:
         config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select
+    from qat.observe.follow import follow
+    from qat.observe.restore import restore
     from qat.ranks import joined
-    from qat.track.follow import follow
-    from qat.track.restore import restore
     from qat.train.start import train_student
 
     session = select(config.device).session(config.xla_cache_dir)
@@ -126,7 +126,7 @@ def _dry_run(config: TrainConfig, student: str, out: Path, *, ranks: "Ranks") ->
 
 def _write_page(run: Path) -> None:
     """The report that an upload takes along; a run that has its student does not fail for it."""
-    from qat.report.page import write_report
+    from qat.observe.page import write_report
 
     try:
         write_report([run], run / "report.html")

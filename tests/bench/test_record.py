@@ -15,7 +15,7 @@ from qat.bench.samples import read_cases
 from qat.cli import main
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
-from qat.report.leaderboard import read_records
+from qat.observe.leaderboard import read_records
 
 ENVIRONMENT = {"command": "qat bench tiny", "commit": "a" * 40, "device": "cpu", "torch": "2.9"}
 CONFIG = {"steps": 20, "dtype": "fp32"}

@@ -17,7 +17,7 @@ from tiny import tiny_model
 from qat.cli import run_verb
 from qat.cli.demo import demo
 from qat.errors import ConfigError, Stopped
-from qat.report.page import Written
+from qat.observe.page import Written
 
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}
 STAGES = ("cache", "convert", "train", "eval", "export")
@@ -140,7 +140,7 @@ def test_stopped_behind_any_stage_it_goes_on(
         patch.setattr(qat.cli, "run_verb", stopped)
         with pytest.raises(Stopped, match=f"stage {verb}.* was stopped; the same command goes on"):
             real(words(place, out))
-    monkeypatch.setattr("qat.report.page.write_report", lambda runs, page: Written(page, []))
+    monkeypatch.setattr("qat.observe.page.write_report", lambda runs, page: Written(page, []))
     run_verb(words(place, out))
     for name in ("converted", "export/packed"):
         file = f"{name}/model.safetensors"

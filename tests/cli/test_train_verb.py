@@ -13,7 +13,7 @@ from train_case import config, make_place
 from qat.cli.health import _next, show_health
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
-from qat.report.health import Check
+from qat.observe.health import Check
 from qat.train.config import TrainConfig
 from qat.train.run import resolved
 from qat.train.start import train_student
@@ -185,8 +185,8 @@ def test_what_is_not_well_is_coloured_and_not_spelt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = [Check("speed", "look", "[red]half[/]", "10 %"), Check("memory", "ok", "1", "2")]
-    monkeypatch.setattr("qat.report.runs.read_directory", lambda run: run)
-    monkeypatch.setattr("qat.report.health.health", lambda found: checks)
+    monkeypatch.setattr("qat.observe.runs.read_directory", lambda run: run)
+    monkeypatch.setattr("qat.observe.health.health", lambda found: checks)
     show_health(tmp_path)
     told = capsys.readouterr().out
     assert "look" in told and "[red]half[/]" in told

@@ -6,8 +6,7 @@ import pytest
 from train_case import config, make_place
 
 from qat.logs import read_json_lines
-from qat.track.config import TrackConfig
-from qat.track.follow import follow
+from qat.observe.follow import TrackConfig, follow
 from qat.train.start import train_student
 
 pytestmark = pytest.mark.gpu

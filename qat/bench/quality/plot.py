@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from qat.bench.axes import fit_scale
 from qat.bench.quality.table import TEACHER, Line
-from qat.report.charts import LIGHT, SERIES, Chart
+from qat.observe.charts import LIGHT, SERIES, Chart
 
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 

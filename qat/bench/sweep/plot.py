@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from qat.bench.axes import fit_scale
 from qat.bench.sweep.table import Line
-from qat.report.charts import LIGHT, SERIES, Chart
+from qat.observe.charts import LIGHT, SERIES, Chart
 
 
 def chart(lines: Sequence[Line], unit: str) -> bytes | None:

@@ -14,11 +14,10 @@ from train_case import assert_same_end, config, make_place
 
 from qat.errors import ConfigError, HubError
 from qat.hub import push
-from qat.track import upload
-from qat.track.config import TrackConfig
-from qat.track.follow import follow
-from qat.track.restore import STATE, named, restore, stage_run
-from qat.track.upload import Upload
+from qat.observe import upload
+from qat.observe.follow import TrackConfig, follow
+from qat.observe.restore import STATE, named, restore, stage_run
+from qat.observe.upload import Upload
 from qat.train.optim import Optimizer
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student

@@ -10,8 +10,8 @@ from qat.config import fingerprint
 from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml, write_atomically
 from qat.logs import METRICS
-from qat.report.page import number
-from qat.report.runs import Run, read_directory, token_count, wall_seconds
+from qat.observe.page import number
+from qat.observe.runs import Run, read_directory, token_count, wall_seconds
 
 ENTRIES = "## Entries\n"
 SCORED = ("case", "KD (nats)", "KL (nats)", "ppl")

@@ -12,10 +12,9 @@ from track.run_case import begin, write_steps
 from qat.errors import ConfigError, HubError
 from qat.hub.files import RECEIPT
 from qat.hub.unpack import unpack
-from qat.track import upload
-from qat.track.config import TrackConfig
-from qat.track.follow import follow
-from qat.track.upload import Upload, check_folder
+from qat.observe import upload
+from qat.observe.follow import TrackConfig, follow
+from qat.observe.upload import Upload, check_folder
 
 
 def save(run: Path, step: int, *, is_best: bool = True, old: int | None = None) -> None:

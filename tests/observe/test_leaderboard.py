@@ -9,7 +9,7 @@ import pytest
 
 from qat.cli import main
 from qat.errors import ConfigError
-from qat.report.leaderboard import (
+from qat.observe.leaderboard import (
     Figure,
     best_of,
     by_device,

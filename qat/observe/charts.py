@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qat.report.runs import Conversion, Run
+from qat.observe.runs import Conversion, Run
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}

@@ -8,9 +8,9 @@ from report.synthetic import write_lines, write_run
 
 from qat.cli.health import show_health
 from qat.errors import CheckpointError
-from qat.report.health import Check, health, worst
-from qat.report.page import write_report
-from qat.report.runs import Run, read_directory
+from qat.observe.health import Check, health, worst
+from qat.observe.page import write_report
+from qat.observe.runs import Run, read_directory
 
 CALM = {
     "mem_alloc_mib": 1000.0,

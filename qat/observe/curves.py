@@ -8,9 +8,30 @@ from typing import Any
 
 from qat.files import write_atomically
 from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
+from qat.observe.trackers import Event, Sample, Start, Tracker, events
 from qat.secrets import scrubbed_in
-from qat.track.tail import Tail
-from qat.track.tracker import Event, Sample, Start, Tracker, events
+
+# Reads a file of JSON lines while it grows.
+
+
+class Tail:
+    """Gives each whole line once. The file may not be there yet, and may only grow."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict]:
+        """The objects of the lines that were finished since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
 
 FOLDER = "tracking"
 """Of a run directory: what trackers keep there."""

@@ -11,11 +11,11 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from qat.errors import ConfigError
 from qat.files import write_atomically
-from qat.report.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
-from qat.report.exam import CAPTION, exam_rows
-from qat.report.exam import COLUMNS as EXAM_COLUMNS
-from qat.report.health import health
-from qat.report.runs import Conversion, Module, Run, read_directory, read_exam, stages_in
+from qat.observe.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
+from qat.observe.exam import CAPTION, exam_rows
+from qat.observe.exam import COLUMNS as EXAM_COLUMNS
+from qat.observe.health import health
+from qat.observe.runs import Conversion, Module, Run, read_directory, read_exam, stages_in
 
 COLUMNS = (
     ("run", ""),

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 from track.run_case import begin, cut, loss, write_steps
 
-from qat.track import follow
-from qat.track.config import TrackConfig
-from qat.track.to_wandb import Wandb
-from qat.track.tracker import Start
+from qat.observe import follow
+from qat.observe.follow import TrackConfig
+from qat.observe.trackers import Start, Wandb
 
 BLOCK = 2**15
 SECRET = "a-value-that-nobody-may-see"
@@ -29,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
     run, said = place / "my_run", []
     handler = logging.Handler(logging.INFO)  # what another test made louder does not count
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("qat.track").addHandler(handler)
+    logging.getLogger("qat.observe").addHandler(handler)
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(follow, "POLL_S", 0.02)
@@ -51,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
             begin(run, commit="4567def")
             write_steps(run, 3, 4)
     yield place, said + printed.getvalue().splitlines()
-    logging.getLogger("qat.track").removeHandler(handler)
+    logging.getLogger("qat.observe").removeHandler(handler)
 
 
 def test_wandb_keeps_the_run_for_later(place: tuple[Path, list[str]]) -> None:

@@ -9,23 +9,48 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import Field
+
+from qat.config import Settings, Trackers
 from qat.errors import ConfigError, how_to_install
 from qat.logs import FACTS
-from qat.track.config import TrackConfig
-from qat.track.curves import Curves
-from qat.track.tracker import Start, Tracker
-from qat.track.upload import Upload, check_folder
+from qat.observe import trackers
+from qat.observe.curves import Curves
+from qat.observe.trackers import Start, Tracker
+from qat.observe.upload import Upload, check_folder
+
+# Settings of what follows a run: trackers and uploads. They are no part of its recipe.
+
+
+class TrackConfig(Settings):
+    """Who reads the run directory while a student trains."""
+
+    wandb: Trackers[bool] = False
+    """Follow the run with Weights & Biases; offline where nobody is logged in."""
+    wandb_project: Trackers[str] = "qat"
+    """Project there."""
+    wandb_name: Trackers[str | None] = None
+    """Name of the run there; by default that of the run directory."""
+    tensorboard: Trackers[bool] = False
+    """Write TensorBoard's event files into OUT/tracking/tensorboard."""
+    trackio: Trackers[bool] = False
+    """Write the run into trackio's local database, as project qat."""
+    gdrive_dir: Trackers[Path | None] = None
+    """Folder (of a mounted Drive, say) that gets the best checkpoint, the logs and what --resume
+    goes on from while the run goes on, under the name of the run directory."""
+    gdrive_state_gib: Trackers[float] = Field(16.0, ge=0)
+    """Most that may take there what --resume goes on from; 0 sends none."""
+
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard", "trackio": "Trackio"}
-"""By flag, which is also the library's name and its extra's: the class in `qat.track.to_FLAG`."""
+"""By flag, which is also the library's name and its extra's: the class in `qat.observe.trackers`."""
 
 
 class Follower(Protocol):
@@ -90,7 +115,7 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
 
 
 def _open_tracker(flag: str, start: Start) -> Tracker:
-    return getattr(import_module(f"qat.track.to_{flag}"), TRACKERS[flag])(start)
+    return getattr(trackers, TRACKERS[flag])(start)
 
 
 class _Thread(threading.Thread):

@@ -11,10 +11,10 @@ import pytest
 from track.run_case import add_line, begin, cut, loss, write_steps
 
 from qat.errors import ConfigError
-from qat.track import curves, follow
-from qat.track.config import TrackConfig
-from qat.track.tail import Tail
-from qat.track.tracker import Sample, Start, events
+from qat.observe import curves, follow
+from qat.observe.curves import Tail
+from qat.observe.follow import TrackConfig
+from qat.observe.trackers import Sample, Start, events
 
 
 class Memory:

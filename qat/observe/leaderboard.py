@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from qat.config import explain
 from qat.errors import ConfigError
 from qat.files import write_atomically
-from qat.report.charts import SERIES, Chart
-from qat.report.page import check_replaceable, number, picture, template
+from qat.observe.charts import SERIES, Chart
+from qat.observe.page import check_replaceable, number, picture, template
 
 FIGURES = "figures.jsonl"
 DATED = re.compile(r"(\d{4}-\d{2}-\d{2})_(.+)")

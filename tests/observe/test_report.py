@@ -9,9 +9,9 @@ import pytest
 from report.synthetic import write_conversion, write_run
 
 from qat.errors import CheckpointError, ConfigError
-from qat.report.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
-from qat.report.page import COLUMNS, number, run_table, with_unique_labels, write_report
-from qat.report.runs import Conversion, Module, Run, read_directory
+from qat.observe.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
+from qat.observe.page import COLUMNS, number, run_table, with_unique_labels, write_report
+from qat.observe.runs import Conversion, Module, Run, read_directory
 
 
 @pytest.fixture

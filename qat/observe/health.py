@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from qat.files import parse_toml
-from qat.report.runs import Run
+from qat.observe.runs import Run
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10

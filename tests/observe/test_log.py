@@ -9,8 +9,8 @@ from report.synthetic import write_conversion, write_lines, write_run
 from qat.cli.report import report, train_command
 from qat.errors import CheckpointError, ConfigError
 from qat.logs import read_json_lines
-from qat.report.log import append_entry, notes
-from qat.report.runs import read_directory
+from qat.observe.log import append_entry, notes
+from qat.observe.runs import read_directory
 
 TEMPLATE = Path(__file__).parents[2] / "speedrun" / "LOG.md"
 COMMAND = "qat train checkpoints/q2 --lr 0.02 --out runs/first"
