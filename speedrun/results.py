@@ -11,7 +11,7 @@ from pathlib import Path
 from cyclopts import App
 
 from qat.files import write_atomically
-from qat.report.leaderboard import Entry, by_device, by_figure, read_records
+from qat.observe.leaderboard import Entry, by_device, by_figure, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = Path(__file__).with_name("results.toml")

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qat.backend import device as backend
-from qat.backend.device import Backend
 from qat.data.packing import Batch
 
 aten = torch.ops.aten

@@ -18,8 +18,7 @@ from qat.bench.quality.config import read_recipe as read_quality
 from qat.bench.sweep.config import read_recipe as read_sweep
 from qat.cli import VERBS, app, main
 from qat.cli.pipeline import Pipeline
-from qat.cli.recipe import check_recipe
-from qat.cli.result import print_result
+from qat.cli.recipe import check_recipe, print_result
 from qat.config import Required
 from qat.errors import ConfigError
 

@@ -29,9 +29,8 @@ from qat.cli.export import export
 from qat.cli.generate import generate
 from qat.cli.hub import hub_app
 from qat.cli.mistakes import mistake, unknown_flag
-from qat.cli.recipe import check_recipe
+from qat.cli.recipe import check_recipe, print_result
 from qat.cli.report import report
-from qat.cli.result import print_result
 from qat.cli.run import run
 from qat.cli.train import train
 from qat.config import OTHERS, EveryVerb

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from qat.cli.result import print_result
+from qat.cli.recipe import print_result
 from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from qat.bench.compare import Comparison, Pair
     from qat.bench.stats import Interval
+
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 WIDTH = 150
@@ -120,3 +121,29 @@ def _shown_like(seconds: float) -> "Callable[[Interval], str]":
         return f"{interval.median / scale:.4g} [{low:.4g}, {high:.4g}] {unit}"
 
     return show
+
+
+# `qat bench record`: keeps a result where records are kept.
+
+RECORDS = Path("speedrun/records")
+
+
+def record(
+    slug: str,
+    /,
+    *,
+    from_: Annotated[Path, Parameter(name="--from")],
+    records: Path = RECORDS,
+    date: str = "",
+) -> dict[str, object]:
+    """Freeze a result into RECORDS/DATE_SLUG: recipe, raw samples, environment, figures, page.
+
+    Args:
+        slug: two or three lower-case words, joined by hyphens.
+        from_: directory of results; every case needs three samples or runs at least.
+        records: where records are kept.
+        date: day of the measurement as YYYY-MM-DD; today by default.
+    """
+    from qat.bench.record import write_record
+
+    return {"record": write_record(slug, from_, records, date or None)}

@@ -1,6 +1,8 @@
 """Checks a recipe before any verb reads it: every table is a verb, every key one of its flags."""
 
 import difflib
+import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -43,3 +45,13 @@ def _load(path: Path) -> dict:
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
+
+
+# What a verb leaves on standard output: one JSON object on the last line.
+
+
+def print_result(found: Mapping[str, object]) -> None:
+    """Write what a verb returned as one line of JSON, paths as strings; nothing if it is empty."""
+    if found:
+        sys.stdout.write(json.dumps(found, default=str) + "\n")
+        sys.stdout.flush()

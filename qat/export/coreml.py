@@ -18,8 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.dense import DtypeError
-from qat.export.parts import DTYPE_NAMES, exact, require, unquantized_state, write_config
+from qat.export.parts import (
+    DTYPE_NAMES,
+    DtypeError,
+    exact,
+    require,
+    unquantized_state,
+    write_config,
+)
 from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.errors import ExportError
-from qat.export.parts import float_skeleton, reloaded_logits
+from qat.export.parts import cast, float_skeleton, reloaded_logits
 from qat.models.checkpoint import quiet_transformers
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
@@ -24,10 +23,6 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
 ```
 """
-
-
-class DtypeError(ExportError):
-    """A value that the wished dtype does not hold, and another may."""
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
@@ -100,23 +95,6 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         if isinstance(module, TiedLutHead):
             state[f"{name}.weight"] = module.table.quantized_weight()
     return {name: cast(name, tensor, dtype) for name, tensor in state.items()}
-
-
-def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, if it is a floating-point one; `name` is for the message.
-
-    Raises:
-        DtypeError: a finite value overflows `dtype`.
-    """
-    if not tensor.is_floating_point():
-        return tensor
-    cast = tensor.to(dtype)
-    if cast.isinf().any():
-        raise DtypeError(
-            f"{name} holds {tensor.abs().max().item():.4g}, but {dtype} ends at "
-            f"{torch.finfo(dtype).max:.4g}; export with --dtype bf16"
-        )
-    return cast
 
 
 def _without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -14,8 +14,8 @@ from qat.backend.base import DTYPES
 from qat.errors import ExportError
 from qat.export.card import write_card
 from qat.export.config import ExportConfig, TargetName
-from qat.export.dense import DtypeError, dense_state_dict
-from qat.export.parts import float_model, logits_of, probe_ids
+from qat.export.dense import dense_state_dict
+from qat.export.parts import DtypeError, float_model, logits_of, probe_ids
 from qat.export.targets import check_model, load_target
 from qat.files import check_free
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton

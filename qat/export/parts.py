@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError, how_to_install
-from qat.export.dense import DtypeError, cast
 from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
@@ -26,6 +25,27 @@ from qat.quant.spec import LutSpec
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 EVEN_GRIDS = ("seq", "int", "ternary")
 """Codebooks of evenly spaced levels."""
+
+
+class DtypeError(ExportError):
+    """A value that the wished dtype does not hold, and another may."""
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`, if it is a floating-point one; `name` is for the message.
+
+    Raises:
+        DtypeError: a finite value overflows `dtype`.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    if cast.isinf().any():
+        raise DtypeError(
+            f"{name} holds {tensor.abs().max().item():.4g}, but {dtype} ends at "
+            f"{torch.finfo(dtype).max:.4g}; export with --dtype bf16"
+        )
+    return cast
 
 
 class Affine(NamedTuple):

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard", "trackio": "Trackio"}
-"""By flag, which is also the library's name and its extra's: the class in `qat.observe.trackers`."""
+"""By flag, which is also its library and its extra: the class in `qat.observe.trackers`."""
 
 
 class Follower(Protocol):

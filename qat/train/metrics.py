@@ -28,7 +28,7 @@ from qat.logs import (
     Lines,
     read_json_lines,
 )
-from qat.report.runs import NOTHING, token_count, wall_seconds
+from qat.observe.runs import NOTHING, token_count, wall_seconds
 
 FILES = {"train": TRAINING_CSV, "eval": VAL_CSV}
 LATER = {"train": (), "eval": ("codes_flipped_frac",)}

@@ -15,7 +15,6 @@ from qat.models.load import load_model
 from qat.nsa.swap import nsa_config
 from qat.observe.health import health
 from qat.observe.runs import read_directory
-from qat.train.check import examine
 from qat.train.optim import Optimizer
 from qat.train.preflight import examine
 from qat.train.start import TrainReport, train_student
