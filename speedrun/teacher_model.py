@@ -10,6 +10,7 @@ from tiny_teacher_text import encode, pack
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from qat.backend.base import Backend
 from qat.data.packing import NO_LABEL
 
 HEAD_DIM = 64

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qat.backend import device as backend
+from qat.backend.cpu import CpuBackend
 from qat.data.packing import Batch
 
 aten = torch.ops.aten

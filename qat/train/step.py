@@ -21,7 +21,10 @@ from torch import Tensor
 from qat.backend import device as backends
 from qat.backend.base import Backend
 from qat.backend.compiling import Steadiness
+from qat.config import fingerprint
 from qat.data.packing import Batch
+from qat.data.sampler import sequence_indices
+from qat.errors import TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.from_hidden import loss_from_hidden

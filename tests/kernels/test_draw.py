@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.data.codec import uniforms
 from qat.kernels.draw import draw_tokens
 from qat.kernels.topk import BLOCK, summarize

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from track.run_case import add_line, begin, cut, loss, write_steps
+from observe.run_case import add_line, begin, cut, loss, write_steps
 
 from qat.errors import ConfigError
 from qat.observe import curves, follow

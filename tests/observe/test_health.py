@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from report.synthetic import write_lines, write_run
+from observe.synthetic import write_lines, write_run
 
 from qat.cli.health import show_health
 from qat.errors import CheckpointError

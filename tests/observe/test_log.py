@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from report.synthetic import write_conversion, write_lines, write_run
+from observe.synthetic import write_conversion, write_lines, write_run
 
 from qat.cli.report import report, train_command
 from qat.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from report.synthetic import write_conversion, write_run
+from observe.synthetic import write_conversion, write_run
 
 from qat.errors import CheckpointError, ConfigError
 from qat.observe.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from crash import stopped_at
-from track.run_case import begin, write_steps
-from track.test_upload import save
+from observe.run_case import begin, write_steps
+from observe.test_upload import save
 from train_case import assert_same_end, config, make_place
 
 from qat.errors import ConfigError, HubError

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from track.run_case import begin, cut, loss, write_steps
+from observe.run_case import begin, cut, loss, write_steps
 
 from qat.observe import follow
 from qat.observe.follow import TrackConfig

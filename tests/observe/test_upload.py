@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from track.run_case import begin, write_steps
+from observe.run_case import begin, write_steps
 
 from qat.errors import ConfigError, HubError
 from qat.hub.files import RECEIPT
