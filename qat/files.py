@@ -1,4 +1,4 @@
-"""Directories and small files that appear whole or not at all, and the hash of a file."""
+"""Directories and files that appear whole or not at all, safe paths, and the hash of a file."""
 
 import ctypes
 import hashlib
@@ -9,11 +9,12 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from shlex import quote
+from typing import BinaryIO
 
 from qat.errors import ConfigError, QatError
 
@@ -91,6 +92,27 @@ def whole_directory(
             shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def parents_of(path: Path) -> Iterator[None]:
+    """The folders that `path` is to lie in; if the block fails, those made for it go, if empty."""
+    missing = list(takewhile(lambda folder: not folder.exists(), path.absolute().parents))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            try:
+                folder.rmdir()
+            except OSError:  # somebody else has put something there
+                break
+        raise
+
+
+def real(path: Path) -> Path:
+    """The path behind all symbolic links, there or not: one directory has one such name."""
+    return Path(os.path.realpath(path))
+
+
 def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:
     """Refuse an output directory that holds something already; `mend` says what to do about it.
 
@@ -138,19 +160,37 @@ def parse_toml(text: str) -> dict[str, object]:
         raise ValueError("it nests too deeply") from None
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a small file in one step that a crash cannot split."""
-    partial = partial_file(path)
+@contextmanager
+def whole_file(path: Path, partial: Path) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `path` when the block ends and vanishes when it fails.
+
+    Its bytes are on the disk before the name is: a crash leaves the old file or the new one.
+
+    Args:
+        path: what it is called in the end.
+        partial: what it is called until then, in the same directory.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`, which that of a full disk does not.
+    """
     try:
         with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:  # of a full disk it names no file
-        error.filename = str(path)
-        partial.unlink(missing_ok=True)
+        partial.replace(path)
+    except BaseException as error:
+        with suppress(OSError):  # the first error tells more
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
+            error.filename = str(path)
         raise
-    partial.replace(path)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a small file in one step that a crash cannot split."""
+    with whole_file(path, partial_file(path)) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def partial_file(path: Path) -> Path:
@@ -258,27 +298,3 @@ def import_command(path: Path) -> str | None:
     if (directory / "meta.json").is_file():
         return f"qat cache import {quote(str(directory))} --teacher MODEL --out DIR"
     return f"qat convert {quote(str(path))} --from anemll --base MODEL --out DIR"
-
-
-# Parent folders that stay only where something came of them, and folders behind links.
-
-
-@contextmanager
-def parents_of(path: Path) -> Iterator[None]:
-    """The folders that `path` is to lie in; if the block fails, those made for it go, if empty."""
-    missing = list(takewhile(lambda folder: not folder.exists(), path.absolute().parents))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for folder in missing:
-            try:
-                folder.rmdir()
-            except OSError:  # somebody else has put something there
-                break
-        raise
-
-
-def real(path: Path) -> Path:
-    """The path behind all symbolic links, there or not: one directory has one such name."""
-    return Path(os.path.realpath(path))

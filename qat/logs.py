@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from qat.errors import CheckpointError
+from qat.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -355,12 +356,7 @@ def cut_after(path: Path, step: int) -> None:
             )
         if 0 < step >= found["step"]:
             kept.append(line)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(b"".join(kept))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_atomically(path, b"".join(kept))
 
 
 def _read(path: Path) -> list[tuple[bytes, dict]]:

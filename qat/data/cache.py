@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -22,7 +21,7 @@ from pydantic import (
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
-from qat.files import import_command, inside, sha256_file
+from qat.files import import_command, inside, sha256_file, whole_file
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -267,15 +266,10 @@ def write_atomic(path: Path, content: bytes) -> None:
     Raises:
         CacheError: the disk is full or the file cannot be written; nothing is left behind.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
     try:
-        with temporary.open("wb") as file:
+        with whole_file(path, path.with_name(path.name + TEMPORARY)) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CacheError(
             f"cannot write {path} ({len(content)} bytes): {error.strerror}; finished shards are "
             "kept: make room and run the same command again"

@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import BinaryIO
 
 from qat.errors import HubError
-from qat.files import allowed, sha256_file, sync, whole_directory
+from qat.files import sha256_file, sync, whole_directory, whole_file
 from qat.hub.limits import MIB
 from qat.logs import Ticker, progress
 
@@ -63,20 +62,12 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
     Raises:
         HubError: `out` cannot be written.
     """
+    partial = out.with_name(f".{out.name}.part-{token_hex(4)}")  # several may write at once
     with _explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(prefix=f".{out.name}.part-", dir=out.parent)
-        try:
-            os.close(descriptor)
-            with open(partial, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            Path(partial).chmod(allowed(0o666))  # mkstemp makes it private
-            Path(partial).replace(out)
-            sync(out.parent)
-        finally:
-            Path(partial).unlink(missing_ok=True)
+        with whole_file(out, partial) as file:
+            yield file
+        sync(out.parent)
 
 
 def peeled(directory: Path) -> Path:

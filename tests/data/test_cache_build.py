@@ -15,7 +15,7 @@ from cache_case import build, contents, info, settings, teacher, texts
 from tiny import VOCAB
 
 from qat import logs
-from qat.backend.device import Backend
+from qat.backend.base import Backend
 from qat.data.cache import Manifest, read_manifest
 from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
