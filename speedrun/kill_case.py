@@ -62,7 +62,7 @@ def build(out: Path, *, text: Path | None = None) -> None:
         tokenizer=byte_tokenizer(),
         teacher=LanguageModel(tiny_model(32, 2)),
         info=TeacherInfo(
-            name="random", identity="0", vocab_size=VOCAB, max_positions=None, dtype="float32"
+            name="random", identity="0" * 32, vocab_size=VOCAB, max_positions=None, dtype="float32"
         ),
         documents=filter(str.strip, lines),
         out=out,

@@ -152,7 +152,7 @@ def bytes_per_token(
             teacher=teacher,
             info=TeacherInfo(
                 name="random-qwen3",
-                identity="seed-0",
+                identity="0" * 32,
                 vocab_size=VOCAB,
                 max_positions=LENGTH,
                 dtype="float32",

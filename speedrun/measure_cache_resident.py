@@ -107,9 +107,9 @@ def manifest(shards: list[Shard]) -> Manifest:
         data="random", sequence_length=LENGTH, top_k=TOP_K, draws=DRAWS, shard_size=SHARD
     )
     teacher = TeacherInfo(
-        name="none", identity="none", vocab_size=VOCAB, max_positions=None, dtype="float32"
+        name="none", identity="0" * 32, vocab_size=VOCAB, max_positions=None, dtype="float32"
     )
-    empty = new_manifest(settings, teacher, "none")
+    empty = new_manifest(settings, teacher, "0" * 16)
     return empty.model_copy(update={"state": "complete", "shards": shards})
 
 

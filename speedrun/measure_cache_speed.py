@@ -138,7 +138,7 @@ def random_teacher(
     Regions(model, is_compiled=backend.compiles(), recompute_every=None).install()
     info = TeacherInfo(
         name=f"random {shape}",
-        identity="seed-0",
+        identity="0" * 32,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -44,7 +44,7 @@ def teacher(seed: int = 0) -> LanguageModel:
 def info(**overrides: object) -> TeacherInfo:
     values = {
         "name": "tiny",
-        "identity": "abc",
+        "identity": "abc" * 10 + "de",
         "vocab_size": VOCAB,
         "max_positions": 128,
         "dtype": "float32",

@@ -26,7 +26,7 @@ from qat.anemll.shards import (
     shard_files,
 )
 from qat.config import fingerprint
-from qat.data.cache import MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
+from qat.data.cache import IMPORTED_AS, MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
 from qat.data.codec import TopK, encode_top_k, id_bits, pack_bits
 from qat.data.config import CacheSettings, ImportConfig
 from qat.data.rows import shard_content
@@ -199,7 +199,7 @@ def _manifest(wish: Wish, shape: Shape, shards: list[Shard]) -> Manifest:
         settings=settings,
         teacher=TeacherInfo(
             name=meta.teacher,
-            identity=f"unknown, imported as {identity}",
+            identity=f"{IMPORTED_AS}{identity}",
             vocab_size=meta.vocab_size,
             max_positions=None,
             dtype="unknown",

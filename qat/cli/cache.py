@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Kept, Required
 from qat.data.config import CacheConfig, ImportConfig
+from qat.errors import QatError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,7 +97,7 @@ def info(directory: Required[Path]) -> dict[str, object]:
     console.print(_info_table(opened.manifest, numbers))
     sample = _sample_text(opened)
     if sample:
-        console.print(f"first sequence: {sample!r}", highlight=False)
+        console.print(sample, highlight=False)
     return dict(directory=directory, **numbers)
 
 
@@ -173,11 +174,22 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str | Non
 
 
 def _sample_text(opened: "TeacherCache") -> str | None:
-    """The start of the first sequence, where the tokenizer lies in a directory here."""
+    """A line with the start of the first sequence, if the teacher's directory is here.
+
+    What is there now, or whoever names it, says nothing of the cache itself: another tokenizer,
+    or none, is told and is no error.
+    """
+    from qat.data.text import tokenizer_hash
     from qat.models.load import load_tokenizer
 
     name = opened.manifest.teacher.name
     if not Path(name).is_dir() or opened.num_sequences("train") == 0:
         return None
+    try:
+        tokenizer = load_tokenizer(name)
+    except QatError as error:
+        return f"no text is shown: {error}"
+    if (found := tokenizer_hash(tokenizer)) != opened.manifest.tokenizer:
+        return f"no text is shown: {name} has tokenizer {found} now"
     ids = opened.batch([0]).input_ids[0, :SAMPLE_TOKENS]
-    return load_tokenizer(name).decode(ids)
+    return f"first sequence: {tokenizer.decode(ids)!r}"

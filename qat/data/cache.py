@@ -33,6 +33,10 @@ Split = Literal["train", "held_out"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
+IMPORTED_AS = "unknown, imported as "
+"""What stands for a teacher's identity, before a fingerprint, where only its words are known."""
+MOST_WORDS = 2**31
+"""No vocabulary has more."""
 
 
 MOST_NATS = 100.0
@@ -50,13 +54,15 @@ class TeacherInfo(_Part):
 
     name: str
     """Directory or hub id it was loaded from."""
-    identity: str
-    """Revision or content hash."""
-    vocab_size: int
+    identity: Annotated[
+        str, Field(pattern=rf"^([0-9a-f]{{32}}|[0-9a-f]{{40}}|{IMPORTED_AS}[0-9a-f]{{12}})$")
+    ]
+    """Content hash, or a hub's revision (`qat.models.load.model_identity`)."""
+    vocab_size: int = Field(ge=1, le=MOST_WORDS)
     """Width of its logits."""
     max_positions: int | None
     """Longest sequence it can read; None where the architecture knows no limit."""
-    dtype: str
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "unknown"]
     """The precision it computed in."""
     remote_code: bool = False
     """Whether code that came with it was run."""
@@ -69,9 +75,9 @@ class Shard(_Part):
     """It lies beside the manifest."""
     split: Split
     sequences: int
-    tokens: int
+    tokens: int = Field(ge=0)
     """Tokens that are not padding."""
-    counted: int
+    counted: int = Field(ge=0)
     """Positions where the loss mask is true."""
     bytes: int = Field(le=2**50)
     sha256: Sha256
@@ -87,9 +93,13 @@ class Shard(_Part):
         return {key: value for key, value in values.items() if value is not None}
 
     @model_validator(mode="after")
-    def _holds_something(self) -> Self:
+    def _adds_up(self) -> Self:
         if not 0 < self.sequences <= self.bytes:
             raise ValueError(f"{self.sequences} sequences in {self.bytes} bytes ({self.file})")
+        if self.counted > self.tokens:
+            raise ValueError(f"{self.counted} of {self.tokens} tokens count ({self.file})")
+        if not self.file.startswith(f"{self.split}-"):
+            raise ValueError(f"{self.file} is in the split {self.split}")
         return self
 
     def path(self, directory: Path) -> Path:
@@ -106,7 +116,7 @@ class Manifest(_Part):
     """12 hex digits of settings, teacher and tokenizer."""
     settings: CacheSettings
     teacher: TeacherInfo
-    tokenizer: str
+    tokenizer: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """`tokenizer_hash` of the tokenizer that made the tokens."""
     rows: Literal["documents", "stream"] = "stream"
     """What a sequence holds: whole documents, or pieces of long ones that repeat what comes before
@@ -114,10 +124,22 @@ class Manifest(_Part):
     has_tail: bool = True
     """Whether the teacher's mass outside the top K is known; not so in an imported cache,
     whose log-probabilities are normalised over the K tokens."""
-    negatives: int = 0
+    negatives: int = Field(0, ge=0)
     """Random tokens kept at every position but the last, with their logits, by an import that was
     asked to."""
     shards: list[Shard] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        listed: set[str] = set()
+        for shard in self.shards:
+            if shard.file in listed:
+                raise ValueError(f"{shard.file} is listed twice")
+            listed.add(shard.file)
+            room = shard.sequences * self.settings.sequence_length
+            if shard.tokens > room:
+                raise ValueError(f"{shard.tokens} tokens in {room} positions ({shard.file})")
+        return self
 
     @field_serializer("settings")
     def _settings(self, settings: CacheSettings) -> dict[str, object]:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from qat.data.cache import Manifest, Shard, raise_if_damaged, read_manifest, shard_problem
-from qat.data.rows import Layout, Read, promised_layout
+from qat.data.codec import unpack_flags
+from qat.data.rows import Layout, Read, promised_layout, reads
 from qat.errors import CacheError
 from qat.logs import progress
 
@@ -199,7 +201,7 @@ class OpenShard:
         )
 
 
-# Proves that a cache is byte for byte what its builder wrote, and laid out as it promises.
+# Proves that a cache is byte for byte what its builder wrote, and holds what it promises.
 
 
 class Finding(NamedTuple):
@@ -222,20 +224,32 @@ def check_shards(directory: Path) -> tuple[Manifest, list[Finding]]:
     layout, findings = promised_layout(manifest), []
     with progress("verify", len(manifest.shards), "shards") as ticker:
         for shard in manifest.shards:
-            findings.append(Finding(shard, _problem(directory, shard, layout)))
+            problem = _problem(directory, shard, layout, manifest.settings.sequence_length)
+            findings.append(Finding(shard, problem))
             ticker.advance()
     return manifest, findings
 
 
-def _problem(directory: Path, shard: Shard, layout: Layout) -> str | None:
+def _problem(directory: Path, shard: Shard, layout: Layout, length: int) -> str | None:
     problem = shard_problem(directory, shard, deep=True)
     if problem is None:
         path = shard.path(directory)
         try:
-            OpenShard(path, shard, layout)
+            counted = _counted(OpenShard(path, shard, layout), layout, length)
         except CacheError as error:
-            problem = str(error).removeprefix(f"{path}: ").partition(", expected")[0]
+            return str(error).removeprefix(f"{path}: ").partition(", expected")[0]
+        if counted != shard.counted:
+            problem = f"{counted} of its tokens count instead of {shard.counted}"
     return problem
+
+
+def _counted(shard: OpenShard, layout: Layout, length: int) -> int:
+    """Where the loss mask of a shard's sequences, of `length` positions, is true."""
+    begins = (shard.begins[:-1] + layout.offsets["mask"]).tolist()
+    masks = np.empty((len(begins), layout.fields["mask"].stride), np.uint8)
+    for read in reads(zip(begins, map(memoryview, masks), strict=True)):
+        shard.fill(read)
+    return int(unpack_flags(torch.from_numpy(masks), length).sum())
 
 
 def raise_if_any_damaged(directory: Path, findings: list[Finding]) -> None:

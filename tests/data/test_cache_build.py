@@ -228,7 +228,7 @@ def test_a_full_disk_keeps_finished_shards(
     [
         ({"top_k": 7}, "was built with top_k=5, now asked for top_k=7"),
         ({"seed": 1, "draws": 9}, "draws=6, now asked for draws=9; seed=0, now asked for seed=1"),
-        ({"info": info(identity="other")}, "teacher=abc, now asked for teacher=other"),
+        ({"info": info(identity="e" * 32)}, "teacher=abc.*, now asked for teacher=e{32}"),
         ({"info": info(dtype="bfloat16")}, "dtype=float32, now asked for dtype=bfloat16"),
         ({"tokenizer": cache_case.tiny_tokenizer(270)}, "tokenizer=.*, now asked for tokenizer="),
     ],

@@ -5,8 +5,8 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from cache_case import TOKENIZER, build, texts
-from tiny import tiny_model
+from cache_case import TOKENIZER, build, info, texts
+from tiny import tiny_model, tiny_tokenizer
 
 from qat.cli import run_verb
 from qat.cli.cache import suggested_name
@@ -70,6 +70,18 @@ def test_info_without_the_tokenizer_shows_no_text(
     build(tmp_path / "c")
     _, printed = run(capsys, "info", str(tmp_path / "c"))
     assert "first sequence" not in printed
+
+
+def test_info_says_what_a_cache_holds_whatever_its_teacher_is_called(
+    teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "place").mkdir()
+    build(tmp_path / "c", info=info(name=str(tmp_path / "place")))
+    shown, printed = run(capsys, "info", str(tmp_path / "c"))
+    assert shown["sequences"] > 0 and "holds no tokenizer" in " ".join(printed.split())
+    tiny_tokenizer(270).save_pretrained(tmp_path / "place")
+    _, printed = run(capsys, "info", str(tmp_path / "c"))
+    assert "no text is shown" in printed and "first sequence" not in printed
 
 
 def test_info_of_a_cache_that_holds_nothing(

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -363,6 +364,12 @@ def test_without_draws_all_rows_are_equally_long(tmp_path: Path) -> None:
         ({"sequences": 10**19}, "sequences in"),
         ({"sequences": 10**29, "bytes": 10**30}, "shards.0.bytes="),
         ({"sequences": -1}, "-1 sequences in"),
+        ({"tokens": -1}, "shards.0.tokens=-1"),
+        ({"counted": -3417}, "shards.0.counted=-3417"),
+        ({"counted": 161}, "161 of [0-9]+ tokens count"),
+        ({"tokens": 161}, "161 tokens in 160 positions"),
+        ({"split": "held_out"}, "train-00000.safetensors is in the split held_out"),
+        ({"file": "train-00001.safetensors"}, "train-00001.safetensors is listed twice"),
     ],
 )
 def test_a_manifest_that_leads_astray_is_one_line(copy: Path, values: dict, message: str) -> None:
@@ -374,3 +381,45 @@ def test_a_manifest_that_leads_astray_is_one_line(copy: Path, values: dict, mess
         with pytest.raises(CacheError, match=message) as caught:
             read(copy)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        (None, "tokenizer", "../../x"),
+        (None, "tokenizer", "0" * 15),
+        (None, "negatives", -1),
+        ("teacher", "identity", "../../x"),
+        ("teacher", "identity", "abc\n"),
+        ("teacher", "identity", "unknown, imported as ../x"),
+        ("teacher", "dtype", "\x1b[31mred"),
+        ("teacher", "vocab_size", 0),
+        ("teacher", "vocab_size", 2**70),
+    ],
+)
+def test_every_identifier_and_size_of_a_manifest_has_a_form(
+    copy: Path, part: str | None, name: str, value: object
+) -> None:
+    manifest = read_manifest(copy)
+    changes = {name: value}
+    if part:
+        changes = {part: getattr(manifest, part).model_copy(update=changes)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pydantic, which never lets such a one be made
+        raw = manifest.model_copy(update=changes).to_bytes()
+    (copy / MANIFEST).write_bytes(raw)
+    field = f"{part}.{name}" if part else name
+    for read in (TeacherCache.open, check_shards):
+        with pytest.raises(CacheError, match=f"is damaged: {field}=.*: Input should") as caught:
+            read(copy)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_count_that_its_shard_does_not_have_is_found(copy: Path) -> None:
+    manifest = read_manifest(copy)
+    first = manifest.shards[0]
+    shards = [first.model_copy(update={"counted": 1}), *manifest.shards[1:]]
+    (copy / MANIFEST).write_bytes(manifest.model_copy(update={"shards": shards}).to_bytes())
+    problems = [finding.problem for finding in check_shards(copy)[1]]
+    assert problems[0] == f"{first.counted} of its tokens count instead of 1"
+    assert not any(problems[1:])

@@ -142,8 +142,8 @@ def test_a_longer_run_that_is_killed_ends_in_the_same_bytes(
     ("values", "message"),
     [
         (
-            {"info": info(identity="def")},
-            r"has teacher=def, but the run in \S+ was begun with abc: a cache may have more seq",
+            {"info": info(identity="def0" * 8)},
+            r"has teacher=def\w+, but the run in \S+ was begun with abc\w+: a cache may",
         ),
         ({"top_k": 4}, "has top_k=4, but the run in .* was begun with 5"),
         (
