@@ -1,8 +1,9 @@
 """Asks which installed packages have known weaknesses; fails on one that nobody has looked at.
 
 What was looked at stands in audit_known.toml, with a reason and the day until which it holds: a
-weakness by its name, a package that the database does not know by the package's. Only a network
-that does not answer lets packages pass that were not looked up; without pip-audit, or where
+weakness by its name, a package that the database does not know by the package's. Packages pass that
+nobody answered about, because the network does not or does not any more, and all of them where who
+answers knows no single one. What was answered before is judged. Without pip-audit, or where
 something else answers than the database, this fails.
 
 python speedrun/audit.py
@@ -54,10 +55,11 @@ def main() -> None:
     """Print what was found, and exit with 1 if some of it is not known."""
     packages = installed()
     answers = ask(service.PyPIService(timeout=5), packages)
-    if not answers.looked_up:
-        is_mirror = len(answers.not_known) > 1
-        told = "who answered knows none of them" if is_mirror else "nobody answered"
-        print(f"{len(packages)} packages not audited: {told}")
+    if answers.not_asked == [*packages]:
+        print(f"{len(packages)} packages not audited: nobody answered")
+        return
+    if answers.not_known == [*packages]:  # a mirror of the packages without the database
+        print(f"{len(packages)} packages not audited: who answered knows none of them")
         return
     excused, today = excuses(KNOWN), datetime.date.today()
     names = [*(each.name for each in answers.found), *answers.not_known]

@@ -97,6 +97,22 @@ def test_a_network_that_does_not_answer_passes(
     assert run(script, monkeypatch, a=["CVE-1"], b=error), "what was found before counts"
 
 
+@pytest.mark.parametrize("unknown", [("a",), ("a", "b")])
+def test_what_is_not_in_the_database_fails_though_the_network_drops_then(
+    script: ModuleType, monkeypatch: object, capsys: object, unknown: tuple[str, ...]
+) -> None:
+    answers = dict.fromkeys(PACKAGES, requests.ConnectionError()) | dict.fromkeys(unknown)
+    assert run(script, monkeypatch, **answers)
+    printed = capsys.readouterr().out
+    assert "UNKNOWN: a is not in the database" in printed
+    left = len(PACKAGES) - len(unknown)
+    assert f"nobody answered about {left} packages\n0 of 3 packages audited" in printed
+    script.KNOWN.write_text(
+        "".join(f'[{name}]\nuntil = 2999-01-01\nreason = "x"\n' for name in unknown)
+    )
+    assert run(script, monkeypatch, **answers) == 0
+
+
 def test_a_mirror_without_the_database_passes(
     script: ModuleType, monkeypatch: object, capsys: object
 ) -> None:
