@@ -12,13 +12,12 @@ import lz4.frame
 from fuzzing import Forged
 
 from qat.errors import QatError
-from qat.hub.config import Entry
-from qat.hub.files import RECEIPT, sha256_tree
-from qat.hub.limits import MIB, Limits
+from qat.hub.files import MIB, RECEIPT, sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import pull
 from qat.hub.receipt import verify
-from qat.hub.unpack import unpack
+from qat.hub.registry import Entry
+from qat.hub.unpack import Limits, unpack
 
 LIMITS = Limits(floor_bytes=MIB)
 """Smaller than the usual ones, so that bombs are cheap to make."""

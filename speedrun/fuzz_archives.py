@@ -19,9 +19,8 @@ from archive_mutants import Mutant, Source, make, tar_of
 from fuzzing import Outcomes, TookTooLong, asked_for, bounded_memory, in_time, settle
 
 from qat.errors import QatError
-from qat.hub.files import sha256_tree
-from qat.hub.limits import MIB, Limits
-from qat.hub.unpack import unpack
+from qat.hub.files import MIB, sha256_tree
+from qat.hub.unpack import Limits, unpack
 
 LIMITS = Limits(members=2000, floor_bytes=4 * MIB)
 """Smaller than the usual ones, so that bombs are cheap to make."""

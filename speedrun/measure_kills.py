@@ -28,9 +28,9 @@ from figures import record
 from kill_case import after, build, contents, fork, killed, make_student
 
 from qat.files import sha256_file
-from qat.hub.config import Entry
 from qat.hub.pack import pack
 from qat.hub.pull import pull
+from qat.hub.registry import Entry
 from qat.train.config import TrainConfig
 from qat.train.proof import problem
 from qat.train.start import train_student

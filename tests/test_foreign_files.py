@@ -11,10 +11,10 @@ from qat.data.cache import MANIFEST
 from qat.data.remote import Kept
 from qat.errors import CacheError, ConfigError, HubError
 from qat.files import whole_directory
-from qat.hub.config import Entry
 from qat.hub.files import RECEIPT
 from qat.hub.files import atomic_directory as hub_directory
 from qat.hub.pull import pull
+from qat.hub.registry import Entry
 from qat.lock import held
 from qat.models.checkpoint import save_checkpoint
 from qat.observe.page import check_replaceable

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from qat.config import OTHERS, Required
 from qat.errors import HubError
 from qat.files import inside
-from qat.hub.config import Entry
+from qat.hub.registry import Entry
 from qat.logs import METRICS, SUMMARY
 from qat.secrets import scrubbed
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from qat.errors import HubError
 from qat.files import sha256_file, sync, whole_directory, whole_file
-from qat.hub.limits import MIB
 from qat.logs import Ticker, progress
 
+MIB = 2**20
 MEND = "remove it, choose another --out, or replace it with --force"
 RECEIPT = ".qat-hub.json"
 """What `qat hub` leaves in a directory that it brought; no part of its content."""
@@ -167,3 +167,47 @@ def _explained(out: Path) -> Iterator[None]:
             f"{out}: writing stopped ({error.strerror or error}); nothing new was left there: free "
             "some space, or choose a place that you may write to"
         ) from error
+
+
+Kind = Literal["cache", "checkpoint"]
+Format = Literal["qat", "anemll"]
+ANEMLL_CACHE = "qwen_kd_topk_cache_v1"
+
+
+def format_of(directory: Path, kind: Kind) -> Format:
+    """Whether `directory` is in this package's format or in the reference system's.
+
+    Raises:
+        HubError: it holds nothing that is a `kind`.
+    """
+    names = {path.name for path in directory.iterdir()}
+    has_pickles = any(directory.rglob("*.pt"))
+    if kind == "cache":
+        if "manifest.json" in names:
+            return "qat"
+        if has_pickles and _format_in(directory / "meta.json") == ANEMLL_CACHE:
+            return "anemll"
+        raise HubError(_nothing(directory, f"manifest.json, or meta.json of {ANEMLL_CACHE}"))
+    if has_pickles:
+        return "anemll"
+    if any(directory.rglob("*.safetensors")):
+        return "qat"
+    raise HubError(_nothing(directory, "*.safetensors or *.pt"))
+
+
+def kind_of(directory: Path) -> Kind:
+    """What `directory` is, by its files; a run counts as a checkpoint, for it holds some."""
+    is_cache = (directory / "manifest.json").is_file() or _format_in(directory / "meta.json")
+    return "cache" if is_cache else "checkpoint"
+
+
+def _format_in(path: Path) -> object:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values.get("format") if isinstance(values, dict) else None
+
+
+def _nothing(directory: Path, expected: str) -> str:
+    return f"{directory.name} holds no {expected}; check what was packed, or the entry's kind"

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from qat.errors import HubError
 from qat.files import LEAVING, check_free, parents_of, real, sha256_file
-from qat.hub.config import Entry
-from qat.hub.contents import Format, format_of
 from qat.hub.files import (
     MEND,
+    Format,
     atomic_directory,
     copy_files,
+    format_of,
     peeled,
     regular_files,
     sha256_tree,
@@ -30,8 +30,8 @@ from qat.hub.receipt import (
     read_receipt,
 )
 from qat.hub.receipt import MEND as REPLACE
-from qat.hub.tar_stream import OPENERS, is_web_page
-from qat.hub.unpack import extract
+from qat.hub.registry import Entry
+from qat.hub.unpack import OPENERS, extract, is_web_page
 from qat.lock import locked
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from qat.errors import HubError
 from qat.files import sha256_file
-from qat.hub.contents import Kind, kind_of
 from qat.hub.files import (
+    Kind,
     atomic_file,
     copy_file,
+    kind_of,
     mebibytes,
     peeled,
     sha256_tree,

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 
 from qat.config import Settings, explain
 from qat.errors import HubError
-from qat.hub.config import SHA256, Entry
 from qat.hub.files import RECEIPT, regular_files, sha256_files, sha256_tree, tree_of
+from qat.hub.registry import SHA256, Entry
 from qat.secrets import scrubbed
 
 logger = logging.getLogger(__name__)

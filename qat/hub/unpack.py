@@ -1,24 +1,87 @@
-"""Unpacks an archive that nobody vouches for, whole or not at all."""
+"""Unpacks an archive that nobody vouches for, whole or not at all.
 
+`Members` lets in plain files and directories inside the archive, each once; `Limits` is how much it
+may ask for. Python's `tarfile` reads headers through `TarStream`, which says no before memory or
+time run out, to what `tarfile` would swallow: a header that is longer than it may be (CVE-2024-6232
+takes quadratic time on one), chains of headers, sparse files, a seek backwards (CVE-2025-8194 never
+ends), and an end without the zero block that ends every archive.
+"""
+
+import gzip
 import os
+import re
 import shutil
 import tarfile
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from tarfile import TarInfo
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tarfile import BLOCKSIZE, TarInfo
+from typing import BinaryIO
+
+import lz4.frame
 
 from qat.errors import HubError
 from qat.files import sha256_file
-from qat.hub.files import atomic_directory, mebibytes, peeled
-from qat.hub.limits import MIB, USUAL, Limits
-from qat.hub.members import Members
+from qat.hub.files import MIB, RECEIPT, atomic_directory, mebibytes, peeled
 from qat.hub.receipt import leave_receipt
-from qat.hub.tar_stream import TarStream, damaged, open_stream
 from qat.logs import progress
 
+OPENERS = {b"\x04\x22\x4d\x18": lz4.frame.open, b"\x1f\x8b": gzip.open}
+"""What decompresses, by the first bytes of a file."""
+CORRUPT = (EOFError, OSError, RuntimeError, zlib.error)
+"""What the decompressors raise: lz4 a RuntimeError, gzip an OSError, both EOFError at a cut."""
+EXTENSIONS = b"LKxgX"
+"""Types of headers that only describe the next one, by a payload."""
+PAYLOAD_BYTES = 2**15
+CHAIN = 4
+"""How many of them may describe one member: a long name, a long link, two of pax."""
+RECORD = re.compile(rb"(\d{1,5}) ([^=\0\n]{1,255})=")
+LONG_NUMBER = re.compile(rb"\d{64}")
+PADDING_BYTES = MIB
+"""Zeros that may follow the end: tar pads to its record, 10 KiB unless told otherwise."""
+JUNK = (".DS_Store", "__MACOSX")
+KINDS = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a character device",
+    tarfile.BLKTYPE: "a block device",
+    tarfile.FIFOTYPE: "a pipe",
+}
 RESERVE_BYTES = 16 * MIB
 """Of the disk, left free."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds that no honest archive of a cache, a checkpoint or a run comes near."""
+
+    members: int = 100_000
+    """Files and directories, also those that only names of others imply."""
+    depth: int = 16
+    """Directories in a name."""
+    name_bytes: int = 1024
+    """Of a whole name in UTF-8; each part of it may have 255."""
+    ratio: int = 100
+    """Unpacked bytes per packed byte: tensors reach 10, a bomb in gzip 1,000."""
+    floor_bytes: int = 64 * MIB
+    """What any archive may unpack to, however small it is."""
+    entry_bytes: int = 2**14
+    """What each file and directory counts as: empty ones take time and room on a disk, too."""
+
+    def unpacked_bytes(self, packed: int, free: int) -> int:
+        """Most bytes that an archive of `packed` bytes may unpack to on a disk with `free` left."""
+        return min(max(self.ratio * packed, self.floor_bytes), free)
+
+    def entries(self, unpacked_bytes: int) -> int:
+        """Most files and directories of an archive that may unpack to so many bytes."""
+        return min(self.members, unpacked_bytes // self.entry_bytes)
+
+
+USUAL = Limits()
+"""What holds unless a caller knows better."""
 
 
 def unpack(archive: Path, out: Path, *, replace: bool = False, limits: Limits = USUAL) -> None:
@@ -59,7 +122,7 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
         raise HubError(f"{archive} holds no files; expected those of a cache or a checkpoint")
 
 
-def _write_members(stream: TarStream, members: Members, into: Path) -> Iterator[int]:
+def _write_members(stream: "TarStream", members: "Members", into: Path) -> Iterator[int]:
     """Write one member after the other; the number of files in each."""
     tar = None
     while True:
@@ -78,7 +141,7 @@ def _write_members(stream: TarStream, members: Members, into: Path) -> Iterator[
         yield 0 if path is None else _write(member, stream, into / path)
 
 
-def _write(member: TarInfo, stream: TarStream, target: Path) -> int:
+def _write(member: TarInfo, stream: "TarStream", target: Path) -> int:
     if member.isdir():
         target.mkdir(parents=True, exist_ok=True)
         return 0
@@ -87,3 +150,215 @@ def _write(member: TarInfo, stream: TarStream, target: Path) -> int:
         for chunk in stream.chunks(member.size):
             file.write(chunk)
     return 1
+
+
+class TarStream:
+    """The unpacked bytes of an archive, forward only and counted.
+
+    Args:
+        file: what decompresses.
+        name: the archive in messages.
+        limit: bytes that may be read in all.
+    """
+
+    def __init__(self, file: BinaryIO, name: str, limit: int) -> None:
+        self._file, self._name, self._limit = file, name, limit
+        self._position = self._chain = 0
+        self._header, self._awaits_payload = b"", False
+
+    def tell(self) -> int:
+        """Bytes read or skipped so far."""
+        return self._position
+
+    def read(self, size: int) -> bytes:
+        """The next header, or the payload of the one before; never fewer bytes than `size`."""
+        if size == 1:  # the last byte of a member's padding
+            return self._take(size)
+        return self._payload(size) if self._awaits_payload else self._next_header(size)
+
+    def seek(self, position: int) -> None:
+        """Skip to `position`."""
+        if position < self._position:
+            raise self._damaged("a member lies before the one that precedes it")
+        for _ in self.chunks(position - self._position):
+            pass
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """The next `size` bytes, at most 1 MiB at a time."""
+        while size > 0:
+            data = self._take(min(size, MIB))
+            size -= len(data)
+            yield data
+
+    def finish(self) -> None:
+        """Check that the archive ended where `tarfile` stopped, and that nothing follows.
+
+        Raises:
+            HubError: a header was damaged, or other bytes than padding follow.
+        """
+        if any(self._header):
+            raise self._damaged(f"no header of a member at byte {self._position - BLOCKSIZE:,}")
+        for _ in range(PADDING_BYTES // BLOCKSIZE):
+            block = self._raw(BLOCKSIZE)
+            if any(block):
+                raise self._damaged("other data follows the end of the archive")
+            if not block:
+                return
+        raise self._damaged(f"more than {PADDING_BYTES:,} zeros follow the end of the archive")
+
+    def _next_header(self, size: int) -> bytes:
+        assert size == BLOCKSIZE
+        self._header = self._take(BLOCKSIZE)
+        kind = self._header[156:157]
+        if kind == b"S":
+            raise self._damaged("it holds a sparse file, which can claim any size")
+        self._awaits_payload = kind in EXTENSIONS
+        self._chain = self._chain + 1 if self._awaits_payload else 0
+        if self._chain > CHAIN:
+            raise self._damaged(f"more than {CHAIN} headers describe one member")
+        return self._header
+
+    def _payload(self, size: int) -> bytes:
+        if not 0 < size <= PAYLOAD_BYTES:
+            raise self._damaged(f"a header has {size:,} bytes, at most {PAYLOAD_BYTES:,} may be")
+        payload = self._take(size)
+        self._awaits_payload = False
+        if self._header[156:157] in b"xgX":
+            self._check_records(payload)
+        return payload
+
+    def _check_records(self, payload: bytes) -> None:
+        """Of a pax header: `LENGTH KEY=VALUE` and a newline, one after the other, then zeros."""
+        records, position = payload.rstrip(b"\0"), 0
+        if LONG_NUMBER.search(records):
+            raise self._damaged("a header holds a number of more than 63 digits")
+        while position < len(records):
+            match = RECORD.match(records, position)
+            position += int(match[1]) if match else 0
+            if match is None or position < match.end() or records[position - 1 : position] != b"\n":
+                raise self._damaged("a header is not a list of keys and values")
+            if match[2].startswith(b"GNU.sparse"):
+                raise self._damaged("it holds a sparse file, which can claim any size")
+
+    def _take(self, size: int) -> bytes:
+        data = self._raw(size)
+        if len(data) < size:
+            raise self._damaged("it ends early: only a part of it is there")
+        return data
+
+    def _raw(self, size: int) -> bytes:
+        if self._position + size > self._limit:
+            raise HubError(
+                f"{self._name} unpacks to more than {self._limit:,} bytes, which is more than its "
+                "size allows or the disk has left; free some space, or do not trust this archive"
+            )
+        try:
+            data = self._file.read(size)
+        except CORRUPT as error:
+            raise self._damaged(
+                " ".join(str(error).split()) or "it cannot be decompressed"
+            ) from None
+        self._position += len(data)
+        return data
+
+    def _damaged(self, why: str) -> HubError:
+        return damaged(self._name, why)
+
+
+def damaged(name: str, why: str) -> HubError:
+    """What to raise for an archive that is not whole or not honest."""
+    return HubError(f"{name} is damaged: {why}; fetch it again")
+
+
+@contextmanager
+def open_stream(raw: BinaryIO, path: Path, limit: int) -> Iterator[TarStream]:
+    """The stream of an archive that is open as `raw`: lz4 or gzip, by its first bytes.
+
+    Raises:
+        HubError: it is neither.
+    """
+    start = raw.read(512)
+    raw.seek(0)
+    opener = next((each for magic, each in OPENERS.items() if start.startswith(magic)), None)
+    if opener is None:
+        found = "a web page" if is_web_page(start) else f"a file that starts with {start[:4]!r}"
+        raise HubError(f"{path} is {found}, expected .tar.lz4 or .tgz; fetch it again")
+    with opener(raw) as file:
+        yield TarStream(file, str(path), limit)
+
+
+def is_web_page(start: bytes) -> bool:
+    """Whether a file that begins with `start` is HTML: what servers send instead of a file."""
+    return start.lstrip().lower().startswith((b"<!doctype html", b"<html", b"<head"))
+
+
+class Members:
+    """The names met so far in one archive.
+
+    No link is let in, not even one that stays inside: what is handed over here never needs one, and
+    links are the usual way out of a directory.
+    """
+
+    def __init__(self, archive: str, limits: Limits, most: int) -> None:
+        """At most `most` members are let in, and files and directories that come of them."""
+        self.archive, self._limits, self._most = archive, limits, most
+        self._files: set[PurePosixPath] = set()
+        self._directories: set[PurePosixPath] = {PurePosixPath()}
+        self._count = 0
+
+    def admit(self, member: TarInfo) -> PurePosixPath | None:
+        """The path of `member` inside the archive; None for one to pass over (a Mac's litter).
+
+        Raises:
+            HubError: it is no file or directory, lies outside, or was there before.
+        """
+        self._count += 1
+        self._check_number(self._count)
+        path = self._inside(member.name)
+        if not (member.isdir() or member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)):
+            kind = KINDS.get(member.type, f"a member of type {member.type!r}")
+            raise self._refused(f"{kind} ({shown(member.name)})")
+        if member.size < 0:
+            raise self._refused(f"a file of {member.size} bytes ({shown(member.name)})")
+        if RECEIPT in (part.casefold() for part in path.parts):  # Macs know no other case
+            raise self._refused(
+                f"{RECEIPT}, which 'qat hub' alone writes ('qat hub pack' omits it)"
+            )
+        if any(part in JUNK or part.startswith("._") for part in path.parts):
+            return None
+        self._claim(path, member)
+        return path
+
+    def _inside(self, name: str) -> PurePosixPath:
+        path, limits = PurePosixPath(name), self._limits
+        if path.is_absolute() or ".." in path.parts or "\\" in name:
+            raise self._refused(f"{shown(name)}, which lies outside of it")
+        if not name or not name.isprintable():
+            raise self._refused(f"the name {shown(name)}, which is not printable")
+        long_part = any(len(part.encode()) > 255 for part in path.parts)
+        if long_part or len(name.encode()) > limits.name_bytes or len(path.parts) > limits.depth:
+            raise self._refused(f"the name {shown(name)}, which is too long or too deep")
+        return path
+
+    def _claim(self, path: PurePosixPath, member: TarInfo) -> None:
+        taken = path in self._files or not self._files.isdisjoint(path.parents)
+        if taken or (not member.isdir() and path in self._directories):
+            raise self._refused(f"{shown(member.name)} twice")
+        self._directories.update(path.parents)
+        (self._directories if member.isdir() else self._files).add(path)
+        self._check_number(len(self._directories) + len(self._files))
+
+    def _check_number(self, found: int) -> None:
+        if found > self._most:
+            raise self._refused(f"more than {self._most:,} files and directories")
+
+    def _refused(self, what: str) -> HubError:
+        return HubError(
+            f"{self.archive} holds {what}, expected files and directories inside one directory; "
+            "nothing was unpacked: do not trust this archive"
+        )
+
+
+def shown(name: str) -> str:
+    """A name for a message: quoted, and cut if it is long."""
+    return ascii(name if len(name) <= 80 else name[:77] + "...")

@@ -14,8 +14,7 @@ from typing import NamedTuple, Self
 import httpx2
 
 from qat.errors import HubError
-from qat.hub.files import mebibytes
-from qat.hub.limits import MIB
+from qat.hub.files import MIB, mebibytes
 from qat.logs import progress
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,11 @@ from qat.cli import main
 from qat.errors import ConfigError, HubError
 from qat.files import sha256_file
 from qat.hub import web
-from qat.hub.config import Entry
 from qat.hub.files import RECEIPT, sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import Pulled, pull
 from qat.hub.receipt import verify
-from qat.hub.registry import load_registry
+from qat.hub.registry import Entry, load_registry
 
 WRONG = "0" * 64
 

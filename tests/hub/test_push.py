@@ -11,10 +11,10 @@ from qat.cli.hub import push as push_verb
 from qat.errors import HubError
 from qat.files import sha256_file
 from qat.hub import push as pushing
-from qat.hub.config import Entry
 from qat.hub.files import sha256_tree
 from qat.hub.pull import pull
 from qat.hub.push import push, put
+from qat.hub.registry import Entry
 
 
 @pytest.fixture

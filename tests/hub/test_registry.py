@@ -6,9 +6,8 @@ import pytest
 from hub_case import checkpoint
 
 from qat.errors import ConfigError, HubError
-from qat.hub.config import Entry
 from qat.hub.files import sha256_tree
-from qat.hub.registry import REPOSITORY, add_entry, find, load_registry, user_file
+from qat.hub.registry import REPOSITORY, Entry, add_entry, find, load_registry, user_file
 
 CACHES = {"L64", "L128"}
 CHECKPOINTS = {"q4_fp32", "q4_fp16", "q2_init", "q2_best", "q2_0.53", "sr-002", "tiny"}

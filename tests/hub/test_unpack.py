@@ -11,9 +11,9 @@ import pytest
 from hub_case import checkpoint, contents, named, tar_bytes, write_archive
 
 from qat.errors import ConfigError, HubError
-from qat.hub.limits import MIB, Limits
+from qat.hub.files import MIB
 from qat.hub.pack import pack
-from qat.hub.unpack import unpack
+from qat.hub.unpack import Limits, unpack
 
 HONEST = (named("name/config.json"), b"{}")
 EVIL = {

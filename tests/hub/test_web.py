@@ -16,7 +16,7 @@ from hub_case import Server, serving
 
 from qat.errors import HubError
 from qat.hub import web
-from qat.hub.limits import MIB
+from qat.hub.files import MIB
 from qat.hub.web import download
 
 DATA = os.urandom(3 * MIB + 17)
