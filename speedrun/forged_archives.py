@@ -16,7 +16,7 @@ from qat.hub.files import MIB, RECEIPT, sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import pull
 from qat.hub.receipt import verify
-from qat.hub.registry import Entry
+from qat.hub.registry import HubEntry
 from qat.hub.unpack import Limits, unpack
 
 LIMITS = Limits(floor_bytes=MIB)
@@ -34,7 +34,7 @@ def opened(work: Path) -> Iterator[Callable[[int], Forged]]:
         (source / name).write_bytes(content)
     honest, tree = work / "model.tar.lz4", sha256_tree(source)
     pack(source, honest)
-    entry = Entry(kind="checkpoint", mirrors=(str(honest),), tree_sha256=tree)
+    entry = HubEntry(kind="checkpoint", mirrors=(str(honest),), tree_sha256=tree)
 
     def case_of(seed: int) -> Forged:
         rng = random.Random(seed)
@@ -74,7 +74,7 @@ def judged(archive: Path, out: Path, *, may_unpack: bool) -> str:
     return "unpacked"
 
 
-def pulled_again(rng: random.Random, entry: Entry, out: Path) -> str:
+def pulled_again(rng: random.Random, entry: HubEntry, out: Path) -> str:
     """Pull, change something in the directory, and ask whether it is still what was pulled."""
     if not pull("model", entry, out).is_verified:
         return "WRONG: an honest pull is not verified"

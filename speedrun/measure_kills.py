@@ -30,7 +30,7 @@ from kill_case import after, build, contents, fork, killed, make_student
 from qat.files import sha256_file
 from qat.hub.pack import pack
 from qat.hub.pull import pull
-from qat.hub.registry import Entry
+from qat.hub.registry import HubEntry
 from qat.train.config import TrainConfig
 from qat.train.proof import problem
 from qat.train.start import train_student
@@ -230,7 +230,7 @@ def pulls(place: Path, rng: random.Random) -> Iterator[Case]:
     pack(model, archive)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Slowly, archive.read_bytes()))
     child = fork(server.serve_forever, place / "server.log")  # no thread here: this process forks
-    entry = Entry(
+    entry = HubEntry(
         kind="checkpoint",
         mirrors=(f"http://127.0.0.1:{server.server_port}/model.tar.lz4",),
         sha256=sha256_file(archive),
@@ -245,7 +245,7 @@ def pulls(place: Path, rng: random.Random) -> Iterator[Case]:
         os.waitpid(child, 0)
 
 
-def _pull(entry: Entry, out: Path) -> None:
+def _pull(entry: HubEntry, out: Path) -> None:
     pull("model", entry, out)
 
 

@@ -14,7 +14,7 @@ from qat.files import whole_directory
 from qat.hub.files import RECEIPT
 from qat.hub.files import atomic_directory as hub_directory
 from qat.hub.pull import pull
-from qat.hub.registry import Entry
+from qat.hub.registry import HubEntry
 from qat.lock import held
 from qat.models.checkpoint import save_checkpoint
 from qat.observe.page import check_replaceable
@@ -66,7 +66,7 @@ def test_what_was_pulled_is_replaced_and_no_more(tmp_path: Path) -> None:
 def test_a_folder_called_as_a_place_for_downloads_stays(tmp_path: Path) -> None:
     mine = thesis(tmp_path / ".x.pull" / "thesis.txt")
     with pytest.raises(HubError, match="is in the way"):
-        pull("x", Entry(kind="cache", mirrors=(str(tmp_path / "nothing"),)), tmp_path / "x")
+        pull("x", HubEntry(kind="cache", mirrors=(str(tmp_path / "nothing"),)), tmp_path / "x")
     assert mine.exists()
 
 

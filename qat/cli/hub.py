@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from qat.config import OTHERS, Required
 from qat.errors import HubError
 from qat.files import inside
-from qat.hub.registry import Entry
+from qat.hub.registry import HubEntry
 from qat.logs import METRICS, SUMMARY
 from qat.secrets import scrubbed
 
@@ -80,7 +80,7 @@ def list_entries(*, own: Own = None) -> dict[str, object]:
 def add(
     name: Required[str],
     *,
-    config: Annotated[Entry, Parameter(name="*")],
+    config: Annotated[HubEntry, Parameter(name="*")],
     force: Annotated[bool, Parameter(negative=())] = False,
     own: Own = None,
 ) -> dict[str, object]:

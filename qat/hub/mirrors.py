@@ -18,7 +18,7 @@ PICKLE = ".pt"
 """A checkpoint of the reference system that lies alone."""
 
 
-class Places(NamedTuple):
+class FetchPlaces(NamedTuple):
     """Where mirrors read and write."""
 
     stage: Path
@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
     """It lies in the stage and may be moved or removed."""
 
 
-def fetch(mirror: str, places: Places) -> Arrival:
+def fetch(mirror: str, places: FetchPlaces) -> Arrival:
     """What `mirror` holds, on the local disk.
 
     Raises:
@@ -119,7 +119,7 @@ def _local(path: Path) -> Arrival:
     return Arrival(found, found.name, is_ours=False)
 
 
-def _drive(relative: str, places: Places) -> Arrival:
+def _drive(relative: str, places: FetchPlaces) -> Arrival:
     if places.drive is None:
         raise HubError(
             f"drive:{relative} needs the place of a mounted Drive; add --drive DIR (for setup.sh: "
@@ -138,8 +138,8 @@ def _drive(relative: str, places: Places) -> Arrival:
     return Arrival(part, found.name, is_ours=True)
 
 
-def _web(scheme: str) -> Callable[[str, Places], Arrival]:
-    def fetch_web(address: str, places: Places) -> Arrival:
+def _web(scheme: str) -> Callable[[str, FetchPlaces], Arrival]:
+    def fetch_web(address: str, places: FetchPlaces) -> Arrival:
         url = f"{scheme}{address}"
         name = address.partition("?")[0].rstrip("/").rpartition("/")[2]
         part = _part(places, url, name)
@@ -149,7 +149,7 @@ def _web(scheme: str) -> Callable[[str, Places], Arrival]:
     return fetch_web
 
 
-def _storage(address: str, places: Places) -> Arrival:
+def _storage(address: str, places: FetchPlaces) -> Arrival:
     url = f"gs://{address}".rstrip("/")
     name = url.rpartition("/")[2]
     part = _part(places, url, name)
@@ -161,7 +161,7 @@ def _storage(address: str, places: Places) -> Arrival:
     return Arrival(part, name, is_ours=True)
 
 
-def _google_drive(file_id: str, places: Places) -> Arrival:
+def _google_drive(file_id: str, places: FetchPlaces) -> Arrival:
     import gdown
 
     directory = _part(places, f"gdrive:{file_id}", "download")
@@ -203,7 +203,7 @@ def _drive_reason(message: str) -> str:
     return f"{words[:160]}; is it shared with anyone who has the link?"
 
 
-def _model_hub(address: str, _: Places) -> Arrival:
+def _model_hub(address: str, _: FetchPlaces) -> Arrival:
     import httpx2
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -218,12 +218,12 @@ def _model_hub(address: str, _: Places) -> Arrival:
     return Arrival(Path(path), name.rpartition("/")[2], is_ours=False)
 
 
-def _part(places: Places, mirror: str, name: str) -> Path:
+def _part(places: FetchPlaces, mirror: str, name: str) -> Path:
     """Where a download of `mirror` waits: another one for every mirror."""
     return places.stage / f"{fingerprint(mirror)}-{name[:100]}.part"
 
 
-FETCHERS: dict[str, Callable[[str, Places], Arrival]] = {
+FETCHERS: dict[str, Callable[[str, FetchPlaces], Arrival]] = {
     "drive:": _drive,
     "gdrive:": _google_drive,
     "https://": _web("https://"),

@@ -19,7 +19,7 @@ from qat.hub.files import (
     regular_files,
     sha256_tree,
 )
-from qat.hub.mirrors import PICKLE, Arrival, Places, fetch
+from qat.hub.mirrors import PICKLE, Arrival, FetchPlaces, fetch
 from qat.hub.receipt import (
     ASK,
     UNKNOWN,
@@ -30,7 +30,7 @@ from qat.hub.receipt import (
     read_receipt,
 )
 from qat.hub.receipt import MEND as REPLACE
-from qat.hub.registry import Entry
+from qat.hub.registry import HubEntry
 from qat.hub.unpack import OPENERS, extract, is_web_page
 from qat.lock import locked
 
@@ -57,7 +57,7 @@ class Pulled(NamedTuple):
 
 
 def pull(
-    name: str, entry: Entry, out: Path, *, drive: Path | None = None, replace: bool = False
+    name: str, entry: HubEntry, out: Path, *, drive: Path | None = None, replace: bool = False
 ) -> Pulled:
     """Have the files of `entry` in `out`; what is there, and complete, is not fetched again.
 
@@ -73,7 +73,7 @@ def pull(
     with _stage(out) as stage:
         for mirror in entry.mirrors:
             try:
-                return _pull_from(mirror, name, entry, (out, Places(stage, drive, entry.size)))
+                return _pull_from(mirror, name, entry, (out, FetchPlaces(stage, drive, entry.size)))
             except HubError as error:
                 if mirror != entry.mirrors[-1]:  # the error below has all of them, once
                     logger.warning("%s; trying the next mirror", error)
@@ -84,7 +84,7 @@ def pull(
     )
 
 
-def _pull_from(mirror: str, name: str, entry: Entry, to: tuple[Path, Places]) -> Pulled:
+def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPlaces]) -> Pulled:
     out, places = to
     arrival = fetch(mirror, places)
     try:
@@ -107,7 +107,7 @@ def _pull_from(mirror: str, name: str, entry: Entry, to: tuple[Path, Places]) ->
     return _told(pulled, extra_files(out, receipt))
 
 
-def _verify(arrival: Arrival, entry: Entry, mirror: str) -> str | None:
+def _verify(arrival: Arrival, entry: HubEntry, mirror: str) -> str | None:
     """The SHA-256 of an archive; None for a directory."""
     if arrival.path.is_dir():
         return None
@@ -146,7 +146,7 @@ def _is_packed(path: Path) -> bool:
         return file.read(4).startswith(tuple(OPENERS))
 
 
-def _there_already(name: str, entry: Entry, out: Path) -> Pulled | None:
+def _there_already(name: str, entry: HubEntry, out: Path) -> Pulled | None:
     """What `out` holds if that is `name`, complete, or something placed there by hand.
 
     Raises:
@@ -165,7 +165,7 @@ def _there_already(name: str, entry: Entry, out: Path) -> Pulled | None:
     return _told(Pulled(out, found, mirror, receipt.sha256, tree, is_verified, False), extra)
 
 
-def _by_hand(entry: Entry, out: Path) -> Pulled:
+def _by_hand(entry: HubEntry, out: Path) -> Pulled:
     """What somebody placed in `out`; its files are read where there is a hash to compare."""
     tree = sha256_tree(out) if entry.tree_sha256 else None
     is_verified = tree is not None and tree == entry.tree_sha256

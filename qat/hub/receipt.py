@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from qat.config import Settings, explain
 from qat.errors import HubError
 from qat.hub.files import RECEIPT, regular_files, sha256_files, sha256_tree, tree_of
-from qat.hub.registry import SHA256, Entry
+from qat.hub.registry import SHA256, HubEntry
 from qat.secrets import scrubbed
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Verified(NamedTuple):
     """The registry knows a hash of this name, and it is equal."""
 
 
-def verify(directory: Path, registry: Mapping[str, Entry]) -> Verified:
+def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
     """Compare every byte in `directory` with its receipt, and that with the registry.
 
     Raises:
@@ -139,7 +139,7 @@ def extra_files(directory: Path, receipt: Receipt) -> list[str]:
 
 
 def is_registered(
-    entry: Entry, sha256: str | None, tree_sha256: str, *, where: str, mend: str
+    entry: HubEntry, sha256: str | None, tree_sha256: str, *, where: str, mend: str
 ) -> bool:
     """Whether a hash was registered, of the archive or of the files, and is equal.
 

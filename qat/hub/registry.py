@@ -19,7 +19,7 @@ SCHEMES = ("drive:", "gdrive:", "https://", "http://", "gs://", "hf:")
 SHA256 = r"^[0-9a-f]{64}$"
 
 
-class Entry(Settings):
+class HubEntry(Settings):
     """A cache or a checkpoint and the places that hold it."""
 
     kind: Required[Literal["cache", "checkpoint"]]
@@ -48,7 +48,7 @@ class Entry(Settings):
         return mirrors
 
     @model_validator(mode="after")
-    def _plain_http_is_checked(self) -> "Entry":
+    def _plain_http_is_checked(self) -> "HubEntry":
         if self.sha256 is None and any(each.startswith("http://") for each in self.mirrors):
             raise ValueError(
                 "sha256 is missing, and anybody can change what http:// sends; add it, or use "
@@ -61,7 +61,7 @@ PACKAGED = Path(__file__).with_name("registry.toml")
 REPOSITORY = PACKAGED.parents[2]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-Registry = dict[str, Entry]
+Registry = dict[str, HubEntry]
 
 
 def user_file() -> Path:
@@ -81,7 +81,7 @@ def load_registry(own: Path) -> Registry:
     return _read(PACKAGED, REPOSITORY) | _read_own(own)
 
 
-def find(registry: Registry, name: str) -> Entry:
+def find(registry: Registry, name: str) -> HubEntry:
     """The entry called `name`.
 
     Raises:
@@ -95,7 +95,7 @@ def find(registry: Registry, name: str) -> Entry:
     raise HubError(f"no entry is called {name!r}; did you mean {hint}? 'qat hub list' shows all")
 
 
-def add_entry(own: Path, name: str, entry: Entry, *, replace: bool = False) -> None:
+def add_entry(own: Path, name: str, entry: HubEntry, *, replace: bool = False) -> None:
     """Write `entry` into the file `own`, whole or not at all; local mirrors become absolute.
 
     Raises:
@@ -140,12 +140,12 @@ def _read(path: Path, base: Path) -> Registry:
     return {name: _absolute(_parse(path, name, values[name]), base) for name in values}
 
 
-def _parse(path: Path, name: str, values: object) -> Entry:
+def _parse(path: Path, name: str, values: object) -> HubEntry:
     if not isinstance(values, dict) or not NAME.fullmatch(name):
         raise HubError(f"{path}: {name!r} must be a table such as [my_cache]; mend or remove it")
-    return Entry.parse(values, f"{path}, [{name}]")
+    return HubEntry.parse(values, f"{path}, [{name}]")
 
 
-def _absolute(entry: Entry, base: Path) -> Entry:
+def _absolute(entry: HubEntry, base: Path) -> HubEntry:
     mirrors = (str(base / Path(m).expanduser()) if is_local(m) else m for m in entry.mirrors)
     return entry.model_copy(update={"mirrors": tuple(mirrors)})

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from qat.cli import run_verb
 from qat.errors import HubError
 from qat.hub import mirrors
-from qat.hub.mirrors import Places, fetch, in_bucket, lookup
+from qat.hub.mirrors import FetchPlaces, fetch, in_bucket, lookup
 
 TOOL = """#!{python}
 import pathlib, shutil, sys
@@ -31,19 +31,19 @@ else:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
+def places(tmp_path: Path) -> FetchPlaces:
     (tmp_path / "stage").mkdir()
     (tmp_path / "drive").mkdir()
-    return Places(tmp_path / "stage", tmp_path / "drive")
+    return FetchPlaces(tmp_path / "stage", tmp_path / "drive")
 
 
-def fail(mirror: str, places: Places, message: str) -> None:
+def fail(mirror: str, places: FetchPlaces, message: str) -> None:
     with pytest.raises(HubError, match=message) as caught:
         fetch(mirror, places)
     assert "\n" not in str(caught.value)
 
 
-def test_an_archive_on_a_drive_is_copied_here_first(places: Places) -> None:
+def test_an_archive_on_a_drive_is_copied_here_first(places: FetchPlaces) -> None:
     (places.drive / "runs").mkdir()
     (places.drive / "runs" / "q2.tar.lz4").write_bytes(b"packed")
     arrival = fetch("drive:runs/q2", places)
@@ -63,7 +63,7 @@ def test_the_best_form_is_taken(tmp_path: Path) -> None:
     assert lookup(Path(f"{base}.tgz")) == Path(f"{base}.tgz")
 
 
-def test_a_drive_has_to_be_there(places: Places) -> None:
+def test_a_drive_has_to_be_there(places: FetchPlaces) -> None:
     fail("drive:runs/q2", places._replace(drive=None), "needs .* mounted Drive; add --drive DIR")
     gone = places._replace(drive=places.drive / "gone")
     fail("drive:runs/q2", gone, "Drive is not mounted at .*gone; mount it, or mend --drive")
@@ -71,12 +71,12 @@ def test_a_drive_has_to_be_there(places: Places) -> None:
 
 
 @pytest.mark.parametrize("path", ["../private", "/etc/passwd", "a/../../private"])
-def test_a_drive_is_not_left(places: Places, path: str) -> None:
+def test_a_drive_is_not_left(places: FetchPlaces, path: str) -> None:
     with pytest.raises(HubError, match="expected a name inside"):
         fetch(f"drive:{path}", places)
 
 
-def test_a_drive_that_goes_away(places: Places, monkeypatch) -> None:
+def test_a_drive_that_goes_away(places: FetchPlaces, monkeypatch) -> None:
     (places.drive / "a.tgz").write_bytes(b"packed")
 
     def gone(*_: object) -> None:
@@ -86,7 +86,7 @@ def test_a_drive_that_goes_away(places: Places, monkeypatch) -> None:
     fail("drive:a", places, "drive:a: Transport endpoint is not connected")
 
 
-def test_google_drive_by_id(places: Places, monkeypatch) -> None:
+def test_google_drive_by_id(places: FetchPlaces, monkeypatch) -> None:
     def send(*, id: str, output: str, **_: object) -> str:  # noqa: A002
         assert id == "ID1"
         path = Path(output, "cache.tgz")
@@ -105,7 +105,7 @@ def test_google_drive_by_id(places: Places, monkeypatch) -> None:
         ("Cannot retrieve the public link of the file.\n You may need to", "who has the link"),
     ],
 )
-def test_google_drive_says_no(words: str, message: str, places: Places, monkeypatch) -> None:
+def test_google_drive_says_no(words: str, message: str, places: FetchPlaces, monkeypatch) -> None:
     def refuse(**_: object) -> str:
         raise gdown.exceptions.FileURLRetrievalError(words)
 
@@ -113,7 +113,7 @@ def test_google_drive_says_no(words: str, message: str, places: Places, monkeypa
     fail("gdrive:ID1", places, message)
 
 
-def test_a_model_hub(places: Places, monkeypatch, tmp_path: Path) -> None:
+def test_a_model_hub(places: FetchPlaces, monkeypatch, tmp_path: Path) -> None:
     asked = []
 
     def snapshot(name: str, revision: str | None) -> str:
@@ -130,7 +130,7 @@ def test_a_model_hub(places: Places, monkeypatch, tmp_path: Path) -> None:
     [(LocalEntryNotFoundError, "the model hub cannot be reached"), (OSError, "cannot reach it")],
 )
 def test_a_model_hub_out_of_reach(
-    error: type[Exception], said: str, places: Places, monkeypatch
+    error: type[Exception], said: str, places: FetchPlaces, monkeypatch
 ) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise error("cannot\nreach it")
@@ -153,7 +153,7 @@ def bucket(tmp_path: Path, monkeypatch) -> Path:
     return bucket
 
 
-def test_storage(places: Places, bucket: Path, tmp_path: Path) -> None:
+def test_storage(places: FetchPlaces, bucket: Path, tmp_path: Path) -> None:
     (bucket / "a.tar.lz4").write_bytes(b"packed")
     checkpoint(bucket / "runs" / "q2")
     assert fetch("gs://bucket/a.tar.lz4", places).path.read_bytes() == b"packed"
@@ -165,7 +165,7 @@ def test_storage(places: Places, bucket: Path, tmp_path: Path) -> None:
     fail("gs://bucket/b.tgz", places, "cp gs://bucket/b.tgz: ERROR: .* matched no objects")
 
 
-def test_storage_needs_its_tool(places: Places, bucket: Path) -> None:
+def test_storage_needs_its_tool(places: FetchPlaces, bucket: Path) -> None:
     tool = bucket.parent / "tools" / "gcloud"
     tool.rename(tool.with_name("gsutil"))
     (bucket / "a.tgz").write_bytes(b"packed")

@@ -18,7 +18,7 @@ from qat.hub.files import RECEIPT, sha256_tree
 from qat.hub.pack import pack
 from qat.hub.pull import Pulled, pull
 from qat.hub.receipt import verify
-from qat.hub.registry import Entry, load_registry
+from qat.hub.registry import HubEntry, load_registry
 
 WRONG = "0" * 64
 
@@ -44,7 +44,7 @@ def out(tmp_path: Path) -> Path:
 def get(out: Path, *mirrors: object, **values: object) -> Pulled:
     options = {name: values.pop(name) for name in ("drive", "replace") if name in values}
     fields = {"kind": "checkpoint", **values, "mirrors": list(map(str, mirrors))}
-    return pull("model", Entry.model_validate(fields), out, **options)
+    return pull("model", HubEntry.model_validate(fields), out, **options)
 
 
 def fail(out: Path, message: str, *mirrors: object, **values: object) -> None:
@@ -84,7 +84,7 @@ def test_what_is_there_in_part_is_not_taken(out: Path, archive: Path) -> None:
     with pytest.raises(HubError, match="config.json is missing, .*replace it with --force"):
         get(out, archive)
     with pytest.raises(HubError, match="it is 'model'; replace it with --force"):
-        pull("other", Entry(kind="checkpoint", mirrors=(str(archive),)), out)
+        pull("other", HubEntry(kind="checkpoint", mirrors=(str(archive),)), out)
     (out / ".qat-hub.json").write_text("{")
     with pytest.raises(HubError, match="qat-hub.json is damaged .*remove the directory"):
         get(out, archive)
@@ -123,10 +123,10 @@ def test_what_the_registry_says_now_counts(out: Path, model: Path, archive: Path
     for known in ({"sha256": WRONG}, {"tree_sha256": WRONG}):
         with pytest.raises(HubError, match=f"registered is {WRONG}; replace it with --force"):
             get(out, archive, **known)
-        entry = Entry(kind="checkpoint", mirrors=("drive:a",), **known)
+        entry = HubEntry(kind="checkpoint", mirrors=("drive:a",), **known)
         with pytest.raises(HubError, match=f"registered is {WRONG}"):
             verify(out, {"model": entry})
-    entry = Entry(kind="checkpoint", mirrors=("drive:a",), sha256=sha256_file(archive))
+    entry = HubEntry(kind="checkpoint", mirrors=("drive:a",), sha256=sha256_file(archive))
     assert verify(out, {"model": entry}).is_verified and not verify(out, {}).is_verified
 
 
@@ -216,7 +216,7 @@ def test_evil_and_half_archives(out: Path, archive: Path) -> None:
 def test_the_reference_systems_files(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     legacy_cache(drive / "qwen3_caches" / "L" / "L")
-    cache = Entry(kind="cache", mirrors=("drive:qwen3_caches/L",))
+    cache = HubEntry(kind="cache", mirrors=("drive:qwen3_caches/L",))
     assert pull("L", cache, tmp_path / "L", drive=drive).format == "anemll"
     assert sorted(contents(tmp_path / "L")) == ["meta.json", "shard_00000.pt"]
     run = drive / "qwen3_runs" / "Q2"
@@ -224,7 +224,7 @@ def test_the_reference_systems_files(tmp_path: Path) -> None:
     (run / "best_state_dict.pt").write_bytes(b"PK\3\4" + bytes(99))
     (run / "config.json").write_text("{}")
     (run / "unwanted.pt").write_bytes(b"PK")
-    one = Entry(kind="checkpoint", mirrors=("drive:qwen3_runs/Q2/best_state_dict.pt",))
+    one = HubEntry(kind="checkpoint", mirrors=("drive:qwen3_runs/Q2/best_state_dict.pt",))
     assert pull("q2", one, tmp_path / "q2", drive=drive).format == "anemll"
     assert sorted(contents(tmp_path / "q2")) == ["best_state_dict.pt", "config.json"]
     assert json.loads((tmp_path / "q2" / ".qat-hub.json").read_text())["name"] == "q2"

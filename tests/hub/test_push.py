@@ -14,7 +14,7 @@ from qat.hub import push as pushing
 from qat.hub.files import sha256_tree
 from qat.hub.pull import pull
 from qat.hub.push import push, put
-from qat.hub.registry import Entry
+from qat.hub.registry import HubEntry
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_pushed_is_pulled(tmp_path: Path, folder: Path) -> None:
     assert os.listdir(folder) == ["model.tar.lz4"] and pushed.tree_sha256 == sha256_tree(source)
     assert sorted(os.listdir(tmp_path)) == ["My Drive", "model"]
     known = {"size": pushed.bytes, "sha256": pushed.sha256, "tree_sha256": pushed.tree_sha256}
-    entry = Entry(kind="checkpoint", mirrors=("drive:model.tar.lz4",), **known)
+    entry = HubEntry(kind="checkpoint", mirrors=("drive:model.tar.lz4",), **known)
     assert pull("model", entry, tmp_path / "out", drive=folder).is_verified
     assert contents(tmp_path / "out") == contents(source)
     line = pushed.add_line("model", str(target))

@@ -7,7 +7,7 @@ from hub_case import checkpoint
 
 from qat.errors import ConfigError, HubError
 from qat.hub.files import sha256_tree
-from qat.hub.registry import REPOSITORY, Entry, add_entry, find, load_registry, user_file
+from qat.hub.registry import REPOSITORY, HubEntry, add_entry, find, load_registry, user_file
 
 CACHES = {"L64", "L128"}
 CHECKPOINTS = {"q4_fp32", "q4_fp16", "q2_init", "q2_best", "q2_0.53", "sr-002", "tiny"}
@@ -18,8 +18,8 @@ def own(tmp_path: Path) -> Path:
     return tmp_path / "config" / "hub.toml"
 
 
-def entry(**values: object) -> Entry:
-    return Entry.model_validate({"kind": "cache", "mirrors": ["drive:a"], **values})
+def entry(**values: object) -> HubEntry:
+    return HubEntry.model_validate({"kind": "cache", "mirrors": ["drive:a"], **values})
 
 
 def test_the_packaged_names(own: Path) -> None:
