@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -48,7 +48,7 @@ def waited(items: Iterable[T], waits: list[float]) -> Iterator[T]:
 
 def computed_ahead(
     function: Callable[[Place], T], places: Iterable[Place], depth: int
-) -> Iterator[T]:
+) -> Generator[T]:
     """`function` of each place in order, up to `depth` of them under way at once, a thread each.
 
     With `depth` 0 none is computed ahead. What a call raises is raised here in its item's place;

@@ -13,7 +13,7 @@ K + 1 with the tail).
 
 import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ def sums_by_name(
     for name in terms:
         loss = OWN[name].loss if name in OWN else LOSSES[name]
         sums[name] = loss(student, targets, temperature=temperature)
-    sums["loss"] = sum(weight * sums[name] for name, weight in terms.items())
+    sums["loss"] = cast(Tensor, sum(weight * sums[name] for name, weight in terms.items()))
     return sums
 
 

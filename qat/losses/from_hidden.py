@@ -8,7 +8,8 @@ those few numbers alone, and has the kernels carry that to hidden states and hea
 Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
 
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -53,10 +54,13 @@ class Gradients(NamedTuple):
 class Task(Protocol):
     """What is to be computed, beside the tensors that may get gradients."""
 
-    softcap: float | None
-    """The head's."""
-    terms: dict[str, float]
-    """Weight by name of loss."""
+    @property
+    def softcap(self) -> float | None:
+        """The head's."""
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weight by name of loss."""
 
     def chunk_tokens(self) -> int:
         """Tokens to look at together."""
@@ -91,7 +95,8 @@ class _LossInForward(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, task: Task, is_wanted: bool, *learnable: Tensor | None
     ) -> tuple:
-        head = Head(*learnable, task.softcap)
+        weight, bias = learnable
+        head = Head(cast(Tensor, weight), bias, task.softcap)
         needs = ctx.needs_input_grad if is_wanted else [False]
         gradients = _begin_gradients(hidden, head, needs)
         dtype, size = _compute_dtype(hidden), task.chunk_tokens()
@@ -117,7 +122,7 @@ class _LossInForward(torch.autograd.Function):
         return of_hidden, None, None, *of_head
 
 
-def _begin_gradients(hidden: Tensor, head: Head, needs: tuple[bool, ...]) -> Gradients:
+def _begin_gradients(hidden: Tensor, head: Head, needs: Sequence[bool]) -> Gradients:
     """Where the gradients go that `needs` names, the hidden states' first, the head's last."""
     of_hidden = of_weight = of_bias = None
     if needs[0]:

@@ -5,7 +5,7 @@ absent kind has width 0.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Student(NamedTuple):
     def lse(self) -> Tensor:
         """`(T,)`: log-sum-exp over the whole vocabulary."""
         if self.topk.shape[1] == 0:
-            return self.others_lse
+            return cast(Tensor, self.others_lse)  # a loss that reads no top-k reads all words so
         topk = self.topk.logsumexp(1)
         return topk if self.others_lse is None else log_add(topk, self.others_lse)
 
@@ -95,7 +95,8 @@ class WordsRead(NamedTuple):
 
     def student(self, chosen: Tensor, others_lse: Tensor | None) -> Student:
         """The student whose logits of `ids()` are `chosen`."""
-        return Student(*chosen.split([part.shape[1] for part in self], dim=1), others_lse)
+        topk, draws, label = chosen.split([part.shape[1] for part in self], dim=1)
+        return Student(topk, draws, label, others_lse)
 
 
 def log_add(a: Tensor, b: Tensor) -> Tensor:

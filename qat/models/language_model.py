@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class LanguageModel:
         self._cast_head: Tensor | None = None
 
     @property
-    def config(self) -> object:
+    def config(self) -> Any:
         """The text part of the model's configuration."""
         return self.model.config.get_text_config()
 

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,9 @@ class TorchAdamW:
         self._learners = learners
         self._is_fused = is_fused
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-        for parameter, *rates in learners.values():
-            groups.setdefault(tuple(rates), []).append(parameter)
-        self._adamw = torch.optim.AdamW(
+        for parameter, lr, decay in learners.values():
+            groups.setdefault((lr, decay), []).append(parameter)
+        self._adamw: Any = torch.optim.AdamW(
             [
                 {
                     "params": parameters,
@@ -209,7 +209,7 @@ class EightBitAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`; an eight-bit moment is kept by its parts."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, (parameter, *_) in self._learners.items():
             for key, value in self._adamw.state[parameter].items():
                 parts = value.tensor_attrs if isinstance(value, self._kind) else ()
@@ -235,7 +235,7 @@ class EightBitAdamW:
         return self._kind(*parts, signed=key == "exp_avg", dtype=parameter.dtype)
 
 
-def _torchao() -> tuple[type, type]:
+def _torchao() -> tuple[Any, Any]:
     """torchao's optimizer and the type of its moments: loaded where a run asks for them alone.
 
     Raises:

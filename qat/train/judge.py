@@ -9,7 +9,7 @@ Shapes: N sequences, S positions.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Judged(NamedTuple):
         return np.array([_end_of(mark) for mark in self.marks], dtype=np.int64)
 
 
-def cache_facts(cache: TeacherCache) -> dict[str, dict[str, object]]:
+def cache_facts(cache: TeacherCache) -> dict[str, Any]:
     """What `run.json` keeps of a cache: how many sequences it has, and all else that made it."""
     manifest = cache.manifest
     settings = {k: v for k, v in manifest.settings.recorded().items() if k != "num_sequences"}
@@ -121,7 +121,7 @@ def holds_more(cache: TeacherCache, content: str, run: Run) -> bool:
             f"learned from {counts[0]}, expected as many or more; restore it or choose another "
             f"--out{BEGIN_THERE}"
         )
-    return counts[1] > counts[0]
+    return bool(counts[1] > counts[0])
 
 
 def same_judged(cache: TeacherCache, count: int, run: Run) -> Judged:
@@ -235,7 +235,7 @@ class Judge:
                 ticker.advance(min(size, count - start))
 
 
-def score(verdict: dict[str, object]) -> float:
+def score(verdict: dict[str, Any]) -> float:
     """The number that decides which checkpoint is best (lower is better).
 
     The tail KL, or what comes next to it where the cache does not hold its targets.

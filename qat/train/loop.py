@@ -207,8 +207,8 @@ class Trainer:
 
     def _read(self, result: StepResult) -> "_Said":
         """What a step says to the host, over all ranks, which call this together."""
-        result, trouble = self.take_step.told(result)
-        told = (result.valid_tokens, result.grad_norm, trouble)
+        result, spoilt = self.take_step.told(result)
+        told = (result.valid_tokens, result.grad_norm, spoilt)
         *sums, valid, norm, trouble = self.backend.read([*result.sums.values(), *told])
         count = max(valid, 1)
         means = {f"{k}_nats": part / count for k, part in zip(result.sums, sums, strict=True)}
@@ -313,7 +313,7 @@ class _Said(NamedTuple):
 
     means: dict[str, float]
     """Nats per valid token, by loss and `_nats`."""
-    valid_tokens: int
+    valid_tokens: float
     grad_norm: float
     is_finite: bool
     """Every loss and gradient up to this step, and all that the run is made of after it."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qat.backend import device as backend
 from qat.backend.copying import Copying
 from qat.errors import ConfigError
-from qat.nn.quant_linear import ShardedLutLinear
+from qat.nn.quant_linear import LutLinear, ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.nsa.fit import natural_size
 from qat.quant.lora import LORA_NAMES
@@ -323,8 +323,8 @@ class Optimizer:
 
     def state_bytes(self) -> int:
         """Bytes of `state` and `gathered`."""
-        rows = {key: tensor for key, tensor in self._state().items() if self._owner(key, tensor)}
-        whole = (t.itemsize * self._owner(key, t).weight_count() for key, t in rows.items())
+        owned = ((self._owner(key, rows), rows) for key, rows in self._state().items())
+        whole = (rows.itemsize * owner.weight_count() for owner, rows in owned if owner)
         return sum(tensor.nbytes for tensor in self.state().values()) + sum(whole)
 
     def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
@@ -362,7 +362,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
-        "weights": lambda name: linears[name.rpartition(".")[0]].latent_size(),
+        "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
         "gates": lambda name: natural_size(name, parameters[name]),
     }
 

@@ -320,7 +320,7 @@ def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator
     if share <= MEMORY_WARNING:
         yield Finding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
         return
-    severity = "error" if share > 1 else "warning"
+    severity: Severity = "error" if share > 1 else "warning"
     reason = "fragments and evaluations may need the rest"
     yield Finding("memory", severity, found, reason, _less_memory(config, plan))
 

@@ -104,8 +104,8 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
         state = [] if is_student else [checkpoint / STATE_TENSORS]
         for path in [*sorted(checkpoint.glob("*.safetensors")), *state]:
             with safe_open(path, framework="pt") as file:
-                found = (not_finite({name: file.get_tensor(name)}) for name in file.keys())
-                if which := next(filter(None, found), None):
+                told = (not_finite({name: file.get_tensor(name)}) for name in file.keys())
+                if which := next(filter(None, told), None):
                     return f"{path.relative_to(checkpoint).as_posix()}: {which}"
         is_named_so = checkpoint.name == f"step-{step:06d}"
         return None if is_named_so else f"{STATE}: it is of step {step}"

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 import torch
@@ -136,7 +136,7 @@ class Run:
             logger.info("%s holds no run to go on with: a new one begins", self.path)
         return False
 
-    def begun_as(self, checkpoint: Path | None) -> dict[str, object]:
+    def begun_as(self, checkpoint: Path | None) -> dict[str, Any]:
         """What the run was begun with: `run.json` says it, and the checkpoint that it goes on from.
 
         Raises:
@@ -196,7 +196,7 @@ class Run:
         """
         path = self.path / RECIPE
         try:
-            table = parse_toml(path.read_text(encoding="utf-8"))["train"]
+            table: Any = parse_toml(path.read_text(encoding="utf-8"))["train"]
             student = table.pop("student")
             if not isinstance(student, str):
                 raise ValueError(f"student={student!r}")
@@ -248,7 +248,8 @@ class Run:
         stays anywhere; so does one in which somebody has put a file.
         """
         best, latest = self.pointed("best"), self.pointed("latest")
-        past = [path for path in self.checkpoints() if _step(path) <= _step(latest)]
+        end = 0 if latest is None else _step(latest)
+        past = [path for path in self.checkpoints() if _step(path) <= end]
         kept = {best, latest, *past[-keep:]}
         kept |= {path for path in past if milestone_every and _step(path) % milestone_every == 0}
         for path in self.checkpoints():
@@ -300,7 +301,7 @@ class Run:
         for path in (self.path / METRICS, *self.path.glob("heartbeat-rank*.jsonl")):
             cut_after(path, step)
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """What `run.json` says; nothing before it is written.
 
         Raises:

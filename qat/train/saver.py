@@ -25,7 +25,7 @@ from qat.backend.copying import Copying, KeptCopies
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError
 from qat.files import sync
-from qat.logs import METRICS
+from qat.logs import METRICS, STATE_TENSORS
 from qat.models.checkpoint import write_checkpoint
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
@@ -34,7 +34,7 @@ from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.judge import CodeWatch
 from qat.train.optim import Optimizer
-from qat.train.proof import FORMAT, STATE, STATE_TENSORS, problem, prove, read_state
+from qat.train.proof import FORMAT, STATE, problem, prove, read_state
 from qat.train.run import Run
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Saver:
         still = {name: tensor for name, tensor in own.items() if name not in learning}
         missing = self._kept.missing(still)
         if missing:
-            elsewhere = {n: tensor for n, tensor in missing.items() if tensor.device.type != "cpu"}
+            elsewhere = {n: tensor for n, tensor in missing.items() if not _is_on_host(tensor)}
             copies, copying = self._backend.copied_to_host(elsewhere)
             copying.wait()
             self._kept.keep(missing, missing | copies)
@@ -183,10 +183,15 @@ class Saver:
 
     def _as_stored(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The packed model as a checkpoint stores it, and the trainer's state."""
-        raw, state = {}, {}
+        raw: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
         return stored_state(self._student.model, raw), state
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 class Choice(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -170,7 +170,7 @@ def _begin_files(
             run.begin(config, student)
         resumed = [*resumed, entry]
     run.remove_leavings()
-    if choice.is_best_lost:
+    if choice.is_best_lost and choice.checkpoint is not None:
         run.point("best", choice.checkpoint)
     if choice.checkpoint is not None and not run.has_pointer("latest"):
         # killed between the first checkpoint and its pointers
@@ -187,7 +187,7 @@ def _say_changes(
     run: Run, config: TrainConfig, changed: dict[str, tuple[object, object]], opened: "_Opened"
 ) -> None:
     """Say with what else the run goes on, and what more steps do to the rates."""
-    if opened.more:
+    if opened.more and opened.judged is not None:
         logger.info(
             "%s goes on with %d training sequences instead of %d, judged by the same %d",
             run.path,
@@ -231,9 +231,9 @@ class _Opened(NamedTuple):
     cache: TeacherCache
     choice: Choice
     """The checkpoint that the run goes on from."""
-    identity: dict[str, object]
+    identity: dict[str, Any]
     """What the run is made of: it goes on with nothing else."""
-    more: dict[str, object]
+    more: dict[str, Any]
     """By name in `run.json`, what is new of a cache that has more sequences than it had."""
     judged: Judged | None
     """What the student is judged by, on the first rank."""
@@ -268,13 +268,13 @@ def _open(
     source = str(choice.checkpoint or student)
     begins_with = loaded if choice.checkpoint is None else None
     tokenizer = begins_with.tokenizer if begins_with else load_tokenizer(source)
-    identity = {
+    identity: dict[str, Any] = {
         "cache_content": fingerprint([shard.sha256 for shard in cache.manifest.shards]),
         "student_fingerprint": _identity(student, choice, loaded),
         "tokenizer": tokenizer_hash(tokenizer),
         "sequences_per_step": divided.sequences_per_step * ranks.size,
     }
-    more = {}
+    more: dict[str, Any] = {}
     if holds_more(cache, identity["cache_content"], run):
         more = {"cache_content": identity["cache_content"], **cache_facts(cache)}
         more.pop("cache_settings")

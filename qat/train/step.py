@@ -12,7 +12,7 @@ of a micro-batch are recorded as one graph and replayed, where its size makes th
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from qat.train.optim import Optimizer
 from qat.train.proof import trouble
 
 logger = logging.getLogger(__name__)
+
+Settings = TypeVar("Settings", bound=StepConfig)
 
 EAGER_STEPS = 2
 """Steps before recording: the compiler and the allocator must have seen everything once."""
@@ -163,7 +165,11 @@ class TrainingStep:
             self._graph = _Graph(self, batches[0], valid, is_packed)
         if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)
-        return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
+        return self._run(batches, valid, is_packed)
+
+    def _run(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
+        parts = (self.run_micro_step(batch, valid, is_packed) for batch in batches)
+        return cast(Tensor, sum(parts))
 
     def _is_worth_a_graph(self, batches: list[Batch]) -> bool:
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
@@ -173,7 +179,7 @@ class TrainingStep:
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         """The first step, which compiles; if that fails, all layers run as they are written."""
         try:
-            return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
+            return self._run(batches, valid, is_packed)
         except (
             torch._dynamo.exc.TorchDynamoException,
             torch._dynamo.exc.FailOnRecompileLimitHit,
@@ -188,21 +194,19 @@ class TrainingStep:
             regions.remove()
             regions.is_compiled = False
             regions.install()
-        return sum(self.run_micro_step(batch, valid, is_packed) for batch in batches)
+        return self._run(batches, valid, is_packed)
 
     def run_micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
         """Forward and backward of one micro-batch: the sum of each loss, their total last."""
         targets = self._targets(batch, is_packed)
         with self.backend.autocast(self.dtype):
             hidden = self.student.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
-        loss = loss_from_hidden if isinstance(targets, Targets) else loss_from_teacher
-        parts = loss(
-            hidden.flatten(0, 1).to(self.dtype),
-            self.student.head_in(self.dtype),
-            targets,
-            self.config.losses,
-            temperature=self.config.temperature,
-        )
+        flat, head = hidden.flatten(0, 1).to(self.dtype), self.student.head_in(self.dtype)
+        terms, temperature = self.config.losses, self.config.temperature
+        if isinstance(targets, Targets):
+            parts = loss_from_hidden(flat, head, targets, terms, temperature=temperature)
+        else:
+            parts = loss_from_teacher(flat, head, targets, terms, temperature=temperature)
         self.optimizer.scale_loss(parts["loss"] / valid).backward()
         return torch.stack([part.detach() for part in parts.values()])
 
@@ -233,7 +237,7 @@ class TrainingStep:
         if self.optimizer.ranks.size > 1:
             total = torch.stack(found)
             self.optimizer.ranks.sum_([total])
-            found = total.unbind()
+            found = list(total.unbind())
         self.backend.step_end()
         *sums, anywhere = found
         return result._replace(sums=dict(zip(result.sums, sums, strict=True))), anywhere
@@ -275,8 +279,9 @@ class _Graph:
             lambda: step.run_micro_step(self._batch, self._valid, is_packed)
         )
         every = step.optimizer.parameters.values()
-        self._parameters = [parameter for parameter in every if parameter.grad is not None]
-        self._gradients = [parameter.grad for parameter in self._parameters]
+        pairs = [(p, p.grad) for p in every if p.grad is not None]
+        self._parameters = [parameter for parameter, _ in pairs]
+        self._gradients = [gradient for _, gradient in pairs]
         step.optimizer.forget_gradients()
 
     def fits(self, batches: Sequence[Batch], is_packed: bool) -> bool:
@@ -292,7 +297,8 @@ class _Graph:
     def run(self, batches: list[Batch], valid: Tensor) -> Tensor:
         """The summed losses over all micro-batches; their gradients lie in the parameters."""
         self._valid.copy_(valid)
-        gradients, sums = self._gradients, 0
+        gradients = self._gradients
+        sums: Any = 0
         for number, batch in enumerate(batches):
             for old, new in zip(self._batch, batch, strict=True):
                 old.copy_(new)
@@ -316,7 +322,7 @@ def _is_packed(batch: Batch) -> bool:
     return bool((batch.position_ids[:, 1:] == 0).any())
 
 
-def check_dtype(config: StepConfig) -> StepConfig:
+def check_dtype(config: Settings) -> Settings:
     """The settings with `dtype=auto` replaced by what it means on their device.
 
     Raises:

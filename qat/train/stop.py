@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Stops:
         self._halt = halt
         self._wish: str | None = None
         self._looked_s = -LOOK_S
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}
 
     def wanted(self) -> str | None:
         """`SIGTERM`, `SIGINT`, `SIGHUP` or `HALT`, once somebody asked; else None."""
