@@ -66,7 +66,7 @@ class Student(NamedTuple):
     def lse(self) -> Tensor:
         """`(T,)`: log-sum-exp over the whole vocabulary."""
         if self.topk.shape[1] == 0:
-            return cast(Tensor, self.others_lse)  # a loss that reads no top-k reads all words so
+            return cast(Tensor, self.others_lse)  # without a top-k the others are all words
         topk = self.topk.logsumexp(1)
         return topk if self.others_lse is None else log_add(topk, self.others_lse)
 
