@@ -7,7 +7,7 @@ torchao. `qat.train.optim` chooses.
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -99,7 +99,7 @@ class TorchAdamW:
             if not self._adamw.state[p]:
                 step = torch.zeros((), device=p.device if self._is_fused else "cpu")
                 # computed of the weight, they lie as it does where devices share it
-                moments = {name: (p.detach() * 0.0).abs() for name in ("exp_avg", "exp_avg_sq")}
+                moments = {name: (p.detach() * 0.0).abs() for name in MOMENTS}
                 self._adamw.state[p] = {"step": step, **moments}
 
     def count_from(self, steps: int) -> None:
@@ -204,7 +204,8 @@ class EightBitAdamW:
         _scale_gradients_(self._learners, factor)
         for group, learner in zip(self._adamw.param_groups, self._learners.values(), strict=True):
             group["lr"].fill_(learner.lr * share)
-        with _eager_on_cpu(factor.device):
+        is_eager = factor.device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
             self._adamw.step()
 
     def state(self) -> dict[str, Tensor]:
@@ -264,12 +265,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-def _eager_on_cpu(device: torch.device) -> AbstractContextManager:
-    if device.type != "cpu":
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _scale_gradients_(learners: dict[str, Learner], factor: Tensor) -> None:

@@ -189,7 +189,7 @@ class Trainer:
         if is_pause:
             with self._pulse.pause():
                 self._pause()
-        if self.take_step.agreed_stop() and self.step < self.config.max_steps:
+        if self.take_step.is_stop_agreed and self.step < self.config.max_steps:
             with self._pulse.pause():
                 self._stop(result)
 

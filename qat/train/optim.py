@@ -22,7 +22,7 @@ from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import role_of
 from qat.quant.weight import SCALE_NAMES, rms
 from qat.ranks import ALONE, Ranks
-from qat.train.adamw import EightBitAdamW, Learner, Mover, StochasticAdamW, TorchAdamW
+from qat.train.adamw import MOMENTS, EightBitAdamW, Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import KINDS, TrainConfig
 
 KIND_OF = {
@@ -151,13 +151,10 @@ class Optimizer:
         if state:
             self._load(state)
             if config.shard_latents:
-                self._spread_moments(by_kind["weights"])
-
-    def _spread_moments(self, latents: list[str]) -> None:
-        """Let moments that were read lie as the weights do; those of a first step follow them."""
-        held = self._state().items()
-        names = {f"{key}.{name}" for name in latents for key in ("exp_avg", "exp_avg_sq")}
-        backend.on(self._device).spread([tensor for name, tensor in held if name in names])
+                # moments that were read shall lie as the weights do; those of a first step follow
+                names = {f"{key}.{name}" for name in by_kind["weights"] for key in MOMENTS}
+                held = self._state().items()
+                backend.on(self._device).spread([t for name, t in held if name in names])
 
     def _choose_movers(self, by_kind: dict[str, list[str]]) -> list[Mover]:
         """One for the latent weights if they are kept in a way of their own, one for the rest."""

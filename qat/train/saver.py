@@ -99,7 +99,8 @@ class Saver:
             self._behind.state()
         with self._timed("gather"):
             raw, gathered = raw_state(self._student.model), self._optimizer.gathered()
-            state = {**self._optimizer.state(), **self._rng_tensors(), **self._codes.state()}
+            rng = {f"rng.{name}": state for name, state in self._backend.rng_state().items()}
+            state = {**self._optimizer.state(), **rng, **self._codes.state()}
         self.saved = step
         if not self._ranks.is_first:
             return
@@ -129,9 +130,6 @@ class Saver:
         traceback: TracebackType | None,
     ) -> None:
         self._behind.__exit__(kind, error, traceback)
-
-    def _rng_tensors(self) -> dict[str, Tensor]:
-        return {f"rng.{name}": state for name, state in self._backend.rng_state().items()}
 
     def _copied(self, raw: RawState, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
         """Copies of the model's raw state, named `model.`, and of `state`.

@@ -268,9 +268,13 @@ def _open(
     source = str(choice.checkpoint or student)
     begins_with = loaded if choice.checkpoint is None else None
     tokenizer = begins_with.tokenizer if begins_with else load_tokenizer(source)
+    # what changes when the student does; None for one that is gone, of a run that goes on
+    now = state_identity(loaded.model.model) if loaded else None
+    if loaded is None and (choice.checkpoint is None or Path(student).is_dir()):
+        now = model_identity(student)
     identity: dict[str, Any] = {
         "cache_content": fingerprint([shard.sha256 for shard in cache.manifest.shards]),
-        "student_fingerprint": _identity(student, choice, loaded),
+        "student_fingerprint": now,
         "tokenizer": tokenizer_hash(tokenizer),
         "sequences_per_step": divided.sequences_per_step * ranks.size,
     }
@@ -319,14 +323,6 @@ def _open(
     return _Opened(
         cache, choice, identity, more, judged, tokenizer, model, resolved, teacher, begin
     )
-
-
-def _identity(student: str, choice: Choice, loaded: Loaded | None) -> str | None:
-    """What changes when the student does; None for one that is gone, of a run that goes on."""
-    if loaded is not None:
-        return state_identity(loaded.model.model)
-    is_there = choice.checkpoint is None or Path(student).is_dir()
-    return model_identity(student) if is_there else None
 
 
 def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:

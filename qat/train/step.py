@@ -101,7 +101,8 @@ class TrainingStep:
         """NaN once a loss here or a gradient was not finite, else 0; stays on the device."""
         self._steadiness = Steadiness(self.backend)
         self._agreement = Agreement(self.backend, optimizer.ranks)
-        self._is_stop_agreed = False
+        self.is_stop_agreed = False
+        """Whether all ranks stop after this step; where there are several, they say so alike."""
         self._graph: _Graph | None = None
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
@@ -128,9 +129,9 @@ class TrainingStep:
                 shared = torch.stack([valid, torch.full_like(valid, stop is not None)])
                 ranks.sum_([shared])
                 valid = shared[0]
-                self._is_stop_agreed = self._agreement.settle(shared[1])
+                self.is_stop_agreed = self._agreement.settle(shared[1])
             else:
-                self._is_stop_agreed = stop is not None
+                self.is_stop_agreed = stop is not None
             with self.backend.matmul_precision(self.config.dtype):
                 form_moved_weights(self.student.model, self.dtype)
                 sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
@@ -161,7 +162,10 @@ class TrainingStep:
     def _micro_steps(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         if self._taken == 0:
             return self._first(batches, valid, is_packed)
-        if self._taken >= EAGER_STEPS and self._graph is None and self._is_worth_a_graph(batches):
+        is_small = batches[0].mask.numel() <= GRAPH_TOKENS
+        is_whole = not self.optimizer.sharded  # a recorded graph would hold exchanges
+        is_worth = is_small and is_whole and self.fallback is None and self.backend.records()
+        if self._taken >= EAGER_STEPS and self._graph is None and is_worth:
             self._graph = _Graph(self, batches[0], valid, is_packed)
         if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)
@@ -170,11 +174,6 @@ class TrainingStep:
     def _run(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         parts = (self.run_micro_step(batch, valid, is_packed) for batch in batches)
         return cast(Tensor, sum(parts))
-
-    def _is_worth_a_graph(self, batches: list[Batch]) -> bool:
-        is_small = batches[0].mask.numel() <= GRAPH_TOKENS
-        is_whole = not self.optimizer.sharded  # a recorded graph would hold exchanges
-        return is_small and is_whole and self.backend.records() and self.fallback is None
 
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         """The first step, which compiles; if that fails, all layers run as they are written."""
@@ -241,10 +240,6 @@ class TrainingStep:
         self.backend.step_end()
         *sums, anywhere = found
         return result._replace(sums=dict(zip(result.sums, sums, strict=True))), anywhere
-
-    def agreed_stop(self) -> bool:
-        """Whether all ranks stop after this step; where there are several, they say so alike."""
-        return self._is_stop_agreed
 
     def compile_facts(self) -> dict[str, object]:
         """Whether the layers are compiled, into how many graphs, how often anew, and why not."""
