@@ -26,6 +26,10 @@ class FrozenLutTable(nn.Module):
     changes it and leaves what the table is made of as it is.
     """
 
+    packed: Tensor
+    codebook: Tensor
+    formed: Tensor | None
+
     def __init__(self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec, self.dtype = spec, dtype
@@ -63,7 +67,7 @@ class FrozenLutTable(nn.Module):
         """The rows `which`, a slice or ids `(N,)`, as `(N, D)` in `dtype`; no other is unpacked."""
         scales = self._scales()
         by_row = {n: t[which] for n, t in scales.present().items() if n in ("scales", "scale_out")}
-        scales = scales._replace(**by_row)
+        scales = scales.replaced(by_row)
         return form(self._source(which), self.codebook, scales, dtype, out=out)
 
     @torch.no_grad()
@@ -80,8 +84,8 @@ class FrozenLutTable(nn.Module):
         """As `quantized_weight`, made once and kept: the table does not learn."""
         formed = self.formed
         if formed is None or (formed.dtype, formed.device) != (dtype, self.device):
-            self.formed = self.quantized_weight(dtype)
-        return self.formed
+            self.formed = formed = self.quantized_weight(dtype)
+        return formed
 
     def _source(self, which: slice | Tensor) -> Packed:
         return Packed(self.packed[which], self.spec.bits, self.in_features)

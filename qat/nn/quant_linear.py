@@ -9,7 +9,7 @@ Shapes: O out_features, I in_features, C codebook entries.
 """
 
 from collections.abc import Callable, Collection
-from typing import Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,11 @@ def room_for(
     if old is not None and (tuple(old.shape), old.dtype, old.device, old.requires_grad) == kind:
         return old
     room = torch.empty(shape, dtype=dtype, device=like.device, requires_grad=learns)
-    if learns:
+    if take_gradient is not None:
 
         def hand_on(weight: Tensor) -> None:
             dW, weight.grad = weight.grad, None
-            take_gradient(dW)
+            take_gradient(cast(Tensor, dW))
 
         room.register_post_accumulate_grad_hook(hand_on)
     return room
@@ -82,6 +82,9 @@ class QuantLinear(nn.Module):
     matmul with it, and as soon as its gradient is complete it is pulled back and freed.
     """
 
+    formed: Tensor | None
+    lora_in: nn.Parameter | None
+
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -91,7 +94,7 @@ class QuantLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor.float().clone()))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("formed", None, persistent=False)
-        self._joined: tuple[nn.Module | None, slice] = (None, slice(0))
+        self._joined: tuple[Any, slice] = (None, slice(0))
         self.set_lora(None)
 
     def source(self) -> Packed | Tensor:
@@ -108,7 +111,7 @@ class QuantLinear(nn.Module):
 
     def scale_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the scale, by name."""
-        return {name: self._parameters[name] for name in SCALE_NAMES if name in self._parameters}
+        return {name: self.get_parameter(name) for name in SCALE_NAMES if name in self._parameters}
 
     def scales_as_stored(self) -> Scales:
         """The scales, rounded as a checkpoint stores them, float32, no gradient."""
@@ -279,7 +282,7 @@ class _FormedWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         linear: QuantLinear,
         names: tuple[str, ...],
         dtype: torch.dtype,
@@ -289,7 +292,7 @@ class _FormedWeight(torch.autograd.Function):
         return linear.quantized_weight(dtype)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, dW: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dW: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[3:]
         wanted = [name for name, is_needed in zip(ctx.names, needed, strict=True) if is_needed]
         gradients = ctx.linear.pulled_back(dW, wanted)
@@ -298,6 +301,8 @@ class _FormedWeight(torch.autograd.Function):
 
 class FrozenLutLinear(QuantLinear):
     """The form of a checkpoint: `bits` bits per index in memory, a fraction of a latent weight."""
+
+    packed: Tensor
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__(quantized, bias, spec)
@@ -413,7 +418,7 @@ class ShardedLutLinear(LutLinear):
     def _source_scales(self) -> Scales:
         whole = super()._source_scales()
         mine = {name: t[self.rows] for name, t in whole.present().items() if name in BY_ROW}
-        return whole._replace(**mine)
+        return whole.replaced(mine)
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return self.ranks.gather_rows(super()._form(dtype), self.out_features, out)

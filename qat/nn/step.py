@@ -8,6 +8,7 @@ Shapes: O out_features of all together, I in_features.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ class JoinedLinears(nn.Module):
     Calling it equals calling each of them, side by side. One called alone uses the joined weight
     while it is formed.
     """
+
+    formed: Tensor | None
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
         super().__init__()
@@ -70,7 +73,9 @@ class JoinedLinears(nn.Module):
         if self.formed is None:
             return torch.cat([linear(x) for linear in self.linears], dim=-1)
         biases = [linear.bias for linear in self.linears]
-        bias = None if biases[0] is None else torch.cat(biases).to(x.dtype)
+        bias = None
+        if biases[0] is not None:
+            bias = torch.cat(cast(list[Tensor], biases)).to(x.dtype)
         return F.linear(x, self.formed, bias)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:

@@ -5,10 +5,10 @@ Shapes: O out_features, I in_features, C codebook entries.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
@@ -100,7 +100,7 @@ def to_latent(
         CheckpointError: two levels of a codebook are too close to choose between.
     """
     for name in names:
-        frozen = model.get_submodule(name)
+        frozen = cast(QuantLinear, model.get_submodule(name))
         quantized = ascending(frozen.quantized())
         made_of = dequantize(quantized), quantized, frozen.bias, frozen.spec
         latent = LutLinear(*made_of)
@@ -166,7 +166,8 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     """`(O, I)` of a linear, `(V, D)` of an embedding or a head, quantized or not."""
     if isinstance(module, QuantLinear | FrozenLutTable):
         return module.out_features, module.in_features
-    return tuple(module.weight.shape)
+    O, I = cast(Tensor, module.weight).shape
+    return O, I
 
 
 def put_quantized(
@@ -176,7 +177,7 @@ def put_quantized(
     if name in table_names(model):
         put_table(model, name, quantized, spec)
         return
-    old = model.get_submodule(name)
+    old: Any = model.get_submodule(name)
     bias = None if old.bias is None else old.bias.detach()
     replace_module(model, name, FrozenLutLinear(quantized, bias, spec))
 
@@ -187,24 +188,24 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
     Raises:
         CheckpointError: the embedding does more than look rows up and scale them.
     """
-    old = model.get_submodule(name)
+    old: Any = model.get_submodule(name)
     dtype = old.dtype if isinstance(old, FrozenLutTable) else old.weight.dtype
     if old is not model.get_input_embeddings():
-        table = FrozenLutHead(quantized, spec, dtype, old.bias)
+        table: FrozenLutTable = FrozenLutHead(quantized, spec, dtype, old.bias)
     else:
-        table = FrozenLutEmbedding(quantized, spec, dtype, _embed_scale(name, old))
+        table = embedding = FrozenLutEmbedding(quantized, spec, dtype, _embed_scale(name, old))
         if _is_tied(model):
-            _tie_head(model, table)
+            _tie_head(model, embedding)
     replace_module(model, name, table.train(old.training))
 
 
 def embedding_dtype(model: PreTrainedModel) -> torch.dtype:
     """What the embedding gives: the dtype that the model computes in without autocast."""
-    embedding = model.get_input_embeddings()
+    embedding: Any = model.get_input_embeddings()
     return embedding.dtype if isinstance(embedding, FrozenLutTable) else embedding.weight.dtype
 
 
-def module_device(module: nn.Module) -> torch.device:
+def module_device(module: Any) -> torch.device:
     """Where an embedding or head lies, quantized or not."""
     is_quantized = isinstance(module, FrozenLutTable | TiedLutHead)
     return module.device if is_quantized else module.weight.device
@@ -257,7 +258,9 @@ def add_adapters(model: nn.Module, names: list[str], rank: int, seed: int) -> No
         ConfigError: `rank` is above a layer's smaller side, or an adapter has another rank; then no
             layer was changed.
     """
-    linears: dict[str, QuantLinear] = {name: model.get_submodule(name) for name in names}
+    linears: dict[str, QuantLinear] = {
+        name: cast(QuantLinear, model.get_submodule(name)) for name in names
+    }
     for name, linear in linears.items():
         _check_rank(name, linear, rank)
     generator = torch.Generator().manual_seed(seed)

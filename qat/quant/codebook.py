@@ -13,6 +13,8 @@ bins, all values are sorted instead.
 Shapes: O out_features, I in_features, N values, B bins, C levels.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,7 +35,7 @@ CAPPED = 8
 MOST_INSIDE = 1e-4
 """Share of the error that may lie inside the bins, where no level can tell values apart."""
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 
 
 def fixed_grid(spec: LutSpec) -> Tensor | None:
@@ -193,10 +195,10 @@ def best_split(points: Array, mass: Array, num_levels: int) -> Array:
     for _ in range(num_levels - 1):
         best, cut = _add_run(best, sums)
         cuts.append(cut)
-    edges = [B]
+    ends = [B]
     for cut in reversed(cuts):
-        edges.append(int(cut[edges[-1]]))
-    edges = np.array([0, *reversed(edges)])
+        ends.append(int(cut[ends[-1]]))
+    edges = np.array([0, *reversed(ends)])
     W, S, _ = sums[:, edges[1:]] - sums[:, edges[:-1]]
     return centre + S / W
 

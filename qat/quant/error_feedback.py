@@ -150,8 +150,8 @@ def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Co
     I = weights[0].shape[1]
     groups, chosen, levels = [], [], []
     for weight, q in zip(weights, quantized, strict=True):
-        is_low_rank = q.scales.scales is None
-        groups.append(expand_scales(q.scales, I) if is_low_rank else q.scales.scales)
+        held = q.scales.scales
+        groups.append(expand_scales(q.scales, I) if held is None else held)
         chosen.append(q.codebook[q.indices.int()])
         levels.append(q.codebook[:, None].expand(-1, len(weight)))
     columns = Columns(
@@ -209,7 +209,7 @@ def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpe
         if spec.scale == "group":
             scales = Scales(scales=columns.scales[:, own], bits=columns.scale_bits)
             scales, solved = normalize(scales, solved)
-            columns.scales[:, own] = round_scales(above_zero(scales)).scales
+            columns.scales[:, own] = round_scales(above_zero(scales)).by_group()
         columns.chosen[:, own] = solved[indices.int()]
         columns.levels[:, own] = solved.sort().values[:, None]
     _renew_residual(columns)

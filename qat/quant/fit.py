@@ -8,6 +8,8 @@ Shapes: O out_features, I in_features, G groups per row, W weights per group, C 
 R rank.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def fit_low_rank(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
     """
     curvature = importance * levels**2
     target = importance * levels * weight
-    B = old.scale_in
+    _, _, B = old.low_rank()
     gained = _solve_rows(curvature, target, B)
     B = _solve_rows(curvature.T, target.T, gained.T).T
     return balance(gained, B)._replace(bits=old.bits)
@@ -121,7 +123,7 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
     sample = _alternate(weight[rows], h[rows], spec, None)
     # absmax scales start as far from the fitted ones as they were in the sample
     groups = absmax_scales(weight, spec.group_size)
-    groups = groups * (sample.scales.scales / groups[rows]).median()
+    groups = groups * (sample.scales.by_group() / groups[rows]).median()
     return _follow(weight, h, sample.codebook, sample.scales._replace(scales=groups))
 
 
@@ -191,7 +193,7 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
         seen = slice(None) if rows is None else rows
         levels = _start_levels(weight[seen], S[seen], h[seen], spec.num_levels)
     levels = levels.to(weight.device)
-    best, least = None, float("inf")
+    best, least = cast(QuantizedWeight, None), float("inf")  # the first round beats it
     for _ in range(ROUNDS):
         S = expand_scales(scales, weight.shape[1])
         indices = _nearest(weight, S, levels)
@@ -208,15 +210,16 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
 def _follow(weight: Tensor, h: Tensor, levels: Tensor, start: Scales) -> QuantizedWeight:
     """Scales and indices of all rows under levels that stay, from the group scales `start`."""
     O, I = weight.shape
-    scales, indices = torch.empty_like(start.scales), torch.empty_like(weight, dtype=torch.uint8)
+    start_OG = start.by_group()
+    scales, indices = torch.empty_like(start_OG), torch.empty_like(weight, dtype=torch.uint8)
     size = max(1, PIECE // I)
     for piece in (slice(start, start + size) for start in range(0, O, size)):
-        own = start._replace(scales=start.scales[piece])
+        own = start._replace(scales=start_OG[piece])
         for _ in range(ROUNDS_OF_ALL_ROWS):
             chosen = _nearest(weight[piece], expand_scales(own, I), levels)
             own = refit_scales(weight[piece], levels[chosen.int()], h[piece], own)
         own = round_scales(above_zero(own))
-        scales[piece] = own.scales
+        scales[piece] = own.by_group()
         indices[piece] = _nearest(weight[piece], expand_scales(own, I), levels)
     return QuantizedWeight(indices, levels, start._replace(scales=scales))
 

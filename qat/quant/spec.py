@@ -12,7 +12,7 @@ from qat.errors import ConfigError
 
 CodebookKind = Literal["lut", "seq", "int", "ternary"]
 Role = Literal["mlp", "attention", "other"]
-ROLE_PARTS = {
+ROLE_PARTS: dict[Role, str] = {
     "attention": r"attn|attention|conv|mamba|mixer|ssm|temporal|^[qkvo]_proj$|qkv|^query",
     "mlp": r"mlp|ffn|feed_?forward|expert|moe|^ff$|^fc(\d|_|$)|^w[123]$"
     r"|^(gate|up|down|gate_up)_proj$|^dense_.*h$",
@@ -46,9 +46,9 @@ class LutSpec(Settings):
     """lut: k-means levels that may learn; seq, int, ternary: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
     """Form of the scale."""
-    group_size: int = Field(32, gt=0)
+    group_size: int = Field(default=32, gt=0)
     """Input features that share a scale; also where a low-rank fit starts from."""
-    rank: int = Field(0, ge=0)
+    rank: int = Field(default=0, ge=0)
     """Rank of a low-rank scale; 0 with group scales."""
     scale_bits: Literal[32, 16, 8] = 16
     """Bits of a stored scale: a float32, a float16, or, of a group scale alone, its upper byte

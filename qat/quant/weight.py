@@ -3,7 +3,7 @@
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,8 +47,20 @@ class Scales(NamedTuple):
 
     def present(self) -> dict[str, Tensor]:
         """The tensors of the form in use, by name."""
-        named = zip(SCALE_NAMES, self, strict=False)
+        named = ((name, getattr(self, name)) for name in SCALE_NAMES)
         return {name: tensor for name, tensor in named if tensor is not None}
+
+    def low_rank(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`A`, `g` and `B` of the low-rank form."""
+        return cast(tuple[Tensor, Tensor, Tensor], (self.scale_out, self.rank_gain, self.scale_in))
+
+    def by_group(self) -> Tensor:
+        """`(O, G)` of the group form."""
+        return cast(Tensor, self.scales)
+
+    def replaced(self, parts: dict[str, Tensor]) -> "Scales":
+        """The same with other tensors in the place of those that `parts` names."""
+        return self._replace(**cast(dict[str, Any], parts))
 
 
 SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")
@@ -75,8 +87,9 @@ def expand_scales(scales: Scales, in_features: int) -> Tensor:
     if scales.scales is not None:
         O, G = scales.scales.shape
         return scales.scales[..., None].expand(O, G, in_features // G).reshape(O, in_features)
-    gained = scales.scale_out * scales.rank_gain
-    return torch.cat([_outer_sum(rows, scales.scale_in) for rows in gained.split(ROWS_IN_CACHE)])
+    scale_out, rank_gain, scale_in = scales.low_rank()
+    gained = scale_out * rank_gain
+    return torch.cat([_outer_sum(rows, scale_in) for rows in gained.split(ROWS_IN_CACHE)])
 
 
 def _outer_sum(columns: Tensor, rows: Tensor) -> Tensor:
@@ -137,7 +150,7 @@ def _is_byte(name: str, scale_bits: int) -> bool:
 def round_scales(scales: Scales) -> Scales:
     """Each part of `scales` rounded as stored; what is rounded already stays as it is."""
     rounded = {n: round_as_stored(n, t, scales.bits) for n, t in scales.present().items()}
-    return scales._replace(**rounded)
+    return scales.replaced(rounded)
 
 
 def rms(tensor: Tensor) -> float:
@@ -149,7 +162,7 @@ def above_zero(scales: Scales) -> Scales:
     """Group scales of 8 bits, all positive, raised to where none of them rounds to zero."""
     if scales.bits != 8:
         return scales
-    return scales._replace(scales=scales.scales.clamp_min(SMALLEST))
+    return scales._replace(scales=scales.by_group().clamp_min(SMALLEST))
 
 
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
