@@ -53,7 +53,7 @@ title "Every target: convert for it, train, export, read back with its own libra
 show python speedrun/measure_export.py "$data/stories15M" --figures "$figures"
 
 title "Damaged and evil files, shells, notebooks"
-show python speedrun/fuzz_archives.py --cases 10000 --figures "$figures"
-show python speedrun/fuzz_legacy.py --cases 10000 --figures "$figures"
+show python tests/stress/fuzz_archives.py --cases 10000 --figures "$figures"
+show python tests/stress/fuzz_legacy.py --cases 10000 --figures "$figures"
 show python speedrun/measure_setup.py --figures "$figures"
 show python speedrun/run_notebooks.py --figures "$figures"

@@ -4,7 +4,7 @@
 #     bash speedrun/quality.sh MODELS TEXTS RECORD [teacher_88m|stories|minimind|tiny ...]
 #
 # MODELS holds stories15M and minimind2-small; TEXTS is a folder of texts by source, or a bundle of
-# speedrun/make_teacher.py; figures are appended to RECORD/figures.jsonl when all four were made. Run
+# speedrun/research/make_teacher.py; figures are appended to RECORD/figures.jsonl when all four were made. Run
 # it from the root of the repository; it takes all GPUs that there are, and goes on where it was
 # stopped.
 set -uo pipefail
@@ -25,13 +25,13 @@ compare() { # GPUS NAME
 
 sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED [MAX_TOKENS]
     [ -e "$3" ] && return
-    on_gpus "$1" python speedrun/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
+    on_gpus "$1" python speedrun/research/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
         --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192 --max-tokens "${7:-255}"
     mv "$3.part" "$3"
 }
 
 teacher_88m() { # GPUS
-    [ -e teachers/teacher-88m/model.safetensors ] || on_gpus "$1" python speedrun/make_teacher.py \
+    [ -e teachers/teacher-88m/model.safetensors ] || on_gpus "$1" python speedrun/research/make_teacher.py \
         --texts "$texts" --out teachers/teacher-88m --max-seconds "$seconds"
     compare "$1" teacher88m
 }
@@ -57,10 +57,10 @@ tiny() { # GPUS
 
 gradients() { # GPUS
     [ -e "$record/angles.jsonl" ] && return
-    python speedrun/measure_lora.py --figures "$record/figures.jsonl"
+    python speedrun/research/measure_lora.py --figures "$record/figures.jsonl"
     [ -e runs/angle_student ] || on_gpus "$1" qat convert teachers/stories15M --to q2a4 \
         --calibration texts/stories15m.jsonl --out runs/angle_student
-    on_gpus "$1" python speedrun/measure_gradient_angle.py --teacher teachers/stories15M \
+    on_gpus "$1" python speedrun/research/measure_gradient_angle.py --teacher teachers/stories15M \
         --student runs/angle_student --text texts/tinystories.txt --out "$record/angles.jsonl" \
         --figures "$record/figures.jsonl"
 }

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "qat").rglob("*.py"))
-SCRIPTS = sorted((ROOT / "speedrun").glob("*.py"))
+FAULTS = sorted((ROOT / "tests" / "stress").glob("*.py"))
+SCRIPTS = sorted((ROOT / "speedrun").rglob("*.py")) + [f for f in FAULTS if "test_" not in f.name]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SOURCES = PACKAGE + SCRIPTS
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

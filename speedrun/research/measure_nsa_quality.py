@@ -4,7 +4,7 @@ The model is swapped and distilled from itself as it was (exact KL, float weight
 on chats; blocks are so small that most are left out at the length of a row. The figure is the KL on
 held-out chats after all steps; the ablation trains each variant for fewer.
 
-python speedrun/measure_nsa_quality.py --model DIR --texts A.json --texts B.jsonl --out runs/nsa
+python speedrun/research/measure_nsa_quality.py --model DIR --texts A.json --texts B.jsonl --out OUT
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import figures
+import research_records as figures
 import torch
 from cyclopts import App, Parameter
 from nsa_students import chat_rows, distil, divergence, token_batches

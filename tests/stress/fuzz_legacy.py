@@ -3,7 +3,7 @@
 Counted as clean is a case that ends in time, within its memory, either with a `QatError` of one
 line and nothing left, or with a whole checkpoint or cache; every hundredth of these is opened.
 
-python speedrun/fuzz_legacy.py --cases 10000 --figures FILE.jsonl
+python tests/stress/fuzz_legacy.py --cases 10000 --figures FILE.jsonl
 """
 
 import collections

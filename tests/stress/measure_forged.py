@@ -4,8 +4,8 @@ A case is handled if it ends in time, within its memory, in one line that refuse
 case itself calls harmless. It is accepted if it ends otherwise: believed, with a traceback, or with
 anything changed outside the directory that it may write to.
 
-    python speedrun/measure_forged.py --cases 2000 --figures FILE.jsonl
-    python speedrun/measure_forged.py caches --first 17 --cases 1
+    python tests/stress/measure_forged.py --cases 2000 --figures FILE.jsonl
+    python tests/stress/measure_forged.py caches --first 17 --cases 1
 
 `--cases` is the number for each source; the sources are named in `SOURCES`.
 """

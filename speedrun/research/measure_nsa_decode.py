@@ -5,7 +5,7 @@ with static caches, each token one recorded graph: the new key and value are wri
 pools and, once a tile, selects. Dense attention is the fastest of all ways to compute it. Before,
 decoding is held against whole rows in float32, across every boundary.
 
-python speedrun/measure_nsa_decode.py --figures FILE.jsonl
+python speedrun/research/measure_nsa_decode.py --figures FILE.jsonl
 """
 
 import argparse
@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from figures import record
+from research_records import record
 from speed_case import Row, show
 from torch import Tensor
 from torch.nn import functional as F

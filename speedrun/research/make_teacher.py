@@ -1,6 +1,6 @@
 """Train a teacher of about 90 million parameters on a folder of texts, in minutes on one GPU.
 
-    python speedrun/make_teacher.py --texts DIR --out checkpoints/teacher
+    python speedrun/research/make_teacher.py --texts DIR --out checkpoints/teacher
 
 The texts are split by document before anything is trained: OUT/texts/distil.jsonl is what the
 teacher learns from (and what a student may), validate.jsonl and report.jsonl are held out, and
@@ -236,7 +236,7 @@ def command(config: TeacherConfig) -> str:
     for name, value in values.items():
         for item in value if isinstance(value, tuple) else [value]:
             flags.append(f"--{name.replace('_', '-')} {item}")
-    return " ".join(["python speedrun/make_teacher.py --texts TEXTS --out OUT", *flags])
+    return " ".join(["python speedrun/research/make_teacher.py --texts TEXTS --out OUT", *flags])
 
 
 def judge_splits(

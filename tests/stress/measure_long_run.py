@@ -1,6 +1,6 @@
 """A run of many steps of a tiny student, a day by the clock it is given: does anything grow?
 
-python speedrun/measure_long_run.py --steps 100000 --figures FILE.jsonl
+python tests/stress/measure_long_run.py --steps 100000 --figures FILE.jsonl
 
 The loop, its checkpoints, evaluations, heartbeat and watchdog are those of every run; each step
 takes as much simulated time as makes all of them `--hours`. Memory and open files are counted every
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from figures import record
+from fault_records import record
 from kill_case import build, make_student
 
 from qat.bench.leak import FIRST_LOOK, memory_trend

@@ -4,7 +4,7 @@ Counted as clean is a case that ends in time, within its memory, either with an 
 or with exactly what the undamaged files hold. A cache whose damage was sealed by whoever did it,
 with hashes and sizes made right, may also read as another cache; nothing else may differ.
 
-python speedrun/measure_mutations.py --cases 10000 --figures FILE.jsonl
+python tests/stress/measure_mutations.py --cases 10000 --figures FILE.jsonl
 """
 
 import collections

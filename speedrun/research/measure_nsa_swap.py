@@ -4,8 +4,8 @@ Up to the reach of its selection it is the dense model; nowhere does a token sho
 before it. The dense model attends in plain PyTorch (`eager`), whose sums the reference repeats;
 what SDPA makes of the same model is printed beside, to show how far rounding alone reaches.
 
-python speedrun/measure_nsa_swap.py --figures FILE.jsonl
-python speedrun/measure_nsa_swap.py --model DIR --text FILE.txt --figures FILE.jsonl
+python speedrun/research/measure_nsa_swap.py --figures FILE.jsonl
+python speedrun/research/measure_nsa_swap.py --model DIR --text FILE.txt --figures FILE.jsonl
 """
 
 import argparse
@@ -14,7 +14,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-from figures import record
+from research_records import record
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -4,7 +4,7 @@ The reference is the same small Qwen3 model with two plain matmuls beside each d
 autograd. Compared are, in every linear, the gradients of its input, of `lora_in` and of `lora_out`,
 in float32, with the linears used alone, formed once a step, and joined (as a GPU trains).
 
-python speedrun/measure_lora.py --figures FILE.jsonl
+python speedrun/research/measure_lora.py --figures FILE.jsonl
 """
 
 import argparse
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from figures import record
+from research_records import record
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM

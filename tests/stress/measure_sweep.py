@@ -1,6 +1,6 @@
 """Kills a sweep with SIGKILL at random moments, and looks for leaks where there are some and none.
 
-python speedrun/measure_sweep.py --kills 10 --figures FILE.jsonl
+python tests/stress/measure_sweep.py --kills 10 --figures FILE.jsonl
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from figures import record
+from fault_records import record
 
 from qat.bench.leak import leak_found_after
 from qat.bench.sweep.run import MANIFEST

@@ -1,6 +1,6 @@
 """Sample a corpus from a teacher: text in its own domain, for teachers whose data is not at hand.
 
-    python speedrun/sample_corpus.py --teacher DIR --documents 20000 --out corpus.jsonl
+    python speedrun/research/sample_corpus.py --teacher DIR --documents 20000 --out corpus.jsonl
 
 Each document starts from the teacher's BOS token, at temperature 1: with `--top-p 1` the text is
 distributed exactly as the teacher believes text to be. Writes JSON lines with one field, `text`,

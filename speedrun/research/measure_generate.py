@@ -5,7 +5,7 @@ the step is computed twice: by the packed student's own kernels on dense weights
 `torch.compile` of plain PyTorch layers; the faster one is compared with. Weights are random codes
 of a published shape. First the kernels' tiles are tuned, as `qat bench kernels --tune` does it.
 
-python speedrun/measure_generate.py --figures FILE.jsonl
+python speedrun/research/measure_generate.py --figures FILE.jsonl
 """
 
 import argparse
@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from figures import record
 from plain_decode import PlainStep
+from research_records import record
 from speed_case import Row, show
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -4,10 +4,10 @@ A mutant is the project with one change: another comparison, + for -, a number o
 `and`, a `not` or a statement dropped, nothing returned, nothing raised. Four steps, of which the
 first alone needs mutmut (pip install mutmut):
 
-    python speedrun/measure_mutants.py draw MUTANTS.json
+    python tests/stress/measure_mutants.py draw MUTANTS.json
     python -m pytest -n auto --cov=qat --cov-context=test --cov-report= --junitxml=map.xml
-    TRITON_INTERPRET=1 python speedrun/measure_mutants.py run MUTANTS.json OUTCOMES.jsonl
-    python speedrun/measure_mutants.py count OUTCOMES.jsonl --equivalent FILE.toml --figures FILE
+    TRITON_INTERPRET=1 python tests/stress/measure_mutants.py run MUTANTS.json OUTCOMES.jsonl
+    python tests/stress/measure_mutants.py count OUTCOMES.jsonl --equivalent E.toml --figures F
 
 `draw` takes a seeded sample. `run` imports the large libraries once and forks a process for each
 mutant, where that module has the mutant's text and those tests that passed and ran the mutant's
@@ -41,7 +41,7 @@ from coverage import CoverageData
 from cyclopts import App
 
 app = App(help=__doc__)
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SIZE = 240
 GOAL = 92
 TESTS, TESTS_S = 300, 150.0

@@ -1,7 +1,7 @@
 """The angle between the gradient of the full KL and those of what a teacher cache can hold.
 
     qat convert DIR --to q2a4 --calibration FILE --out q2a4
-    python speedrun/measure_gradient_angle.py --teacher DIR --student q2a4 --text FILE \
+    python speedrun/research/measure_gradient_angle.py --teacher DIR --student q2a4 --text FILE \
         --out angles.jsonl --figures figures.jsonl
 
 The gradient is the whole one of all quantized weights, summed over a batch of 64 x 64 tokens, and
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 from cyclopts import App
-from figures import record
+from research_records import record
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 

@@ -1,8 +1,8 @@
 """Train the embedded teacher: a small Qwen3 on the English text that ships with every Python.
 
-    python speedrun/make_tiny_teacher.py --out checkpoints/tiny-qwen3
-    python speedrun/make_tiny_teacher.py again checkpoints/tiny-qwen3 --figures figures.jsonl
-    python speedrun/make_tiny_teacher.py freeze qat/data/stdlib.jsonl.gz
+    python speedrun/research/make_tiny_teacher.py --out checkpoints/tiny-qwen3
+    python speedrun/research/make_tiny_teacher.py again checkpoints/tiny-qwen3 --figures FILE.jsonl
+    python speedrun/research/make_tiny_teacher.py freeze qat/data/stdlib.jsonl.gz
 
 Documents that `qat cache` would hold out (same hash, same seed) are never trained on: they choose
 the epoch that is kept and give the perplexity in the README. Runs on CUDA and on CPU.
@@ -21,8 +21,8 @@ from typing import Annotated
 
 import torch
 from cyclopts import App, Parameter
-from figures import record
 from pydantic import Field
+from research_records import record
 from teacher_model import (
     HEAD_DIM,
     Shape,
@@ -215,7 +215,9 @@ def command(config: TeacherConfig) -> str:
     """What makes this teacher again, every setting spelled out."""
     values = config.model_dump(exclude_none=True, exclude={"device", "max_minutes"})
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
-    return " ".join(["python speedrun/make_tiny_teacher.py --out checkpoints/tiny-qwen3", *flags])
+    return " ".join(
+        ["python speedrun/research/make_tiny_teacher.py --out checkpoints/tiny-qwen3", *flags]
+    )
 
 
 def readme(figures: dict, corpus: Corpus, log: Log, config: TeacherConfig) -> str:

@@ -37,7 +37,7 @@ def test_what_saving_costs(tmp_path: Path, monkeypatch, capsys) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk needs root")
 def test_full_disks_lose_nothing() -> None:
-    command = [sys.executable, "speedrun/measure_disk_full.py", "--every", "33"]
+    command = [sys.executable, "tests/stress/measure_disk_full.py", "--every", "33"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment

@@ -5,7 +5,7 @@ the teacher where a piece begins a document and where it goes on with one, besid
 with all of their document before them. Then the packer takes turns with the one that cut a stream
 of documents anywhere (of commit `STREAM`), over the same tokens.
 
-    python speedrun/measure_rows.py --teacher DIR --text FILE --figures FILE.jsonl
+    python speedrun/research/measure_rows.py --teacher DIR --text FILE --figures FILE.jsonl
 """
 
 import math
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from cyclopts import App
-from figures import ROOT, record
+from research_records import ROOT, record
 
 from qat.data import packing
 from qat.data.chat import render

@@ -3,8 +3,8 @@
 Both are processes of their own. Rounds alone and beside the other take turns, so that a machine
 that others use too is as busy in both. The demo's own time is taken, without its imports.
 
-python speedrun/measure_shared_cores.py --figures FILE.jsonl
-GOMP_SPINCOUNT=300000 python speedrun/measure_shared_cores.py   # threads that spin, GNU's default
+python tests/stress/measure_shared_cores.py --figures FILE.jsonl
+GOMP_SPINCOUNT=300000 python tests/stress/measure_shared_cores.py  # spinning, GNU's default
 """
 
 import json
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from cyclopts import App
-from figures import record
+from fault_records import record
 
 app = App(help=__doc__)
 LIMIT_S = 3600

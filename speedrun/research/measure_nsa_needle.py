@@ -4,8 +4,8 @@ A needle is a token that says a key and a value at once; rows are filler with ne
 end with questions: a key, then its value. The dense model learns this at growing lengths; each
 sparse one is swapped in, judged, distilled from it at the second longest length and judged again.
 
-python speedrun/measure_nsa_needle.py --out runs/nsa_needle
-python speedrun/measure_nsa_needle.py --out /tmp/needle --small --device cpu
+python speedrun/research/measure_nsa_needle.py --out runs/nsa_needle
+python speedrun/research/measure_nsa_needle.py --out /tmp/needle --small --device cpu
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import figures
+import research_records as figures
 import torch
 from cyclopts import App
 from rich.console import Console

@@ -59,7 +59,7 @@ def test_looking_itself_keeps_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_short_long_run() -> None:
-    command = [sys.executable, "speedrun/measure_long_run.py", "--steps", "400"]
+    command = [sys.executable, "tests/stress/measure_long_run.py", "--steps", "400"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, cwd=SPEEDRUN.parent, capture_output=True, text=True, check=False, env=environment

@@ -4,7 +4,7 @@ Counted as clean is a case that ends in time, within its memory, with a `QatErro
 or with plain files in the target and nothing changed beside it; and, where a checksum covers the
 damage, with the original files.
 
-python speedrun/fuzz_archives.py --cases 10000 --figures FILE.jsonl
+python tests/stress/fuzz_archives.py --cases 10000 --figures FILE.jsonl
 """
 
 import collections

@@ -1,7 +1,7 @@
 """How soon a run tells of NaN, wherever it comes up, and what looking for it costs.
 
-    python speedrun/measure_nan.py found --figures FIGURES.jsonl
-    python speedrun/measure_nan.py time --figures FIGURES.jsonl --device cuda
+    python tests/stress/measure_nan.py found --figures FIGURES.jsonl
+    python tests/stress/measure_nan.py time --figures FIGURES.jsonl --device cuda
 
 `found` spoils one value in a real run of a tiny student, in a step that is not logged, and counts
 the logged steps until the run says so: in latent weights, moments, scales, codebooks, norms,
@@ -19,7 +19,7 @@ from unittest.mock import patch
 import safetensors.torch
 import torch
 from cyclopts import App
-from figures import record
+from fault_records import record
 from kill_case import build, make_student
 from speed_case import settled
 from torch import Tensor

@@ -3,15 +3,15 @@
 The oracle is ckwrap, a binding of Ckmeans.1d.dp (an exact dynamic programme in C++), which only
 this script needs: pip install ckwrap
 
-python speedrun/measure_kmeans.py --figures FILE.jsonl
+python speedrun/research/measure_kmeans.py --figures FILE.jsonl
 """
 
 import argparse
 from pathlib import Path
 
 import numpy as np
-from figures import record
 from numpy.typing import NDArray
+from research_records import record
 
 from qat.quant.codebook import weighted_kmeans
 

@@ -1,6 +1,6 @@
 """Fills the disk of a run at one write after the other; none may lose what was saved before.
 
-python speedrun/measure_disk_full.py --figures FILE.jsonl
+python tests/stress/measure_disk_full.py --figures FILE.jsonl
 
 The run lives on a small tmpfs. Its size, or the number of files that it may hold, grows from
 nothing to what the whole run needs. Each run that the full disk stops must say so in one line and
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from figures import record
+from fault_records import record
 from kill_case import build, contents, fork, make_student
 
 from qat.cli import main as qat

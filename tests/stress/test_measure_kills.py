@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_killed_work_ends_byte_equal(tmp_path: Path) -> None:
     options = ["--kills", "12", "--seed", "1", "--scratch", str(tmp_path)]
-    command = [sys.executable, "speedrun/measure_kills.py", *options]
+    command = [sys.executable, "tests/stress/measure_kills.py", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment

@@ -1,6 +1,6 @@
 """Kills trainings, checkpoint writing, cache builds and pulls with SIGKILL; no end may show it.
 
-python speedrun/measure_kills.py --kills 200 --figures FILE.jsonl
+python tests/stress/measure_kills.py --kills 200 --figures FILE.jsonl
 
 Each quarter of the kills hits one of the four. What was killed is started again, and killed again,
 until it ends; then every file must equal that of an undisturbed run, but those that tell of time.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from figures import record
+from fault_records import record
 from kill_case import after, build, contents, fork, killed, make_student
 
 from qat.files import sha256_file
