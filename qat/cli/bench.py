@@ -8,8 +8,7 @@ from cyclopts import App, Parameter
 from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
 from qat.bench.quality.config import QualityConfig
 from qat.cli.bench_attention import attention
-from qat.cli.bench_compare import compare, record
-from qat.cli.bench_guard import guard
+from qat.cli.bench_compare import compare
 from qat.cli.bench_kernels import kernels
 from qat.cli.bench_sweep import sweep
 from qat.cli.tables import wide_console
@@ -37,7 +36,6 @@ for verb, example in {
     sweep: "sweep speedrun/recipes/sweep_runbook.toml --tiny",
     kernels: "kernels --only lut",
     attention: "attention --lengths 4096,16384",
-    guard: "guard",
     record: "record two-words --from runs/bench/TIME",
 }.items():
     bench_app.command(verb, help_epilogue=f"Example: qat bench {example}")
