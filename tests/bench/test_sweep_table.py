@@ -8,7 +8,6 @@ import pytest
 
 from qat.bench.sweep import telemetry
 from qat.bench.sweep.plot import chart
-from qat.bench.sweep.ranks import rank_facts
 from qat.bench.sweep.table import cells, markdown, spreads, summarise
 from qat.bench.sweep.telemetry import (
     COLUMNS,
@@ -16,6 +15,7 @@ from qat.bench.sweep.telemetry import (
     has_gpu_tool,
     machine_warnings,
     parse_gpus,
+    rank_facts,
     read_samples,
 )
 from qat.logs import JsonLines

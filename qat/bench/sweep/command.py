@@ -5,7 +5,7 @@ import sys
 import time
 
 from qat.bench.sweep.plan import Run, fill_command
-from qat.bench.sweep.ranks import rank_facts
+from qat.bench.sweep.telemetry import rank_facts
 from qat.errors import TrainingError
 
 

@@ -17,8 +17,8 @@ from qat.bench.run import Setting, prepare
 from qat.bench.subject import Ours, Subject
 from qat.bench.sweep.config import StepsConfig
 from qat.bench.sweep.plan import Run
-from qat.bench.sweep.ranks import rank_facts
-from qat.data.packing import Batch
+from qat.bench.sweep.telemetry import rank_facts
+from qat.data.batch import Batch
 from qat.errors import ConfigError
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.train.config import StepConfig, TrainConfig
