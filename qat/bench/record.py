@@ -14,8 +14,7 @@ import matplotlib
 import tomli_w
 from matplotlib.figure import Figure
 
-from qat.bench.axes import fit_scale
-from qat.bench.page import markdown_table
+from qat.bench.page import fit_scale, markdown_table
 from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE
 from qat.bench.samples import (
     FIGURES,

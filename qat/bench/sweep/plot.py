@@ -5,7 +5,7 @@ from functools import partial
 
 from matplotlib.axes import Axes
 
-from qat.bench.axes import fit_scale
+from qat.bench.page import fit_scale
 from qat.bench.sweep.table import Line
 from qat.observe.charts import LIGHT, SERIES, Chart
 
