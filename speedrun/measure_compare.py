@@ -24,10 +24,9 @@ from figures import record
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.compare import REGRESSION, Comparison, compare_cases, compare_files
+from qat.bench.compare import REGRESSION, Case, Comparison, compare_cases, compare_files, read_cases
 from qat.bench.config import MeasureConfig
 from qat.bench.results import ROWS, Results, environment
-from qat.bench.samples import Case, read_cases
 from qat.bench.stats import MIN_SAMPLES
 from qat.kernels.lut_weight import form
 from qat.quant.pack import Packed, packed_width

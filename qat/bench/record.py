@@ -14,9 +14,7 @@ import matplotlib
 import tomli_w
 from matplotlib.figure import Figure
 
-from qat.bench.page import fit_scale, markdown_table
-from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE
-from qat.bench.samples import (
+from qat.bench.compare import (
     FIGURES,
     Case,
     between_cases,
@@ -25,6 +23,8 @@ from qat.bench.samples import (
     has_repeats,
     read_cases,
 )
+from qat.bench.page import fit_scale, markdown_table
+from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE
 from qat.bench.stats import MIN_SAMPLES, median_interval, variation
 from qat.errors import ComparisonError, ConfigError
 from qat.files import whole_directory, write_atomically

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat.bench.compare import compare_files
-from qat.bench.samples import read_cases
+from qat.bench.compare import compare_files, read_cases
 from qat.cli import main
 from qat.errors import ComparisonError
 

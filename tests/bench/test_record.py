@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat.bench.compare import compare_files
+from qat.bench.compare import compare_files, read_cases
 from qat.bench.record import draw_medians, write_record
-from qat.bench.samples import read_cases
 from qat.cli import main
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
