@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from qat.bench.config import BenchConfig
-from qat.bench.search import largest_that_fits
+from qat.bench.find_max import largest_that_fits
 from qat.bench.tpu_plan.topologies import Topology
 from qat.errors import ConfigError
 
