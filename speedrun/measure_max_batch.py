@@ -28,8 +28,7 @@ from speed_case import (
     varied,
 )
 
-from qat.bench.find_max import Search, Trials, find_max_batch
-from qat.bench.isolation import unless_out_of_memory
+from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import Timing
 from qat.bench.results import Results
 from qat.bench.run import Setting, prepare, step_once

@@ -12,8 +12,7 @@ from qat.backend.device import select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.effective import Watched, check_strictly, what_ran
-from qat.bench.find_max import Search, Trials, find_max_batch
-from qat.bench.isolation import unless_out_of_memory
+from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
 from qat.bench.plan import Measured, Prediction, predict
 from qat.bench.results import Results, environment

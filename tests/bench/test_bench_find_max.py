@@ -5,8 +5,7 @@ import torch
 
 from qat.backend import device as backend
 from qat.backend.base import Backend
-from qat.bench.find_max import MemoryModel, Trials, find_max_batch
-from qat.bench.isolation import unless_out_of_memory
+from qat.bench.find_max import MemoryModel, Trials, find_max_batch, unless_out_of_memory
 from qat.errors import ConfigError
 
 

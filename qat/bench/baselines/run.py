@@ -17,7 +17,7 @@ from qat.bench.baselines.textbook import check_losses
 from qat.bench.baselines.torchao_int2 import is_installed, torchao_step
 from qat.bench.batches import check_batch_sizes
 from qat.bench.config import BaselinesConfig
-from qat.bench.isolation import unless_out_of_memory
+from qat.bench.find_max import unless_out_of_memory
 from qat.bench.measure import Timing, compile_anew
 from qat.bench.results import Results, environment
 from qat.bench.run import Setting, prepare
