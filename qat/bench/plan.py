@@ -10,7 +10,7 @@ its own (or `TYPICAL_SHARE` where that one is not in the table).
 from dataclasses import dataclass
 
 from qat.bench.find_max import MemoryModel
-from qat.bench.roofline import Roofline
+from qat.bench.measure import Roofline
 from qat.models.cost import Device
 
 RESERVED_GIB = 0.8

@@ -13,10 +13,17 @@ from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.effective import Watched, check_strictly, what_ran
 from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
-from qat.bench.measure import CostFit, Timing, compile_anew, fit_cost, time_steps
+from qat.bench.measure import (
+    CostFit,
+    Roofline,
+    Timing,
+    compile_anew,
+    fit_cost,
+    measure_roofline,
+    time_steps,
+)
 from qat.bench.plan import Measured, Prediction, predict
 from qat.bench.results import Results, environment
-from qat.bench.roofline import Roofline, measure_roofline
 from qat.bench.student import open_student
 from qat.bench.subject import Ours, Subject
 from qat.bench.tpu_plan.run import plan_tpus

@@ -33,7 +33,7 @@ from qat.bench.kernels.gates import Seeds
 from qat.bench.kernels.linear_cases import decode_cases
 from qat.bench.kernels.speed import Clock
 from qat.bench.kernels.tune import Timed, Tuned, tune
-from qat.bench.roofline import measure_roofline
+from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
 from qat.generate.decode import Run, Sampling
 from qat.generate.step import DecodeStep, read_bytes

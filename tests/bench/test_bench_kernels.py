@@ -20,7 +20,7 @@ from qat.bench.kernels.run import run_kernels
 from qat.bench.kernels.speed import Clock, Speed, is_fast, measure, numbers
 from qat.bench.kernels.three_way import difference
 from qat.bench.kernels.tune import tune, write_table
-from qat.bench.roofline import Roofline
+from qat.bench.measure import Roofline
 from qat.errors import BenchError, ConfigError
 from qat.kernels import tuned
 

@@ -7,8 +7,7 @@ from qat.backend import device as backend
 from qat.backend.base import Backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
-from qat.bench.measure import fit_cost, spread, time_steps
-from qat.bench.roofline import measure_roofline
+from qat.bench.measure import fit_cost, measure_roofline, spread, time_steps
 from qat.bench.student import open_student
 from qat.models.cost import token_flops
 from qat.train.optim import linears_in_scope

@@ -26,7 +26,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     import measure_generate
 
-    from qat.bench.roofline import Roofline
+    from qat.bench.measure import Roofline
 
     out = tmp_path / "figures.jsonl"
     rates = Roofline(None, 1e12, 1e10)

@@ -15,8 +15,8 @@ from qat.bench.kernels.figures import Figure, record_figures
 from qat.bench.kernels.gates import Refusal, Seeds, compiles, is_correct
 from qat.bench.kernels.speed import Clock, Row, Speed, is_fast, measure, numbers, times
 from qat.bench.kernels.tune import Tuned, tune, write_table
+from qat.bench.measure import Roofline, measure_roofline
 from qat.bench.results import Results, environment
-from qat.bench.roofline import Roofline, measure_roofline
 from qat.errors import BenchError, ConfigError
 from qat.files import write_atomically
 from qat.kernels import tuned

@@ -10,7 +10,7 @@ import torch
 from qat.backend.base import Backend
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, num_bytes
 from qat.bench.kernels.gates import Refusal, Seeds
-from qat.bench.roofline import Roofline
+from qat.bench.measure import Roofline
 from qat.bench.stats import compare, median_interval, percentiles, variation
 
 SPREAD_BYTES = 2**28
