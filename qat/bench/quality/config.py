@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.bench.recipes import read_toml
+from qat.bench.config import read_toml
 from qat.config import Settings
 from qat.errors import ConfigError
 

@@ -5,8 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.bench.config import BenchConfig
-from qat.bench.recipes import check_keys, read_toml
+from qat.bench.config import BenchConfig, check_keys, read_toml
 from qat.config import Settings
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
