@@ -32,7 +32,7 @@ from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_mem
 from qat.bench.measure import Timing
 from qat.bench.results import Results
 from qat.bench.run import Setting, prepare, step_once
-from qat.bench.subject import Ours
+from qat.bench.student import Ours
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
 

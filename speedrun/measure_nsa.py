@@ -21,7 +21,7 @@ from qat.bench.kernels.speed import Clock
 from qat.bench.measure import Timing
 from qat.bench.results import Results
 from qat.bench.run import prepare, time_ours
-from qat.bench.subject import Ours
+from qat.bench.student import Ours
 from qat.cli.bench_attention import COLUMNS, WIDTH
 from qat.cli.tables import row_table, wide_console
 from qat.kernels.nsa.config import PRESETS

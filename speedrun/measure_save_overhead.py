@@ -21,7 +21,7 @@ from figures import record
 from speed_case import EXACT, FROZEN, LATENT, settled
 
 from qat.bench.run import Setting, prepare
-from qat.bench.subject import Ours, standing_still
+from qat.bench.student import Ours, standing_still
 from qat.logs import configure
 from qat.ranks import ALONE
 from qat.train.config import TrainConfig

@@ -32,7 +32,7 @@ from qat.backend.device import select
 from qat.bench.measure import Timing
 from qat.bench.results import ROWS, Results
 from qat.bench.run import Setting, prepare, time_ours
-from qat.bench.subject import Ours
+from qat.bench.student import Ours
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qat.backend.base import DTYPES, Backend
-from qat.bench.subject import Subject
+from qat.bench.student import Subject
 from qat.data.batch import Batch
 from qat.models.cost import device_called
 

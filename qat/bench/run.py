@@ -24,8 +24,7 @@ from qat.bench.measure import (
 )
 from qat.bench.plan import Measured, Prediction, predict
 from qat.bench.results import Results, environment
-from qat.bench.student import open_student
-from qat.bench.subject import Ours, Subject
+from qat.bench.student import Ours, Subject, open_student
 from qat.bench.tpu_plan.run import plan_tpus
 from qat.bench.tpu_plan.search import Planned
 from qat.data.packing import Batch

@@ -9,8 +9,7 @@ import torch
 from qat.backend.device import select
 from qat.bench.batches import Source
 from qat.bench.config import BenchConfig
-from qat.bench.student import open_student
-from qat.bench.subject import Ours
+from qat.bench.student import Ours, open_student
 from qat.bench.tpu_plan.compiling import Planner
 from qat.bench.tpu_plan.libraries import jax
 from qat.bench.tpu_plan.operators import DTYPES

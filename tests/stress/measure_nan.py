@@ -26,8 +26,7 @@ from torch import Tensor
 
 from qat.backend.device import select
 from qat.bench.batches import open_source
-from qat.bench.student import open_student
-from qat.bench.subject import Ours
+from qat.bench.student import Ours, open_student
 from qat.data.cache import MANIFEST, read_manifest
 from qat.data.rows import promised_layout
 from qat.errors import CacheError, TrainingError

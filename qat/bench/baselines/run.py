@@ -21,7 +21,7 @@ from qat.bench.find_max import unless_out_of_memory
 from qat.bench.measure import Timing, compile_anew
 from qat.bench.results import Results, environment
 from qat.bench.run import Setting, prepare
-from qat.bench.subject import Ours, Subject
+from qat.bench.student import Ours, Subject
 from qat.models.language_model import LanguageModel
 from qat.train.optim import linears_in_scope
 from qat.train.step import check_dtype

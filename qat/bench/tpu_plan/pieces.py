@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, BenchConfig
 from qat.bench.shapes import shape_called
-from qat.bench.subject import Ours, standing_still
+from qat.bench.student import Ours, standing_still
 from qat.bench.tpu_plan.graphs import AnyNumber, end_of_forward, split, trace, tracing
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
