@@ -9,9 +9,8 @@ import torch
 from nsa_case import small
 
 from qat.backend.device import on
-from qat.bench.attention.check import problem
 from qat.bench.attention.run import crossovers, ready, run_attention
-from qat.bench.attention.ways import Way, ways_of
+from qat.bench.attention.ways import Way, problem, ways_of
 from qat.bench.attention.work import Attend, Layer, Work, call_of, inputs_of, layer_of
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
