@@ -14,8 +14,7 @@ from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, 
 
 from qat.backend.device import select
 from qat.bench.attention.run import measured
-from qat.bench.attention.ways import ways_of
-from qat.bench.attention.work import Work
+from qat.bench.attention.ways import Work, ways_of
 from qat.bench.config import AttentionConfig
 from qat.bench.kernels.speed import Clock
 from qat.bench.measure import Timing

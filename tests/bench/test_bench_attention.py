@@ -10,8 +10,17 @@ from nsa_case import small
 
 from qat.backend.device import on
 from qat.bench.attention.run import crossovers, ready, run_attention
-from qat.bench.attention.ways import Way, problem, ways_of
-from qat.bench.attention.work import Attend, Layer, Work, call_of, inputs_of, layer_of
+from qat.bench.attention.ways import (
+    Attend,
+    Layer,
+    Way,
+    Work,
+    call_of,
+    inputs_of,
+    layer_of,
+    problem,
+    ways_of,
+)
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
 from qat.kernels.nsa import dense

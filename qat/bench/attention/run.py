@@ -12,8 +12,7 @@ import torch
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.attention.ways import Way, problem, recorded, ways_of
-from qat.bench.attention.work import Pass, Work, call_of, layer_of
+from qat.bench.attention.ways import Pass, Way, Work, call_of, layer_of, problem, recorded, ways_of
 from qat.bench.config import AttentionConfig, parse_sizes
 from qat.bench.kernels.speed import Clock, Row, times
 from qat.bench.results import Results, environment
