@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from qat.bench.baselines import torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.deploy import put_plain
 from qat.bench.baselines.distil import Job, rehearse
 from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
 from qat.bench.baselines.gptq import damped, gptq
@@ -26,7 +25,7 @@ from qat.bench.baselines.reference_start import (
     more_ranks,
     svd_scale,
 )
-from qat.bench.baselines.uniform import minmax_grid, round_to_nearest, uniform_bits
+from qat.bench.baselines.uniform import minmax_grid, put_plain, round_to_nearest, uniform_bits
 from qat.convert.calibrate import TokenBatch
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.bench.baselines.deploy import Deployed
 from qat.bench.baselines.distil import REHEARSALS, Course, Job, Lesson, run_or_uncompile
 from qat.bench.baselines.uniform import (
     SMALLEST_SCALE,
+    Deployed,
     Grid,
     codes_of,
     minmax_grid,

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from qat.backend.base import DTYPES
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.deploy import FP16_BITS, Deployed
 from qat.bench.baselines.distil import Job, Lesson
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
 from qat.bench.baselines.reference_start import (
@@ -27,6 +26,7 @@ from qat.bench.baselines.reference_start import (
     even_lut,
     from_scratch,
 )
+from qat.bench.baselines.uniform import FP16_BITS, Deployed
 from qat.bench.config import MeasureConfig
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
