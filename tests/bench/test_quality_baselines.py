@@ -14,7 +14,6 @@ from qat.bench.baselines import torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.distil import Job, rehearse
 from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
-from qat.bench.baselines.gptq import damped, gptq
 from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import Formed, RankByRank
 from qat.bench.baselines.reference_start import (
@@ -25,7 +24,14 @@ from qat.bench.baselines.reference_start import (
     more_ranks,
     svd_scale,
 )
-from qat.bench.baselines.uniform import minmax_grid, put_plain, round_to_nearest, uniform_bits
+from qat.bench.baselines.uniform import (
+    damped,
+    gptq,
+    minmax_grid,
+    put_plain,
+    round_to_nearest,
+    uniform_bits,
+)
 from qat.convert.calibrate import TokenBatch
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
