@@ -15,8 +15,14 @@ from transformers import PreTrainedModel
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
-from qat.bench.baselines.textbook import ChunkedLoss, check_losses
+from qat.bench.baselines.plain import (
+    ChunkedLoss,
+    HiddenLoss,
+    PlainStep,
+    check_losses,
+    chunked_loss,
+    dense_copy,
+)
 from qat.bench.baselines.uniform import Deployed
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
