@@ -10,11 +10,11 @@ from qat.backend import device as backend
 from qat.bench.baselines.plain import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
 from qat.bench.baselines.reference import (
     GatheredCandidates,
+    LowRank,
     RankByRank,
     rank_by_rank,
     reference_step,
 )
-from qat.bench.baselines.reference_start import LowRank
 from qat.bench.baselines.run import run_baselines
 from qat.bench.batches import open_source
 from qat.bench.config import BaselinesConfig, BenchConfig

@@ -15,8 +15,9 @@ from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.distil import Job, rehearse
 from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
 from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
-from qat.bench.baselines.reference import Formed, RankByRank
-from qat.bench.baselines.reference_start import (
+from qat.bench.baselines.reference import (
+    Formed,
+    RankByRank,
     convert,
     even_lut,
     fewer_entries,
