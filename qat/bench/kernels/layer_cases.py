@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qat.bench.kernels.case import Case, Inputs, Outputs, Room, Size, Way, num_bytes, ways
-from qat.bench.kernels.spaces import gated_space
+from qat.bench.kernels.case import (
+    Case,
+    Inputs,
+    Outputs,
+    Room,
+    Size,
+    Way,
+    gated_space,
+    num_bytes,
+    ways,
+)
 from qat.kernels.attention import packed_attention, tile_attention
 from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qat.bench.kernels.case import Case, Inputs, Outputs, Room, Size, num_bytes, ways
-from qat.bench.kernels.spaces import form_space, matvec_space
+from qat.bench.kernels.case import (
+    Case,
+    Inputs,
+    Outputs,
+    Room,
+    Size,
+    form_space,
+    matvec_space,
+    num_bytes,
+    ways,
+)
 from qat.kernels.lut_matvec import (
     MMA_BITS,
     UNIT,

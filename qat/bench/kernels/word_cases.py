@@ -9,8 +9,17 @@ from typing import Any
 
 import torch
 
-from qat.bench.kernels.case import Case, Inputs, Outputs, Room, Size, num_bytes, ways
-from qat.bench.kernels.spaces import block_pass_space, gather_space
+from qat.bench.kernels.case import (
+    Case,
+    Inputs,
+    Outputs,
+    Room,
+    Size,
+    block_pass_space,
+    gather_space,
+    num_bytes,
+    ways,
+)
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.column_sweep import refit_scale, settle_columns
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
