@@ -16,7 +16,7 @@ from qat.backend.device import select
 from qat.bench.attention.run import measured
 from qat.bench.attention.ways import Work, ways_of
 from qat.bench.config import AttentionConfig
-from qat.bench.kernels.speed import Clock
+from qat.bench.kernels.gates import Clock
 from qat.bench.measure import Timing
 from qat.bench.results import Results
 from qat.bench.run import prepare, time_ours

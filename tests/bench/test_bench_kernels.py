@@ -15,9 +15,18 @@ from qat.bench.kernels import run as module
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied, num_bytes
 from qat.bench.kernels.cases import all_cases, cases_named, work_of
 from qat.bench.kernels.figures import record_figures
-from qat.bench.kernels.gates import Seeds, compiles, difference, is_correct
+from qat.bench.kernels.gates import (
+    Clock,
+    Seeds,
+    Speed,
+    compiles,
+    difference,
+    is_correct,
+    is_fast,
+    measure,
+    numbers,
+)
 from qat.bench.kernels.run import run_kernels
-from qat.bench.kernels.speed import Clock, Speed, is_fast, measure, numbers
 from qat.bench.kernels.tune import tune, write_table
 from qat.bench.measure import Roofline
 from qat.errors import BenchError, ConfigError

@@ -14,7 +14,7 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.attention.ways import Pass, Way, Work, call_of, layer_of, problem, recorded, ways_of
 from qat.bench.config import AttentionConfig, parse_sizes
-from qat.bench.kernels.speed import Clock, Row, times
+from qat.bench.kernels.gates import Clock, Row, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 

@@ -12,8 +12,19 @@ from qat.bench.config import KernelsConfig
 from qat.bench.kernels.case import Case
 from qat.bench.kernels.cases import cases_named, work_of
 from qat.bench.kernels.figures import Figure, record_figures
-from qat.bench.kernels.gates import Refusal, Seeds, compiles, is_correct
-from qat.bench.kernels.speed import Clock, Row, Speed, is_fast, measure, numbers, times
+from qat.bench.kernels.gates import (
+    Clock,
+    Refusal,
+    Row,
+    Seeds,
+    Speed,
+    compiles,
+    is_correct,
+    is_fast,
+    measure,
+    numbers,
+    times,
+)
 from qat.bench.kernels.tune import Tuned, tune, write_table
 from qat.bench.measure import Roofline, measure_roofline
 from qat.bench.results import Results, environment

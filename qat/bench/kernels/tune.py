@@ -15,8 +15,16 @@ import torch
 
 from qat.bench.kernels.ahead import compiling_only
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied
-from qat.bench.kernels.gates import FAULTS, MESSAGE, Seeds, worst_of
-from qat.bench.kernels.speed import Clock, Row, recorded, spread_inputs
+from qat.bench.kernels.gates import (
+    FAULTS,
+    MESSAGE,
+    Clock,
+    Row,
+    Seeds,
+    recorded,
+    spread_inputs,
+    worst_of,
+)
 from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned
