@@ -5,7 +5,9 @@ was not slower: the 95 % interval of the median of its ratios must lie at or abo
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +15,6 @@ from typing import TypeVar
 import tomli_w
 import torch
 
-from qat.bench.kernels.ahead import compiling_only
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied
 from qat.bench.kernels.gates import (
     FAULTS,
@@ -28,6 +29,39 @@ from qat.bench.kernels.gates import (
 from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned
+
+# Compiles kernels several at a time, before any of them runs.
+
+WORKERS = 12
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, a launch of a Triton kernel compiles it and nothing more; all are ready at the end.
+
+    One that does not compile says so when it is launched for real.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compiled(
+        self: JITFunction,
+        *args: object,
+        grid: object,
+        warmup: bool,
+        **options: object,
+    ) -> object:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    with ThreadPoolExecutor(WORKERS) as workers, AsyncCompileMode(workers, ignore_errors=True):
+        JITFunction.run = compiled
+        try:
+            yield
+        finally:
+            JITFunction.run = launch
+
 
 FIRST_ROUNDS = 5
 T = TypeVar("T")
