@@ -1,17 +1,18 @@
 """`qat bench kernels`: every kernel through its gates, and a row of results for each."""
 
+import json
 import logging
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels.case import Case
 from qat.bench.kernels.cases import cases_named, work_of
-from qat.bench.kernels.figures import Figure, record_figures
 from qat.bench.kernels.gates import (
     Clock,
     Refusal,
@@ -32,6 +33,28 @@ from qat.errors import BenchError, ConfigError
 from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON
+
+# Figures of a run as records keep them: one JSON object a line, with what measures it again.
+
+
+class Figure(NamedTuple):
+    """A number that a goal is set for."""
+
+    figure: str
+    value: float
+    unit: str
+    goal: str
+
+
+def record_figures(path: Path, found: list[Figure], environment: dict[str, object]) -> None:
+    """Append figures to `path`, made if missing, with command, commit and device."""
+    common = {name: environment[name] for name in ("command", "commit", "device")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for figure in found:
+            line = {**figure._asdict(), **common, "runs": 1, "spread": None}
+            file.write(json.dumps(line) + "\n")
+
 
 logger = logging.getLogger(__name__)
 
