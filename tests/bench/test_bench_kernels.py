@@ -13,7 +13,6 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
 from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied, num_bytes
-from qat.bench.kernels.cases import all_cases, cases_named, work_of
 from qat.bench.kernels.gates import (
     Clock,
     Seeds,
@@ -25,7 +24,7 @@ from qat.bench.kernels.gates import (
     measure,
     numbers,
 )
-from qat.bench.kernels.run import record_figures, run_kernels
+from qat.bench.kernels.run import all_cases, cases_named, record_figures, run_kernels, work_of
 from qat.bench.kernels.tune import tune, write_table
 from qat.bench.measure import Roofline
 from qat.errors import BenchError, ConfigError
