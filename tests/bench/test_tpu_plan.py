@@ -8,11 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qat.bench.config import BenchConfig
 from qat.bench.tpu_plan import compiling, needed, run
-from qat.bench.tpu_plan.compiled import Compiled, used_gib
 from qat.bench.tpu_plan.graphs import end_of_forward, split, trace
 from qat.bench.tpu_plan.pieces import check_alike
 from qat.bench.tpu_plan.search import MARGIN, memory_for, plan_tpu, sizes
-from qat.bench.tpu_plan.topologies import TOPOLOGIES, split_names
+from qat.bench.tpu_plan.topologies import TOPOLOGIES, Compiled, split_names, used_gib
 from qat.cli.bench import bench
 from qat.errors import ConfigError
 from qat.logs import read_json_lines

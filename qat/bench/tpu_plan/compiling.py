@@ -1,9 +1,8 @@
 """One student's step, compiled for one TPU at any batch size."""
 
 from qat.bench.config import BenchConfig
-from qat.bench.tpu_plan.compiled import Compiled
 from qat.bench.tpu_plan.needed import check_installed
-from qat.bench.tpu_plan.topologies import Topology
+from qat.bench.tpu_plan.topologies import Compiled, Topology
 from qat.errors import ConfigError
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from qat.bench.tpu_plan.compiled import Compiled, used_gib
 from qat.bench.tpu_plan.libraries import (
     SingleDeviceSharding,
     interop,
@@ -19,7 +18,7 @@ from qat.bench.tpu_plan.libraries import (
     torchax,
 )
 from qat.bench.tpu_plan.operators import DTYPES, aten, teach_torchax
-from qat.bench.tpu_plan.topologies import Topology
+from qat.bench.tpu_plan.topologies import Compiled, Topology, used_gib
 from qat.process import GIB
 
 teach_torchax()
