@@ -1,8 +1,7 @@
 """One student's step, compiled for one TPU at any batch size."""
 
 from qat.bench.config import BenchConfig
-from qat.bench.tpu_plan.needed import check_installed
-from qat.bench.tpu_plan.topologies import Compiled, Topology
+from qat.bench.tpu_plan.topologies import Compiled, Topology, check_installed
 from qat.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ jax computes on the CPU; libtpu compiles for a TPU that is only described, and a
 import warnings
 
 from qat.backend.before_torch import keep_libtpu_offline
-from qat.bench.tpu_plan.needed import check_installed
+from qat.bench.tpu_plan.topologies import check_installed
 
 check_installed()
 keep_libtpu_offline()

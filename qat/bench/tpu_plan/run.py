@@ -6,9 +6,8 @@ from pathlib import Path
 from qat.backend.device import select
 from qat.bench.config import BenchConfig
 from qat.bench.results import Results, environment
-from qat.bench.tpu_plan.needed import check_installed
 from qat.bench.tpu_plan.search import MARGIN, Planned, plan_tpu
-from qat.bench.tpu_plan.topologies import Topology
+from qat.bench.tpu_plan.topologies import Topology, check_installed
 
 
 @dataclass(frozen=True)

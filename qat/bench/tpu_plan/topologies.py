@@ -7,6 +7,9 @@ lets a program have is a little less.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+from qat.errors import ConfigError, how_to_install
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,22 @@ def used_gib(message: str) -> float | None:
         return None
     number, unit = (found[1], found[2]) if found[1] else (found[5], found[6])
     return float(number) * 1024.0 ** (_UNITS.index(unit) - 2)
+
+
+# Whether the extra for planning TPUs is there.
+
+NEEDED = ("jax", "torchax", "libtpu")
+
+
+def check_installed() -> None:
+    """Refuse to plan without the extra.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
+            f"{how_to_install('tpu-plan')}"
+        )
