@@ -25,9 +25,8 @@ from qat.bench.measure import (
 from qat.bench.plan import Measured, Prediction, predict
 from qat.bench.results import Results, environment
 from qat.bench.student import Ours, Subject, open_student
-from qat.bench.tpu_plan.run import plan_tpus
-from qat.bench.tpu_plan.search import Planned
-from qat.data.packing import Batch
+from qat.bench.tpu_plan.run import Planned, plan_tpus
+from qat.data.batch import Batch
 from qat.errors import ConfigError
 from qat.models.cost import TokenFlops, device_called, devices_named, parameter_count, token_flops
 from qat.models.language_model import LanguageModel

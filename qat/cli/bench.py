@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qat.bench.plan import Prediction
     from qat.bench.quality.run import QualityReport
     from qat.bench.run import BenchReport
-    from qat.bench.tpu_plan.search import Planned
+    from qat.bench.tpu_plan.run import Planned
 
 Measured = TypeVar("Measured", bound=MeasureConfig)
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")

@@ -11,7 +11,7 @@ from qat.bench.tpu_plan import compiling, run
 from qat.bench.tpu_plan import topologies as needed
 from qat.bench.tpu_plan.graphs import end_of_forward, split, trace
 from qat.bench.tpu_plan.pieces import check_alike
-from qat.bench.tpu_plan.search import MARGIN, memory_for, plan_tpu, sizes
+from qat.bench.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
 from qat.bench.tpu_plan.topologies import TOPOLOGIES, Compiled, split_names, used_gib
 from qat.cli.bench import bench
 from qat.errors import ConfigError

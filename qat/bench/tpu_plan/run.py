@@ -1,13 +1,127 @@
 """`qat bench --plan v6e`: what a student's step takes on TPUs that nobody has rented yet."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 
 from qat.backend.device import select
 from qat.bench.config import BenchConfig
+from qat.bench.find_max import largest_that_fits
 from qat.bench.results import Results, environment
-from qat.bench.tpu_plan.search import MARGIN, Planned, plan_tpu
 from qat.bench.tpu_plan.topologies import Topology, check_installed
+from qat.errors import ConfigError
+
+# The largest batch that fits a TPU, found by compiling: every size that is named was compiled.
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 0.1
+"""Share of the memory left free: a runtime's own buffers, and another version's schedule."""
+OCTAVES, STEPS = 16, 4
+"""Sizes tried are 1 ... 2**16, so many in each octave."""
+
+
+@dataclass(frozen=True)
+class PlanTrial:
+    """One batch size, compiled."""
+
+    batch_size: int
+    fits: bool
+    peak_gib: float | None
+    """None where the compiler gave up."""
+    needed_gib: float | None
+    """What the compiler says the step would take."""
+    trace_s: float
+    compile_s: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """COMPILED numbers of one TPU."""
+
+    device: str
+    dtype: str
+    gradient_checkpointing: bool
+    memory_gib: float
+    """What the step may hold, the margin taken off."""
+    trials: tuple[PlanTrial, ...]
+    """By size."""
+
+    @property
+    def best(self) -> PlanTrial | None:
+        """The largest that fits."""
+        return max((t for t in self.trials if t.fits), key=lambda t: t.batch_size, default=None)
+
+    @property
+    def max_batch(self) -> int:
+        """The largest size that was compiled and fits; 0 for none."""
+        return self.best.batch_size if self.best else 0
+
+
+def sizes() -> list[int]:
+    """The batch sizes that a search considers, ascending."""
+    found = {
+        2**octave * (STEPS + part) // STEPS for octave in range(OCTAVES) for part in range(STEPS)
+    }
+    return sorted(found)
+
+
+def memory_for(topology: Topology, config: BenchConfig) -> float:
+    """GiB that a step may take on it, or on an emulated smaller one.
+
+    Raises:
+        ConfigError: the limit is above what the chip has.
+    """
+    limit = config.memory_limit_gib
+    if limit is not None and limit > topology.hbm_gib:
+        raise ConfigError(
+            f"memory_limit={limit:.4g}GiB, but a {topology.name} chip has {topology.hbm_gib} GiB; "
+            "lower --memory-limit or plan another TPU"
+        )
+    return (limit or topology.hbm_gib) * (1 - MARGIN)
+
+
+def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
+    """Compile the step of `source` at one batch size after the other, without a TPU.
+
+    Searches with `--find-max-batch`; else compiles each of `--batch-sizes`, or `--batch-size`.
+
+    Raises:
+        ConfigError: the extra is absent, or the step is one that cannot be planned.
+    """
+    from qat.bench.tpu_plan.compiling import Planner
+
+    memory_gib = memory_for(topology, config)
+    planner = Planner(config, source, topology, memory_gib)
+    trials: dict[int, PlanTrial] = {}
+
+    def fits(size: int) -> bool:
+        trials[size] = _trial(planner.compile, size, memory_gib)
+        found = trials[size]
+        peak = "out of memory" if found.peak_gib is None else f"{found.peak_gib:.2f} GiB"
+        logger.info("%s, batch %d: %s (%.0f s)", topology.name, size, peak, found.compile_s)
+        return found.fits
+
+    if config.find_max_batch:
+        considered = list(config.sizes) or sizes()
+        guess = sum(size <= config.batch_size for size in considered)
+        largest_that_fits(lambda n: fits(considered[n - 1]), guess, len(considered))
+    else:
+        for size in config.sizes or (config.batch_size,):
+            fits(size)
+    ordered = tuple(trials[size] for size in sorted(trials))
+    recomputes = config.gradient_checkpointing
+    return Planned(f"TPU-{topology.name}", planner.dtype, recomputes, memory_gib, ordered)
+
+
+def _trial(compile_at: Callable, size: int, memory_gib: float) -> PlanTrial:
+    began = perf_counter()
+    found = compile_at(size)
+    trace_s = perf_counter() - began - found.seconds
+    fits = found.peak_gib is not None and found.peak_gib <= memory_gib
+    return PlanTrial(size, fits, found.peak_gib, found.needed_gib, trace_s, found.seconds)
 
 
 @dataclass(frozen=True)
