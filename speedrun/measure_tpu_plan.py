@@ -20,8 +20,7 @@ from figures import record
 from rich.console import Console
 
 from qat.bench.config import BenchConfig
-from qat.bench.tpu_plan.compiling import Planner
-from qat.bench.tpu_plan.run import Planned, memory_for, plan_tpu
+from qat.bench.tpu_plan.run import Planned, Planner, memory_for, plan_tpu
 from qat.bench.tpu_plan.topologies import TOPOLOGIES
 from qat.logs import configure
 

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qat.bench.config import BenchConfig
-from qat.bench.tpu_plan import compiling, run
+from qat.bench.tpu_plan import run
+from qat.bench.tpu_plan import run as compiling
 from qat.bench.tpu_plan import topologies as needed
 from qat.bench.tpu_plan.graphs import end_of_forward, split, trace
 from qat.bench.tpu_plan.pieces import check_alike
