@@ -10,8 +10,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.tpu_plan import run
 from qat.bench.tpu_plan import run as compiling
 from qat.bench.tpu_plan import topologies as needed
-from qat.bench.tpu_plan.graphs import end_of_forward, split, trace
-from qat.bench.tpu_plan.pieces import check_alike
+from qat.bench.tpu_plan.pieces import check_alike, end_of_forward, split, trace
 from qat.bench.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
 from qat.bench.tpu_plan.topologies import TOPOLOGIES, Compiled, split_names, used_gib
 from qat.cli.bench import bench

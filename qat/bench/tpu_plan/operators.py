@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qat.bench.tpu_plan import graphs
+from qat.bench.tpu_plan import pieces as graphs
 from qat.bench.tpu_plan.libraries import jnp, lax, register_torch_dispatch_op
 
 SMALL_TABLE = 16

@@ -25,7 +25,7 @@ teach_torchax()
 
 
 def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[object]]:
-    """A graph of `qat.bench.tpu_plan.graphs` as a function from jax arrays to jax arrays."""
+    """A graph of `qat.bench.tpu_plan.pieces` as a function from jax arrays to jax arrays."""
     _prepare(graph)
     constants = {
         node.target: _value(getattr(graph, node.target))
