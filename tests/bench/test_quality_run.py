@@ -9,8 +9,7 @@ from quality_case import call, make_teacher_and_texts, write
 from qat.bench.quality import processes, run
 from qat.bench.quality.config import QualityConfig, read_recipe
 from qat.bench.quality.job import run_job
-from qat.bench.quality.places import Places
-from qat.bench.quality.plan import Job
+from qat.bench.quality.plan import Job, Places
 from qat.bench.quality.processes import Failure
 from qat.bench.quality.resolve import resolve
 from qat.bench.quality.students import heartbeat_facts

@@ -17,8 +17,7 @@ from qat.backend.device import select
 from qat.bench.processes import end_with_input
 from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
-from qat.bench.quality.places import Places
-from qat.bench.quality.plan import Job
+from qat.bench.quality.plan import Job, Places
 from qat.bench.quality.students import Trained, as_teacher, train_baseline_student, train_ours
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.data.reader import TeacherCache

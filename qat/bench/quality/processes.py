@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qat.bench.processes import last_words, start_tied
-from qat.bench.quality.places import Places
-from qat.bench.quality.plan import Job
+from qat.bench.quality.plan import Job, Places
 from qat.files import write_atomically
 from qat.logs import progress
 

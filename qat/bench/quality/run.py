@@ -10,8 +10,7 @@ import torch
 
 from qat.backend.device import devices, select
 from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
-from qat.bench.quality.places import Places
-from qat.bench.quality.plan import Job, Plan
+from qat.bench.quality.plan import Job, Places, Plan
 from qat.bench.quality.plot import charts
 from qat.bench.quality.possible import Unmade, check_shapes
 from qat.bench.quality.prepare import Workshop

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qat.bench.baselines.quality import train_baseline
-from qat.bench.quality.places import Places
 from qat.bench.quality.plan import (
     Job,
+    Places,
     Stage,
     baseline_settings,
     convert_config,
