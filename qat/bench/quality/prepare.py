@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from qat.backend.device import select
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.bench.quality.plan import Places, Plan, cache_config, convert_config
-from qat.bench.quality.possible import Unmade, made
-from qat.bench.quality.resolve import shared_facts
+from qat.bench.quality.resolve import Unmade, made, shared_facts
 from qat.convert.convert import convert_checkpoint
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source

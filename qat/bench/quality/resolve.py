@@ -1,7 +1,11 @@
 """From a recipe file to plans, every setting checked before anything runs."""
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.quality.config import HELD_OUT, OURS, Entry, QualityRecipe, Table, Texts
@@ -15,11 +19,13 @@ from qat.bench.quality.plan import (
     train_config,
 )
 from qat.config import Settings
+from qat.convert.convert import check_conversion
 from qat.convert.plan import read_plan
 from qat.data.sources import open_source
-from qat.errors import ConfigError
+from qat.errors import ConfigError, QatError
 from qat.losses.config import check_targets, check_with_teacher
-from qat.models.load import model_identity
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_config, model_identity
 
 TEACHER = "teacher"
 """Written for a model in `base` or `teacher`: the teacher of the file."""
@@ -242,3 +248,54 @@ def _is_within(text: str, other: str) -> bool:
     if path == whole or whole in path.parents or path in whole.parents:
         return True
     return path.is_file() and whole.is_file() and content_of(text) == content_of(other)
+
+
+# Which recipes of a file can be made: asked of the teacher's shapes before any work.
+#
+# A recipe that cannot is a row of the table with its reason; the others go on without it.
+
+logger = logging.getLogger(__name__)
+
+Unmade = dict[str, str]
+"""Why a recipe cannot be made, by its name."""
+
+
+def check_shapes(recipe: QualityRecipe, plans: Sequence[Plan]) -> tuple[list[Plan], Unmade]:
+    """The plans whose formats and budgets fit the teacher; no weight is read.
+
+    Raises:
+        ConfigError: none does.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(recipe.teacher))
+    teacher = LanguageModel(model)
+
+    def check(plan: Plan) -> None:
+        for table in (plan.convert, *(stage.convert for stage in plan.stages)):
+            if table is not None:
+                check_conversion(teacher, convert_config(table, ANYWHERE))
+
+    return made(plans, check)
+
+
+def made(plans: Sequence[Plan], make: Callable[[Plan], None]) -> tuple[list[Plan], Unmade]:
+    """The plans that `make` takes, and why it refuses the others and those that follow them.
+
+    Raises:
+        ConfigError: it takes none.
+    """
+    unmade: Unmade = {}
+    for plan in plans:
+        try:
+            make(plan)
+        except QatError as error:
+            unmade[plan.name] = str(error)
+    for plan in plans:
+        if plan.equal_time_to in unmade and plan.name not in unmade:
+            unmade[plan.name] = f"equal_time_to={plan.equal_time_to!r} cannot be made"
+    for name, reason in unmade.items():
+        logger.warning("recipe %r cannot be made: %s", name, reason)
+    if len(unmade) == len(plans):
+        name, reason = next(iter(unmade.items()))
+        raise ConfigError(f"no recipe can be made; the first, {name!r}: {reason}")
+    return [plan for plan in plans if plan.name not in unmade], unmade
