@@ -9,8 +9,8 @@ import tomli_w
 from qat.bench.quality import plan
 from qat.bench.quality.config import QualityRecipe, read_recipe
 from qat.bench.quality.plan import Plan, convert_config, shared_out, train_config
+from qat.bench.quality.prepare import measure, time_key, to_time, with_equal_time
 from qat.bench.quality.resolve import resolve
-from qat.bench.quality.timing import measure, time_key, to_time, with_equal_time
 from qat.errors import ConfigError, DataError
 
 RECIPES = Path(__file__).parents[2] / "speedrun" / "recipes"

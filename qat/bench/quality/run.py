@@ -12,12 +12,19 @@ from qat.backend.device import devices, select
 from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
 from qat.bench.quality.plan import Job, Places, Plan
 from qat.bench.quality.plot import charts
-from qat.bench.quality.prepare import Workshop
+from qat.bench.quality.prepare import (
+    StepTimes,
+    Workshop,
+    measure,
+    time_key,
+    to_json,
+    to_time,
+    with_equal_time,
+)
 from qat.bench.quality.processes import Failure, run_jobs
 from qat.bench.quality.resolve import Unmade, check_shapes, resolve
 from qat.bench.quality.step_timer import conversions_to_time, time_plan
 from qat.bench.quality.table import Line, best, markdown, summarise
-from qat.bench.quality.timing import StepTimes, measure, time_key, to_json, to_time, with_equal_time
 from qat.bench.results import ROWS, WHOLE, environment
 from qat.errors import TrainingError
 from qat.files import write_atomically
