@@ -137,8 +137,7 @@ def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_step_times_are_those_of_training(place: Path) -> None:
-    from qat.bench.quality.prepare import Workshop
-    from qat.bench.quality.step_timer import STRETCHES, time_plan
+    from qat.bench.quality.prepare import STRETCHES, Workshop, time_plan
 
     baseline = {"method": "reference", "train": {"group_size": 16}}
     write({"name": "a"}, {"name": "b", **baseline})

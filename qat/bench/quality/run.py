@@ -15,15 +15,16 @@ from qat.bench.quality.plot import charts
 from qat.bench.quality.prepare import (
     StepTimes,
     Workshop,
+    conversions_to_time,
     measure,
     time_key,
+    time_plan,
     to_json,
     to_time,
     with_equal_time,
 )
 from qat.bench.quality.processes import Failure, run_jobs
 from qat.bench.quality.resolve import Unmade, check_shapes, resolve
-from qat.bench.quality.step_timer import conversions_to_time, time_plan
 from qat.bench.quality.table import Line, best, markdown, summarise
 from qat.bench.results import ROWS, WHOLE, environment
 from qat.errors import TrainingError
