@@ -8,11 +8,10 @@ from quality_case import call, make_teacher_and_texts, write
 
 from qat.bench.quality import processes, run
 from qat.bench.quality.config import QualityConfig, read_recipe
-from qat.bench.quality.job import run_job
+from qat.bench.quality.job import heartbeat_facts, run_job
 from qat.bench.quality.plan import Job, Places
 from qat.bench.quality.processes import Failure
 from qat.bench.quality.resolve import resolve
-from qat.bench.quality.students import heartbeat_facts
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines
 
@@ -106,7 +105,7 @@ def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
 
 
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
-    from qat.bench.quality import students
+    from qat.bench.quality import job as students
 
     write({"name": "a"})
 

@@ -6,25 +6,169 @@ standard input does: no job outlives whoever started it.
 
 import json
 import logging
+import statistics
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from qat import logs
 from qat.backend.device import select
+from qat.bench.baselines.quality import train_baseline
 from qat.bench.processes import end_with_input
 from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
-from qat.bench.quality.plan import Job, Places
-from qat.bench.quality.students import Trained, as_teacher, train_baseline_student, train_ours
+from qat.bench.quality.plan import (
+    Job,
+    Places,
+    Stage,
+    baseline_settings,
+    convert_config,
+    train_config,
+)
 from qat.bench.results import IN_EVERY_ROW, environment
+from qat.convert.calibrate import TokenBatch
+from qat.convert.convert import calibration_batches, convert_checkpoint
 from qat.data.reader import TeacherCache
 from qat.errors import QatError
 from qat.files import write_atomically
-from qat.models.load import load_teacher, load_tokenizer
+from qat.logs import HEARTBEAT, read_json_lines
+from qat.models.cost import model_bits_per_weight, parameter_count, tensor_bytes
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_teacher, load_tokenizer
+from qat.models.stored_state import packed_state_dict
+from qat.nn.step import form_weights
+from qat.nn.swap import linear_names
 from qat.train.proof import MANIFEST, STATE, STATE_TENSORS
+from qat.train.start import train_student
+
+# From a job to a student that can be judged, through the functions of `qat train`.
+
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A student, and what it took."""
+
+    model: LanguageModel
+    """In float32, ready to be judged."""
+    bits_per_weight: float
+    """Of the quantized linears, everything counted."""
+    megabytes: float
+    """Of the whole model as stored."""
+    steps: int = 0
+    tokens: int = 0
+    """Positions that it learned from."""
+    seconds: float = 0.0
+    """Clock of the training loop, without compiling, evaluating and saving."""
+    peak_gib: float | None = None
+
+
+def as_teacher(teacher: LanguageModel) -> Trained:
+    """The teacher as a student of itself; linears count in the dtype they are stored in."""
+    model = teacher.model
+    state = packed_state_dict(model)
+    weights = [state[f"{name}.weight"] for name in linear_names(model)]
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    bits_per_weight = 8 * num_bytes / sum(weight.numel() for weight in weights)
+    return Trained(teacher, bits_per_weight, tensor_bytes(model) / MB)
+
+
+def train_ours(job: Job) -> Trained:
+    """Convert and train through all stages; each stage is a run directory of its own."""
+    places, plan = Places(job.out), job.plan
+    cache = places.cache(plan.cache)
+    student = str(places.student(plan.convert, plan.cache))
+    runs = []
+    for number, stage in enumerate(plan.stages, 1):
+        if stage.convert is not None:
+            student = _converted(job, student, stage, number)
+        run = places.run(job.label) / f"stage{number}"
+        config = train_config(stage, cache, job.seed, job.device)
+        report = train_student(config, student, run, resume=True)
+        runs.append((config.sequences_per_step * stage.steps, heartbeat_facts(run, stage.steps)))
+        student = str(report.final)
+    model = load_model(student, device=job.device, dtype="fp32")
+    form_weights(model.model, torch.float32)
+    peaks = [facts[1] for _, facts in runs if facts[1] is not None]
+    return Trained(
+        model=model,
+        bits_per_weight=model_bits_per_weight(model.model),
+        megabytes=tensor_bytes(model.model) / MB,
+        steps=plan.steps,
+        tokens=job.recipe.sequence_length * sum(sequences for sequences, _ in runs),
+        seconds=sum(facts[0] for _, facts in runs),
+        peak_gib=max(peaks, default=None),
+    )
+
+
+def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
+    """Seconds that `steps` steps of a run take, and its peak in GiB.
+
+    Seconds are the steps times their median over the lines of the heartbeat, the first line, which
+    holds the compiler's work, left out where there are others. A run that was stopped and went on
+    compiled again: the median does not see that.
+    """
+    lines = read_json_lines(run / HEARTBEAT)
+    later = lines[1:] or lines
+    peaks = [line["peak_gib"] for line in lines if line["peak_gib"] is not None]
+    return steps * statistics.median(line["step_s"] for line in later), max(peaks, default=None)
+
+
+def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
+    """The student of the stage before in another format."""
+    places = Places(job.out)
+    out = places.run(job.label) / f"student{number}"
+    if not out.exists():
+        config = convert_config(stage.convert, places.cache(job.plan.cache), job.device)
+        convert_checkpoint(student, config, out)
+    return str(out)
+
+
+def train_baseline_student(job: Job, teacher: LanguageModel) -> Trained:
+    """Train by another method; its size is the teacher's with linears of so many bits."""
+    plan, cache = job.plan, Places(job.out).cache(job.plan.cache)
+    tokenizer = load_tokenizer(job.recipe.teacher)
+    settings = baseline_settings(plan, job.seed, job.device)
+    found = train_baseline(
+        plan.method,
+        teacher,
+        tokenizer,
+        TeacherCache.open(cache),
+        settings=settings,
+        calibration=_calibration(job, cache, teacher, tokenizer),
+    )
+    model = teacher.model
+    num_weights = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))
+    rest = tensor_bytes(model) * (1 - num_weights / parameter_count(model))
+    return Trained(
+        model=found.model,
+        bits_per_weight=found.bits_per_weight,
+        megabytes=(rest + num_weights * found.bits_per_weight / 8) / MB,
+        steps=found.steps,
+        tokens=found.steps * settings.batch_size * job.recipe.sequence_length,
+        seconds=found.seconds if found.steps else 0.0,  # rounding is not training
+        peak_gib=found.peak_gib,
+    )
+
+
+def _calibration(
+    job: Job, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
+) -> list[TokenBatch]:
+    """What conversions calibrate on by default, for a baseline that does."""
+    given = job.recipe.convert.items()
+    table = {key: value for key, value in given if key.startswith("calibration")}
+    if job.recipe.texts.calibration is not None:
+        table = {"calibration": job.recipe.texts.calibration, **table}
+    config = convert_config({"to": "q4a4", **table}, cache, job.device)
+    if config.calibration is None:
+        return []
+    return calibration_batches(config.calibration, config, teacher, tokenizer)
+
 
 logger = logging.getLogger(__name__)
 
