@@ -7,9 +7,13 @@ repeats differ by is the machine's doing, and stands beside what groups differ b
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from qat.bench.page import markdown_table
+from matplotlib.axes import Axes
+
+from qat.bench.page import fit_scale, markdown_table
 from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
+from qat.report.charts import LIGHT, SERIES, Chart
 
 NOISY = 0.12
 """A coefficient of variation of the steps within a run above this is warned of."""
@@ -157,3 +161,29 @@ def row_warnings(row: Row) -> list[str]:
 def _median(rows: Sequence[Row], name: str) -> float | None:
     known = [row[name] for row in rows if row.get(name) is not None]
     return statistics.median(known) if known else None
+
+
+# The picture of a sweep: each group's rate, every repeat as a dot, the interval as a bar.
+
+
+def chart(lines: Sequence[Line], unit: str) -> bytes | None:
+    """SVG of the groups that finished a run, the first line on top; None if none did."""
+    drawn = [line for line in lines if line.costs_s]
+    if not drawn:
+        return None
+    return Chart("sweep", "", "", partial(_paint, lines=drawn, unit=unit)).render(LIGHT, "svg")
+
+
+def _paint(axes: Axes, *, lines: Sequence[Line], unit: str) -> None:
+    for height, line in enumerate(reversed(lines)):
+        color = SERIES[0] if line.is_ranked else SERIES[1]
+        rates = [1 / cost for cost in line.costs_s]
+        if line.is_ranked:
+            axes.plot(
+                [1 / line.cost.high, 1 / line.cost.low], [height] * 2, color=color, lw=5, alpha=0.3
+            )
+        axes.plot(rates, [height] * len(rates), "o", color=color, markersize=4)
+    axes.set_yticks(range(len(lines)), [line.group for line in reversed(lines)], fontsize=7)
+    fit_scale(axes.set_xscale, axes.xaxis, [1 / cost for line in lines for cost in line.costs_s])
+    axes.set_xlabel(unit)
+    axes.margins(0.08)
