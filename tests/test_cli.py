@@ -15,7 +15,7 @@ from rich.console import Console
 
 import qat.cli
 from qat.bench.quality.config import read_recipe as read_quality
-from qat.bench.sweep.config import read_recipe as read_sweep
+from qat.bench.sweep.plan import read_recipe as read_sweep
 from qat.cli import VERBS, app, main
 from qat.cli.pipeline import Pipeline
 from qat.cli.recipe import check_recipe, print_result

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qat.bench.sweep.config import SweepConfig
+from qat.bench.sweep.plan import SweepConfig
 from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def sweep(
         config: settings.
         out: directory for rows, logs and results; by default runs/sweep/NAME of the recipe.
     """
-    from qat.bench.sweep.config import read_recipe
+    from qat.bench.sweep.plan import read_recipe
 
     read_recipe(recipe, tiny=config.tiny)
     from qat.bench.sweep.run import plan_sweep, run_sweep

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.sweep.config import read_recipe
-from qat.bench.sweep.plan import fill_command, make_groups, make_runs
+from qat.bench.sweep.plan import fill_command, make_groups, make_runs, read_recipe
 from qat.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"

@@ -3,11 +3,158 @@
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal, Self
 
-from qat.bench.sweep.config import Group, StepsConfig, SweepRecipe, Table, Verb
+from pydantic import Field, model_validator
+
+from qat.bench.config import BenchConfig, check_keys, read_toml
 from qat.config import Settings, fingerprint
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
+
+# Settings of `qat bench sweep`: its flags, and what a recipe file says.
+
+Verb = Literal["bench", "train", "command"]
+Table = dict[str, Any]
+
+NOT_SWEPT = {
+    "bench": {"batch_sizes", "find_max_batch", "plan", "strict"},
+    "train": set(),
+}
+"""Settings of a verb that one run of a sweep does not take."""
+
+
+class SweepConfig(Settings):
+    """How a sweep runs; nothing here changes what is compared but `tiny`."""
+
+    tiny: bool = False
+    """Run the recipe's [tiny] variant, which a CPU takes in seconds."""
+    dry_run: bool = False
+    """Print the runs and stop."""
+    strict: bool = False
+    """Fail a run in which something else ran than was asked for."""
+    sample_s: float = Field(1.0, gt=0)
+    """Seconds between samples of GPU and host."""
+    allow_command: bool = False
+    """Run the program that a recipe of verb = "command" names: read it before."""
+
+
+class StepsConfig(BenchConfig):
+    """What one run with `verb = "bench"` times."""
+
+    layout: Literal["rows", "packed", "slices", "buckets"] = "rows"
+    """Random data as full rows, or documents of varied lengths: packed, cut and padded to fixed
+    slices, or padded to buckets of lengths."""
+
+
+class Group(Settings):
+    """Settings that go together under a name; each meets every point of the product."""
+
+    name: str = Field(min_length=1)
+    """What the table calls it."""
+    settings: Table = {}
+    """Over the base settings."""
+
+
+class SweepRecipe(Settings):
+    """What is compared: base settings, groups of them, a product of lists, and repeats."""
+
+    name: str
+    """What the results are called."""
+    verb: Verb = "bench"
+    """bench times training steps, train trains a student, command runs any other program."""
+    student: str = ""
+    """Packed checkpoint, or a shape (bench only)."""
+    command: tuple[str, ...] = ()
+    """Of verb = command: program and arguments; `{key}` stands for a setting."""
+    repeats: int = Field(3, ge=1)
+    """Runs of each group, in turns: all groups once, then all again."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """A run that takes longer is ended with all its processes."""
+    stop_on_error: bool = False
+    """Stop at the first run that fails, instead of going on with the others."""
+    baseline: str = ""
+    """The group that all others are compared with; by default the first."""
+    settings: Table = {}
+    """Settings of all runs: those of the verb."""
+    groups: tuple[Group, ...] = ()
+    """Named groups of settings."""
+    product: dict[str, list[Any]] = {}
+    """Values by setting: each combination is a group."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.verb == "command":
+            if not self.command:
+                raise ValueError("verb='command' needs a command; give command = [...]")
+        elif not self.student or self.command:
+            raise ValueError(
+                f"verb={self.verb!r} needs a student and no command; give student = '...'"
+            )
+        for key, values in self.product.items():
+            if not values:
+                raise ValueError(
+                    f"product.{key} is empty, expected values to compare; fill it or drop it"
+                )
+        names = [group.name for group in self.groups]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"groups: {names.count(twice)} are called {twice!r}; expected a name of its own "
+                "for each; rename all but one"
+            )
+        return self
+
+    def known_settings(self) -> set[str] | None:
+        """Settings that the verb takes; None where any name is one."""
+        if self.verb == "command":
+            return None
+        config = StepsConfig if self.verb == "bench" else TrainConfig
+        return set(config.model_fields) - NOT_SWEPT[self.verb]
+
+
+def read_recipe(path: Path, *, tiny: bool = False) -> SweepRecipe:
+    """The recipe in a TOML file; with `tiny`, its [tiny] table over the rest.
+
+    Raises:
+        ConfigError: it is missing, no TOML, or has an unknown, missing or impossible key.
+    """
+    values = read_toml(path, "sweep")
+    small = values.pop("tiny", {})
+    if not isinstance(small, dict):
+        raise ConfigError(
+            f"{path}: tiny={small!r:.80}, expected a table of keys over the others; write [tiny] "
+            "above them"
+        )
+    check_keys(str(path), values, SweepRecipe.model_fields)
+    check_keys(f"{path}: [tiny]", small, SweepRecipe.model_fields)
+    recipe = SweepRecipe.parse(_merged(values, small) if tiny else values, str(path))
+    _check_settings(recipe, path)
+    return recipe
+
+
+def _merged(values: Table, over: Table) -> Table:
+    """`values` with those of `over`; tables of both are joined, lists replaced."""
+    found = dict(values)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = {**found[key], **value} if both else value
+    return found
+
+
+def _check_settings(recipe: SweepRecipe, path: Path) -> None:
+    known = recipe.known_settings()
+    tables = {"[settings]": recipe.settings, "[product]": recipe.product}
+    tables |= {f"group {group.name!r}": group.settings for group in recipe.groups}
+    for where, table in tables.items() if known is not None else ():
+        check_keys(f"{path}: {where}", table, known)
+    for group in recipe.groups:
+        both = sorted(set(group.settings) & set(recipe.product))
+        if both:
+            raise ConfigError(
+                f"{path}: group {group.name!r} and [product] both set {both[0]!r}, expected one of "
+                "them to; drop it from the other"
+            )
 
 
 class Run(Settings):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from qat.bench.results import ROWS, WHOLE
 from qat.bench.stats import MIN_SAMPLES
-from qat.bench.sweep.config import SweepConfig, SweepRecipe, read_recipe
 from qat.bench.sweep.drive import claimed, run_all
-from qat.bench.sweep.plan import Run, make_groups, make_runs
+from qat.bench.sweep.plan import Run, SweepConfig, SweepRecipe, make_groups, make_runs, read_recipe
 from qat.bench.sweep.table import Line, Row, chart, markdown, spreads, summarise
 from qat.bench.sweep.telemetry import machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry

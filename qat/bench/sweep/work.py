@@ -15,8 +15,7 @@ from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
 from qat.bench.student import Ours, Subject
-from qat.bench.sweep.config import StepsConfig
-from qat.bench.sweep.plan import Run
+from qat.bench.sweep.plan import Run, StepsConfig
 from qat.bench.sweep.telemetry import rank_facts
 from qat.data.batch import Batch
 from qat.errors import ConfigError
