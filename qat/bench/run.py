@@ -12,7 +12,7 @@ from qat.backend.device import select
 from qat.bench.batches import Source, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.effective import Watched, check_strictly, what_ran
-from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
+from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import (
     CostFit,
     Roofline,
@@ -22,17 +22,90 @@ from qat.bench.measure import (
     measure_roofline,
     time_steps,
 )
-from qat.bench.plan import Measured, Prediction, predict
 from qat.bench.results import Results, environment
 from qat.bench.student import Ours, Subject, open_student
 from qat.bench.tpu_plan.run import Planned, plan_tpus
 from qat.data.batch import Batch
 from qat.errors import ConfigError
-from qat.models.cost import TokenFlops, device_called, devices_named, parameter_count, token_flops
+from qat.models.cost import (
+    Device,
+    TokenFlops,
+    device_called,
+    devices_named,
+    parameter_count,
+    token_flops,
+)
 from qat.models.language_model import LanguageModel
 from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope
 from qat.train.step import EAGER_STEPS, check_dtype
+
+# What other devices would do, predicted from one measured run; never measured.
+#
+# Memory: `largest = (memory - RESERVED_GIB - fixed) / per_sequence` of the fitted memory model.
+# Time: a token's time is split into its matmuls, `flops / measured matmul rate`, and the rest,
+# which is taken to be bound by memory traffic. The first scales with the peak of the device's own
+# dtype, the second with its bandwidth; both peaks count for what the measuring device reached of
+# its own (or `TYPICAL_SHARE` where that one is not in the table).
+
+RESERVED_GIB = 0.8
+"""Memory that a driver's context and libraries take."""
+TYPICAL_SHARE = 0.8
+"""Of a data sheet's peak, in a large matmul or copy."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """PREDICTED numbers of one device."""
+
+    device: str
+    dtype: str
+    max_batch: int | None
+    """None where no memory model was measured."""
+    peak_gib: float | None
+    """At that batch, what the driver takes included."""
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The run that predictions rest on."""
+
+    device: Device | None
+    roofline: Roofline
+    flops_per_token: float
+    tokens_per_s: float
+    memory: MemoryModel | None
+
+    @property
+    def matmul_s(self) -> float:
+        """Seconds of a token's time that its matmuls take, at most all of it."""
+        return min(self.flops_per_token / self.roofline.matmul_flops, 1 / self.tokens_per_s)
+
+    @property
+    def rest_s(self) -> float:
+        """The rest of a token's time."""
+        return 1 / self.tokens_per_s - self.matmul_s
+
+
+def predict(measured: Measured, device: Device) -> Prediction:
+    """What `device` would do at the same settings in its own best dtype."""
+    own, roofline = measured.device, measured.roofline
+    matmul_share = copy_share = TYPICAL_SHARE
+    if own is not None:
+        copy_share = roofline.copy_bytes / own.bandwidth
+        if roofline.sheet_flops is not None:
+            matmul_share = roofline.matmul_flops / roofline.sheet_flops
+    matmul_flops = matmul_share * device.peak_flops(device.dtype)
+    copy_bytes = copy_share * device.bandwidth
+    matmul_s = measured.matmul_s * roofline.matmul_flops / matmul_flops
+    rest_s = measured.rest_s * roofline.copy_bytes / copy_bytes
+    largest = peak_gib = None
+    if measured.memory is not None:
+        largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
+        peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
+    return Prediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.plan import Prediction
     from qat.bench.quality.run import QualityReport
-    from qat.bench.run import BenchReport
+    from qat.bench.run import BenchReport, Prediction
     from qat.bench.tpu_plan.run import Planned
 
 Measured = TypeVar("Measured", bound=MeasureConfig)

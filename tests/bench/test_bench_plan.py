@@ -4,7 +4,7 @@ import pytest
 
 from qat.bench.find_max import MemoryModel
 from qat.bench.measure import Roofline
-from qat.bench.plan import RESERVED_GIB, Measured, predict
+from qat.bench.run import RESERVED_GIB, Measured, predict
 from qat.models.cost import devices_named
 
 H200, T4, A100 = devices_named(("h200", "t4", "a100-80"))
