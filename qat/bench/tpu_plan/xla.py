@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from qat.bench.tpu_plan import pieces as graphs
 from qat.bench.tpu_plan.libraries import (
     SingleDeviceSharding,
     interop,
@@ -21,6 +20,7 @@ from qat.bench.tpu_plan.libraries import (
     topologies,
     torchax,
 )
+from qat.bench.tpu_plan.pieces import aten
 from qat.bench.tpu_plan.topologies import Compiled, Topology, used_gib
 from qat.process import GIB
 
@@ -28,7 +28,6 @@ from qat.process import GIB
 
 SMALL_TABLE = 16
 """Entries of a codebook that are looked up by comparison: a gather or a sort costs a TPU more."""
-aten = graphs.aten
 DTYPES = {
     torch.float64: jnp.float32,
     torch.float32: jnp.float32,
