@@ -12,7 +12,7 @@ from math import prod
 from qat.backend.base import Backend
 from qat.backend.device import profile_operators
 from qat.bench.student import Subject
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import TrainingError
 from qat.kernels.dispatch import ways_taken
 from qat.models.language_model import LanguageModel

@@ -9,7 +9,7 @@ import torch
 
 from qat.backend.base import DTYPES, Backend
 from qat.bench.student import Subject
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.models.cost import device_called
 
 

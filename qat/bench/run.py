@@ -25,7 +25,7 @@ from qat.bench.measure import (
 from qat.bench.results import Results, environment
 from qat.bench.student import Ours, Subject, open_student
 from qat.bench.tpu_plan.run import Planned, plan_tpus
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.models.cost import (
     Device,

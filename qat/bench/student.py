@@ -17,7 +17,7 @@ from qat.bench.config import MeasureConfig
 from qat.bench.shapes import shape_called
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model

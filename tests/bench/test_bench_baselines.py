@@ -19,7 +19,7 @@ from qat.bench.baselines.run import run_baselines
 from qat.bench.batches import open_source
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.student import Ours, open_student
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.evaluate.divergence import to_targets
 from qat.models.language_model import LanguageModel

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qat.backend.base import DTYPES
 from qat.backend.device import on
 from qat.bench.config import MeasureConfig
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.evaluate.targets import to_targets
+from qat.evaluate.divergence import to_targets
 from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts

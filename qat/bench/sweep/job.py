@@ -57,23 +57,6 @@ def _work(run: Run) -> dict[str, object]:
     return time_bench(run) if run.verb == "bench" else time_training(run)
 
 
-def main() -> None:
-    """Run the job whose file is named on the command line; a user's mistake is one line."""
-    end_with_input(with_group=True)
-    faulthandler.register(signal.SIGTERM, chain=True)
-    logs.configure()
-    run = Run.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
-    logger.info("%s, repeat %d", run.group, run.repeat)
-    try:
-        run_job(run)
-    except QatError as error:
-        sys.exit(f"qat: {error}")
-
-
-if __name__ == "__main__":
-    main()
-
-
 # A run of any program, torchrun among them: how long it took, and how long its ranks' steps.
 
 
@@ -109,3 +92,20 @@ def run_command(run: Run) -> dict[str, object]:
         "cost_s": seconds,
         **rank_facts(run.directory),
     }
+
+
+def main() -> None:
+    """Run the job whose file is named on the command line; a user's mistake is one line."""
+    end_with_input(with_group=True)
+    faulthandler.register(signal.SIGTERM, chain=True)
+    logs.configure()
+    run = Run.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
+    logger.info("%s, repeat %d", run.group, run.repeat)
+    try:
+        run_job(run)
+    except QatError as error:
+        sys.exit(f"qat: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from qat.bench.page import fit_scale, markdown_table
 from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
-from qat.report.charts import LIGHT, SERIES, Chart
+from qat.observe.charts import LIGHT, SERIES, Chart
 
 NOISY = 0.12
 """A coefficient of variation of the steps within a run above this is warned of."""

@@ -17,7 +17,7 @@ from qat.bench.run import Setting, prepare
 from qat.bench.student import Ours, Subject
 from qat.bench.sweep.plan import Run, StepsConfig
 from qat.bench.sweep.telemetry import rank_facts
-from qat.data.batch import Batch
+from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.train.config import StepConfig, TrainConfig
