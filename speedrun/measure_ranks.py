@@ -33,7 +33,6 @@ from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
 from qat.bench.student import Ours, open_student
-from qat.data.packing import Batch
 from qat.data.build import build_cache
 from qat.data.config import CacheSettings
 from qat.data.packing import Batch

@@ -79,7 +79,7 @@ def levels(*, shape: str = "qwen3-0.6b") -> None:
 
     Told by the compiler's refusals, which cost seconds: whole compiles at its own level take long.
     """
-    from qat.bench.tpu_plan.libraries import jax
+    from qat.bench.tpu_plan.xla import jax
 
     for recomputes, cases in TOO_LITTLE.items():
         config = BenchConfig(seq_len=64, gradient_checkpointing=recomputes)

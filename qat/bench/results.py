@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,6 +73,32 @@ class Results:
         write_atomically(self.path / TABLE, as_csv(self.rows))
         whole = {"environment": self.environment, **summary, "rows": self.rows}
         write_atomically(self.path / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
+
+
+def write_comparison(
+    out: Path,
+    rows: Sequence[dict[str, object]],
+    *,
+    page: tuple[str, str],
+    whole: dict[str, object],
+    pictures: dict[str, bytes],
+) -> None:
+    """Write what a comparison found so far, each file whole: rows, page, all of it, pictures.
+
+    Args:
+        out: directory of results.
+        rows: of all jobs that are finished.
+        page: name and text of the page in Markdown.
+        whole: what the file for machines holds before the rows.
+        pictures: SVG by file name.
+    """
+    write_atomically(out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
+    name, text = page
+    write_atomically(out / name, text)
+    whole = {**whole, "rows": rows}
+    write_atomically(out / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
+    for name, picture in pictures.items():
+        write_atomically(out / name, picture.decode())
 
 
 def environment(backend: Backend, config: Settings) -> dict[str, object]:

@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
 from qat.bench.quality.config import QualityConfig
 from qat.cli.bench_attention import attention
-from qat.cli.bench_compare import compare
+from qat.cli.bench_compare import compare, record
 from qat.cli.bench_kernels import kernels
 from qat.cli.bench_sweep import sweep
 from qat.cli.tables import wide_console

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from quality_case import call, make_teacher_and_texts, write
 
-from qat.bench.quality import processes, run
+from qat.bench.quality import run
 from qat.bench.quality.config import QualityConfig, read_recipe
 from qat.bench.quality.job import heartbeat_facts, run_job
 from qat.bench.quality.plan import Job, Places
-from qat.bench.quality.processes import Failure
 from qat.bench.quality.resolve import resolve
+from qat.bench.quality.run import Failure, least_busy, run_jobs
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines
 
@@ -24,14 +24,14 @@ def place(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def in_this_process(jobs: list[Job], devices, places: Places, after_each) -> list[Failure]:
+def in_this_process(jobs: list[Job], devices, after_each) -> list[Failure]:
     """What `run_jobs` does, without the seconds that a process takes to start."""
     failures = []
     for job in jobs:
         try:
             run_job(job)
         except QatError as error:
-            failures.append(Failure(job.name, job.seed, str(error), places.log(job.label)))
+            failures.append(Failure(job.name, job.seed, str(error), job.log))
         after_each(failures)
     return failures
 
@@ -155,7 +155,7 @@ def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, caps
     """In processes of their own, two side by side."""
     write({"name": "good", "train": False})
     assert call(monkeypatch) == 0  # the teacher is judged here, which saves a process
-    monkeypatch.setattr(run, "run_jobs", processes.run_jobs)
+    monkeypatch.setattr(run, "run_jobs", run_jobs)
     recipes = {"name": "bad", "train": {"sample_prompt": ""}}, {"name": "better", "train": False}
     write(*recipes, convert={"to": "q4a4", "group_size": 16})
     assert call(monkeypatch, "--workers", "2") == 1
@@ -205,10 +205,10 @@ def test_a_conversion_that_fails_is_a_row_too(place: Path, monkeypatch) -> None:
 def test_jobs_go_where_fewest_run() -> None:
     busy, devices = [], ("cuda:0", "cuda:1", "cuda:2")
     for _ in range(7):
-        busy.append(processes.least_busy(devices, busy))
+        busy.append(least_busy(devices, busy))
     assert [busy.count(device) for device in devices] == [3, 2, 2]
     busy.remove("cuda:1")
-    assert processes.least_busy(devices, busy) == "cuda:1"
+    assert least_busy(devices, busy) == "cuda:1"
 
 
 def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from train_case import make_place
 
-from qat.bench.sweep import drive
+from qat.bench import jobs
 from qat.bench.sweep import run as sweep_run
 from qat.bench.sweep.job import run_job
 from qat.bench.sweep.plan import SweepConfig, read_recipe
@@ -66,7 +66,7 @@ def in_this_process(monkeypatch) -> None:
             except TrainingError as error:
                 run.log.parent.mkdir(parents=True, exist_ok=True)
                 run.log.write_text(f"qat: {error}\n")
-                has_failed = drive._end(run, 1, None)
+                has_failed = sweep_run.note_end(jobs.Ended(run, 1, is_late=False), 0.0)
             after_each()
             if has_failed and stop_on_error:
                 return
@@ -132,7 +132,7 @@ def test_a_directory_belongs_to_one_sweep_at_a_time(
     run_sweep(ALLOWED, write(tmp_path, {"a": "pass"}), out)
     with pytest.raises(ConfigError, match="holds sweep 's', expected 'other' or an empty"):
         run_sweep(ALLOWED, write(tmp_path, {"a": "pass"}, name="other"), out)
-    monkeypatch.setattr(drive, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
     with (out / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="in use by another sweep, expected one at a time"):

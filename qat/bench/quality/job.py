@@ -7,7 +7,6 @@ standard input does: no job outlives whoever started it.
 import json
 import logging
 import statistics
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qat import logs
 from qat.backend.device import select
 from qat.bench.baselines.quality import train_baseline
-from qat.bench.processes import end_with_input
+from qat.bench.jobs import run_as_process
 from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
 from qat.bench.quality.plan import (
@@ -33,7 +31,6 @@ from qat.bench.results import IN_EVERY_ROW, environment
 from qat.convert.calibrate import TokenBatch
 from qat.convert.convert import calibration_batches, convert_checkpoint
 from qat.data.reader import TeacherCache
-from qat.errors import QatError
 from qat.files import write_atomically
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.cost import model_bits_per_weight, parameter_count, tensor_bytes
@@ -87,7 +84,7 @@ def train_ours(job: Job) -> Trained:
     for number, stage in enumerate(plan.stages, 1):
         if stage.convert is not None:
             student = _converted(job, student, stage, number)
-        run = places.run(job.label) / f"stage{number}"
+        run = job.directory / f"stage{number}"
         config = train_config(stage, cache, job.seed, job.device)
         report = train_student(config, student, run, resume=True)
         runs.append((config.sequences_per_step * stage.steps, heartbeat_facts(run, stage.steps)))
@@ -122,7 +119,7 @@ def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
 def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
     """The student of the stage before in another format."""
     places = Places(job.out)
-    out = places.run(job.label) / f"student{number}"
+    out = job.directory / f"student{number}"
     if not out.exists():
         config = convert_config(stage.convert, places.cache(job.plan.cache), job.device)
         convert_checkpoint(student, config, out)
@@ -190,9 +187,9 @@ def run_job(job: Job) -> list[dict[str, object]]:
     cache, tokenizer = TeacherCache.open(places.cache(recipe.cache)), load_tokenizer(recipe.teacher)
     found = judge(trained.model, teacher, make_exam(recipe, cache, tokenizer))
     rows = [_row(job, trained, text, numbers) for text, numbers in found.items()]
-    places.rows(job.label).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(places.rows(job.label), json.dumps(rows, indent=1) + "\n")
-    _forget_training_state(places.run(job.label))
+    job.row.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.row, json.dumps(rows, indent=1) + "\n")
+    _forget_training_state(job.directory)
     return rows
 
 
@@ -235,15 +232,13 @@ def _forget_training_state(run: Path) -> None:
 
 def main() -> None:
     """Run the job whose file is named on the command line; a user's mistake is one line."""
-    end_with_input()
-    logs.configure()
-    job = Job.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
+    run_as_process(Job, _do)
+
+
+def _do(job: Job) -> None:
     torch.set_num_threads(job.threads)
     logger.info("%s seed %d on %s", job.name, job.seed, select(job.device).name())
-    try:
-        run_job(job)
-    except QatError as error:
-        sys.exit(f"qat: {error}")
+    run_job(job)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import xxhash
 
 from qat.bench.baselines.config import BaselineSettings
+from qat.bench.jobs import JobFiles, name_in_path
 from qat.bench.quality.config import QualityRecipe, Table
 from qat.config import Settings, fingerprint
 from qat.convert.config import ConvertConfig
@@ -52,7 +53,7 @@ class Plan(Settings):
         return self.model_copy(update={"steps": steps, "stages": stages})
 
 
-class Job(Settings):
+class Job(JobFiles, Settings):
     """A recipe and a seed; without a plan, the teacher itself, which is only judged."""
 
     recipe: QualityRecipe
@@ -90,8 +91,7 @@ class Job(Settings):
     @property
     def label(self) -> str:
         """What its files are called."""
-        letters = (letter if letter.isalnum() else "-" for letter in self.name.lower())
-        return f"{''.join(letters)}-s{self.seed}-{self.key}"
+        return f"{name_in_path(self.name)}-s{self.seed}-{self.key}"
 
 
 def cache_config(recipe: QualityRecipe, table: Table, device: str = "auto") -> CacheConfig:
@@ -207,19 +207,3 @@ class Places:
     def student(self, convert: Table, cache: Table) -> Path:
         """The teacher converted by these settings, which may calibrate on that cache."""
         return self.out / "students" / conversion_key(convert, cache_key(cache))
-
-    def job(self, label: str) -> Path:
-        """What a job's process reads."""
-        return self.out / "jobs" / f"{label}.json"
-
-    def rows(self, label: str) -> Path:
-        """What a finished job leaves."""
-        return self.out / "rows" / f"{label}.json"
-
-    def run(self, label: str) -> Path:
-        """The training runs of a job."""
-        return self.out / "runs" / label
-
-    def log(self, label: str) -> Path:
-        """What a job said."""
-        return self.out / "logs" / f"{label}.log"

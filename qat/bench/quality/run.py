@@ -1,14 +1,17 @@
 """`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from qat.backend.device import devices, select
+from qat.bench.jobs import Ended, run_processes
 from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
 from qat.bench.quality.plan import Job, Places, Plan
 from qat.bench.quality.plot import charts
@@ -23,15 +26,28 @@ from qat.bench.quality.prepare import (
     to_time,
     with_equal_time,
 )
-from qat.bench.quality.processes import Failure, run_jobs
 from qat.bench.quality.resolve import Unmade, check_shapes, resolve
 from qat.bench.quality.table import Line, best, markdown, summarise
-from qat.bench.results import ROWS, WHOLE, environment
+from qat.bench.results import environment, write_comparison
 from qat.errors import TrainingError
 from qat.files import write_atomically
+from qat.logs import progress
 from qat.process import cores
 
 TABLE = "quality.md"
+
+
+logger = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """A job that ended without rows."""
+
+    name: str
+    seed: int
+    message: str
+    """The last line that it said."""
+    log: Path
 
 
 @dataclass(frozen=True)
@@ -74,9 +90,9 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     plans, later = shop.prepare(plans)
     plans = with_equal_time(plans, _step_times(shop, plans))
     jobs = make_jobs(shop.recipe, plans, out, config, num_devices=len(spread))
-    open_jobs = [job for job in jobs if not shop.places.rows(job.label).exists()]
+    open_jobs = [job for job in jobs if not job.row.exists()]
     write = partial(write_results, shop, jobs, unmade | later)
-    return write(run_jobs(open_jobs, spread, shop.places, write))
+    return write(run_jobs(open_jobs, spread, write))
 
 
 def make_jobs(
@@ -102,27 +118,69 @@ def make_jobs(
     return [Job(plan=None, seed=0, **shared), *students]
 
 
+def run_jobs(
+    jobs: Sequence[Job], devices: Sequence[str], after_each: Callable[[list[Failure]], object]
+) -> list[Failure]:
+    """Run all jobs, as many side by side on each device as they say; the failures.
+
+    `after_each` is called with the failures so far whenever a job has ended.
+    """
+    failures: list[Failure] = []
+
+    def placed(job: Job, busy: list[Job]) -> Job:
+        device = least_busy(devices, [each.device for each in busy])
+        return job.model_copy(update={"device": device})
+
+    with progress("training recipes", len(jobs), "jobs") as ticker:
+
+        def ended(found: Ended) -> bool:
+            job = found.job
+            if found.status == 0 and found.has_row:
+                logger.info("%s, seed %d: done", job.name, job.seed)
+            else:
+                message = found.last_words
+                logger.warning("%s, seed %d failed: %s", job.name, job.seed, message)
+                failures.append(Failure(job.name, job.seed, message, job.log))
+            after_each(failures)
+            ticker.advance()
+            return True
+
+        run_processes(
+            jobs,
+            "qat.bench.quality.job",
+            ended,
+            side_by_side=jobs[0].workers * len(devices) if jobs else 1,
+            placed=placed,
+        )
+    return failures
+
+
+def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
+    """The first of the devices that occur in `busy` least often."""
+    return min(devices, key=busy.count)
+
+
 def write_results(
     shop: Workshop, jobs: Sequence[Job], unmade: Unmade, failures: list[Failure]
 ) -> QualityReport:
     """Write rows, table and pictures of all jobs that are finished, and what cannot be made."""
     recipe, out = shop.recipe, shop.places.out
-    files = [shop.places.rows(job.label) for job in jobs]
+    files = [job.row for job in jobs]
     rows = [row for file in files if file.exists() for row in json.loads(file.read_text())]
     texts = tuple(recipe.texts.report)
     report = QualityReport(out, texts, summarise(rows, texts), failures, unmade)
-    write_atomically(out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
-    write_atomically(out / TABLE, _page(recipe, report))
-    whole = {
-        "environment": environment(select(shop.device), recipe),
-        "step_times": _known_times(shop),
-        "unmade": unmade,
-        "failures": [failure._asdict() for failure in failures],
-        "rows": rows,
-    }
-    write_atomically(out / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
-    for name, picture in charts(report.lines, texts[0]).items():
-        (out / name).write_bytes(picture)
+    write_comparison(
+        out,
+        rows,
+        page=(TABLE, _page(recipe, report)),
+        whole={
+            "environment": environment(select(shop.device), recipe),
+            "step_times": _known_times(shop),
+            "unmade": unmade,
+            "failures": [failure._asdict() for failure in failures],
+        },
+        pictures=charts(report.lines, texts[0]),
+    )
     return report
 
 

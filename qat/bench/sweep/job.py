@@ -11,13 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from qat import logs
-from qat.bench.processes import end_with_input
+from qat.bench.jobs import run_as_process
 from qat.bench.sweep.plan import Run, fill_command
 from qat.bench.sweep.telemetry import rank_facts
-from qat.errors import QatError, TrainingError
+from qat.errors import TrainingError
 from qat.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -96,15 +94,13 @@ def run_command(run: Run) -> dict[str, object]:
 
 def main() -> None:
     """Run the job whose file is named on the command line; a user's mistake is one line."""
-    end_with_input(with_group=True)
     faulthandler.register(signal.SIGTERM, chain=True)
-    logs.configure()
-    run = Run.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
+    run_as_process(Run, _do)
+
+
+def _do(run: Run) -> None:
     logger.info("%s, repeat %d", run.group, run.repeat)
-    try:
-        run_job(run)
-    except QatError as error:
-        sys.exit(f"qat: {error}")
+    run_job(run)
 
 
 if __name__ == "__main__":

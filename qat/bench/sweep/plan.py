@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from qat.bench.config import BenchConfig, check_keys, read_toml
+from qat.bench.jobs import JobFiles, name_in_path
 from qat.config import Settings, fingerprint
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
@@ -157,7 +158,7 @@ def _check_settings(recipe: SweepRecipe, path: Path) -> None:
             )
 
 
-class Run(Settings):
+class Run(JobFiles, Settings):
     """One process of a sweep: a group and a repeat."""
 
     sweep: str
@@ -180,13 +181,7 @@ class Run(Settings):
     @property
     def label(self) -> str:
         """What its files are called."""
-        letters = (letter if letter.isalnum() else "-" for letter in self.group.lower())
-        return f"{''.join(letters)[:80]}-r{self.repeat}-{self.key}"
-
-    @property
-    def row(self) -> Path:
-        """What a run that is finished leaves; written whole or not at all."""
-        return self.out / "rows" / f"{self.label}.json"
+        return f"{name_in_path(self.group)[:80]}-r{self.repeat}-{self.key}"
 
     @property
     def failure(self) -> Path:
@@ -194,24 +189,9 @@ class Run(Settings):
         return self.out / "failed" / f"{self.label}.json"
 
     @property
-    def job(self) -> Path:
-        """What its process reads."""
-        return self.out / "jobs" / f"{self.label}.json"
-
-    @property
-    def log(self) -> Path:
-        """What it said."""
-        return self.out / "logs" / f"{self.label}.log"
-
-    @property
     def telemetry(self) -> Path:
         """What GPU and host did meanwhile."""
         return self.out / "telemetry" / f"{self.label}.csv"
-
-    @property
-    def directory(self) -> Path:
-        """For what it makes itself: a training run, or heartbeats of ranks."""
-        return self.out / "runs" / self.label
 
 
 def make_groups(recipe: SweepRecipe) -> list[Group]:

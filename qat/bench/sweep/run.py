@@ -1,24 +1,28 @@
 """`qat bench sweep`: groups of settings in turns, and a table that says what they differ by."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from qat.bench.results import ROWS, WHOLE
+from qat.bench.jobs import Ended, claimed, run_processes
+from qat.bench.results import write_comparison
 from qat.bench.stats import MIN_SAMPLES
-from qat.bench.sweep.drive import claimed, run_all
 from qat.bench.sweep.plan import Run, SweepConfig, SweepRecipe, make_groups, make_runs, read_recipe
 from qat.bench.sweep.table import Line, Row, chart, markdown, spreads, summarise
-from qat.bench.sweep.telemetry import machine_warnings, read_samples
+from qat.bench.sweep.telemetry import Watch, has_gpu_tool, machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
 from qat.files import write_atomically
+from qat.logs import progress
 
 HOME = Path("runs/sweep")
 MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
 WAITING, DONE = "waiting", "done"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,62 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
         return write()
 
 
+def run_all(
+    runs: Sequence[Run],
+    lock: int,
+    after_each: Callable[[], object],
+    *,
+    timeout_s: float,
+    stop_on_error: bool,
+    sample_s: float,
+) -> None:
+    """Run those that have no row yet, each alone; `after_each` is called when one has ended."""
+    waiting = [run for run in runs if not run.row.exists()]
+    with_gpu = bool(waiting) and has_gpu_tool()
+
+    def begun(run: Run, _busy: list[Run]) -> Run:
+        run.failure.unlink(missing_ok=True)
+        return run
+
+    def watched(run: Run, pid: int) -> Watch:
+        return Watch(pid, run.telemetry, sample_s, with_gpu=with_gpu)
+
+    with progress("runs", len(waiting), "runs") as ticker:
+
+        def ended(found: Ended) -> bool:
+            has_failed = note_end(found, timeout_s)
+            after_each()
+            ticker.advance()
+            return not (has_failed and stop_on_error)
+
+        run_processes(
+            waiting,
+            "qat.bench.sweep.job",
+            ended,
+            placed=begun,
+            watched=watched,
+            timeout_s=timeout_s,
+            keep_open=(lock,),
+        )
+
+
+def note_end(ended: Ended, timeout_s: float) -> bool:
+    """Write the failure of a run that has left no row; whether it has failed."""
+    run = ended.job
+    if ended.has_row:
+        logger.info("%s, repeat %d: done", run.group, run.repeat)
+        return False
+    message = ended.last_words
+    if ended.is_late:
+        message = f"no end after {timeout_s:g} s; stacks are in {run.log}"
+    logger.warning("%s, repeat %d failed: %s", run.group, run.repeat, message)
+    run.failure.parent.mkdir(parents=True, exist_ok=True)
+    kind = "timeout" if ended.is_late else "failed"
+    found = {"status": kind, "exit": ended.status, "message": message, "log": str(run.log)}
+    write_atomically(run.failure, json.dumps(found) + "\n")
+    return True
+
+
 def write_results(recipe: SweepRecipe, runs: Sequence[Run]) -> SweepReport:
     """Write manifest, rows, table and picture, each whole, from what the runs have left."""
     out = runs[0].out
@@ -110,19 +170,19 @@ def write_results(recipe: SweepRecipe, runs: Sequence[Run]) -> SweepReport:
     lines = summarise(groups, rows, [each["group"] for each in failures], baseline)
     report = SweepReport(out, recipe, baseline, list(runs), rows, failures, lines)
     write_atomically(out / MANIFEST, manifest(recipe, runs))
-    write_atomically(out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
-    write_atomically(out / PAGE, page(report))
-    whole = {
-        "recipe": recipe.model_dump(mode="json"),
-        "baseline": baseline,
-        "lines": [asdict(line) for line in lines],
-        "failures": failures,
-        "rows": rows,
-    }
-    write_atomically(out / WHOLE, json.dumps(whole, indent=1) + "\n")
     picture = chart(lines, rate_unit(recipe))
-    if picture is not None:
-        write_atomically(out / PICTURE, picture.decode())
+    write_comparison(
+        out,
+        rows,
+        page=(PAGE, page(report)),
+        whole={
+            "recipe": recipe.model_dump(mode="json"),
+            "baseline": baseline,
+            "lines": [asdict(line) for line in lines],
+            "failures": failures,
+        },
+        pictures={} if picture is None else {PICTURE: picture},
+    )
     return report
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from qat.bench.tpu_plan import xla
-from qat.bench.tpu_plan.libraries import jax, jnp, lax
 from qat.bench.tpu_plan.pieces import Traceable
+from qat.bench.tpu_plan.xla import jax, jnp, lax
 from qat.data.packing import Batch
 from qat.kernels.head import BLOCK_TOKENS
 from qat.losses.targets import Targets

@@ -1,4 +1,8 @@
-"""Traced graphs as jax functions, and steps made of them compiled for a TPU that is not there."""
+"""Traced graphs as jax functions, and steps made of them compiled for a TPU that is not there.
+
+The one place where jax and torchax are imported; whoever imports this has the extra. jax computes
+on the CPU; libtpu compiles for a TPU that is only described, and asks no network.
+"""
 
 import logging
 import warnings
@@ -10,19 +14,29 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from qat.bench.tpu_plan.libraries import (
-    SingleDeviceSharding,
-    interop,
-    jax,
-    jnp,
-    lax,
-    register_torch_dispatch_op,
-    topologies,
-    torchax,
-)
+from qat.backend.before_torch import keep_libtpu_offline
 from qat.bench.tpu_plan.pieces import aten
-from qat.bench.tpu_plan.topologies import Compiled, Topology, used_gib
+from qat.bench.tpu_plan.topologies import Compiled, Topology, check_installed, used_gib
 from qat.process import GIB
+
+check_installed()
+keep_libtpu_offline()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchax's own
+    import jax
+    import torchax
+    from jax import lax
+    from jax import numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+    from torchax import interop
+    from torchax.ops import jaten  # noqa: F401  its operators first, or they replace ours
+    from torchax.ops.ops_registry import register_torch_dispatch_op
+
+jax.config.update("jax_platforms", "cpu")
+# an eighth of the time, for a little more memory (docs/tpu.md, "How far to trust it")
+jax.config.update("jax_optimization_level", "O0")
 
 # Operators that torchax lacks, gets wrong, or lowers to what a TPU compiles for minutes.
 

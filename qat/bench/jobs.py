@@ -1,0 +1,236 @@
+"""Runs the jobs of a comparison, each a process of its own that leaves a row or its last words.
+
+`qat bench sweep` and `qat bench quality` run on this. What a job does and what its row holds is
+theirs; how jobs start, wait for a device, end, fail and go on after a stop is the same for both.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qat import logs
+from qat.config import Settings
+from qat.errors import ConfigError, QatError
+from qat.files import write_atomically
+
+POLL_S = 0.02
+PATIENCE_S = 5.0
+"""How long to wait for the last job of a comparison that was killed to notice."""
+GRACE_S = 2.0
+"""Between asking a process to end, which lets it write its stack, and ending it."""
+
+
+class JobFiles:
+    """Where the files of a job lie, which has a directory of results `out` and a `label`."""
+
+    @property
+    def row(self) -> Path:
+        """What a finished job leaves, whole or not at all; a job with it never runs again."""
+        return self.out / "rows" / f"{self.label}.json"
+
+    @property
+    def job(self) -> Path:
+        """The settings that its process reads."""
+        return self.out / "jobs" / f"{self.label}.json"
+
+    @property
+    def log(self) -> Path:
+        """What its process said."""
+        return self.out / "logs" / f"{self.label}.log"
+
+    @property
+    def directory(self) -> Path:
+        """Directory of files that the job makes, such as training runs and heartbeats of ranks."""
+        return self.out / "runs" / self.label
+
+
+def name_in_path(name: str) -> str:
+    """The name in lower case with a hyphen for whatever is no letter or digit."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job whose process is gone."""
+
+    job: Any
+    status: int
+    is_late: bool
+    """Whether it was ended because it took too long."""
+
+    @property
+    def has_row(self) -> bool:
+        """Whether it left what a finished job leaves."""
+        return self.job.row.exists()
+
+    @property
+    def last_words(self) -> str:
+        """The last line that it said, or how it ended if it said nothing."""
+        log = self.job.log
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        lines = text.strip().splitlines()
+        return lines[-1].removeprefix("qat: ") if lines else f"exit status {self.status}"
+
+
+def run_processes(
+    jobs: Sequence[Any],
+    module: str,
+    after_each: Callable[[Ended], bool],
+    *,
+    side_by_side: int = 1,
+    placed: Callable[[Any, list[Any]], Any] = lambda job, _busy: job,
+    watched: Callable[[Any, int], AbstractContextManager] = lambda _job, _pid: nullcontext(),
+    timeout_s: float = float("inf"),
+    keep_open: tuple[int, ...] = (),
+) -> None:
+    """Run each job as `python -m MODULE JOB.json`; when this process ends, so do they.
+
+    Args:
+        jobs: settings with a `JobFiles`, in the order in which they start.
+        module: calls `run_as_process`.
+        after_each: called when one has ended; false starts no more of them.
+        side_by_side: how many run at once.
+        placed: a job as it starts, such as with a device, given the jobs that are running.
+        watched: what goes on while a job with that process id runs.
+        timeout_s: a job that takes longer is ended with all its processes.
+        keep_open: file descriptors that the jobs inherit.
+    """
+    waiting, running = deque(jobs), []
+    try:
+        while waiting or running:
+            while waiting and len(running) < side_by_side:
+                job = placed(waiting.popleft(), [each.job for each in running])
+                running.append(_Running(job, module, keep_open, watched))
+            for each in [each for each in running if each.is_over(timeout_s)]:
+                running.remove(each)
+                if not after_each(each.end()):
+                    return
+            time.sleep(POLL_S)
+    finally:
+        for each in running:
+            each.end()
+
+
+class _Running:
+    """A job's process, which leads a group of its own and is watched until it ends."""
+
+    def __init__(
+        self,
+        job: Any,
+        module: str,
+        keep_open: tuple[int, ...],
+        watched: Callable,  # noqa: ANN401
+    ) -> None:
+        self.job = job
+        for path in (job.job, job.log):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(job.job, job.model_dump_json(indent=1) + "\n")
+        with job.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(job.job)],
+                stdin=subprocess.PIPE,  # which ends when we do: see `end_with_input`
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                pass_fds=keep_open,
+            )
+        self._began = time.monotonic()
+        self._is_late = False
+        self._watch = watched(job, self._process.pid)
+        self._watch.__enter__()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether the process has ended, or has had its time."""
+        if self._process.poll() is not None:
+            return True
+        self._is_late = time.monotonic() - self._began > timeout_s
+        return self._is_late
+
+    def end(self) -> Ended:
+        """End the process, if it is still there, and all of its group: asked first, then killed."""
+        try:
+            self._watch.__exit__(None, None, None)
+        finally:
+            _signal(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                pass
+            _signal(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+        return Ended(self.job, self._process.returncode, self._is_late)
+
+
+def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
+    """Do the job whose file is named on the command line; a user's mistake is one line."""
+    end_with_input()
+    logs.configure()
+    job = kind.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
+    try:
+        do(job)
+    except QatError as error:
+        sys.exit(f"qat: {error}")
+
+
+def end_with_input() -> None:
+    """From now on, end this process and its group at once when its standard input ends."""
+
+    def watch() -> None:
+        while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:  # all of them have ended
+        pass
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[int]:
+    """Hold a directory of results, so that no other sweep runs there; the lock's descriptor.
+
+    Runs inherit it: what a killed sweep has left running holds the directory until it is gone.
+
+    Raises:
+        ConfigError: somebody else holds it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        if not _locked(lock):
+            raise ConfigError(
+                f"out={out} is in use by another sweep, expected one at a time; wait for it, or "
+                "choose another --out"
+            )
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_S)
+        else:
+            return True
