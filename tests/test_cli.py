@@ -311,7 +311,7 @@ def test_a_notebook_brings_no_pictures_backend(monkeypatch) -> None:
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:
-    def no_space(_tokens: list[str]) -> dict:
+    def no_space(*_: object) -> dict:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(qat.cli, "run_verb", no_space)
@@ -320,7 +320,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:
 
 
 def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None:
-    def broken(_tokens: list[str]) -> dict:
+    def broken(*_: object) -> dict:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(qat.cli, "run_verb", broken)
@@ -341,7 +341,7 @@ def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None
     ids=["permission", "memory", "host memory", "libraries", "system", "threads"],
 )
 def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, message: str) -> None:
-    def refused(_tokens: list[str]) -> dict:
+    def refused(*_: object) -> dict:
         raise error
 
     monkeypatch.setattr(qat.cli, "run_verb", refused)

@@ -89,13 +89,21 @@ for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
     app[_name].help_epilogue = f"Example: {_example}"
 
 
-def run_verb(tokens: list[str]) -> dict[str, object]:
+def run_verb(tokens: list[str], recipe: Path | None = None) -> dict[str, object]:
     """Parse and run one command line without its `qat`; what the verb found out.
+
+    Args:
+        tokens: the words.
+        recipe: TOML file whose tables say what the words do not.
 
     Raises:
         QatError: the user's mistakes.
     """
     tokens = _with_resume(tokens)
+    app.config = None
+    if recipe is not None:
+        check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
+        app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
     try:
         found = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except (QatError, cyclopts.CycloptsError) as error:
@@ -131,14 +139,9 @@ def _launch(
     logs.configure(verbose)
     for handler in logging.getLogger().handlers:
         handler.addFilter(SCRUB)
-    if recipe is not None:
-        check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
-        app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
-        if tokens[:1] == ("run",):  # which reads the tables of its stages too
-            tokens = (*tokens, "--recipe", str(recipe))
     if tokens[:1] == ("help",):
         tokens = (*tokens[1:], "--help")
-    print_result(run_verb(list(tokens)))
+    print_result(run_verb(list(tokens), recipe))
 
 
 def main() -> None:

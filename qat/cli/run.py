@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from qat.cli.convert import Targets
 from qat.cli.pipeline import Pipeline
-from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
+from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text
 from qat.errors import ConfigError, QatError
 from qat.files import parse_toml
 from qat.lock import held
@@ -87,7 +87,6 @@ def run(
     config: Annotated[RunConfig, Parameter(name="*")],
     out: Required[Path],
     targets: Formats[Targets] = (),
-    recipe: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> dict[str, object]:
     """Take MODEL to a student: cache its words on a text, quantize, train, judge, export.
 
@@ -101,14 +100,12 @@ def run(
         out: directory for everything that is made.
         targets: what the student is to be exported to: formats become what that holds without
             loss. `packed`, the checkpoint itself, if not given.
-        recipe: the TOML file.
     """
     from qat.cli import app
     from qat.logs import Terminal
 
-    app.config = None  # from here the recipe's tables are read by `Road`, once
-    tables = parse_toml(recipe.read_text(encoding="utf-8")) if recipe else {}
-    refuse_code(tables, str(recipe))
+    recipes, app.config = app.config, None  # from here its tables are read by `Road`, once
+    tables = parse_toml(recipes[0].path.read_text(encoding="utf-8")) if recipes else {}
     with held(out):
         pipeline = Pipeline("run", out, Terminal())
         road = Road(pipeline, model, config=config, targets=targets or PACKED, tables=tables)

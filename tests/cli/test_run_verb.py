@@ -37,14 +37,18 @@ def place(tmp_path_factory) -> Path:
 
 
 def words(place: Path, out: Path, *more: object) -> list[str]:
-    flags = {"--data": place / "texts.txt", "--out": out, **FEW, "--recipe": place / "recipe.toml"}
+    flags = {"--data": place / "texts.txt", "--out": out, **FEW}
     flags |= dict(zip(more[::2], more[1::2], strict=True))
     return ["run", str(place / "model"), *(str(word) for pair in flags.items() for word in pair)]
 
 
+def go(place: Path, out: Path, *more: object) -> dict:
+    return run_verb(words(place, out, *more), place / "recipe.toml")
+
+
 @pytest.fixture(scope="module")
 def finished(place: Path) -> Path:
-    run_verb(words(place, place / "finished"))
+    go(place, place / "finished")
     return place / "finished"
 
 
@@ -64,7 +68,7 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
 
 def test_a_second_call_does_nothing_again(finished: Path, place: Path, capsys) -> None:
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
-    assert run_verb(words(place, finished))["kl_nats"]["teacher"] == 0
+    assert go(place, finished)["kl_nats"]["teacher"] == 0
     said = " ".join(capsys.readouterr().out.split())
     for stage in STAGES:
         assert f"{stage}: done before" in said or f"{stage} trained: done before" in said
@@ -91,14 +95,38 @@ def test_its_recipe_is_one(finished: Path, place: Path) -> None:
 )
 def test_other_settings_of_what_is_done_are_refused(finished, place, more, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_verb(words(place, finished, *more))
+        go(place, finished, *more)
 
 
 def test_a_recipe_sets_no_stage_against_another(place: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('[train]\ncache_dir = "elsewhere"\n')
     with pytest.raises(ConfigError, match=r"\[train\] cache_dir is for 'qat run' itself to say"):
-        run_verb(words(place, tmp_path / "out", "--recipe", recipe))
+        run_verb(words(place, tmp_path / "out"), recipe)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("[run]\nlrr = 1\n", "[run] has no key 'lrr'"),
+        ("[runn]\nlr = 1\n", "no verb is called [runn]; did you mean 'run'?"),
+        ("[train]\nlrr = 1\n", "[train] has no key 'lrr'; did you mean 'lr'?"),
+        ("[train]\ntrust_remote_code = true\n", "which runs code of others"),
+        ("[run\n", "is not TOML"),
+        ('[run]\ndata = "nowhere.txt"\n', "nowhere.txt"),
+    ],
+)
+def test_a_recipe_is_checked_and_read_wherever_it_stands(
+    place: Path, tmp_path: Path, monkeypatch, capsys, recipe: str, message: str, is_behind: bool
+) -> None:
+    (tmp_path / "r.toml").write_text(recipe)
+    run = ["run", place / "model", "--out", tmp_path / "out"]
+    given = ["--recipe", tmp_path / "r.toml"]
+    assert call(monkeypatch, *(run + given if is_behind else given + run)) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and "--data is missing" not in said
     assert not (tmp_path / "out").exists()
 
 
@@ -139,9 +167,9 @@ def test_stopped_behind_any_stage_it_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(qat.cli, "run_verb", stopped)
         with pytest.raises(Stopped, match=f"stage {verb}.* was stopped; the same command goes on"):
-            real(words(place, out))
+            real(words(place, out), place / "recipe.toml")
     monkeypatch.setattr("qat.observe.page.write_report", lambda runs, page: Written(page, []))
-    run_verb(words(place, out))
+    go(place, out)
     for name in ("converted", "export/packed"):
         file = f"{name}/model.safetensors"
         assert (out / file).read_bytes() == (finished / file).read_bytes()
@@ -152,13 +180,13 @@ def test_stopped_behind_any_stage_it_goes_on(
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(finished: Path, place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "qat", *words(place, out)]
+    command = [sys.executable, "-m", "qat", *words(place, out), "--recipe", place / "recipe.toml"]
     for seconds in (6, 9, 12, 15):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    run_verb(words(place, out))
+    go(place, out)
     file = "export/packed/model.safetensors"
     assert (out / file).read_bytes() == (finished / file).read_bytes()
 
