@@ -3,6 +3,9 @@
 A shard is fetched whole to a local directory, proven by its SHA-256 there, and makes room for
 others when the directory is over its budget. While the shards of one step are being read, those of
 the next steps come in already, because batches are computed ahead.
+
+What lies behind https:// or http:// comes as the hub's downloads do (`qat.hub.web`): it is led to
+nothing that is not encrypted, and it ends. Other addresses are read by fsspec.
 """
 
 import errno
@@ -11,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,8 +24,9 @@ from typing import TYPE_CHECKING, TypeVar
 from qat.config import fingerprint
 from qat.data.cache import MANIFEST, SHARD, Shard, parse_manifest, shard_problem, write_atomic
 from qat.data.reader import TeacherCache
-from qat.errors import CacheError, ConfigError, how_to_install
-from qat.files import inside, partial_file
+from qat.errors import CacheError, ConfigError, HubError, how_to_install
+from qat.files import inside, partial_file, sync
+from qat.hub.web import download, version_file
 from qat.secrets import scrubbed
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://")
+WEB = re.compile(r"https?://")
 STREAMS = Path("~/.cache/qat/streams")
 BUDGET_BYTES = 64 * 2**30
 TRIES = 3
@@ -66,7 +72,7 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
             f"cache {scrubbed(address)} has a secret in its address, expected none; log in with "
             "the tool of that place, or with its environment variables"
         )
-    remote = _Remote(address)
+    remote = _Web(address) if WEB.match(address) else _Remote(address)
     raw = remote.read(MANIFEST, MANIFEST_LIMIT)
     manifest = parse_manifest(raw, f"{address}/{MANIFEST}")
     if manifest.state != "complete":
@@ -95,10 +101,41 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
     return TeacherCache(directory, manifest, fetch=kept.bring, open_shards=FRESH)
 
 
+class _Web:
+    """Files below an address of the web."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address.rstrip("/")
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes of a small file."""
+        with tempfile.TemporaryDirectory() as directory:
+            part = Path(directory, name)
+            self._download(name, part, most=limit)
+            return part.read_bytes()
+
+    def fetch(self, shard: Shard, to: Path) -> None:
+        """Copy a shard to this machine."""
+        try:
+            self._download(shard.file, to, size=shard.bytes)
+        finally:
+            version_file(to).unlink(missing_ok=True)
+        sync(to)
+
+    def _download(self, name: str, to: Path, **sizes: int) -> None:
+        try:
+            download(f"{self._address}/{name}", to, **sizes)
+        except HubError as error:
+            raise CacheError(
+                f"{scrubbed(str(error))}; expected {name} of a teacher cache that 'qat cache' "
+                "built; check the address, or go on with the same command later"
+            ) from None
+
+
 class Kept:
     """Shards in a local directory, of which the one unused for longest makes room."""
 
-    def __init__(self, directory: Path, fetch: Callable[[str, Path], None], budget: int) -> None:
+    def __init__(self, directory: Path, fetch: Callable[[Shard, Path], None], budget: int) -> None:
         self._directory = directory
         self._fetch = fetch
         self._sizes: OrderedDict[str, int] = OrderedDict()
@@ -121,7 +158,7 @@ class Kept:
             self._make_room(shard.bytes)
             partial = partial_file(path)
             try:
-                self._fetch(shard.file, partial)
+                self._fetch(shard, partial)
                 renamed = shard.model_copy(update={"file": partial.name})
                 if problem := shard_problem(self._directory, renamed, deep=True):
                     raise CacheError(
@@ -147,6 +184,11 @@ class _Remote:
     """Files below one address."""
 
     def __init__(self, address: str) -> None:
+        if "::http" in address:
+            raise ConfigError(
+                f"cache {address} leads to the web through another address, expected that of the "
+                "directory that 'qat cache' built; copy it there as it is"
+            )
         self._address = address.rstrip("/")
         self._system, self._root = _file_system(self._address)
 
@@ -159,17 +201,20 @@ class _Remote:
 
         return self._tried(name, read)
 
-    def fetch(self, name: str, to: Path) -> None:
-        """Copy a file to this machine."""
+    def fetch(self, shard: Shard, to: Path) -> None:
+        """Copy a shard to this machine."""
 
         def copy() -> None:
-            with self._system.open(f"{self._root}/{name}", "rb") as file, to.open("wb") as out:
+            with (
+                self._system.open(f"{self._root}/{shard.file}", "rb") as file,
+                to.open("wb") as out,
+            ):
                 while chunk := file.read(CHUNK):
                     out.write(chunk)
                 out.flush()
                 os.fsync(out.fileno())
 
-        self._tried(name, copy)
+        self._tried(shard.file, copy)
 
     def _tried(self, name: str, act: Callable[[], T]) -> T:
         for number in range(1, TRIES + 1):

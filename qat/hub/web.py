@@ -49,7 +49,7 @@ class _Version(NamedTuple):
     """Its bytes, if the server said."""
 
 
-def download(url: str, part: Path, size: int | None = None) -> None:
+def download(url: str, part: Path, size: int | None = None, most: int | None = None) -> None:
     """Fetch `url` into the file `part`, going on after what is there already.
 
     What is there is kept only if the server says that its file is still the same one: it is asked
@@ -60,6 +60,7 @@ def download(url: str, part: Path, size: int | None = None) -> None:
         url: https:// or http://.
         part: the file; it stays, for the next time, if the download breaks off.
         size: bytes that the file has to have, if known.
+        most: bytes that it may have; what the disk has room for, if not given.
 
     Raises:
         HubError: the server refuses, sends a web page or another size, leads to where nothing is
@@ -69,7 +70,7 @@ def download(url: str, part: Path, size: int | None = None) -> None:
     with _Patience() as patience:
         while True:
             try:
-                return _attempt(url, part, size, patience)
+                return _attempt(url, part, (size, most), patience)
             except (httpx2.InvalidURL, UnicodeError) as error:
                 raise HubError(
                     f"{url}: what this address leads to is none ({error}); check the mirror"
@@ -90,7 +91,10 @@ def download(url: str, part: Path, size: int | None = None) -> None:
                 time.sleep(PAUSE_S * 2 ** max(0, failures - 1))
 
 
-def _attempt(url: str, part: Path, size: int | None, patience: "_Patience") -> None:
+def _attempt(
+    url: str, part: Path, wished: tuple[int | None, int | None], patience: "_Patience"
+) -> None:
+    size, most = wished
     start, known = _length(part), _known_version(part)
     headers = {"User-Agent": "qat", "Accept-Encoding": "identity"}
     if not (start and known.validator):
@@ -107,8 +111,10 @@ def _attempt(url: str, part: Path, size: int | None, patience: "_Patience") -> N
             raise _Broken("the file there is another one now")
         start = start if answer.status_code == 206 else 0
         _check(url, answer, part, (size, version.total, start))
-        _version_file(part).write_text("\n".join(map(str, version)), encoding="utf-8")
-        _receive(answer, part, (start, version.total, size), patience)
+        if most is not None and (version.total or 0) > most:
+            raise HubError(f"{url}: the server has {version.total:,} bytes, expected {most:,}")
+        version_file(part).write_text("\n".join(map(str, version)), encoding="utf-8")
+        _receive(answer, part, (start, version.total, size or most), patience)
 
 
 @contextmanager
@@ -224,13 +230,14 @@ def _validator(answer: httpx2.Response) -> str:
 
 def _known_version(part: Path) -> _Version:
     """Of what the bytes in `part` are."""
-    path = _version_file(part)
+    path = version_file(part)
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     validator, _, total = text.partition("\n")
     return _Version(validator, int(total) if total.isdecimal() else None)
 
 
-def _version_file(part: Path) -> Path:
+def version_file(part: Path) -> Path:
+    """Where it is noted of which version the bytes in `part` are."""
     return part.with_name(f"{part.name}.version")
 
 

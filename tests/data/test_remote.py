@@ -3,10 +3,16 @@
 import errno
 import logging
 import shutil
+import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import BinaryIO
 
 import fsspec
+import httpx2
 import pytest
 import torch
 from cache_case import build
@@ -17,6 +23,7 @@ from qat.data.cache import MANIFEST, read_manifest
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.errors import CacheError, ConfigError
+from qat.hub import web
 
 ADDRESS = "memory://bucket/caches/c"
 
@@ -191,3 +198,74 @@ def test_a_full_disk_is_not_asked_again(
     with pytest.raises(OSError, match="No space left"):
         cache.batch([0])
     assert len(asked) == 1
+
+
+@pytest.fixture
+def web_address(built: Path) -> Iterator[str]:
+    """A plain server of the directory that the cache is in."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Nothing is logged."""
+
+    handler = partial(Quiet, directory=built.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        thread = Thread(target=http.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}/c"
+        http.shutdown()
+        thread.join()
+
+
+def test_a_cache_of_the_web_reads_like_a_local_one(
+    built: Path, web_address: str, tmp_path: Path
+) -> None:
+    far, local = open_cache(web_address, local=tmp_path / "kept"), TeacherCache.open(built)
+    for one, other in zip(local.batch([3, 25]), far.batch([3, 25]), strict=True):
+        assert torch.equal(one, other)
+    assert not list((tmp_path / "kept").glob(".*"))
+    with pytest.raises(CacheError, match=r"404 Not Found; expected manifest.json of a teacher"):
+        open_cache(f"{web_address}/none", local=tmp_path / "kept")
+
+
+def test_an_encrypted_cache_is_led_to_nothing_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lead(request: httpx2.Request) -> httpx2.Response:
+        assert request.url.scheme == "https"
+        return httpx2.Response(302, headers={"Location": "http://host/c/manifest.json"})
+
+    client, transport = httpx2.Client, httpx2.MockTransport(lead)
+    monkeypatch.setattr(httpx2, "Client", lambda **given: client(transport=transport, **given))
+    with pytest.raises(CacheError, match="which is not encrypted, expected https") as caught:
+        open_cache("https://host/c", local=tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="leads to the web through another address"):
+        open_cache("zip://c::https://host/c.zip", local=tmp_path)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "train-00000.safetensors"])
+def test_a_cache_that_drips_is_left(
+    built: Path, web_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def drip(handler: SimpleHTTPRequestHandler, source: BinaryIO, to: BinaryIO) -> None:
+        if source.name.endswith(name):
+            while True:
+                to.write(source.read(1))
+                time.sleep(0.05)
+        shutil.copyfileobj(source, to)
+
+    monkeypatch.setattr(web, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "copyfile", drip)
+    monkeypatch.setattr(ThreadingHTTPServer, "handle_error", lambda *_: None)
+    with pytest.raises(CacheError, match="less than 1,048,576 bytes came in 0 s") as caught:
+        open_cache(web_address, local=tmp_path / "kept").batch([0])
+    assert "\n" not in str(caught.value) and not list((tmp_path / "kept").glob(".*"))
+
+
+def test_a_manifest_has_an_end(
+    web_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MANIFEST_LIMIT", 100)
+    with pytest.raises(CacheError, match="bytes, expected 100"):
+        open_cache(web_address, local=tmp_path)
