@@ -62,7 +62,7 @@ def whole_directory(
         mend: what to do about an `out` that may not be replaced.
 
     Raises:
-        ConfigError: `out` holds something that may not be replaced.
+        ConfigError: `out` holds something that may not be replaced, or is where somebody works.
     """
     check_free(out, replace=replace, mend=mend)
     target = real(out)
@@ -113,16 +113,36 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def check_free(out: Path, *, replace: bool = False, mend: str = MEND) -> None:
+def check_free(
+    out: Path, *, replace: bool = False, mend: str = MEND, in_place: bool = False
+) -> None:
     """Refuse an output directory that holds something already; `mend` says what to do about it.
 
+    Whatever is not written `in_place`, but as a whole, becomes another directory of the same name:
+    who works in it, or below, would go on in one that is no more.
+
     Raises:
-        ConfigError: `out` exists and is not empty (and `replace` is false), or is a file.
+        ConfigError: `out` exists and is not empty (and `replace` is false), or is a file, or is the
+            working directory or above it.
     """
+    if not in_place and real(out) in (here := _working_directory(), *here.parents):
+        raise ConfigError(
+            f"out={out} is the working directory or above it, which a new directory would take the "
+            "place of, expected another one; go to a directory outside of it, or choose another "
+            "--out"
+        )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file, expected a directory; choose another --out")
     if out.is_dir() and any(out.iterdir()) and not replace:
         raise ConfigError(f"out={out} is not empty, expected a new or empty directory; {mend}")
+
+
+def _working_directory() -> Path:
+    """Where this process works; an empty path where somebody has removed that."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path()
 
 
 def inside(directory: Path, name: object, *, found_in: object, error: type[QatError]) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from qat import files
 from qat.errors import ConfigError
-from qat.files import parents_of, whole_directory
+from qat.files import check_free, parents_of, whole_directory
 from qat.lock import held
 
 NEW, OLD = {"a": "new", "b": "new"}, {"a": "old", "old": "old"}
@@ -170,3 +170,21 @@ def test_a_folder_that_is_used_by_then_stays(tmp_path: Path) -> None:
         (tmp_path / "a/theirs").write_text("x")
         raise KeyError
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "theirs"]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("out", [".", "..", "../b", "../../a", "link"])
+def test_nobodys_working_directory_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, replace: bool
+) -> None:
+    place = tmp_path / "a" / "b"
+    place.mkdir(parents=True)
+    if out == "link":  # `.` is not empty, where it is one
+        (place / "link").symlink_to(place)
+    monkeypatch.chdir(place)
+    inode = place.stat().st_ino
+    with pytest.raises(ConfigError, match="is the working directory or above it"):
+        with whole_directory(Path(out), replace=replace):
+            pytest.fail("nothing may be worked for it")
+    assert Path.cwd().stat().st_ino == inode == place.stat().st_ino
+    check_free(Path(), in_place=True, replace=True)

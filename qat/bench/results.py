@@ -44,7 +44,7 @@ class Results:
 
     def __init__(self, out: Path | None, environment: dict[str, object]) -> None:
         self.path = out or HOME / datetime.now().strftime("%Y%m%d-%H%M%S")
-        check_free(self.path)
+        check_free(self.path, in_place=True)
         self.environment = environment
         self.rows: list[dict[str, object]] = []
         self._lines: JsonLines | None = None

@@ -48,7 +48,11 @@ class Pipeline:
         if recipe.is_file():
             self.recorded = _read(recipe)
         if verb not in self.recorded:
-            check_free(out, mend=f"choose another --out ('qat {verb}' made nothing in this one)")
+            check_free(
+                out,
+                in_place=True,
+                mend=f"choose another --out ('qat {verb}' made nothing in this one)",
+            )
 
     def record(self, tables: Tables) -> None:
         """Write the settings of all stages, for the next call and for the reader."""

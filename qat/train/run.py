@@ -131,7 +131,7 @@ class Run:
             self._check_same(config, student)
             return True
         partial_file(recipe).unlink(missing_ok=True)  # of a run killed while it began
-        check_free(self.path)
+        check_free(self.path, in_place=True)
         if resume:
             logger.info("%s holds no run to go on with: a new one begins", self.path)
         return False

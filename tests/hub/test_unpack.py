@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lz4.frame
 import pytest
+from cli_case import call
 from hub_case import checkpoint, contents, named, tar_bytes, write_archive
 
 from qat.errors import ConfigError, HubError
@@ -237,3 +238,13 @@ def test_an_unwritable_target_is_one_line(place: Path) -> None:
     (place / "file").write_text("")
     with pytest.raises(HubError, match="writing stopped .*choose a place that you may write to"):
         unpack(archive, place / "file" / "out")
+
+
+def test_force_replaces_no_working_directory(tmp_path: Path, monkeypatch, capsys) -> None:
+    archive = write_archive(tmp_path / "a.tar.lz4", (named("m/config.json"), b"{}"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("mine.txt").write_text("mine")
+    assert call(monkeypatch, "hub", "unpack", archive, "--out", ".", "--force") == 1
+    assert "out=. is the working directory" in capsys.readouterr().err
+    assert os.listdir(".") == ["mine.txt"] and os.listdir(tmp_path / "here") == ["mine.txt"]

@@ -53,7 +53,7 @@ class Workshop:
         """
         facts, out = shared_facts(self.recipe).model_dump(mode="json"), self.places.out
         if not self.places.shared.exists():
-            check_free(out)
+            check_free(out, in_place=True)
             out.mkdir(parents=True, exist_ok=True)
             write_atomically(self.places.shared, json.dumps(facts, indent=1) + "\n")
             return
