@@ -43,7 +43,7 @@ def pull(
     """
     from qat.hub.mirrors import in_bucket
     from qat.hub.pull import pull as fetch
-    from qat.hub.registry import find
+    from qat.hub.registry import find, learn_tree, user_file
 
     entry = find(_registry(own), name)
     if drive is not None and drive.startswith("gs://"):
@@ -51,6 +51,8 @@ def pull(
         drive = None
     out = out or DEFAULT_PLACES[entry.kind] / name
     pulled = fetch(name, entry, out, drive=drive and Path(drive), replace=force)
+    if pulled.is_new:
+        learn_tree(own or user_file(), name, pulled.sha256, pulled.tree_sha256)
     return dict(name=name, kind=entry.kind, **pulled._asdict())
 
 

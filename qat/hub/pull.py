@@ -23,6 +23,7 @@ from qat.hub.mirrors import PICKLE, Arrival, FetchPlaces, fetch
 from qat.hub.receipt import (
     ASK,
     UNKNOWN,
+    UNPROVEN,
     examine,
     extra_files,
     is_registered,
@@ -51,7 +52,8 @@ class Pulled(NamedTuple):
     tree_sha256: str | None
     """Of the files; None if they were placed there by hand and there is nothing to compare with."""
     is_verified: bool
-    """A hash was registered, and is that of what lies there now: every byte was read."""
+    """A hash is registered of what lies there now, or of the archive that was just unpacked: every
+    byte was read."""
     is_new: bool
     """It was fetched just now."""
 
@@ -96,7 +98,9 @@ def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPla
             found = format_of(root, entry.kind)
             receipt = leave_receipt(root, name, mirror, sha256)
             tree = receipt.tree_sha256
-            is_verified = is_registered(entry, sha256, tree, where=mirror, mend=ASK)
+            is_verified = is_registered(entry, sha256, tree, where=mirror, mend=ASK) or (
+                sha256 is not None and sha256 == entry.sha256
+            )
     except HubError as error:
         if arrival.is_ours and not isinstance(error.__cause__, OSError):  # a full disk is no fault
             _remove(arrival.path)
@@ -104,7 +108,7 @@ def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPla
     if arrival.is_ours:
         _remove(arrival.path)
     pulled = Pulled(out, found, mirror, sha256, tree, is_verified, is_new=True)
-    return _told(pulled, extra_files(out, receipt))
+    return _told(pulled, extra_files(out, receipt.files))
 
 
 def _verify(arrival: Arrival, entry: HubEntry, mirror: str) -> str | None:
@@ -171,7 +175,9 @@ def _by_hand(entry: HubEntry, out: Path) -> Pulled:
     is_verified = tree is not None and tree == entry.tree_sha256
     told = "its files are the registered ones" if is_verified else "it is taken as it is"
     logger.info("%s was not pulled by qat; %s", out, told)
-    return Pulled(out, format_of(out, entry.kind), None, None, tree, is_verified, is_new=False)
+    pulled = Pulled(out, format_of(out, entry.kind), None, None, tree, is_verified, is_new=False)
+    names = [path.relative_to(out).as_posix() for path in regular_files(out)]
+    return _told(pulled, extra_files(out, names)) if is_verified else pulled
 
 
 def _told(pulled: Pulled, extra: list[str]) -> Pulled:
@@ -183,7 +189,8 @@ def _told(pulled: Pulled, extra: list[str]) -> Pulled:
         )
     elif not pulled.is_verified:
         sha256 = pulled.sha256 or pulled.tree_sha256
-        logger.warning("%s: SHA-256 %s; %s", pulled.mirror, sha256, UNKNOWN)
+        told = UNKNOWN if pulled.is_new else f"{UNPROVEN}; {UNKNOWN}"
+        logger.warning("%s: SHA-256 %s; %s", pulled.mirror, sha256, told)
     return pulled._replace(is_verified=pulled.is_verified and not extra)
 
 

@@ -1,12 +1,13 @@
 """What `qat hub` leaves in a directory that it brought: from where, and the hash of every file.
 
 Nothing that comes from elsewhere brings one along: archives that hold one are refused, and of
-directories it is left out. So what a receipt says was true when `qat` wrote it; whether it still
-is, only reading every byte tells.
+directories it is left out. But tar, git or rsync bring any file: who hands over a directory may
+have written its receipt too. So a receipt tells what was brought, and what is verified has the hash
+that the registry knows.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from qat.config import Settings, explain
 from qat.errors import HubError
-from qat.hub.files import RECEIPT, regular_files, sha256_files, sha256_tree, tree_of
+from qat.hub.files import RECEIPT, sha256_files, sha256_tree, tree_of
 from qat.hub.registry import SHA256, HubEntry
 from qat.secrets import scrubbed
 
@@ -26,6 +27,10 @@ ASK = "ask who registered it"
 UNKNOWN = (
     "no hash of it is registered, so nothing proves that this is what was meant: ask whoever made "
     "it for the SHA-256"
+)
+UNPROVEN = (
+    "its files are unchanged since it was brought, says a receipt that anybody could have written, "
+    "and no hash of the files is registered"
 )
 
 
@@ -86,7 +91,7 @@ def examine(directory: Path, receipt: Receipt) -> list[str]:
             f"{directory}: {wrong[0]} {what}{more}, expected what came from {receipt.mirror}; "
             f"{MEND}"
         )
-    return sorted(now.keys() - receipt.files.keys())
+    return extra_files(directory, receipt.files)
 
 
 class Verified(NamedTuple):
@@ -98,7 +103,7 @@ class Verified(NamedTuple):
     sha256: str | None
     tree_sha256: str
     is_verified: bool
-    """The registry knows a hash of this name, and it is equal."""
+    """The registry knows the hash of the files of this name, and it is equal."""
 
 
 def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
@@ -126,22 +131,25 @@ def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
         entry, receipt.sha256, tree, where=where, mend=f"pull it again, or {ASK}"
     )
     if not is_verified:
-        logger.warning("%s is what came from %s; %s", where, receipt.mirror, UNKNOWN)
+        told = UNKNOWN if entry is None else f"'qat hub pull {receipt.name} --force' compares anew"
+        logger.warning("%s (%s): %s; %s", where, receipt.mirror, UNPROVEN, told)
     return Verified(
         receipt.name, receipt.mirror, len(receipt.files), receipt.sha256, tree, is_verified
     )
 
 
-def extra_files(directory: Path, receipt: Receipt) -> list[str]:
-    """The files in a directory that its receipt does not name."""
-    names = (path.relative_to(directory).as_posix() for path in regular_files(directory))
-    return [name for name in names if name not in receipt.files]
+def extra_files(directory: Path, names: Collection[str]) -> list[str]:
+    """What lies in a directory beside `names` and its receipt; also what is never packed."""
+    files = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = (path.relative_to(directory).as_posix() for path in files)
+    return sorted(name for name in found if name not in names and name != RECEIPT)
 
 
 def is_registered(
     entry: HubEntry, sha256: str | None, tree_sha256: str, *, where: str, mend: str
 ) -> bool:
-    """Whether a hash was registered, of the archive or of the files, and is equal.
+    """Whether the hash of the files is registered; that of their archive proves nothing of them,
+    but where it was just unpacked.
 
     Raises:
         HubError: one was registered and is another; `where` and `mend` are for the message.
@@ -150,4 +158,4 @@ def is_registered(
     for of, found, registered in pairs:
         if None not in (found, registered) and found != registered:
             raise HubError(f"{where}: SHA-256{of} is {found}, registered is {registered}; {mend}")
-    return any(found is not None and found == registered for _, found, registered in pairs)
+    return tree_sha256 == entry.tree_sha256

@@ -1,6 +1,7 @@
 """The names that `qat hub pull` knows: those of the package, and a user's own on top."""
 
 import difflib
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from qat.files import parse_toml
 from qat.hub.files import atomic_file
 from qat.secrets import scrubbed
 
+logger = logging.getLogger(__name__)
 SCHEMES = ("drive:", "gdrive:", "https://", "http://", "gs://", "hf:")
 SHA256 = r"^[0-9a-f]{64}$"
 
@@ -115,17 +117,43 @@ def add_entry(own: Path, name: str, entry: HubEntry, *, replace: bool = False) -
         )
     if name in load_registry(own) and not replace:
         raise HubError(f"{name!r} is in the registry already; choose another name, or add --force")
-    entries = _read_own(own) | {name: _absolute(entry, Path.cwd())}
-    values = {
-        each: entries[each].model_dump(mode="json", exclude_defaults=True) for each in entries
-    }
-    with atomic_file(own) as file:
-        tomli_w.dump(values, file)
+    _write(own, _read_own(own) | {name: _absolute(entry, Path.cwd())})
+
+
+def learn_tree(own: Path, name: str, sha256: str | None, tree_sha256: str | None) -> bool:
+    """Note in the file `own` the hash of the files that were just unpacked from an archive.
+
+    Only for an entry that knows the archive's hash, that one, and none of the files: later the
+    files are compared with it, and no receipt that lies beside them has to be believed. Whether it
+    was noted; nothing is where the file cannot be written.
+    """
+    entries = _read_own(own)
+    entry = entries.get(name)
+    if entry is None or None in (sha256, tree_sha256) or entry.tree_sha256 is not None:
+        return False
+    if entry.sha256 != sha256:
+        return False
+    learned = entry.model_copy(update={"tree_sha256": tree_sha256})
+    try:
+        _write(own, entries | {name: learned})
+    except HubError as error:
+        logger.warning("the hash of the files of %s is not noted: %s", name, error)
+        return False
+    logger.info("%s: noted the hash of the files of %s, %s", own, name, tree_sha256)
+    return True
 
 
 def is_local(mirror: str) -> bool:
     """Whether a mirror is a path on this machine."""
     return not mirror.startswith(SCHEMES)
+
+
+def _write(own: Path, entries: Registry) -> None:
+    values = {
+        each: entries[each].model_dump(mode="json", exclude_defaults=True) for each in entries
+    }
+    with atomic_file(own) as file:
+        tomli_w.dump(values, file)
 
 
 def _read_own(own: Path) -> Registry:

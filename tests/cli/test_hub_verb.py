@@ -8,7 +8,9 @@ import pytest
 from hub_case import checkpoint, contents
 
 from qat.cli import main
-from qat.hub.files import regular_files, sha256_tree
+from qat.errors import HubError
+from qat.files import sha256_file
+from qat.hub.files import RECEIPT, regular_files, sha256_tree
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,53 @@ def test_from_pack_to_pull(tmp_path: Path, monkeypatch, capsys) -> None:
     assert last_line(capsys)["is_verified"]
     (tmp_path / "checkpoints" / "q2" / "config.json").write_text("[]")
     assert call(monkeypatch, "verify", "checkpoints/q2") == 1
+
+
+def test_the_registry_learns_the_hash_of_the_files(tmp_path: Path, monkeypatch, capsys) -> None:
+    checkpoint(tmp_path / "q2")
+    assert call(monkeypatch, "pack", "q2") == 0
+    packed = last_line(capsys)
+    words = ("add", "mine", "--kind", "checkpoint", "--mirror", "q2.tar.lz4", "--sha256")
+    assert call(monkeypatch, *words, packed["sha256"]) == 0
+    own = tmp_path / "home" / ".config" / "qat" / "hub.toml"
+    assert packed["tree_sha256"] not in own.read_text()
+    assert call(monkeypatch, "pull", "mine") == 0
+    assert packed["tree_sha256"] in own.read_text() and last_line(capsys)["is_verified"]
+    noted = own.read_bytes()
+    for verb in (("pull", "mine"), ("verify", "checkpoints/mine")):
+        assert call(monkeypatch, *verb) == 0
+        assert last_line(capsys)["is_verified"] and own.read_bytes() == noted
+    weights = tmp_path / "checkpoints" / "mine" / "model.safetensors"
+    weights.write_bytes(b"evil")
+    receipt = weights.with_name(RECEIPT)
+    receipt.write_text(receipt.read_text().replace(packed_hash(tmp_path), sha256_file(weights)))
+    assert call(monkeypatch, "verify", "checkpoints/mine") == 1
+    assert "SHA-256 of the files is" in capsys.readouterr().err
+    assert call(monkeypatch, "pull", "mine") == 1
+
+
+def test_a_registry_that_cannot_be_written_learns_nothing(
+    tmp_path: Path, monkeypatch, capsys, caplog
+) -> None:
+    checkpoint(tmp_path / "q2")
+    assert call(monkeypatch, "pack", "q2") == 0
+    sha256 = last_line(capsys)["sha256"]
+    own = tmp_path / "hub.toml"
+    words = ("add", "mine", "--kind", "checkpoint", "--mirror", "q2.tar.lz4", "--registry", own)
+    assert call(monkeypatch, *words, "--sha256", sha256) == 0
+
+    def refused(_: Path) -> None:
+        raise HubError("hub.toml: writing stopped")
+
+    monkeypatch.setattr("qat.hub.registry.atomic_file", refused)
+    assert call(monkeypatch, "pull", "mine", "--registry", own) == 0
+    assert "the hash of the files of mine is not noted: hub.toml" in caplog.text
+    assert call(monkeypatch, "verify", "checkpoints/mine", "--registry", own) == 0
+    assert not last_line(capsys)["is_verified"]
+
+
+def packed_hash(place: Path) -> str:
+    return sha256_file(place / "q2" / "model.safetensors")
 
 
 def test_the_list_shows_no_secret(tmp_path: Path, monkeypatch, capsys) -> None:

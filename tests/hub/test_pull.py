@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import os
+import shutil
 from pathlib import Path
 
 import gdown
@@ -126,8 +127,47 @@ def test_what_the_registry_says_now_counts(out: Path, model: Path, archive: Path
         entry = HubEntry(kind="checkpoint", mirrors=("drive:a",), **known)
         with pytest.raises(HubError, match=f"registered is {WRONG}"):
             verify(out, {"model": entry})
-    entry = HubEntry(kind="checkpoint", mirrors=("drive:a",), sha256=sha256_file(archive))
+    entry = HubEntry(kind="checkpoint", mirrors=("drive:a",), tree_sha256=sha256_tree(model))
     assert verify(out, {"model": entry}).is_verified and not verify(out, {}).is_verified
+
+
+def test_a_receipt_that_came_beside_the_files_verifies_nothing(
+    out: Path, archive: Path, caplog
+) -> None:
+    known = {"sha256": sha256_file(archive)}
+    assert get(out, archive, **known).is_verified  # unpacked just now
+    evil = shutil.copytree(out, out.with_name("evil"))  # as tar, git or rsync bring it
+    (evil / "model.safetensors").write_bytes(b"evil")
+    receipt = json.loads((evil / RECEIPT).read_text())
+    receipt["files"]["model.safetensors"] = sha256_file(evil / "model.safetensors")
+    (evil / RECEIPT).write_text(json.dumps(receipt))
+    entry = HubEntry(kind="checkpoint", mirrors=(str(archive),), **known)
+    for place in (evil, out):  # nothing here tells which is the sound one
+        caplog.clear()
+        assert not pull("model", entry, place).is_verified
+        assert not verify(place, {"model": entry}).is_verified
+        assert caplog.text.count("says a receipt that anybody could have written") == 2
+    with pytest.raises(HubError, match="SHA-256 of the files is"):
+        learned = entry.model_copy(update={"tree_sha256": sha256_tree(out)})
+        verify(evil, {"model": learned})
+    assert verify(out, {"model": learned}).is_verified
+
+
+@pytest.mark.parametrize("name", ["._config.json", ".DS_Store", f"more/{RECEIPT}", "more/._x"])
+def test_what_is_never_packed_is_told_too(
+    out: Path, model: Path, archive: Path, caplog, name: str
+) -> None:
+    known = {"tree_sha256": sha256_tree(model)}
+    get(out, archive, **known)
+    (out / name).write_text("x")
+    assert not get(out, archive, **known).is_verified
+    assert f"1 files that were not pulled ({name}), so it is not verified" in caplog.text
+    with pytest.raises(HubError, match="1 files that did not come from"):
+        verify(out, {})
+    (out / RECEIPT).unlink()
+    assert not get(out, archive, **known).is_verified  # as if placed there by hand
+    (out / name).unlink()
+    assert get(out, archive, **known).is_verified
 
 
 def test_a_receipt_cannot_come_from_elsewhere(out: Path, model: Path, archive: Path) -> None:
