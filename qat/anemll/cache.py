@@ -42,7 +42,7 @@ PIECE = 2**21
 
 
 class Wish(NamedTuple):
-    """What to make of a cache."""
+    """What the imported cache shall say of itself."""
 
     meta: Meta
     tokenizer: str

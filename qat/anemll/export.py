@@ -53,7 +53,7 @@ PARTS = {"mlp": ".mlp.", "attn": ".self_attn."}
 
 
 class _Common(NamedTuple):
-    """What all linears of a part are written with."""
+    """Format that all linears of MLPs, or of attention, share in the file."""
 
     bits: int
     rank: int
@@ -133,7 +133,7 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of what `qat convert --from anemll` makes of the files, by the documented formula."""
+    """Logits of the model that `qat convert --from anemll` makes of the files."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

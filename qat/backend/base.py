@@ -148,7 +148,7 @@ class Backend:
         raise NotImplementedError
 
     def decision_lag(self) -> int:
-        """Steps that the host lets pass before it reads what a step decided, so as not to wait."""
+        """Steps after which the host reads a decision, so that it never waits for the device."""
         return 0
 
     def batches_ahead(self) -> int:
@@ -171,7 +171,7 @@ class Backend:
         return None
 
     def divided(self, tensor: Tensor) -> Tensor:
-        """A tensor of one row per sequence, its rows shared out where one process has many devices.
+        """A tensor with one row a sequence, its rows divided over the devices of this process.
 
         To be called on what comes from the host; what is computed of it follows.
         """
@@ -207,7 +207,7 @@ class Backend:
         return torch.equal(a, b)
 
     def undoing(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """What gives tensors back the values of now, which wait on the host."""
+        """A function that restores the present values of tensors, kept on the host until then."""
         named = {str(place): tensor.detach() for place, tensor in enumerate(tensors)}
         copies, copying = self.copied_to_host(named)
         copying.wait()
@@ -223,7 +223,7 @@ class Backend:
         return torch.Generator(self.device).manual_seed(seed)
 
     def compares(self) -> bool:
-        """Whether bits of floats cannot be looked at, nor sorted numbers be searched, over here.
+        """Whether this device lacks bit views of floats and searchsorted.
 
         Then comparing does it; `exp2` and `logaddexp` are missing too.
         """
@@ -273,7 +273,7 @@ class Backend:
         return 2**24
 
     def mark(self, after: Tensor | None = None) -> object:
-        """This moment in the course of the device's work; `seconds_between` compares two.
+        """A time stamp in the device's queue of work, for `seconds_between`.
 
         A device without a clock of its own takes the moment when `after` is computed.
         """

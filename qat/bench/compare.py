@@ -60,7 +60,7 @@ class Case:
 
     @property
     def medians(self) -> list[float]:
-        """Of each row."""
+        """Median of the samples of each row."""
         return [statistics.median(run) for run in self.runs]
 
     def facts(self, names: Sequence[str]) -> dict[str, object]:
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def place(self) -> dict[str, object]:
-        """What it ran on."""
+        """Device, and on a CPU the processor and threads, that the case ran on."""
         names = (*PLACE, *PLACE_OF_CPU) if self.rows[0].get("device") == "cpu" else PLACE
         return self.facts(names)
 
@@ -188,7 +188,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return self.before.name
 
     @property
@@ -240,7 +240,7 @@ def compare_files(before: Path, after: Path, threshold: float = THRESHOLD) -> Co
 def compare_cases(
     before: dict[str, Case], after: dict[str, Case], threshold: float = THRESHOLD
 ) -> Comparison:
-    """As `compare_files`, of cases that were read already."""
+    """Compare cases that were read already, as `compare_files` does with files."""
     shared = [name for name in before if name in after]
     if not shared:
         raise ComparisonError(

@@ -118,7 +118,7 @@ def requested(config: StepConfig, attention: str) -> Facts:
 
 
 def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
-    """What was asked for and did not run, a sentence each; none if all did."""
+    """Sentences about what was asked for and did not run; none if all did."""
     found = [
         _uncompiled(wished, effective, backend),
         _other_dtype(wished, effective),

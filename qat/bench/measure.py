@@ -41,7 +41,7 @@ class Timing:
         return self.positions / self.step_s
 
     def numbers(self) -> dict[str, object]:
-        """As a row of results holds them."""
+        """The fields of a row of results."""
         low, high = spread(self.steps_s)
         return {
             "unit": "s",

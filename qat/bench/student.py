@@ -116,7 +116,7 @@ class Subject(Protocol):
         """What the compiler did: compiled, graphs, recompiles, cuda_graph, fallback."""
 
     def close(self) -> None:
-        """Let go of all memory that the next subject needs."""
+        """Free the memory of this subject."""
 
 
 class Ours:

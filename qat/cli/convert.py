@@ -169,7 +169,7 @@ def convert(
 
 
 def _rounded(bits: float) -> float | None:
-    """For the last line; None if nothing is quantized."""
+    """Bits a weight, rounded for the last line of output; None if nothing is quantized."""
     return None if math.isnan(bits) else round(bits, 4)
 
 

@@ -66,7 +66,7 @@ class RunConfig(Settings):
     """What cache, train and eval compute in."""
 
     def tables(self) -> "dict[str, Table]":
-        """What is given, as keys of the stages' tables."""
+        """The flags that were given, as recipe keys by stage."""
         everywhere = {"device": self.device}
         computed = {**everywhere, "dtype": self.dtype}
         text = {"sequence_length": self.sequence_length, "num_sequences": self.num_sequences}

@@ -13,7 +13,7 @@ Column = tuple[str, str, str, float]
 
 
 def wide_console(file_width: int) -> "Terminal":
-    """As wide as the terminal, or `file_width` where the output is a file."""
+    """A console as wide as the terminal, or `file_width` columns where output goes to a file."""
     from qat.logs import Terminal
 
     console = Terminal()

@@ -265,7 +265,7 @@ class _Conversion:
                 )
 
     def reports(self) -> dict[str, ModuleReport]:
-        """Of every module that was replaced, by name."""
+        """Report of each module that was replaced, by name."""
         if not self.fitted:
             return {}
         names, errors = zip(*((n, fitted.error) for n, fitted in self.fitted.items()), strict=True)

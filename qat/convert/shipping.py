@@ -132,7 +132,7 @@ class Shipping(NamedTuple):
                 )
 
     def _check_others(self, model: PreTrainedModel, planned: set[str]) -> None:
-        """What is quantized already and stays must be held as it is."""
+        """Refuse targets that cannot hold the modules that are quantized already and stay."""
         others = {n: m for n, m in quantized_modules(model).items() if n not in planned}
         for (name, module), (to, target) in product(others.items(), self.targets.items()):
             reason = target.lost(module.spec, weight_shape(module))

@@ -285,13 +285,13 @@ class TeacherCache:
         return places.read(names, drawn=drawn)
 
     def _words(self, ids: Tensor) -> Tensor:
-        """The same ids, all of them inside the vocabulary."""
+        """The ids, after checking that all are inside the vocabulary."""
         if ids.numel() and int(ids.max()) >= self.manifest.teacher.vocab_size:
             raise self._impossible(f"token {int(ids.max())}")
         return ids
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
-        """The same values, all of them numbers."""
+        """The values, after checking that none is NaN or infinite."""
         if not values.isfinite().all():
             raise self._impossible(f"a {what} that is NaN or infinite")
         return values

@@ -127,7 +127,7 @@ class OpenShard:
             os.posix_fadvise(self._file, read.begin, read.size, os.POSIX_FADV_WILLNEED)
 
     def fill(self, read: Read) -> None:
-        """Fill what a read is for."""
+        """Copy the bytes of one shard row into the tensors of a batch."""
         outs, begin = [out for out in read.outs if len(out)], read.begin
         while outs:
             count = os.preadv(self._file, outs, begin)

@@ -286,7 +286,7 @@ class _Cutter:
             yield self._cut(self._size)
 
     def last_block(self) -> Iterator[Block]:
-        """What is left, if anything."""
+        """The last block: the sequences that are left, if any."""
         self.packer.finish()
         count = self._capped(self.packer.num_full)
         if count:

@@ -86,7 +86,7 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that transformers reads through compressed-tensors."""
+    """Logits of the model that transformers reads through compressed-tensors."""
     return reloaded_logits(model, directory, ids)
 
 

@@ -26,7 +26,7 @@ model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Nothing but the size."""
+    """None: a dense file holds every format; only the size is lost."""
     return None
 
 
@@ -51,7 +51,7 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that transformers reads back."""
+    """Logits of the model that transformers reads back."""
     return reloaded_logits(model, directory, ids)
 
 

@@ -23,7 +23,7 @@ model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Nothing."""
+    """None: a packed checkpoint holds every format."""
     return None
 
 
@@ -48,5 +48,5 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that transformers reads back."""
+    """Logits of the model that transformers reads back."""
     return reloaded_logits(model, directory, ids)

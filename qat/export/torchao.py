@@ -85,7 +85,7 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that transformers reads through torchao."""
+    """Logits of the model that transformers reads through torchao."""
     return reloaded_logits(model, directory, ids)
 
 

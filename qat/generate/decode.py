@@ -30,7 +30,7 @@ Seen = Callable[[list[list[int]]], None]
 def open_speaker(
     source: str, *, device: str, dtype: str
 ) -> tuple["LanguageModel | Decoder", PreTrainedTokenizerBase]:
-    """What is to generate, and its tokenizer: a decoder where one fits.
+    """The model that generates and its tokenizer; a packed decoder where one fits.
 
     Else the model itself, its quantized weights formed once.
 

@@ -140,7 +140,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def angles(self, num_positions: int) -> Angles:
-        """Of positions 0 ... N - 1, in float32."""
+        """Rotary angles of positions 0 ... N - 1, in float32."""
         device = self.model.device
         places = torch.arange(num_positions, device=device)[None]
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32, device=device), places)

@@ -128,7 +128,7 @@ def _drawn(logits: Tensor, config: GenerationConfig) -> Tensor:
 def _decode(
     decoder: Decoder, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None"
 ) -> list[int]:
-    """As `_continue` of one prompt, by the static-cache step."""
+    """Continue one prompt, one token at a time over a cache of fixed size."""
     if streamer is not None:
         streamer.put(ids)  # which it skips
 

@@ -88,7 +88,7 @@ class _Ticking:
         self._file, self._ticker, self._read = file, ticker, 0
 
     def read(self, size: int) -> bytes:
-        """As of a file."""
+        """Read up to `size` bytes, as a file does."""
         data = self._file.read(size)
         before, self._read = self._read, self._read + len(data)
         self._ticker.advance(mebibytes(self._read) - mebibytes(before))

@@ -22,7 +22,7 @@ from qat.logs import progress
 
 
 class Pushed(NamedTuple):
-    """What was put where, and what tells it from anything else."""
+    """Where a push put an archive, its kind and size, and the hashes that identify it."""
 
     to: str
     kind: Kind

@@ -47,7 +47,7 @@ class Receipt(Settings):
 
     @property
     def tree_sha256(self) -> str:
-        """Of the files, as `sha256_tree`."""
+        """SHA-256 over all files, computed as `sha256_tree` does."""
         return tree_of(self.files)
 
 

@@ -229,7 +229,7 @@ def _validator(answer: httpx2.Response) -> str:
 
 
 def _known_version(part: Path) -> _Version:
-    """Of what the bytes in `part` are."""
+    """Validator and size that the server gave for the file whose first bytes lie in `part`."""
     path = version_file(part)
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     validator, _, total = text.partition("\n")
@@ -269,7 +269,7 @@ class _Patience:
         self._mark = start
 
     def advance(self, received: int) -> None:
-        """So many bytes of the file are here."""
+        """Restart the time limit whenever another MiB of the file has arrived."""
         if received >= self._mark + MIB:
             self._mark = received
             self._timer.cancel()

@@ -17,7 +17,7 @@ MOST_LEVELS = 16
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """As `quant.columns.settle_columns`."""
+    """Quantize columns one after the other, as `quant.columns.settle_columns` defines it."""
     is_small = len(target) <= MOST_COLUMNS and len(columns.levels) <= MOST_LEVELS
     if use_triton(target) and is_small:
         from qat.kernels import column_sweep_triton as triton
@@ -28,7 +28,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
-    """As `quant.columns.refit_scale`."""
+    """Fit scales anew, as `quant.columns.refit_scale` defines it."""
     if use_triton(target) and len(target) <= MOST_COLUMNS:
         from qat.kernels import column_sweep_triton as triton
 

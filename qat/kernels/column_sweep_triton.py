@@ -50,7 +50,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
-    """As `quant.columns.refit_scale`."""
+    """Fit scales anew, as `quant.columns.refit_scale` defines it."""
     B, O = target.shape
     b, tile = _tile(B)
     _refit_kernel[(triton.cdiv(O, tile),)](

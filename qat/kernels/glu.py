@@ -24,7 +24,7 @@ def silu_mul(joined: Tensor) -> Tensor:
 
 @torch.library.custom_op("qat::silu_mul", mutates_args=())
 def fused_silu_mul(joined: Tensor) -> Tensor:
-    """As `silu_mul`, by Triton."""
+    """`silu_mul` in one Triton kernel."""
     from qat.kernels.glu_triton import silu_mul_forward
 
     return silu_mul_forward(joined)

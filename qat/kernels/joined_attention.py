@@ -79,7 +79,7 @@ def joined_tile_attention(
     eps: float,
     heads: int,
 ) -> Tensor:
-    """As `joined_attention`, by Triton; half precision only.
+    """`joined_attention` in Triton kernels; half precision only.
 
     What lies between is float32, rounded once before each product.
     """

@@ -44,7 +44,7 @@ class MmaTile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a program."""
+        """Rows of the weight that one program reads."""
         return 16
 
     @property

@@ -160,7 +160,7 @@ def _table(tables, part, lane, SIZE: tl.constexpr):
 
 @triton.jit
 def _levels(words, table, v: tl.constexpr, BITS: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """Those of a lane's unit v."""
+    """Levels of the indices that unit v of a lane holds."""
     if BITS == 2:
         return _levels_of_two(words[v], table, ASSEMBLED)
     else:

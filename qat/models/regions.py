@@ -185,7 +185,7 @@ def _unfused(
     attention_mask: Tensor | None,
     **kwargs: object,
 ) -> Tensor:
-    """As `_fused`, in the family's own steps."""
+    """The layer in the steps of its family's own code, without our kernels."""
     query, key, value = (
         part.unflatten(-1, (-1, module.head_dim)) for part in module.qkv.split(qkv)
     )

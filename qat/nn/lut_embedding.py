@@ -81,7 +81,7 @@ class FrozenLutTable(nn.Module):
         return table
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """As `quantized_weight`, made once and kept: the table does not learn."""
+        """The formed table in one dtype, made once and kept, because a table does not learn."""
         formed = self.formed
         if formed is None or (formed.dtype, formed.device) != (dtype, self.device):
             self.formed = formed = self.quantized_weight(dtype)

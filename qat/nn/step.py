@@ -59,7 +59,7 @@ class JoinedLinears(nn.Module):
         self.formed = None
 
     def part(self) -> None:
-        """Let the linears go their own ways again."""
+        """Undo the join: each linear multiplies by its own weight again."""
         self.release_()
         for linear in self.linears:
             linear.join(None, slice(0))
@@ -130,7 +130,7 @@ def release_weights(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module) -> list[JoinedLinears | QuantLinear]:
-    """What is formed by itself: joined linears together, every other one alone."""
+    """The modules that form weights: joined linears as one, every other linear alone."""
     joined = [module for module in model.modules() if isinstance(module, JoinedLinears)]
     members = {linear for unit in joined for linear in unit.linears}
     alone = [linear for linear in quant_linears(model).values() if linear not in members]

@@ -134,7 +134,7 @@ class NSAAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """As the family's own.
+        """Attention with the arguments and results of the family's own layer.
 
         Raises:
             ConfigError: more positions than the rotary embedding was made for.

@@ -76,7 +76,7 @@ class Curves:
         self._save()
 
     def poll(self) -> None:
-        """Tell what is new."""
+        """Send the numbers that were written since the last poll."""
         new = [event for tail in self._tails for event in events(tail.read())]
         for event in new:
             self._tell(event)

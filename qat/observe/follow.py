@@ -71,7 +71,7 @@ class Follower(Protocol):
         """The run is over, by an error if `failed`; `poll` has taken everything."""
 
     def missing(self) -> str:
-        """What is left undone, if it were left now."""
+        """What would be missing if the follower stopped now."""
 
 
 @contextmanager

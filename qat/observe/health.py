@@ -193,7 +193,7 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 
 def _sparse(run: Run) -> Iterator[Check]:
-    """Of sparse attention at the last evaluation, the worst layer of each."""
+    """Health of sparse attention at the last evaluation: the worst layer for each number."""
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
     if not layers:
         return

@@ -227,7 +227,7 @@ class TrainingStep:
         return {**self.student.model.state_dict(keep_vars=True), **self.optimizer.moving()}
 
     def told(self, result: StepResult) -> tuple[StepResult, Tensor]:
-        """The losses over all ranks, and NaN if any of them ever met a number that is none, else 0.
+        """The losses summed over ranks, and NaN if any rank ever saw NaN or infinity, else 0.
 
         All ranks call this together, and none waits for its device. Losses and gradients of every
         step up to here count, and the `numbers` as they are now.

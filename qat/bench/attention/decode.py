@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def dense_bytes(self) -> int:
-        """Of the keys and values that a dense layer reads for the last token."""
+        """Bytes of keys and values that a dense layer reads for the last token."""
         return 2 * self.length * self.key_heads * self.width * self.dtype.itemsize
 
 
@@ -67,7 +67,7 @@ class Bench:
 
     @property
     def scale(self) -> float:
-        """Of a head's scores."""
+        """Factor that a head's scores are multiplied by."""
         return self.shape.width**-0.5
 
     def dense_layers(self) -> Iterator[tuple[str, Callable[[Cache], Tensor]]]:
@@ -174,7 +174,7 @@ class NSABench:
         return self.bench.recorded(token)
 
     def reads(self) -> Reads:
-        """Of the last token, counted from the first layer's lists."""
+        """Bytes that the last token reads, counted from the first layer's lists."""
         last = torch.full_like(self.bench.position, self.bench.shape.length - 1)
         return measured(self.kept[0], last, self.config)
 

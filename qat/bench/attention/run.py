@@ -167,7 +167,7 @@ def _repeated(each: Ready) -> Callable[[], None]:
 
 
 def _seconds(call: Callable[[], object], backend: Backend) -> float:
-    """Of one call: the median of three."""
+    """Seconds of one call: the median of three."""
     found = []
     for _ in range(3):
         first = backend.mark()

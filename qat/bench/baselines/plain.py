@@ -221,7 +221,7 @@ class PlainStep:
             self._loss.run_eagerly()
 
     def compile_facts(self) -> dict[str, object]:
-        """As our own step tells them."""
+        """Compiler facts under the keys of our own step."""
         found = compile_facts()
         return {
             "compiled": self._is_compiled,

@@ -160,7 +160,7 @@ def gradients(function: Callable[..., Any], grad: Tensor, *inputs: Tensor) -> tu
 
 
 def product_flops(size: Size) -> float:
-    """Of one matmul of all heads over the keys that a causal query sees."""
+    """FLOPs of one matmul of all heads over the keys that a causal query sees."""
     S = size["S"]
     return size["B"] * size["H"] * size["D"] * S * (S + 1)
 

@@ -106,7 +106,7 @@ class Tuned:
         return 1.0 if self.adopted is None else self.adopted.ratio.median
 
     def row(self) -> Row:
-        """As a row of results holds it."""
+        """The fields of a row of results."""
         runs = self.adopted or next(t for t in self.best if t.configuration == self.space.default)
         return {
             "kind": "tuned",

@@ -90,7 +90,7 @@ class Job(JobFiles, Settings):
 
     @property
     def label(self) -> str:
-        """What its files are called."""
+        """Name that the job's files share."""
         return f"{name_in_path(self.name)}-s{self.seed}-{self.key}"
 
 

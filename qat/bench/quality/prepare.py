@@ -197,7 +197,7 @@ def time_plan(shop: Workshop, plan: Plan) -> list[list[float]]:
 
 
 def _stand_in(convert: Table) -> Table:
-    """The same conversion from the teacher itself."""
+    """The settings of that conversion without its `base`: the teacher itself is converted."""
     return {key: value for key, value in convert.items() if key != "base"}
 
 

@@ -180,7 +180,7 @@ class Run(JobFiles, Settings):
 
     @property
     def label(self) -> str:
-        """What its files are called."""
+        """Name that the job's files share."""
         return f"{name_in_path(self.group)[:80]}-r{self.repeat}-{self.key}"
 
     @property

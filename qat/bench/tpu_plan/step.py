@@ -43,7 +43,7 @@ class Inside(NamedTuple):
 
 
 def arguments(student: Traceable, batch_size: int) -> Arguments:
-    """Those of a step at `batch_size`."""
+    """Arguments of a compiled step at `batch_size`."""
     L = len(student.layers)
     with student.fake:
         stacks = [t.detach().new_empty(L, *t.shape) for t in student.tensors]

@@ -177,7 +177,7 @@ def _in_edges(selection: Tensor, size: int, length: int) -> Tensor:
 
 
 def _in_sight(blocks: Tensor, tiles: Tiles) -> Tensor:
-    """Those of `blocks` that reach into the tiles' past and documents."""
+    """The `blocks` that a tile may read: in its past and in its documents."""
     numbers = torch.arange(blocks.shape[-1], device=blocks.device)
     is_past = numbers <= numbers[:, None]
     return blocks & (is_past & (numbers >= tiles.lowest[..., None] // EDGE))[:, None]

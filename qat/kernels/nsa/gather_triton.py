@@ -86,7 +86,7 @@ def choose(
 
 
 def pairs_of(ranks: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Who reads what: the queries of each block, one list after the other.
+    """For each block, the queries that read it, as lists one behind the other.
 
     Args:
         ranks: `(R, N, S)`, from `choose`.

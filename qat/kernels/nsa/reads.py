@@ -34,7 +34,7 @@ class Reads(NamedTuple):
         return self.compressed + self.selected + self.window + self.scored / 2 + self.pooled
 
     def num_bytes(self, heads: int, width: int, itemsize: int) -> float:
-        """Of one query over `heads` key-value heads."""
+        """Bytes that one query reads over `heads` key-value heads."""
         return 2 * self.pairs * heads * width * itemsize
 
 

@@ -23,7 +23,7 @@ SHARED = 128
 
 
 class Route(NamedTuple):
-    """What was asked for and what computes."""
+    """The backend that was asked for and the one that computes."""
 
     requested: str
     """A backend's name, or `auto`."""
