@@ -56,7 +56,7 @@ def test_a_search_survives_what_does_not_fit(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A TPU of two sequences, on the CPU client."""
-    real_take, real_end, sizes = TrainingStep._take, XlaBackend.step_end, [0]
+    real_take, real_end, sizes = TrainingStep.__call__, XlaBackend.step_end, [0]
 
     def take(self: TrainingStep, batches: list, *rest: object) -> object:
         sizes.append(len(batches[0].mask))
@@ -69,7 +69,7 @@ def test_a_search_survives_what_does_not_fit(
         real_end(self)
 
     told = {"bytes_used": GIB, "peak_bytes_used": GIB, "bytes_limit": 16 * GIB}
-    monkeypatch.setattr(TrainingStep, "_take", take)
+    monkeypatch.setattr(TrainingStep, "__call__", take)
     monkeypatch.setattr(XlaBackend, "step_end", end)
     monkeypatch.setattr(XlaBackend, "is_host", lambda _: False)
     monkeypatch.setattr(XlaBackend, "told", lambda _: told)
