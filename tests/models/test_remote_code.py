@@ -61,5 +61,5 @@ def test_code_runs_when_asked(model: Path) -> None:
 
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_cache_remembers_it(has_run: bool) -> None:
-    manifest = new_manifest(settings(), info(remote_code=has_run), "t")
+    manifest = new_manifest(settings(), info(remote_code=has_run), "0" * 16)
     assert json.loads(manifest.to_bytes())["teacher"]["remote_code"] is has_run
