@@ -17,8 +17,8 @@ import qat.cli
 from qat.bench.quality.config import read_recipe as read_quality
 from qat.bench.sweep.plan import read_recipe as read_sweep
 from qat.cli import VERBS, app, main
+from qat.cli.parser import check_recipe, print_result
 from qat.cli.pipeline import Pipeline
-from qat.cli.recipe import check_recipe, print_result
 from qat.config import Required
 from qat.errors import ConfigError
 

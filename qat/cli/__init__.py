@@ -28,8 +28,7 @@ from qat.cli.eval import evaluate
 from qat.cli.export import export
 from qat.cli.generate import generate
 from qat.cli.hub import hub_app
-from qat.cli.mistakes import mistake, unknown_flag
-from qat.cli.recipe import check_recipe, print_result
+from qat.cli.parser import check_recipe, mistake, print_result, unknown_flag
 from qat.cli.report import report
 from qat.cli.run import run
 from qat.cli.train import train

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from qat.cli.recipe import print_result
+from qat.cli.parser import print_result
 from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:

@@ -228,7 +228,7 @@ class Road:
             ConfigError: a setting is wrong, or differs from what the stage was done with.
         """
         from qat.cli import app
-        from qat.cli.mistakes import mistake
+        from qat.cli.parser import mistake
 
         needed = {"convert": ["--out", "x"], "train": ["--out", "x"]}.get(stage, [])
         needed += {"eval": ["x"], "export": ["--to", self.targets[0], "--out", "x"]}.get(stage, [])

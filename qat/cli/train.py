@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from qat.cli.export import show_targets
 from qat.cli.health import show_end, show_health
-from qat.cli.recipe import print_result
+from qat.cli.parser import print_result
 from qat.config import Careful, Required
 from qat.errors import QatError
 from qat.logs import RECIPE

@@ -7,7 +7,7 @@ import pytest
 from cli_case import call
 
 from qat.cli import VERBS, app
-from qat.cli.mistakes import HERE
+from qat.cli.parser import HERE
 
 MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 

@@ -30,7 +30,7 @@ from qat.bench.quality.resolve import resolve as resolve_quality
 from qat.bench.sweep.plan import make_groups
 from qat.bench.sweep.plan import read_recipe as read_sweep
 from qat.cli import app
-from qat.cli.mistakes import mistake
+from qat.cli.parser import mistake
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
 from qat.data.chat import render

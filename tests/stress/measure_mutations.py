@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from qat import cli
-from qat.cli.recipe import check_recipe
+from qat.cli.parser import check_recipe
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import QatError
