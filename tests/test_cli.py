@@ -18,7 +18,7 @@ from qat.bench.quality.config import read_recipe as read_quality
 from qat.bench.sweep.plan import read_recipe as read_sweep
 from qat.cli import VERBS, app, main
 from qat.cli.parser import check_recipe, print_result
-from qat.cli.pipeline import Pipeline
+from qat.cli.run import Pipeline
 from qat.config import Required
 from qat.errors import ConfigError
 

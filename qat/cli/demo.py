@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from qat.cli.pipeline import Pipeline
+from qat.cli.run import Pipeline
 from qat.errors import ConfigError
 from qat.lock import held
 
