@@ -1,6 +1,6 @@
 """The table of what the preflight found."""
 
-from qat.cli.findings import show_findings
+from qat.cli.train import show_findings
 from qat.train.preflight import LESS_MEMORY, Checked, Finding
 
 

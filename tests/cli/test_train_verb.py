@@ -10,7 +10,7 @@ import torch
 from cli_case import call
 from train_case import config, make_place
 
-from qat.cli.health import _next, show_health
+from qat.cli.train import _next, show_health
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.observe.health import Check

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from observe.synthetic import write_lines, write_run
 
-from qat.cli.health import show_health
+from qat.cli.train import show_health
 from qat.errors import CheckpointError
 from qat.observe.health import Check, health, worst
 from qat.observe.page import write_report
