@@ -175,9 +175,9 @@ class Pipeline:
         """Print the teacher beside the models that were examined: numbers and sizes."""
         from rich.table import Table
 
-        from qat.observe.exam import CAPTION, COLUMNS, exam_rows
+        from qat.observe.runs import EXAM_CAPTION, EXAM_COLUMNS, exam_rows
 
-        table = Table(*COLUMNS, caption=CAPTION, caption_justify="left")
+        table = Table(*EXAM_COLUMNS, caption=EXAM_CAPTION, caption_justify="left")
         for row in exam_rows(self.exams()):
             table.add_row(*row)
         self.console.print(table)

@@ -12,10 +12,18 @@ from jinja2 import Environment, FileSystemLoader, Template
 from qat.errors import ConfigError
 from qat.files import write_atomically
 from qat.observe.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
-from qat.observe.exam import CAPTION, exam_rows
-from qat.observe.exam import COLUMNS as EXAM_COLUMNS
 from qat.observe.health import health
-from qat.observe.runs import Conversion, Module, Run, read_directory, read_exam, stages_in
+from qat.observe.runs import (
+    EXAM_CAPTION,
+    EXAM_COLUMNS,
+    Conversion,
+    Module,
+    Run,
+    exam_rows,
+    read_directory,
+    read_exam,
+    stages_in,
+)
 
 COLUMNS = (
     ("run", ""),
@@ -76,7 +84,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
     html = template("page.html").render(
         title="qat report" if len(sources) > 1 else f"qat report: {sources[0].label}",
         subtitle=_subtitle(runs, conversions),
-        exam=exam and {"columns": EXAM_COLUMNS, "rows": exam_rows(exam), "caption": CAPTION},
+        exam=exam and {"columns": EXAM_COLUMNS, "rows": exam_rows(exam), "caption": EXAM_CAPTION},
         columns=COLUMNS,
         table=run_table(runs),
         judged_on=_judged_on(runs),
