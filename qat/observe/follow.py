@@ -19,8 +19,7 @@ from qat.config import Settings, Trackers
 from qat.errors import ConfigError, how_to_install
 from qat.logs import FACTS
 from qat.observe import trackers
-from qat.observe.curves import Curves
-from qat.observe.trackers import Start, Tracker
+from qat.observe.trackers import Curves, Start, Tracker
 from qat.observe.upload import Upload, check_folder
 
 # Settings of what follows a run: trackers and uploads. They are no part of its recipe.

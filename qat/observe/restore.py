@@ -24,7 +24,7 @@ from qat.logs import (
     VAL_CSV,
 )
 from qat.models.source import pointed
-from qat.observe.curves import FOLDER
+from qat.observe.trackers import FOLDER
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from qat.files import LEAVING
 from qat.hub.pack import pack
 from qat.hub.push import put
 from qat.logs import EVENTS, FACTS, HEARTBEATS, METRICS, RECIPE, SUMMARY, TRAINING_CSV, VAL_CSV
-from qat.observe.curves import FOLDER
 from qat.observe.restore import STATE, link, named, stage_run
+from qat.observe.trackers import FOLDER
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from qat.backend.base import Backend
 from qat.backend.nvidia import UNKNOWN
 from qat.logs import JsonLines, events_file, heartbeat_file
-from qat.observe.curves import Tail
+from qat.observe.trackers import Tail
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 

@@ -11,10 +11,10 @@ import pytest
 from observe.run_case import add_line, begin, cut, loss, write_steps
 
 from qat.errors import ConfigError
-from qat.observe import curves, follow
-from qat.observe.curves import Tail
+from qat.observe import follow
+from qat.observe import trackers as curves
 from qat.observe.follow import TrackConfig
-from qat.observe.trackers import Sample, Start, events
+from qat.observe.trackers import Sample, Start, Tail, events
 
 
 class Memory:
