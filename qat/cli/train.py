@@ -196,7 +196,7 @@ def train(
         config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select
     from qat.observe.follow import follow
-    from qat.observe.restore import restore
+    from qat.observe.upload import restore
     from qat.ranks import joined
     from qat.train.start import train_student
 

@@ -16,8 +16,7 @@ from qat.errors import ConfigError, HubError
 from qat.hub import push
 from qat.observe import upload
 from qat.observe.follow import TrackConfig, follow
-from qat.observe.restore import STATE, named, restore, stage_run
-from qat.observe.upload import Upload
+from qat.observe.upload import STATE, Upload, named, restore, stage_run
 from qat.train.optim import Optimizer
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student
