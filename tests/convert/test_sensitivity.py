@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qat.convert.calibrate import TokenBatch
-from qat.convert.quantize import quantize_model
-from qat.convert.sensitivity import (
+from qat.convert.bits_budget import (
     JUDGED_TOKENS,
     Sensitivities,
     measure_sensitivities,
     split_calibration,
 )
+from qat.convert.calibrate import TokenBatch
+from qat.convert.quantize import quantize_model
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names

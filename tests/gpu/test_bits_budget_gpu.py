@@ -4,10 +4,9 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model
 
-from qat.convert.bits_budget import plan_within_budget
+from qat.convert.bits_budget import measure_sensitivities, plan_within_budget
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
-from qat.convert.sensitivity import measure_sensitivities
 from qat.logs import progress
 from qat.models.cost import model_bits_per_weight
 from qat.models.language_model import LanguageModel
