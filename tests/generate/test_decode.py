@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import seeded
 from qat.generate.decode import Decoder, Sampling
-from qat.generate.packed_linear import PackedLinear
-from qat.generate.step import DecodeStep, read_bytes
+from qat.generate.step import DecodeStep, PackedLinear, read_bytes
 from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_matvec import SPLIT
 from qat.models.language_model import LanguageModel

@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantized import frozen_linear
 
-from qat.generate.packed_linear import PackedLinear, Scratch
+from qat.generate.step import PackedLinear, Scratch
 from qat.kernels.lut_matvec import MOST_VECTORS, LutRows
 from qat.quant.spec import LutSpec
 
