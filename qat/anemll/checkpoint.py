@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig as Config
 from qat.anemll.linear import Imported, import_linear
 from qat.anemll.state import LegacyState, check_finite, read_state, state_file
 from qat.errors import CheckpointError
-from qat.export.card import IMPORT
+from qat.export.model import IMPORT
 from qat.files import check_free
 from qat.logs import progress
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.anemll.checkpoint import build_model
 from qat.anemll.state import read_state
 from qat.errors import ExportError
-from qat.export.card import float_base
+from qat.export.model import float_base
 from qat.export.parts import logits_of, unquantized_state, write_config
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears

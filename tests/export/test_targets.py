@@ -20,14 +20,14 @@ from qat.cli import run_verb
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
-from qat.export import card, coreml, gguf, mlx, parts
+from qat.export import coreml, gguf, mlx, parts
 from qat.export import gguf as gguf_blocks
 from qat.export import gguf as gguf_tokenizer
+from qat.export import model as card
 from qat.export import model as exported
-from qat.export.card import CONVERSION, IMPORT, float_base
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
-from qat.export.model import export_model
+from qat.export.model import CONVERSION, IMPORT, export_model, float_base
 from qat.export.parts import logits_of_weights
 from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
