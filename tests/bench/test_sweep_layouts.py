@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from qat.backend.device import select
-from qat.bench.batches import Source
-from qat.bench.layouts import STEPS, bucket_edges, document_lengths, make_batches
+from qat.bench.batches import STEPS, Source, bucket_edges, document_lengths, make_batches
 from qat.bench.run import prepare
 from qat.bench.sweep.plan import StepsConfig
 from qat.bench.sweep.work import _laid_out

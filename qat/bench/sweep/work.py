@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qat.backend.base import Backend
 from qat.backend.device import select
+from qat.bench.batches import make_batches
 from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.layouts import make_batches
 from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend
 from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
