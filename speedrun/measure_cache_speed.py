@@ -30,7 +30,7 @@ from transformers import (
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.shapes import shape_called
+from qat.bench.config import shape_called
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.chat import Document

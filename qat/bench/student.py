@@ -13,8 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.backend.device import on, select
-from qat.bench.config import MeasureConfig
-from qat.bench.shapes import shape_called
+from qat.bench.config import MeasureConfig, shape_called
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
 from qat.data.packing import Batch

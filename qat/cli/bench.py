@@ -136,7 +136,7 @@ def quality(
 
 def _checked(student: str, config: Measured, out: Path | None) -> Measured:
     """`config` for what `check_inputs` accepts; a student may be the name of a shape."""
-    from qat.bench.shapes import SHAPES, shape_called
+    from qat.bench.config import SHAPES, shape_called
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     parse_losses(config.loss)

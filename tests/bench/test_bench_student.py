@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qat.bench.config import BenchConfig
-from qat.bench.shapes import SHAPES, shape_called
+from qat.bench.config import SHAPES, BenchConfig, shape_called
 from qat.bench.student import WEIGHT_RMS, open_student
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import PRESETS as ATTENTION

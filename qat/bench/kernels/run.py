@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.config import KernelsConfig
+from qat.bench.config import KernelsConfig, shape_called
 from qat.bench.kernels.case import Case
 from qat.bench.kernels.gates import (
     Clock,
@@ -31,7 +31,6 @@ from qat.bench.kernels.tune import Tuned, tune, write_table
 from qat.bench.kernels.word_cases import word_cases
 from qat.bench.measure import Roofline, measure_roofline
 from qat.bench.results import Results, environment
-from qat.bench.shapes import shape_called
 from qat.errors import BenchError, ConfigError
 from qat.files import write_atomically
 from qat.kernels import tuned

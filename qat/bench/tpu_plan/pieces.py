@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, BenchConfig
-from qat.bench.shapes import shape_called
+from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, BenchConfig, shape_called
 from qat.bench.student import Ours, standing_still
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
