@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from nsa_decode_bench import Bench, NSABench, Shape, seconds_of_tile
 from research_records import record
 from speed_case import Row, show
 from torch import Tensor
@@ -24,7 +25,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
 from qat.kernels.nsa.config import PRESETS, NSAConfig

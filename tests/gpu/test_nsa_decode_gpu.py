@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nsa_case import nsa_inputs, small
+from nsa_decode_bench import Bench, NSABench, Shape, seconds_of_tile
 from nsa_decode_case import decoded, upto
 from nsa_model_case import sparse_model
 from three_way import assert_no_worse_than_eager
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from qat.backend.device import on
-from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.kernels.dispatch import computing_by
 from qat.kernels.nsa.config import PRESETS
 from qat.kernels.nsa.decode import Kept, append, attend, choose, fill

@@ -1,10 +1,10 @@
 """What the decoding bench times is attention, and it counts the bytes that are there."""
 
 import torch
+from nsa_decode_bench import Bench, NSABench, Shape, seconds_of_tile
 from torch.nn import functional as F
 
 from qat.backend.device import on
-from qat.bench.attention.decode import Bench, NSABench, Shape, seconds_of_tile
 from qat.kernels.nsa.config import PRESETS
 
 SMALL = Shape(length=384, heads=4, key_heads=2, width=16, layers=2, dtype=torch.float32)
