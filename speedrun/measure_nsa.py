@@ -13,8 +13,7 @@ from cyclopts import App
 from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, show, timed_row
 
 from qat.backend.device import select
-from qat.bench.attention.run import measured
-from qat.bench.attention.ways import Work, ways_of
+from qat.bench.attention import Work, measured, ways_of
 from qat.bench.config import AttentionConfig
 from qat.bench.kernels.gates import Clock
 from qat.bench.measure import Timing

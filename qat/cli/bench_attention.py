@@ -35,7 +35,7 @@ def attention(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from qat.bench.attention.run import run_attention
+    from qat.bench.attention import run_attention
 
     report = run_attention(config, out)
     console = wide_console(WIDTH)

@@ -9,16 +9,18 @@ import torch
 from nsa_case import small
 
 from qat.backend.device import on
-from qat.bench.attention.run import crossovers, ready, run_attention
-from qat.bench.attention.ways import (
+from qat.bench.attention import (
     Attend,
     Layer,
     Way,
     Work,
     call_of,
+    crossovers,
     inputs_of,
     layer_of,
     problem,
+    ready,
+    run_attention,
     ways_of,
 )
 from qat.bench.config import AttentionConfig

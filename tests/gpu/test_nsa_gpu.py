@@ -9,7 +9,7 @@ from nsa_case import nsa_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qat.bench.attention.run import run_attention
+from qat.bench.attention import run_attention
 from qat.bench.config import AttentionConfig
 from qat.kernels.nsa import fla, flex, gather, reference, router
 from qat.kernels.nsa.config import NSAConfig
