@@ -12,9 +12,8 @@ from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.bench.tpu_plan.pieces import Traceable
 from qat.bench.tpu_plan.run import Planner
-from qat.bench.tpu_plan.step import build
 from qat.bench.tpu_plan.topologies import TOPOLOGIES
-from qat.bench.tpu_plan.xla import DTYPES, jax
+from qat.bench.tpu_plan.xla import DTYPES, build, jax
 from qat.nn.swap import decoder_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # jax's and torchax's own

@@ -196,8 +196,7 @@ class Planner:
 
     def compile(self, batch_size: int) -> Compiled:
         """The whole step at `batch_size`, in no more than the memory that it was given."""
-        from qat.bench.tpu_plan.step import arguments, build
-        from qat.bench.tpu_plan.xla import compile_for, shape_of
+        from qat.bench.tpu_plan.xla import arguments, build, compile_for, shape_of
 
         step = build(self._student, batch_size)
         parts = vars(arguments(self._student, batch_size)).values()
