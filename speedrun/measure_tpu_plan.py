@@ -19,9 +19,8 @@ from cyclopts import App, Parameter
 from figures import record
 from rich.console import Console
 
-from qat.bench.config import BenchConfig
+from qat.bench.config import TOPOLOGIES, BenchConfig
 from qat.bench.tpu_plan.run import Planned, Planner, memory_for, plan_tpu
-from qat.bench.tpu_plan.topologies import TOPOLOGIES
 from qat.logs import configure
 
 app = App(help=__doc__)

@@ -2,13 +2,13 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from qat.bench.tpu_plan.topologies import Topology, split_names
 from qat.config import Formats, Measured, Settings, Text, refuse_code
 from qat.errors import ConfigError
 from qat.files import parse_toml
@@ -25,6 +25,38 @@ CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """What `qat bench baselines` compares, by the names that its rows carry."""
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
 GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
+
+
+# TPUs that a step is compiled for. Memory is one chip's HBM as its maker states it (Google Cloud's
+# documentation); what the compiler lets a program have is a little less.
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One chip of a kind."""
+
+    name: str
+    described: str
+    """The smallest slice that libtpu describes; the step is compiled for its first chip."""
+    host_bounds: tuple[int, int, int] | None
+    """Chips of a host, where libtpu must be told."""
+    hbm_gib: float
+
+
+TOPOLOGIES = (
+    Topology("v4", "v4:2x2x1", None, 32),
+    Topology("v5e", "v5e:1x1", (1, 1, 1), 16),
+    Topology("v5p", "v5p:2x2x1", None, 95),
+    Topology("v6e", "v6e:1x1", (1, 1, 1), 32),
+)
+
+
+def split_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[Topology, ...]]:
+    """Devices to predict, and topologies to compile for; every other name counts as a device."""
+    known = {topology.name: topology for topology in TOPOLOGIES}
+    cleaned = [name.strip() for name in names]
+    devices = tuple(name for name in cleaned if name.lower() not in known)
+    return devices, tuple(known[name.lower()] for name in cleaned if name.lower() in known)
 
 
 class MeasureConfig(StepConfig):

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qat.bench.config import BenchConfig
+from qat.bench.config import TOPOLOGIES, BenchConfig, split_names
 from qat.bench.tpu_plan import run
 from qat.bench.tpu_plan import run as compiling
-from qat.bench.tpu_plan import topologies as needed
+from qat.bench.tpu_plan import run as needed
 from qat.bench.tpu_plan.pieces import check_alike, end_of_forward, split, trace
-from qat.bench.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
-from qat.bench.tpu_plan.topologies import TOPOLOGIES, Compiled, split_names, used_gib
+from qat.bench.tpu_plan.run import MARGIN, Compiled, memory_for, plan_tpu, sizes, used_gib
 from qat.cli.bench import bench
 from qat.errors import ConfigError
 from qat.logs import read_json_lines

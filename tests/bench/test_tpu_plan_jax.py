@@ -8,11 +8,10 @@ import torch
 
 from qat.backend.device import select
 from qat.bench.batches import Source
-from qat.bench.config import BenchConfig
+from qat.bench.config import TOPOLOGIES, BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.bench.tpu_plan.pieces import Traceable
 from qat.bench.tpu_plan.run import Planner
-from qat.bench.tpu_plan.topologies import TOPOLOGIES
 from qat.bench.tpu_plan.xla import DTYPES, build, jax
 from qat.nn.swap import decoder_layers
 

@@ -1,17 +1,72 @@
 """`qat bench --plan v6e`: what a student's step takes on TPUs that nobody has rented yet."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
 from qat.backend.device import select
-from qat.bench.config import BenchConfig
+from qat.bench.config import BenchConfig, Topology
 from qat.bench.find_max import largest_that_fits
 from qat.bench.results import Results, environment
-from qat.bench.tpu_plan.topologies import Compiled, Topology, check_installed
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
+
+# TPUs that a step is compiled for, by the names that users know; nothing heavy is imported here.
+#
+# Memory is one chip's HBM as its maker states it (Google Cloud's documentation); what the compiler
+# lets a program have is a little less.
+
+# What a compiler says of a step's memory.
+
+_UNITS = "KMGT"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a step."""
+
+    peak_gib: float | None
+    """None if the step does not fit into the memory of the device."""
+    needed_gib: float | None
+    """What it would take; the peak if it fits."""
+    seconds: float
+    """Of the compiler alone."""
+
+
+def used_gib(message: str) -> float | None:
+    """What the compiler says that a step would take, in either of its two ways.
+
+    `Used 48.66G of 15.75G hbm`, or `(16.34G) exceeds available HBM (14.40G)`.
+    """
+    size = rf"([\d.]+)([{_UNITS}])"
+    found = re.search(rf"Used {size} of {size} hbm|\({size}\) exceeds available HBM", message)
+    if found is None:
+        return None
+    number, unit = (found[1], found[2]) if found[1] else (found[5], found[6])
+    return float(number) * 1024.0 ** (_UNITS.index(unit) - 2)
+
+
+# Whether the extra for planning TPUs is there.
+
+NEEDED = ("jax", "torchax", "libtpu")
+
+
+def check_installed() -> None:
+    """Refuse to plan without the extra.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
+            f"{how_to_install('tpu-plan')}"
+        )
+
 
 # The largest batch that fits a TPU, found by compiling: every size that is named was compiled.
 
