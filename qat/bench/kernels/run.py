@@ -12,6 +12,7 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig, shape_called
 from qat.bench.kernels.case import Case
+from qat.bench.kernels.cases import layer_cases, linear_cases, word_cases
 from qat.bench.kernels.gates import (
     Clock,
     Refusal,
@@ -25,10 +26,7 @@ from qat.bench.kernels.gates import (
     numbers,
     times,
 )
-from qat.bench.kernels.layer_cases import layer_cases
-from qat.bench.kernels.linear_cases import linear_cases
 from qat.bench.kernels.tune import Tuned, tune, write_table
-from qat.bench.kernels.word_cases import word_cases
 from qat.bench.measure import Roofline, measure_roofline
 from qat.bench.results import Results, environment
 from qat.errors import BenchError, ConfigError
