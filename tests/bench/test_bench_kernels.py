@@ -12,16 +12,22 @@ import torch
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
-from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied, num_bytes
 from qat.bench.kernels.gates import (
+    Case,
     Clock,
+    Inputs,
+    Outputs,
     Seeds,
+    Size,
+    Space,
     Speed,
     compiles,
+    copied,
     difference,
     is_correct,
     is_fast,
     measure,
+    num_bytes,
     numbers,
 )
 from qat.bench.kernels.run import all_cases, cases_named, record_figures, run_kernels, work_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qat.bench.kernels.case import (
+from qat.bench.kernels.gates import (
     Case,
     Inputs,
     Outputs,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig, shape_called
-from qat.bench.kernels.case import Case
 from qat.bench.kernels.cases import layer_cases, linear_cases, word_cases
 from qat.bench.kernels.gates import (
+    Case,
     Clock,
     Refusal,
     Row,

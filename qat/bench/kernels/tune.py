@@ -15,13 +15,18 @@ from typing import TypeVar
 import tomli_w
 import torch
 
-from qat.bench.kernels.case import Case, Inputs, Outputs, Size, Space, copied
 from qat.bench.kernels.gates import (
     FAULTS,
     MESSAGE,
+    Case,
     Clock,
+    Inputs,
+    Outputs,
     Row,
     Seeds,
+    Size,
+    Space,
+    copied,
     recorded,
     spread_inputs,
     worst_of,
