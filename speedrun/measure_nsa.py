@@ -20,7 +20,7 @@ from qat.bench.measure import Timing
 from qat.bench.results import Results
 from qat.bench.run import prepare, time_ours
 from qat.bench.student import Ours
-from qat.cli.bench_attention import COLUMNS, WIDTH
+from qat.cli.bench import ATTENTION_COLUMNS, ATTENTION_WIDTH
 from qat.cli.tables import row_table, wide_console
 from qat.kernels.nsa.config import PRESETS
 from qat.logs import configure
@@ -64,7 +64,7 @@ def attention(
             clock = Clock(backend, repeats, config.limit_s)
             rows += one_length(length, kinds, clock, results)
         results.finish()
-    wide_console(WIDTH).print(row_table(COLUMNS, rows))
+    wide_console(ATTENTION_WIDTH).print(row_table(ATTENTION_COLUMNS, rows))
 
 
 def one_length(length: int, kinds: tuple[str, ...], clock: Clock, results: Results) -> list[Row]:

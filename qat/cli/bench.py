@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import App, Parameter
 
-from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
+from qat.bench.config import (
+    AttentionConfig,
+    BaselinesConfig,
+    BenchConfig,
+    KernelsConfig,
+    MeasureConfig,
+)
 from qat.bench.quality.config import QualityConfig
-from qat.cli.bench_attention import attention
 from qat.cli.bench_compare import compare, record
-from qat.cli.bench_kernels import kernels
 from qat.cli.bench_sweep import sweep
-from qat.cli.tables import wide_console
+from qat.cli.tables import row_table, wide_console
 from qat.config import OTHERS, Required
 from qat.losses.config import parse_losses
 
@@ -23,6 +27,117 @@ if TYPE_CHECKING:
     from qat.bench.quality.run import QualityReport
     from qat.bench.run import BenchReport, Prediction
     from qat.bench.tpu_plan.run import Planned
+if TYPE_CHECKING:
+    from qat.bench.kernels.run import KernelsReport
+
+
+# `qat bench kernels`: every kernel and its reference through the gates.
+
+KERNELS_WIDTH = 150
+US = 1e6
+KERNELS_COLUMNS = (
+    ("Kernel", "case", "{}", 1),
+    ("us a call", "p50_s", "{:,.2f}", US),
+    ("p90", "p90_s", "{:,.2f}", US),
+    ("p99", "p99_s", "{:,.2f}", US),
+    ("95 % from", "low_s", "{:,.2f}", US),
+    ("to", "high_s", "{:,.2f}", US),
+    ("reference", "reference_s", "{:,.2f}", US),
+    ("GB/s", "gb_per_s", "{:,.0f}", 1),
+    ("TFLOP/s", "tflops", "{:,.1f}", 1),
+    ("Bound by", "bound", "{}", 1),
+    ("Of roofline", "roofline_frac", "{:.3f}", 1),
+    ("x reference", "over_reference", "{:.1f}", 1),
+    ("Status", "status", "{}", 1),
+)
+
+
+def kernels(
+    *,
+    config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
+
+    Args:
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from qat.bench.kernels.run import run_kernels
+
+    report = run_kernels(config, out)
+    console = wide_console(KERNELS_WIDTH)
+    console.print(row_table(KERNELS_COLUMNS, report.rows))
+    for line in _remarks(report):
+        console.print(line, markup=False, highlight=False)
+    report.check()
+    figures = {name: value for name, value, *_ in report.figures()}
+    return dict(out=report.path, kernels=len(report.rows), **figures)
+
+
+def _remarks(report: "KernelsReport") -> list[str]:
+    rates = report.rates
+    lines = [
+        f"copy {rates.copy_bytes / 1e9:,.0f} GB/s, matmul {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
+    ]
+    for row in report.rows:
+        if row["status"] == "FAILED":
+            lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
+    if report.least is not None:
+        lines.append(f"furthest from the roofline: {report.least['case']}")
+    for each in report.tuned:
+        kernel, best = each.space.kernel, each.adopted
+        words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
+        lines.append(f"tuned {each.case} ({kernel}): {words}")
+    return [*lines, *([report.note] if report.note else [])]
+
+
+# `qat bench attention`: dense against sparse attention, and from which length on it pays.
+
+ATTENTION_WIDTH = 130
+ATTENTION_COLUMNS = (
+    ("Way", "way", "{}", 1),
+    ("Pass", "pass", "{}", 1),
+    ("S", "length", "{:,}", 1),
+    ("Heads", "heads", "{}", 1),
+    ("ms a call", "p50_s", "{:,.3f}", 1e3),
+    ("95 % from", "low_s", "{:,.3f}", 1e3),
+    ("to", "high_s", "{:,.3f}", 1e3),
+    ("x best dense", "over_dense", "{:.2f}", 1),
+    ("Memory", "peak_gib", "{:.2f} GiB", 1),
+    ("First call", "compile_s", "{:.1f} s", 1),
+    ("Status", "status", "{}", 1),
+)
+
+
+def attention(
+    *,
+    config: Annotated[AttentionConfig, Parameter(name="*")] = AttentionConfig(),  # noqa: B008
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Time one layer's attention, dense and sparse in turns; compiling is reported apart.
+
+    Args:
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from qat.bench.attention import run_attention
+
+    report = run_attention(config, out)
+    console = wide_console(ATTENTION_WIDTH)
+    console.print(row_table(ATTENTION_COLUMNS, report.rows))
+    for row in report.crossovers:
+        console.print(_said(row), markup=False, highlight=False)
+    return dict(out=report.path, crossovers=report.crossovers)
+
+
+def _said(row: dict) -> str:
+    kind = f"{row['way']}, {row['pass']}, {row['heads']}/{row['key_heads']} heads"
+    length = row["length"]
+    return f"{kind}: " + (
+        "dense is as fast at every length" if length is None else f"faster from {length:,} on"
+    )
+
 
 Measured = TypeVar("Measured", bound=MeasureConfig)
 SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")

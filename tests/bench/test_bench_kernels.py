@@ -290,7 +290,7 @@ def test_tuning_on_a_gpu_writes_the_table_and_the_figures(tmp_path, monkeypatch)
 
 
 def test_the_verb_prints_a_table_and_fails_with_the_gate(tmp_path, monkeypatch, capsys) -> None:
-    from qat.cli.bench_kernels import kernels
+    from qat.cli.bench import kernels
 
     monkeypatch.setattr(module, "interprets", lambda: True)
     config = KernelsConfig(shape="tiny", device="cpu", repeats=1)
