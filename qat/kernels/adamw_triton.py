@@ -1,11 +1,10 @@
 """The Triton side of `qat.kernels.adamw`."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qat.kernels.adamw import Moving, Noise, Rates
+from qat.kernels.dispatch import tl, triton
 
 BLOCK = 1024
 ROUNDS = tl.constexpr(7)

@@ -9,9 +9,9 @@ Shapes: B sequences, H query heads, K key-value heads, S positions, D head width
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from qat.kernels.dispatch import tl, triton
 
 
 @triton.jit

@@ -6,10 +6,9 @@ Row i of a tile in registers is read as a masked sum: exact, every other term be
 Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_weight_parts_triton import as_stored
 from qat.quant.columns import Columns
 

@@ -6,12 +6,10 @@ never come from the cache: the first split has them.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qat.kernels.decode_attention import Angles, Cache, Heads
+from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton
 from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.overlap import overlaps
 

@@ -1,21 +1,53 @@
-"""Whether a Triton kernel or its plain-PyTorch reference computes."""
+"""Triton where it is installed, and whether a kernel or its plain-PyTorch reference computes.
+
+A kernel's file holds both. It takes `triton` and `tl` from here, so that it can be imported where
+there is no Triton (macOS, Windows, CPU images).
+"""
 
 import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from typing import Self
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+
+class _Missing:
+    """Stands for all of Triton where it is missing: decorators and constants come to nothing."""
+
+    def __call__(self, *_: object, **__: object) -> Self:
+        return self
+
+    def __getattr__(self, name: str) -> Self:
+        if name.startswith("__"):  # no module's or function's: who inspects it shall not go on
+            raise AttributeError(name)
+        return self
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = _Missing()
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # also of a Triton for other GPUs than NVIDIA's
+    gdc_launch_dependents = gdc_wait = _Missing()
+
+HAS_TRITON = not isinstance(triton, _Missing)
+IS_COMPILED = HAS_TRITON and not triton.knobs.runtime.interpret
+"""False in Triton's interpreter (`TRITON_INTERPRET=1`), which knows no assembly and no registers.
+
+Like every `@triton.jit`, it is settled at import.
+"""
+
 Way = tuple[str, str, str]
 """Module of a kernel, `triton` or `pytorch`, and the kind of device."""
-
-HAS_TRITON = find_spec("triton") is not None
 
 if torch.cuda.is_available() and not HAS_TRITON:
     logger.warning("triton is not installed: plain PyTorch computes instead, several times slower")

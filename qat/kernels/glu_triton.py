@@ -6,10 +6,9 @@ Shapes: F width of gates and of ups.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.tuned import chosen
 
 LARGEST_BLOCK = 1024

@@ -11,10 +11,9 @@ Shapes: T tokens, D model width, V vocabulary, N chosen words, K of them exclude
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.head import Head, LogitGradients, Others
 from qat.kernels.tuned import chosen
 

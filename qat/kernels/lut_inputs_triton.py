@@ -1,10 +1,9 @@
 """Where the kernels of a decoding step put what the next matrix reads."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_matvec import SPLIT
 
 

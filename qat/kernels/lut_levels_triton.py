@@ -4,8 +4,7 @@ The levels are exact. A GPU reads weights of few bits faster than it can name th
 counts is integer instructions a weight, 2 with assembled loads (`lut_mma_triton` has fewer).
 """
 
-import triton
-import triton.language as tl
+from qat.kernels.dispatch import tl, triton
 
 GATHER, SELECT, ASSEMBLED_GATHER = 0, 1, 2
 """Ways to look levels up: a load from the codebook, comparisons between four.

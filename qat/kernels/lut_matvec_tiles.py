@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-import triton
-
+from qat.kernels.dispatch import triton
 from qat.kernels.lut_matvec import UNIT
 
 

@@ -10,12 +10,9 @@ bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do, the t
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.jit import JITFunction
 
+from qat.kernels.dispatch import IS_COMPILED, gdc_launch_dependents, gdc_wait, tl, triton
 from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.lut_levels_triton import ASSEMBLED_GATHER, GATHER, SELECT, levels_of
 from qat.kernels.lut_matvec import SPLIT, UNIT, WORDS, Norm, Rows, order_of
@@ -259,10 +256,6 @@ def _matvec_kernel(
             put_inputs(scaled, b, row, y * gain, is_row, num_out, ORDER)
             square = tl.sum(tl.where(is_row, y * y, 0.0), axis=0)
             tl.store(squares_out + b * tl.num_programs(0) + tl.program_id(0), square)
-
-
-IS_COMPILED = isinstance(_matvec_kernel, JITFunction)
-"""Not interpreted."""
 
 
 @triton.jit

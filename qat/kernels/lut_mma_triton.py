@@ -11,8 +11,7 @@ Levels cost 1.3 integer instructions each for 2 bits and 2.6 for 4 (byte permuta
 and the upper bytes of four levels, and put them together), and nothing else is done for a weight.
 """
 
-import triton
-import triton.language as tl
+from qat.kernels.dispatch import tl, triton
 
 UNIT_HALVES = tl.constexpr(16)
 """Inputs of a unit."""

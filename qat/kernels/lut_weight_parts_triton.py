@@ -3,9 +3,7 @@
 A unit is E consecutive weights of one run: a group, or a row where the scale is of low rank.
 """
 
-import triton
-import triton.language as tl
-
+from qat.kernels.dispatch import tl, triton
 from qat.quant.e5m3 import LARGEST
 
 LARGEST_E5M3 = tl.constexpr(LARGEST)

@@ -9,10 +9,9 @@ weight is formed are rounded one by one, as the reference rounds them: no fused 
 from typing import NamedTuple, Self
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_weight_parts_triton import (
     as_stored,
     chosen_index,

@@ -9,11 +9,10 @@ Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D h
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qat.kernels.attention_triton import tile
+from qat.kernels.dispatch import tl, triton
 
 TILE_SIZE = 2048
 """Elements of a head's tile: 16 bytes of each half for each of 128 threads."""

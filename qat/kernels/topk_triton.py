@@ -9,10 +9,9 @@ Shapes: T tokens, V vocabulary, K tokens kept, N blocks.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.topk import BLOCK, Blocks, Selection, unpack_keys
 from qat.kernels.tuned import chosen
 

@@ -6,12 +6,10 @@ head; the third makes their softmaxes one for each branch and adds the branches 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qat.kernels.decode_attention_triton import LEAST, add_product
+from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import Kept
 from qat.kernels.overlap import overlaps

@@ -12,9 +12,9 @@ C judged keys, N blocks, n that a query selects at most, E = S n places for pair
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from qat.kernels.dispatch import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORCED_BITS = tl.constexpr(0x7F000000)

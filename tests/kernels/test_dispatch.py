@@ -1,0 +1,23 @@
+"""Kernels where Triton is missing."""
+
+import subprocess
+import sys
+
+WITHOUT_TRITON = """
+import importlib, pkgutil, sys
+
+sys.modules["triton"] = None  # an import of it fails
+
+import torch
+import qat.kernels
+from qat.kernels import dispatch, topk
+
+for module in pkgutil.walk_packages(qat.kernels.__path__, "qat.kernels."):
+    importlib.import_module(module.name)
+assert not dispatch.HAS_TRITON and not dispatch.IS_COMPILED
+assert topk.top_k_of_logits(torch.eye(3), 1).ids.flatten().tolist() == [0, 1, 2]
+"""
+
+
+def test_every_file_of_kernels_can_be_imported_without_triton() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_TRITON], check=True)
