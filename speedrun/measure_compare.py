@@ -24,7 +24,14 @@ from figures import record
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.compare import REGRESSION, Case, Comparison, compare_cases, compare_files, read_cases
+from qat.bench.compare import (
+    REGRESSION,
+    Comparison,
+    MeasuredCase,
+    compare_cases,
+    compare_files,
+    read_cases,
+)
 from qat.bench.config import MeasureConfig
 from qat.bench.results import ROWS, Results, environment
 from qat.bench.stats import MIN_SAMPLES
@@ -119,7 +126,7 @@ class Trial:
         """So many runs of one kernel against as many measured after them, over and over."""
         cases = [read_cases(self.place / f"equal-{i}-0") for i in range(comparisons)]
         sides = [
-            {"form": Case("form", tuple(chain.from_iterable(c["form"].rows for c in some)))}
+            {"form": MeasuredCase("form", tuple(chain.from_iterable(c["form"].rows for c in some)))}
             for some in (cases[i : i + runs] for i in range(0, comparisons - runs + 1, runs))
         ]
         return [compare_cases(a, b, self.threshold) for a, b in pairwise(sides)]

@@ -14,7 +14,7 @@ from qat.bench.stats import MIN_SAMPLES, THRESHOLD, Difference, compare, variati
 from qat.errors import CheckpointError, ComparisonError
 from qat.logs import read_json_lines
 
-# Raw samples as files of results hold them: one `Case` for all rows of one name.
+# Raw samples as files of results hold them: one `MeasuredCase` for all rows of one name.
 #
 # Rows of one case are its repeats: runs of one command, turns in one process, or several hosts.
 
@@ -37,7 +37,7 @@ Row = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredCase:
     """All that was measured of one case."""
 
     name: str
@@ -84,7 +84,7 @@ class Case:
         return {row.get("host") for row in self.rows}
 
 
-def read_cases(path: Path) -> dict[str, Case]:
+def read_cases(path: Path) -> dict[str, MeasuredCase]:
     """The cases of a file of rows, of a directory of results, or of a record.
 
     Raises:
@@ -100,7 +100,7 @@ def read_cases(path: Path) -> dict[str, Case]:
     by_name: dict[str, list[Row]] = {}
     for row in timed:
         by_name.setdefault(str(row.get("case", "")), []).append(row)
-    cases = [Case(name, tuple(_turns(found))) for name, found in by_name.items()]
+    cases = [MeasuredCase(name, tuple(_turns(found))) for name, found in by_name.items()]
     for case in cases:
         _check_alike(case, path)
     return {case.name: case for case in cases}
@@ -130,17 +130,17 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def has_repeats(case: Case) -> bool:
+def has_repeats(case: MeasuredCase) -> bool:
     """Whether there are enough samples to speak of a spread."""
     return len(case.samples) >= MIN_SAMPLES
 
 
-def between_cases(cases: Iterable[Case]) -> float:
+def between_cases(cases: Iterable[MeasuredCase]) -> float:
     """Coefficient of variation of the cases' medians: what the choice of case changes."""
     return variation([statistics.median(case.samples) for case in cases])
 
 
-def between_runs(cases: Iterable[Case]) -> float | None:
+def between_runs(cases: Iterable[MeasuredCase]) -> float | None:
     """The same of the runs of a case, mean over cases: what changes though nothing was changed.
 
     None where no case has two runs.
@@ -161,7 +161,7 @@ def _turns(rows: list[Row]) -> list[Row]:
     return [row for row in rows if str(row.get("kind")).endswith("round")] or rows
 
 
-def _check_alike(case: Case, path: Path) -> None:
+def _check_alike(case: MeasuredCase, path: Path) -> None:
     first = case.rows[0]
     for row in case.rows[1:]:
         for name in (*SHAPE, *PLACE):
@@ -179,8 +179,8 @@ SAME, REGRESSION, NOT_COMPARABLE = 0, 1, 2
 class Pair:
     """One case on both sides."""
 
-    before: Case
-    after: Case
+    before: MeasuredCase
+    after: MeasuredCase
     difference: Difference | None
     """None where they cannot be compared."""
     reason: str = ""
@@ -238,7 +238,7 @@ def compare_files(before: Path, after: Path, threshold: float = THRESHOLD) -> Co
 
 
 def compare_cases(
-    before: dict[str, Case], after: dict[str, Case], threshold: float = THRESHOLD
+    before: dict[str, MeasuredCase], after: dict[str, MeasuredCase], threshold: float = THRESHOLD
 ) -> Comparison:
     """Compare cases that were read already, as `compare_files` does with files."""
     shared = [name for name in before if name in after]
@@ -260,7 +260,7 @@ def compare_cases(
     )
 
 
-def compare_pair(before: Case, after: Case, threshold: float) -> Pair:
+def compare_pair(before: MeasuredCase, after: MeasuredCase, threshold: float) -> Pair:
     """One case; the reason instead of a difference where shapes, devices or repeats forbid it."""
     reason = _difference_of(before.facts(SHAPE), after.facts(SHAPE)) or _difference_of(
         before.place, after.place
@@ -290,6 +290,6 @@ def _changed(pairs: tuple[Pair, ...]) -> dict[str, tuple[object, object]]:
     return found
 
 
-def _some(cases: dict[str, Case]) -> str:
+def _some(cases: dict[str, MeasuredCase]) -> str:
     names = list(cases)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from qat.bench.compare import (
     FIGURES,
-    Case,
+    MeasuredCase,
     between_cases,
     between_runs,
     files_of,
@@ -46,7 +46,7 @@ class Record:
     slug: str
     day: str
     source: Path
-    cases: dict[str, Case]
+    cases: dict[str, MeasuredCase]
     environment: dict[str, object]
     settings: dict[str, object]
     """A sweep's recipe, or what a verb was asked for."""
@@ -130,7 +130,7 @@ def page(record: Record) -> str:
     )
 
 
-def _timed(cases: Sequence[Case]) -> str:
+def _timed(cases: Sequence[MeasuredCase]) -> str:
     """How long was measured, and how many tokens went through meanwhile."""
     rows = [row for case in cases for row in case.rows if row.get("unit", "s") == "s"]
     hours = sum(sum(row["samples"]) for row in rows) / 3600
@@ -138,13 +138,13 @@ def _timed(cases: Sequence[Case]) -> str:
     return f"Samples took {hours:.3g} hours and {tokens:,.0f} tokens, warm-up left out."
 
 
-def draw_medians(cases: dict[str, Case], path: Path) -> None:
+def draw_medians(cases: dict[str, MeasuredCase], path: Path) -> None:
     """Each case's median with its interval, and every sample as a dot."""
     with matplotlib.rc_context({"text.parse_math": False}):  # names are no formulas
         _draw_medians(cases).savefig(path, metadata={"Date": None})
 
 
-def _draw_medians(cases: dict[str, Case]) -> Figure:
+def _draw_medians(cases: dict[str, MeasuredCase]) -> Figure:
     figure = Figure(figsize=(7.5, 1.2 + 0.4 * len(cases)), layout="constrained")
     axes = figure.subplots()
     for place, case in enumerate(cases.values()):
@@ -188,7 +188,7 @@ def _gathered(slug: str, source: Path, day: str) -> Record:
     return Record(slug, day, source, cases, environment, settings)
 
 
-def _told_by_rows(cases: dict[str, Case]) -> dict[str, object]:
+def _told_by_rows(cases: dict[str, MeasuredCase]) -> dict[str, object]:
     row = next(iter(cases.values())).rows[0]
     return {name: row[name] for name in IN_EVERY_ROW if name in row}
 
@@ -216,7 +216,7 @@ def _earlier_figures(source: Path) -> list[dict[str, object]]:
 
 
 def _figure(
-    record: Record, case: Case, name: str, *, values: list[float], unit: object
+    record: Record, case: MeasuredCase, name: str, *, values: list[float], unit: object
 ) -> dict[str, object]:
     return {
         "figure": name,
@@ -231,7 +231,7 @@ def _figure(
     }
 
 
-def _line(case: Case) -> list[str]:
+def _line(case: MeasuredCase) -> list[str]:
     interval, row = median_interval(case.samples), case.rows[-1]
     forms = (("tokens_per_s", "{:,.0f}"), ("mfu_frac", "{:.3f}"), ("peak_gib", "{:.2f}"))
     numbers = ["-" if row.get(key) is None else form.format(row[key]) for key, form in forms]

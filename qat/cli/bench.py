@@ -232,10 +232,10 @@ def quality(
         config: settings.
         out: directory for caches, students, runs and results.
     """
-    from qat.bench.quality.config import read_recipe
+    from qat.bench.quality.config import read_quality
     from qat.cli.inputs import check_inputs
 
-    check_inputs(models=[read_recipe(recipe).teacher], out=out)
+    check_inputs(models=[read_quality(recipe).teacher], out=out)
     from qat.bench.quality.run import run_quality
     from qat.bench.quality.table import best
 

@@ -32,9 +32,9 @@ def sweep(
         config: settings.
         out: directory for rows, logs and results; by default runs/sweep/NAME of the recipe.
     """
-    from qat.bench.sweep.plan import read_recipe
+    from qat.bench.sweep.plan import read_sweep
 
-    read_recipe(recipe, tiny=config.tiny)
+    read_sweep(recipe, tiny=config.tiny)
     from qat.bench.sweep.run import plan_sweep, run_sweep
 
     console = wide_console(WIDTH)

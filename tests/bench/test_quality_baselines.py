@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qat.bench.baselines import torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.distil import Job, rehearse
+from qat.bench.baselines.distil import BaselineJob, rehearse
 from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
 from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import (
@@ -65,9 +65,9 @@ def kl(student: LanguageModel, cache: TeacherCache) -> float:
     return exact_divergence(student, teacher(), [held_out]).kl_nats
 
 
-def untrained(method: str, cache: TeacherCache, **values: object) -> Job:
+def untrained(method: str, cache: TeacherCache, **values: object) -> BaselineJob:
     """The method's student before its end-to-end training, as one would deploy it."""
-    job = Job.of(teacher(), cache, settings(block_steps=0, **values).filled(method))
+    job = BaselineJob.of(teacher(), cache, settings(block_steps=0, **values).filled(method))
     put_plain(job.model, LESSONS[method](job).deploy())
     return job
 
@@ -193,7 +193,7 @@ def test_a_blocks_linear_rounds_straight_through() -> None:
 
 @pytest.mark.parametrize("steps", [1000, 80])
 def test_both_stages_stay_within_the_steps(cache: TeacherCache, steps: int) -> None:
-    budget = Budget.of(Job.of(teacher(), cache, settings(max_steps=steps)))
+    budget = Budget.of(BaselineJob.of(teacher(), cache, settings(max_steps=steps)))
     spent = budget.block_steps + budget.steps + 2 * budget.num_batches / 3
     assert spent <= steps < spent + 2
 
@@ -263,7 +263,7 @@ def test_the_teachers_likeliest_token_may_count(cache: TeacherCache) -> None:
 
 
 def test_what_cannot_be_compiled_runs_eagerly(cache: TeacherCache) -> None:
-    job = Job.of(teacher(), cache, settings().filled("torchao_int2"))
+    job = BaselineJob.of(teacher(), cache, settings().filled("torchao_int2"))
     weight = job.model.get_submodule(job.names[0]).weight
     step = job.step([weight], job.kd_loss(), steps=3)
     before = weight.detach().clone()

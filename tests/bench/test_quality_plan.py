@@ -7,8 +7,8 @@ import pytest
 import tomli_w
 
 from qat.bench.quality import plan
-from qat.bench.quality.config import QualityRecipe, read_recipe
-from qat.bench.quality.plan import Plan, convert_config, shared_out, train_config
+from qat.bench.quality.config import QualityRecipe, read_quality
+from qat.bench.quality.plan import QualityPlan, convert_config, shared_out, train_config
 from qat.bench.quality.prepare import measure, time_key, to_time, with_equal_time
 from qat.bench.quality.resolve import resolve
 from qat.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ def place(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def plans(*recipes: dict, **values: object) -> list[Plan]:
+def plans(*recipes: dict, **values: object) -> list[QualityPlan]:
     found = QualityRecipe.parse({**BASE, "recipes": list(recipes), **values}, "case")
     return resolve(found)
 
@@ -150,22 +150,22 @@ def test_a_missing_text_is_found_first(place: Path) -> None:
 def test_a_file_of_recipes(place: Path) -> None:
     path = place / "recipe.toml"
     path.write_text(tomli_w.dumps(BASE))
-    assert read_recipe(path).recipes[0].name == "ours"
+    assert read_quality(path).recipes[0].name == "ours"
     path.write_text("name = ")
     with pytest.raises(ConfigError, match="is not TOML .*; expected a quality recipe; mend that"):
-        read_recipe(path)
+        read_quality(path)
     with pytest.raises(ConfigError, match="No such file or directory; expected a TOML file; check"):
-        read_recipe(place / "none.toml")
+        read_quality(place / "none.toml")
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("quality_*.toml")), ids=lambda path: path.stem)
 def test_committed_recipes_can_be_read(path: Path) -> None:
-    assert read_recipe(path).recipes
+    assert read_quality(path).recipes
 
 
 def test_the_tiny_recipe_runs_from_the_repository(monkeypatch) -> None:
     monkeypatch.chdir(RECIPES.parents[1])
-    assert len(resolve(read_recipe(RECIPES / "quality_tiny.toml"))) == 5
+    assert len(resolve(read_quality(RECIPES / "quality_tiny.toml"))) == 5
 
 
 def test_equal_time_turns_a_clock_into_steps(place: Path) -> None:
@@ -180,7 +180,7 @@ def test_equal_time_turns_a_clock_into_steps(place: Path) -> None:
     seconds = {"slow": [2.0], "stages": [1.0, 3.0], "fast": [0.5]}
     asked = []
 
-    def timer(plan: Plan) -> list[list[float]]:
+    def timer(plan: QualityPlan) -> list[list[float]]:
         asked.append(plan.name)
         return [[step, step, 100.0] for step in seconds[plan.name]]
 

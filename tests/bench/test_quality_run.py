@@ -7,9 +7,9 @@ import pytest
 from quality_case import call, make_teacher_and_texts, write
 
 from qat.bench.quality import run
-from qat.bench.quality.config import QualityConfig, read_recipe
+from qat.bench.quality.config import QualityConfig, read_quality
 from qat.bench.quality.job import heartbeat_facts, run_job
-from qat.bench.quality.plan import Job, Places
+from qat.bench.quality.plan import QualityJob, QualityPlaces
 from qat.bench.quality.resolve import resolve
 from qat.bench.quality.run import Failure, least_busy, run_jobs
 from qat.errors import QatError
@@ -24,7 +24,7 @@ def place(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def in_this_process(jobs: list[Job], devices, after_each) -> list[Failure]:
+def in_this_process(jobs: list[QualityJob], devices, after_each) -> list[Failure]:
     """What `run_jobs` does, without the seconds that a process takes to start."""
     failures = []
     for job in jobs:
@@ -140,7 +140,7 @@ def test_step_times_are_those_of_training(place: Path) -> None:
 
     baseline = {"method": "reference", "train": {"group_size": 16}}
     write({"name": "a"}, {"name": "b", **baseline})
-    shop = Workshop(read_recipe(Path("recipe.toml")), Places(Path("out")), "cpu")
+    shop = Workshop(read_quality(Path("recipe.toml")), QualityPlaces(Path("out")), "cpu")
     ours, reference = plans = resolve(shop.recipe)
     shop.claim()
     shop.prepare(plans)
@@ -213,7 +213,7 @@ def test_jobs_go_where_fewest_run() -> None:
 
 def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:
     write({"name": "a"}, {"name": "b", "train": False})
-    recipe = read_recipe(Path("recipe.toml"))
+    recipe = read_quality(Path("recipe.toml"))
     monkeypatch.setattr("qat.bench.quality.run.cores", lambda: 64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)
     config = QualityConfig(workers=4)

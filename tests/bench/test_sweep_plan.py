@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.sweep.plan import fill_command, make_groups, make_runs, read_recipe
+from qat.bench.sweep.plan import fill_command, make_groups, make_runs, read_sweep
 from qat.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
@@ -19,7 +19,7 @@ student = "tiny"
 def read(tmp_path: Path, text: str, *, tiny: bool = False, base: str = BASE):
     path = tmp_path / "r.toml"
     path.write_text(base + text)
-    return read_recipe(path, tiny=tiny)
+    return read_sweep(path, tiny=tiny)
 
 
 def names(recipe) -> list[str]:
@@ -145,16 +145,16 @@ def test_mistakes_in_what_it_comes_down_to(text: str, message: str, tmp_path: Pa
 
 def test_a_missing_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a TOML file; check the path"):
-        read_recipe(tmp_path / "no.toml")
+        read_sweep(tmp_path / "no.toml")
 
 
 def test_the_runbook_of_ranks_comes_down_to_runs() -> None:
-    groups = make_groups(read_recipe(FOLDER / "sweep_nsa_runbook_ranks.toml"))
+    groups = make_groups(read_sweep(FOLDER / "sweep_nsa_runbook_ranks.toml"))
     assert len(groups) == 3 * 2 * 4
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_committed_recipes_come_down_to_runs(recipe: Path, tiny: bool) -> None:
-    found = read_recipe(recipe, tiny=tiny)
+    found = read_sweep(recipe, tiny=tiny)
     assert len(make_groups(found)) > 1

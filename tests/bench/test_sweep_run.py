@@ -15,7 +15,7 @@ from train_case import make_place
 from qat.bench import jobs
 from qat.bench.sweep import run as sweep_run
 from qat.bench.sweep.job import run_job
-from qat.bench.sweep.plan import SweepConfig, read_recipe
+from qat.bench.sweep.plan import SweepConfig, read_sweep
 from qat.bench.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.bench.sweep.work import leak_facts
 from qat.cli import main
@@ -24,7 +24,7 @@ from qat.logs import read_json_lines
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
 RECIPES = [
-    path for path in sorted(FOLDER.glob("sweep_*.toml")) if read_recipe(path).verb != "command"
+    path for path in sorted(FOLDER.glob("sweep_*.toml")) if read_sweep(path).verb != "command"
 ]
 """Commands have no tiny form: they name students that a user makes."""
 COMMAND = """

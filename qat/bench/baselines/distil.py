@@ -43,7 +43,7 @@ REHEARSALS = 2
 
 
 @dataclass(frozen=True)
-class Job:
+class BaselineJob:
     """A float copy of the teacher that is to become a quantized student, and what it learns from.
 
     `settings` leave nothing open that the method has a value of its own for.
@@ -67,7 +67,7 @@ class Job:
         cache: TeacherCache,
         settings: BaselineSettings,
         calibration: Sequence[TokenBatch] = (),
-    ) -> "Job":
+    ) -> "BaselineJob":
         """The job of making a student of `teacher` on the settings' device."""
         backend = select(settings.device)
         dtype = backend.dtype(settings.dtype)
@@ -164,7 +164,7 @@ class Lesson(NamedTuple):
     """What was done already."""
 
 
-def distil(lesson: Lesson, job: Job) -> Course:
+def distil(lesson: Lesson, job: BaselineJob) -> Course:
     """Take the steps of a lesson; data goes on after what `lesson.before` has used.
 
     Raises:
@@ -191,7 +191,7 @@ def distil(lesson: Lesson, job: Job) -> Course:
     return Course(lesson.steps, seconds, backend.peak_memory_gib() or 0.0)
 
 
-def rehearse(step: PlainStep, job: Job) -> None:
+def rehearse(step: PlainStep, job: BaselineJob) -> None:
     """Let compiler and allocator see everything once; the student stays as it is."""
 
     def run() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.bench.baselines.distil import REHEARSALS, Course, Job, Lesson, run_or_uncompile
+from qat.bench.baselines.distil import REHEARSALS, BaselineJob, Course, Lesson, run_or_uncompile
 from qat.bench.baselines.uniform import (
     SMALLEST_SCALE,
     Deployed,
@@ -110,7 +110,7 @@ def round_through(x: Tensor) -> Tensor:
     return x.detach().round() + (x - x.detach())
 
 
-def efficientqat_lesson(job: Job) -> Lesson:
+def efficientqat_lesson(job: BaselineJob) -> Lesson:
     """Stage 1 done, stage 2 ready: `settings.block_steps` of 0 leaves the first out.
 
     Raises:
@@ -149,7 +149,7 @@ class Budget(NamedTuple):
     """Steps of stage 2."""
 
     @classmethod
-    def of(cls, job: Job) -> "Budget":
+    def of(cls, job: BaselineJob) -> "Budget":
         """Half for each stage, unless the settings name the block's steps."""
         settings = job.settings
         sequences = min(MOST_SEQUENCES, job.cache.num_sequences("train"))
@@ -163,7 +163,7 @@ class Budget(NamedTuple):
         return cls(batches, block_steps, max(1, settings.max_steps - used))
 
 
-def _train_blocks(job: Job, original: LanguageModel, budget: Budget) -> Course:
+def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> Course:
     """Stage 1, over all blocks in order."""
     blocks = _Blocks(job, original, budget)
     job.backend.reset_peak_memory()
@@ -190,7 +190,7 @@ def _train_blocks(job: Job, original: LanguageModel, budget: Budget) -> Course:
 class _Blocks:
     """Trains one block after the other on the hidden states before it, float and quantized."""
 
-    def __init__(self, job: Job, original: LanguageModel, budget: Budget) -> None:
+    def __init__(self, job: BaselineJob, original: LanguageModel, budget: Budget) -> None:
         self._job = job
         self._steps = budget.block_steps
         layers = decoder_layers(original.model)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.distil import Job, Lesson, distil, rehearse
+from qat.bench.baselines.distil import BaselineJob, Lesson, distil, rehearse
 from qat.bench.baselines.efficientqat import efficientqat_lesson
 from qat.bench.baselines.plain import dense_copy
 from qat.bench.baselines.reference import reference_lesson
@@ -22,7 +22,7 @@ from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 
-LESSONS: dict[str, Callable[[Job], Lesson]] = {
+LESSONS: dict[str, Callable[[BaselineJob], Lesson]] = {
     "reference": reference_lesson,
     "torchao_int2": torchao_lesson,
     "efficientqat": efficientqat_lesson,
@@ -67,8 +67,8 @@ def train_baseline(
     cache.check_student(tokenizer_hash(tokenizer), teacher.config.vocab_size, teacher.longest)
     compile_anew()
     if method in PTQ:
-        return _quantize(method, Job.of(teacher, cache, settings, calibration))
-    job = Job.of(teacher, cache, settings.filled(method))
+        return _quantize(method, BaselineJob.of(teacher, cache, settings, calibration))
+    job = BaselineJob.of(teacher, cache, settings.filled(method))
     lesson = LESSONS[method](job)
     course = lesson.before.followed_by(distil(lesson, job))
     bits = put_plain(job.model, lesson.deploy())
@@ -92,7 +92,9 @@ def time_step(
     if method in PTQ:
         return 0.0
     compile_anew()
-    job = Job.of(teacher, cache, settings.filled(method).model_copy(update={"block_steps": 0}))
+    job = BaselineJob.of(
+        teacher, cache, settings.filled(method).model_copy(update={"block_steps": 0})
+    )
     lesson = LESSONS[method](job)
     rehearse(lesson.step, job)
     seconds = []
@@ -118,7 +120,7 @@ def _check(method: str, calibration: Sequence[TokenBatch] | None = None) -> None
 
 
 @torch.no_grad()
-def _quantize(method: str, job: Job) -> BaselineStudent:
+def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
     """Round all linears, one by one or in the order of their inputs."""
     settings, model = job.settings, job.model
     job.backend.reset_peak_memory()
@@ -141,7 +143,7 @@ def _quantize(method: str, job: Job) -> BaselineStudent:
     return BaselineStudent(_judgeable(job), bits, 0, seconds, peak)
 
 
-def _gptq_stage(job: Job) -> QuantizeStage:
+def _gptq_stage(job: BaselineJob) -> QuantizeStage:
     """GPTQ as published: towards each weight itself, on the student's inputs."""
     settings = job.settings
 
@@ -154,6 +156,6 @@ def _gptq_stage(job: Job) -> QuantizeStage:
     return quantize
 
 
-def _judgeable(job: Job) -> LanguageModel:
+def _judgeable(job: BaselineJob) -> LanguageModel:
     """The model without anything that compiled or recomputed its layers."""
     return LanguageModel(dense_copy(LanguageModel(job.model), torch.float32))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from qat.backend.base import DTYPES
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.distil import Job, Lesson
+from qat.bench.baselines.distil import BaselineJob, Lesson
 from qat.bench.baselines.plain import HiddenLoss, PlainStep, chunked_loss, dense_copy
 from qat.bench.baselines.uniform import FP16_BITS, Deployed, check_groups
 from qat.bench.config import MeasureConfig
@@ -66,7 +66,7 @@ class LowRank(NamedTuple):
         return (A * g) @ B
 
 
-class Start(NamedTuple):
+class LinearStart(NamedTuple):
     """A linear before its scales train."""
 
     Q: Tensor
@@ -76,17 +76,17 @@ class Start(NamedTuple):
 
 def convert(
     weight: Tensor, bits: int, rank: int, group_size: int, *, generator: torch.Generator
-) -> Start:
+) -> LinearStart:
     """A weight by way of 4 bits and rank 4, then the converter to `bits` and `rank`."""
     scale = svd_scale(weight, min(Q4_RANK, rank), group_size)
     scale = more_ranks(scale, rank, generator)
-    return Start(nearest_entries(weight, scale, converted_lut(bits)), scale)
+    return LinearStart(nearest_entries(weight, scale, converted_lut(bits)), scale)
 
 
-def from_scratch(weight: Tensor, lut: Tensor, rank: int, group_size: int) -> Start:
+def from_scratch(weight: Tensor, lut: Tensor, rank: int, group_size: int) -> LinearStart:
     """A weight straight at the entries of `lut` and `rank`."""
     scale = svd_scale(weight, rank, group_size)
-    return Start(nearest_entries(weight, scale, lut), scale)
+    return LinearStart(nearest_entries(weight, scale, lut), scale)
 
 
 def converted_lut(bits: int) -> Tensor:
@@ -238,7 +238,7 @@ def rank_by_rank(linear: QuantLinear, rank: int, dtype: torch.dtype) -> RankByRa
     return RankByRank(Q, scale, linear.bias)
 
 
-def reference_lesson(job: Job) -> Lesson:
+def reference_lesson(job: BaselineJob) -> Lesson:
     """The scales of all linears learn; levels and tables stay as the start chose them."""
     settings, learning = job.settings, []
     kind = RankByRank if settings.factored else Formed
@@ -266,7 +266,7 @@ def reference_lesson(job: Job) -> Lesson:
 
 def start_of(
     weight: Tensor, name: str, settings: BaselineSettings, generator: torch.Generator
-) -> Start:
+) -> LinearStart:
     """Levels and scale of the linear called `name` before the training."""
     bits = settings.bits_of(name)
     rank = min(MLP_RANK if bits == 2 else ATTENTION_RANK, *weight.shape)
@@ -277,7 +277,7 @@ def start_of(
     return from_scratch(weight, lut, rank, size)
 
 
-def _loss(job: Job) -> HiddenLoss:
+def _loss(job: BaselineJob) -> HiddenLoss:
     """The reference's candidates, and its cross-entropy with the likeliest token if wished."""
     settings = job.settings
     head = job.model.get_output_embeddings().weight.detach().to(job.dtype)

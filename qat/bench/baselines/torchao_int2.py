@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.distil import Job, Lesson
+from qat.bench.baselines.distil import BaselineJob, Lesson
 from qat.bench.baselines.plain import PlainStep, plain_step
 from qat.bench.baselines.uniform import FP16_BITS, Deployed
 from qat.bench.config import MeasureConfig
@@ -65,7 +65,7 @@ def fake_quantize(model: PreTrainedModel, bits: dict[str, int], group_size: int)
         )
 
 
-def torchao_lesson(job: Job) -> Lesson:
+def torchao_lesson(job: BaselineJob) -> Lesson:
     """The weights of all linears learn through torchao's fake quantizers.
 
     Raises:

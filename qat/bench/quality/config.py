@@ -38,7 +38,7 @@ class Texts(Settings):
     """What conversions calibrate on; by default the training split of the recipe's cache."""
 
 
-class Entry(Settings):
+class QualityEntry(Settings):
     """One recipe: a way from the teacher to a student."""
 
     name: str = Field(min_length=1)
@@ -112,7 +112,7 @@ class QualityRecipe(Settings):
     """Settings of `qat convert` for all recipes."""
     train: Table = {}
     """Settings of `qat train` for all recipes."""
-    recipes: tuple[Entry, ...] = Field(min_length=1)
+    recipes: tuple[QualityEntry, ...] = Field(min_length=1)
     """What is compared."""
 
     @model_validator(mode="after")
@@ -134,7 +134,7 @@ class QualityRecipe(Settings):
         return self
 
 
-def read_recipe(path: Path) -> QualityRecipe:
+def read_quality(path: Path) -> QualityRecipe:
     """The recipe in a TOML file.
 
     Raises:

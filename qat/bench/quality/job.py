@@ -20,9 +20,9 @@ from qat.bench.jobs import run_as_process
 from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
 from qat.bench.quality.plan import (
-    Job,
-    Places,
-    Stage,
+    QualityJob,
+    QualityPlaces,
+    QualityStage,
     baseline_settings,
     convert_config,
     train_config,
@@ -75,9 +75,9 @@ def as_teacher(teacher: LanguageModel) -> Trained:
     return Trained(teacher, bits_per_weight, tensor_bytes(model) / MB)
 
 
-def train_ours(job: Job) -> Trained:
+def train_ours(job: QualityJob) -> Trained:
     """Convert and train through all stages; each stage is a run directory of its own."""
-    places, plan = Places(job.out), job.plan
+    places, plan = QualityPlaces(job.out), job.plan
     cache = places.cache(plan.cache)
     student = str(places.student(plan.convert, plan.cache))
     runs = []
@@ -116,9 +116,9 @@ def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
     return steps * statistics.median(line["step_s"] for line in later), max(peaks, default=None)
 
 
-def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
+def _converted(job: QualityJob, student: str, stage: QualityStage, number: int) -> str:
     """The student of the stage before in another format."""
-    places = Places(job.out)
+    places = QualityPlaces(job.out)
     out = job.directory / f"student{number}"
     if not out.exists():
         config = convert_config(stage.convert, places.cache(job.plan.cache), job.device)
@@ -126,9 +126,9 @@ def _converted(job: Job, student: str, stage: Stage, number: int) -> str:
     return str(out)
 
 
-def train_baseline_student(job: Job, teacher: LanguageModel) -> Trained:
+def train_baseline_student(job: QualityJob, teacher: LanguageModel) -> Trained:
     """Train by another method; its size is the teacher's with linears of so many bits."""
-    plan, cache = job.plan, Places(job.out).cache(job.plan.cache)
+    plan, cache = job.plan, QualityPlaces(job.out).cache(job.plan.cache)
     tokenizer = load_tokenizer(job.recipe.teacher)
     settings = baseline_settings(plan, job.seed, job.device)
     found = train_baseline(
@@ -154,7 +154,7 @@ def train_baseline_student(job: Job, teacher: LanguageModel) -> Trained:
 
 
 def _calibration(
-    job: Job, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
+    job: QualityJob, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenBatch]:
     """What conversions calibrate on by default, for a baseline that does."""
     given = job.recipe.convert.items()
@@ -170,13 +170,13 @@ def _calibration(
 logger = logging.getLogger(__name__)
 
 
-def run_job(job: Job) -> list[dict[str, object]]:
+def run_job(job: QualityJob) -> list[dict[str, object]]:
     """Train, judge, and leave the rows in the job's file; a job that was stopped goes on.
 
     Raises:
         QatError: see its message.
     """
-    places, recipe = Places(job.out), job.recipe
+    places, recipe = QualityPlaces(job.out), job.recipe
     is_ours = job.plan is not None and job.plan.method == OURS
     # before the teacher is loaded, which would count into the peak of memory
     trained = train_ours(job) if is_ours else None
@@ -193,7 +193,7 @@ def run_job(job: Job) -> list[dict[str, object]]:
     return rows
 
 
-def _row(job: Job, trained: Trained, text: str, numbers: Numbers) -> dict[str, object]:
+def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict[str, object]:
     """A row that can be read alone."""
     plan = job.plan
     facts = environment(select(job.device), job.recipe)
@@ -232,10 +232,10 @@ def _forget_training_state(run: Path) -> None:
 
 def main() -> None:
     """Run the job whose file is named on the command line; a user's mistake is one line."""
-    run_as_process(Job, _do)
+    run_as_process(QualityJob, _do)
 
 
-def _do(job: Job) -> None:
+def _do(job: QualityJob) -> None:
     torch.set_num_threads(job.threads)
     logger.info("%s seed %d on %s", job.name, job.seed, select(job.device).name())
     run_job(job)

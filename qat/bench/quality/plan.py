@@ -17,7 +17,7 @@ from qat.data.sources import STDLIB
 from qat.train.config import TrainConfig
 
 
-class Stage(Settings):
+class QualityStage(Settings):
     """One training of a recipe."""
 
     convert: Table | None
@@ -27,7 +27,7 @@ class Stage(Settings):
     steps: int
 
 
-class Plan(Settings):
+class QualityPlan(Settings):
     """A recipe with all its settings, for any seed."""
 
     name: str
@@ -36,7 +36,7 @@ class Plan(Settings):
     """Settings of the cache that it learns from, less data, teacher and device."""
     convert: Table | None
     """Settings of its first conversion; None for a baseline, which converts as it likes."""
-    stages: tuple[Stage, ...]
+    stages: tuple[QualityStage, ...]
     """Trainings in order; none for a recipe that only converts."""
     baseline: Table
     """Settings of a baseline."""
@@ -45,7 +45,7 @@ class Plan(Settings):
     seeds: tuple[int, ...]
     equal_time_to: str | None
 
-    def with_steps(self, steps: int) -> "Plan":
+    def with_steps(self, steps: int) -> "QualityPlan":
         """The same recipe over another number of steps, shared out as before."""
         parts = shared_out(steps, [stage.steps for stage in self.stages])
         pairs = zip(self.stages, parts, strict=True)
@@ -53,11 +53,11 @@ class Plan(Settings):
         return self.model_copy(update={"steps": steps, "stages": stages})
 
 
-class Job(JobFiles, Settings):
+class QualityJob(JobFiles, Settings):
     """A recipe and a seed; without a plan, the teacher itself, which is only judged."""
 
     recipe: QualityRecipe
-    plan: Plan | None
+    plan: QualityPlan | None
     seed: int
     out: Path
     """The directory of results."""
@@ -124,7 +124,7 @@ def convert_config(table: Table, cache: Path, device: str = "auto") -> ConvertCo
 
 
 def train_config(
-    stage: Stage, cache: Path, seed: int = 0, device: str = "auto", **more: object
+    stage: QualityStage, cache: Path, seed: int = 0, device: str = "auto", **more: object
 ) -> TrainConfig:
     """The settings of one training; `more` win over the stage's own.
 
@@ -136,7 +136,7 @@ def train_config(
     return TrainConfig.parse(values, "train")
 
 
-def baseline_settings(plan: Plan, seed: int = 0, device: str = "auto") -> BaselineSettings:
+def baseline_settings(plan: QualityPlan, seed: int = 0, device: str = "auto") -> BaselineSettings:
     """The settings of a baseline under the shared budget."""
     steps = max(1, plan.steps)  # a method that trains nothing does not look
     return BaselineSettings(**plan.baseline, max_steps=steps, seed=seed, device=device)
@@ -185,7 +185,7 @@ def shared_out(steps: int, weights: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Places:
+class QualityPlaces:
     """The parts of one directory of results."""
 
     out: Path

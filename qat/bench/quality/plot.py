@@ -6,13 +6,13 @@ from functools import partial
 from matplotlib.axes import Axes
 
 from qat.bench.page import fit_scale
-from qat.bench.quality.table import TEACHER, Line
+from qat.bench.quality.table import TEACHER, QualityLine
 from qat.observe.charts import LIGHT, SERIES, Chart
 
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-def charts(lines: Sequence[Line], text: str) -> dict[str, bytes]:
+def charts(lines: Sequence[QualityLine], text: str) -> dict[str, bytes]:
     """SVG by file name, of the recipes below the teacher's line; KL is that on `text`."""
     students = [line for line in lines if line.method != TEACHER]
     trained = [line for line in students if line.stats["steps"].mean > 0]
@@ -39,7 +39,7 @@ def mark(number: int) -> dict[str, str]:
 def _paint(
     axes: Axes,
     *,
-    lines: Sequence[Line],
+    lines: Sequence[QualityLine],
     marks: dict[str, dict[str, str]],
     text: str,
     key: str,

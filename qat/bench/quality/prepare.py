@@ -14,9 +14,9 @@ from qat.bench.baselines.quality import time_step
 from qat.bench.measure import compile_anew
 from qat.bench.quality.config import OURS, QualityRecipe, Table
 from qat.bench.quality.plan import (
-    Places,
-    Plan,
-    Stage,
+    QualityPlaces,
+    QualityPlan,
+    QualityStage,
     baseline_settings,
     cache_config,
     convert_config,
@@ -42,7 +42,7 @@ class Workshop:
     """A recipe file, its directory, and the device to work on."""
 
     recipe: QualityRecipe
-    places: Places
+    places: QualityPlaces
     device: str
 
     def claim(self) -> None:
@@ -65,7 +65,7 @@ class Workshop:
                     f"those of {self.recipe.name!r}; choose another --out"
                 )
 
-    def prepare(self, plans: Sequence[Plan]) -> tuple[list[Plan], Unmade]:
+    def prepare(self, plans: Sequence[QualityPlan]) -> tuple[list[QualityPlan], Unmade]:
         """Build every cache and make every first conversion that is not there yet.
 
         Returns:
@@ -77,7 +77,7 @@ class Workshop:
         for table in [self.recipe.cache, *(plan.cache for plan in plans)]:
             self._build_cache(table)
 
-        def convert(plan: Plan) -> None:
+        def convert(plan: QualityPlan) -> None:
             if plan.convert is not None:
                 self.convert(plan.convert, plan.cache)
 
@@ -108,13 +108,13 @@ class Workshop:
 
 ROUNDS = 2
 
-StepTimer = Callable[[Plan], list[list[float]]]
+StepTimer = Callable[[QualityPlan], list[list[float]]]
 """Times a recipe alone: seconds of single steps, for each of its stages."""
 StepTimes = dict[str, list[float]]
 """Median seconds of a step for each stage, by `time_key`."""
 
 
-def time_key(plan: Plan) -> str:
+def time_key(plan: QualityPlan) -> str:
     """12 hex digits that change when a recipe's step may take another time."""
     values = plan.model_dump(mode="json", exclude={"name", "seeds", "steps", "equal_time_to"})
     for stage in values["stages"]:
@@ -122,13 +122,13 @@ def time_key(plan: Plan) -> str:
     return fingerprint(values)
 
 
-def to_time(plans: Sequence[Plan]) -> list[Plan]:
+def to_time(plans: Sequence[QualityPlan]) -> list[QualityPlan]:
     """Recipes whose step times are needed: those on equal time and those that they follow."""
     followed = {plan.equal_time_to for plan in plans}
     return [plan for plan in plans if plan.equal_time_to or plan.name in followed]
 
 
-def measure(plans: Sequence[Plan], timer: StepTimer, rounds: int = ROUNDS) -> StepTimes:
+def measure(plans: Sequence[QualityPlan], timer: StepTimer, rounds: int = ROUNDS) -> StepTimes:
     """Let the recipes take turns, every second round backwards; the median of all their steps."""
     found: dict[str, list[list[float]]] = defaultdict(list)
     for number in range(rounds):
@@ -137,11 +137,11 @@ def measure(plans: Sequence[Plan], timer: StepTimer, rounds: int = ROUNDS) -> St
     return {key: _medians(turns) for key, turns in found.items()}
 
 
-def with_equal_time(plans: Sequence[Plan], times: StepTimes) -> list[Plan]:
+def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[QualityPlan]:
     """The plans, those on equal time with as many steps as the other's training time allows."""
     by_name = {plan.name: plan for plan in plans}
 
-    def fitted(plan: Plan) -> Plan:
+    def fitted(plan: QualityPlan) -> QualityPlan:
         if plan.equal_time_to is None:
             return plan
         seconds = training_seconds(by_name[plan.equal_time_to], times)
@@ -151,7 +151,7 @@ def with_equal_time(plans: Sequence[Plan], times: StepTimes) -> list[Plan]:
     return [fitted(plan) for plan in plans]
 
 
-def training_seconds(plan: Plan, times: StepTimes) -> float:
+def training_seconds(plan: QualityPlan, times: StepTimes) -> float:
     """What all steps of a recipe take."""
     steps = [stage.steps for stage in plan.stages] or [plan.steps]
     pairs = zip(steps, times[time_key(plan)], strict=True)
@@ -176,7 +176,7 @@ STRETCH = 5
 STRETCHES = 5
 
 
-def conversions_to_time(plans: Sequence[Plan]) -> Iterator[tuple[Table, Table]]:
+def conversions_to_time(plans: Sequence[QualityPlan]) -> Iterator[tuple[Table, Table]]:
     """The conversions that stand for later stages: their format decides a step's time."""
     for plan in plans:
         for stage in plan.stages:
@@ -184,7 +184,7 @@ def conversions_to_time(plans: Sequence[Plan]) -> Iterator[tuple[Table, Table]]:
                 yield _stand_in(stage.convert), plan.cache
 
 
-def time_plan(shop: Workshop, plan: Plan) -> list[list[float]]:
+def time_plan(shop: Workshop, plan: QualityPlan) -> list[list[float]]:
     """Seconds of steps of each stage, nothing else running; warm-up and compiler left out."""
     if plan.method != OURS:
         return [_time_baseline(shop, plan)]
@@ -201,7 +201,7 @@ def _stand_in(convert: Table) -> Table:
     return {key: value for key, value in convert.items() if key != "base"}
 
 
-def _time_stage(stage: Stage, student: Path, cache: Path, device: str) -> list[float]:
+def _time_stage(stage: QualityStage, student: Path, cache: Path, device: str) -> list[float]:
     steps = STRETCH * STRETCHES
     short = {"eval_every": steps, "save_every": steps, "log_every": STRETCH, "eval_sequences": 1}
     config = train_config(stage.model_copy(update={"steps": steps}), cache, device=device, **short)
@@ -214,7 +214,7 @@ def _time_stage(stage: Stage, student: Path, cache: Path, device: str) -> list[f
     return [line["step_s"] for line in lines[1:]]
 
 
-def _time_baseline(shop: Workshop, plan: Plan) -> list[float]:
+def _time_baseline(shop: Workshop, plan: QualityPlan) -> list[float]:
     teacher = load_teacher(shop.recipe.teacher, device=shop.device, dtype="fp32")
     cache = TeacherCache.open(shop.places.cache(plan.cache))
     settings = baseline_settings(plan, device=shop.device)

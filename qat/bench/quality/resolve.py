@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.quality.config import HELD_OUT, OURS, Entry, QualityRecipe, Table, Texts
+from qat.bench.quality.config import HELD_OUT, OURS, QualityEntry, QualityRecipe, Table, Texts
 from qat.bench.quality.plan import (
-    Plan,
-    Stage,
+    QualityPlan,
+    QualityStage,
     cache_config,
     content_of,
     convert_config,
@@ -37,7 +37,7 @@ ANYWHERE = Path("cache")
 """Stands for a cache until there is one."""
 
 
-class Shared(Settings):
+class SharedFacts(Settings):
     """What all rows of one directory have in common."""
 
     name: str
@@ -48,7 +48,7 @@ class Shared(Settings):
     settings: Table
 
 
-def resolve(recipe: QualityRecipe) -> list[Plan]:
+def resolve(recipe: QualityRecipe) -> list[QualityPlan]:
     """The plans of all recipes, every setting checked as far as can be without a model.
 
     Raises:
@@ -79,7 +79,7 @@ def check_disjoint(texts: Texts) -> None:
                 )
 
 
-def shared_facts(recipe: QualityRecipe) -> Shared:
+def shared_facts(recipe: QualityRecipe) -> SharedFacts:
     """What decides whether a row belongs into the directory of this recipe.
 
     Raises:
@@ -89,7 +89,7 @@ def shared_facts(recipe: QualityRecipe) -> Shared:
         mode="json", exclude={"recipes", "seeds", "name", "teacher", "texts", "convert", "train"}
     )
     files = {"distil": recipe.texts.distil, **recipe.texts.report}
-    return Shared(
+    return SharedFacts(
         name=recipe.name,
         teacher=model_identity(recipe.teacher),
         texts={name: content_of(text) for name, text in files.items()},
@@ -102,7 +102,7 @@ def text_sources(texts: Texts) -> Iterable[str]:
     return [texts.distil, *(text for text in texts.report.values() if text != HELD_OUT)]
 
 
-def _plan(recipe: QualityRecipe, entry: Entry) -> Plan:
+def _plan(recipe: QualityRecipe, entry: QualityEntry) -> QualityPlan:
     where = f"recipe {entry.name!r}"
     cache = _cache_table(recipe, entry, where)
     is_ours = entry.method == OURS
@@ -117,7 +117,7 @@ def _plan(recipe: QualityRecipe, entry: Entry) -> Plan:
             check_with_teacher(config.losses)
     trains = entry.train is not False and entry.method not in PTQ
     steps = (entry.max_steps or recipe.max_steps) if trains else 0
-    return Plan(
+    return QualityPlan(
         name=entry.name,
         method=entry.method,
         cache=cache,
@@ -130,7 +130,7 @@ def _plan(recipe: QualityRecipe, entry: Entry) -> Plan:
     )
 
 
-def _cache_table(recipe: QualityRecipe, entry: Entry, where: str) -> Table:
+def _cache_table(recipe: QualityRecipe, entry: QualityEntry, where: str) -> Table:
     _refuse(recipe.cache, SHARED_CACHE_KEYS, "cache", "the file's own keys say it")
     _refuse(entry.cache, SHARED_CACHE_KEYS | HELD_OUT_KEYS, where, "it is the same for all recipes")
     table = recipe.cache | entry.cache
@@ -151,7 +151,7 @@ def _convert_table(recipe: QualityRecipe, table: Table, where: str) -> Table:
     return table
 
 
-def _stages(recipe: QualityRecipe, entry: Entry, where: str) -> tuple[Stage, ...]:
+def _stages(recipe: QualityRecipe, entry: QualityEntry, where: str) -> tuple[QualityStage, ...]:
     """The trainings of a recipe; those that name no `max_steps` share what the others leave."""
     if entry.train is False:
         return ()
@@ -181,7 +181,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Stage:
+def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> QualityStage:
     convert = table.pop("convert", None)
     if not isinstance(convert, dict | None):
         raise ConfigError(
@@ -196,7 +196,7 @@ def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Stage
     table = {"batch_size": max(1, micro_batch), **table}
     if table.get("teacher") == TEACHER:
         table["teacher"] = recipe.teacher
-    stage = Stage(convert=convert, train=table, steps=steps)
+    stage = QualityStage(convert=convert, train=table, steps=steps)
     try:
         train_config(stage, ANYWHERE)
     except ConfigError as error:
@@ -204,7 +204,7 @@ def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Stage
     return stage
 
 
-def _baseline_table(recipe: QualityRecipe, entry: Entry, where: str) -> Table:
+def _baseline_table(recipe: QualityRecipe, entry: QualityEntry, where: str) -> Table:
     if entry.method not in METHODS:
         raise ConfigError(
             f"{where}: no method is called {entry.method!r}; expected one that there is; choose "
@@ -217,7 +217,7 @@ def _baseline_table(recipe: QualityRecipe, entry: Entry, where: str) -> Table:
     return table
 
 
-def _check_timed(plans: Sequence[Plan]) -> None:
+def _check_timed(plans: Sequence[QualityPlan]) -> None:
     """Refuse equal time where one of the two takes no step."""
     steps = {plan.name: plan.steps for plan in plans}
     for plan in plans:
@@ -260,7 +260,9 @@ Unmade = dict[str, str]
 """Why a recipe cannot be made, by its name."""
 
 
-def check_shapes(recipe: QualityRecipe, plans: Sequence[Plan]) -> tuple[list[Plan], Unmade]:
+def check_shapes(
+    recipe: QualityRecipe, plans: Sequence[QualityPlan]
+) -> tuple[list[QualityPlan], Unmade]:
     """The plans whose formats and budgets fit the teacher; no weight is read.
 
     Raises:
@@ -270,7 +272,7 @@ def check_shapes(recipe: QualityRecipe, plans: Sequence[Plan]) -> tuple[list[Pla
         model = AutoModelForCausalLM.from_config(load_config(recipe.teacher))
     teacher = LanguageModel(model)
 
-    def check(plan: Plan) -> None:
+    def check(plan: QualityPlan) -> None:
         for table in (plan.convert, *(stage.convert for stage in plan.stages)):
             if table is not None:
                 check_conversion(teacher, convert_config(table, ANYWHERE))
@@ -278,7 +280,9 @@ def check_shapes(recipe: QualityRecipe, plans: Sequence[Plan]) -> tuple[list[Pla
     return made(plans, check)
 
 
-def made(plans: Sequence[Plan], make: Callable[[Plan], None]) -> tuple[list[Plan], Unmade]:
+def made(
+    plans: Sequence[QualityPlan], make: Callable[[QualityPlan], None]
+) -> tuple[list[QualityPlan], Unmade]:
     """The plans that `make` takes, and why it refuses the others and those that follow them.
 
     Raises:

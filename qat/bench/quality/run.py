@@ -12,8 +12,8 @@ import torch
 
 from qat.backend.device import devices, select
 from qat.bench.jobs import Ended, run_processes
-from qat.bench.quality.config import QualityConfig, QualityRecipe, read_recipe
-from qat.bench.quality.plan import Job, Places, Plan
+from qat.bench.quality.config import QualityConfig, QualityRecipe, read_quality
+from qat.bench.quality.plan import QualityJob, QualityPlaces, QualityPlan
 from qat.bench.quality.plot import charts
 from qat.bench.quality.prepare import (
     StepTimes,
@@ -27,7 +27,7 @@ from qat.bench.quality.prepare import (
     with_equal_time,
 )
 from qat.bench.quality.resolve import Unmade, check_shapes, resolve
-from qat.bench.quality.table import Line, best, markdown, summarise
+from qat.bench.quality.table import QualityLine, best, markdown, summarise
 from qat.bench.results import environment, write_comparison
 from qat.errors import TrainingError
 from qat.files import write_atomically
@@ -56,7 +56,7 @@ class QualityReport:
 
     path: Path
     texts: tuple[str, ...]
-    lines: list[Line]
+    lines: list[QualityLine]
     failures: list[Failure]
     unmade: Unmade
 
@@ -84,7 +84,7 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
         ConfigError, CacheError, CheckpointError, DataError: see their messages.
     """
     spread = devices(config.device)
-    shop = Workshop(read_recipe(recipe), Places(out), spread[0])
+    shop = Workshop(read_quality(recipe), QualityPlaces(out), spread[0])
     plans, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
     shop.claim()
     plans, later = shop.prepare(plans)
@@ -97,12 +97,12 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
 
 def make_jobs(
     recipe: QualityRecipe,
-    plans: Sequence[Plan],
+    plans: Sequence[QualityPlan],
     out: Path,
     config: QualityConfig,
     *,
     num_devices: int,
-) -> list[Job]:
+) -> list[QualityJob]:
     """The teacher's job, then all recipes with the first seed, with the second, ..."""
     own = cores() // (config.workers * num_devices)
     shared = {
@@ -114,12 +114,14 @@ def make_jobs(
     }
     seeds = dict.fromkeys(seed for plan in plans for seed in plan.seeds)
     pairs = [(seed, plan) for seed in seeds for plan in plans if seed in plan.seeds]
-    students = [Job(plan=plan, seed=seed, **shared) for seed, plan in pairs]
-    return [Job(plan=None, seed=0, **shared), *students]
+    students = [QualityJob(plan=plan, seed=seed, **shared) for seed, plan in pairs]
+    return [QualityJob(plan=None, seed=0, **shared), *students]
 
 
 def run_jobs(
-    jobs: Sequence[Job], devices: Sequence[str], after_each: Callable[[list[Failure]], object]
+    jobs: Sequence[QualityJob],
+    devices: Sequence[str],
+    after_each: Callable[[list[Failure]], object],
 ) -> list[Failure]:
     """Run all jobs, as many side by side on each device as they say; the failures.
 
@@ -127,7 +129,7 @@ def run_jobs(
     """
     failures: list[Failure] = []
 
-    def placed(job: Job, busy: list[Job]) -> Job:
+    def placed(job: QualityJob, busy: list[QualityJob]) -> QualityJob:
         device = least_busy(devices, [each.device for each in busy])
         return job.model_copy(update={"device": device})
 
@@ -161,7 +163,7 @@ def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
 
 
 def write_results(
-    shop: Workshop, jobs: Sequence[Job], unmade: Unmade, failures: list[Failure]
+    shop: Workshop, jobs: Sequence[QualityJob], unmade: Unmade, failures: list[Failure]
 ) -> QualityReport:
     """Write rows, table and pictures of all jobs that are finished, and what cannot be made."""
     recipe, out = shop.recipe, shop.places.out
@@ -184,7 +186,7 @@ def write_results(
     return report
 
 
-def _step_times(shop: Workshop, plans: Sequence[Plan]) -> StepTimes:
+def _step_times(shop: Workshop, plans: Sequence[QualityPlan]) -> StepTimes:
     """Step times of the recipes that need them, measured once for a directory."""
     known, needed = _known_times(shop), to_time(plans)
     if any(time_key(plan) not in known for plan in needed):

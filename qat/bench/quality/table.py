@@ -33,7 +33,7 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Line:
+class QualityLine:
     """A recipe in the table."""
 
     recipe: str
@@ -45,7 +45,7 @@ class Line:
     """By name; what is told of a text as `kl_nats.TEXT`. None where nothing was measured."""
 
 
-def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[Line]:
+def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[QualityLine]:
     """A line for each recipe, the teacher's first, then by KL on the first of `texts`."""
     names = dict.fromkeys(row["recipe"] for row in rows)
     lines = [_line([row for row in rows if row["recipe"] == name], texts) for name in names]
@@ -61,7 +61,7 @@ def stat(values: Sequence[float | None]) -> Stat | None:
 
 
 def columns(texts: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Heading, name in `Line.stats`, and format of the mean."""
+    """Heading, name in `QualityLine.stats`, and format of the mean."""
     return [
         ("bits/w", "bits_per_weight", "{:.3f}"),
         ("MB", "megabytes", "{:.2f}"),
@@ -79,7 +79,7 @@ def columns(texts: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def cells(
-    lines: Sequence[Line], texts: Sequence[str], unmade: Mapping[str, str] | None = None
+    lines: Sequence[QualityLine], texts: Sequence[str], unmade: Mapping[str, str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Headings, and the words of each line; behind them what cannot be made, with its reason."""
     found = columns(texts)
@@ -97,24 +97,24 @@ def cells(
 
 
 def markdown(
-    lines: Sequence[Line], texts: Sequence[str], unmade: Mapping[str, str] | None = None
+    lines: Sequence[QualityLine], texts: Sequence[str], unmade: Mapping[str, str] | None = None
 ) -> str:
     """The table in Markdown."""
     return markdown_table(*cells(lines, texts, unmade))
 
 
-def best(lines: Sequence[Line]) -> Line | None:
+def best(lines: Sequence[QualityLine]) -> QualityLine | None:
     """The first line below the teacher's."""
     return next((line for line in lines if line.method != TEACHER), None)
 
 
-def _line(rows: list[Row], texts: Sequence[str]) -> Line:
+def _line(rows: list[Row], texts: Sequence[str]) -> QualityLine:
     firsts = [row for row in rows if row["text"] == texts[0]]
     stats = {name: stat([row[name] for row in firsts]) for name in COMMON}
     for text in texts:
         own = [row for row in rows if row["text"] == text]
         stats |= {f"{name}.{text}": stat([row[name] for row in own]) for name in PER_TEXT}
-    return Line(
+    return QualityLine(
         recipe=rows[0]["recipe"],
         method=rows[0]["method"],
         num_seeds=len(firsts),
@@ -123,11 +123,11 @@ def _line(rows: list[Row], texts: Sequence[str]) -> Line:
     )
 
 
-def _kl(line: Line, text: str) -> float:
+def _kl(line: QualityLine, text: str) -> float:
     return line.stats[f"kl_nats.{text}"].mean
 
 
-def _cell(line: Line, key: str, form: str) -> str:
+def _cell(line: QualityLine, key: str, form: str) -> str:
     found = line.stats[key]
     if found is None:
         return "-"

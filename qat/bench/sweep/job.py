@@ -13,7 +13,7 @@ import sys
 import time
 
 from qat.bench.jobs import run_as_process
-from qat.bench.sweep.plan import Run, fill_command
+from qat.bench.sweep.plan import SweepRun, fill_command
 from qat.bench.sweep.telemetry import rank_facts
 from qat.errors import TrainingError
 from qat.files import write_atomically
@@ -21,7 +21,7 @@ from qat.files import write_atomically
 logger = logging.getLogger(__name__)
 
 
-def run_job(run: Run) -> dict[str, object]:
+def run_job(run: SweepRun) -> dict[str, object]:
     """Do what the run says, and leave its row.
 
     Raises:
@@ -47,7 +47,7 @@ def run_job(run: Run) -> dict[str, object]:
     return row
 
 
-def _work(run: Run) -> dict[str, object]:
+def _work(run: SweepRun) -> dict[str, object]:
     if run.verb == "command":  # which starts at once: torch is not needed for it
         return run_command(run)
     from qat.bench.sweep.work import time_bench, time_training
@@ -58,7 +58,7 @@ def _work(run: Run) -> dict[str, object]:
 # A run of any program, torchrun among them: how long it took, and how long its ranks' steps.
 
 
-def run_command(run: Run) -> dict[str, object]:
+def run_command(run: SweepRun) -> dict[str, object]:
     """Run the command in a directory of its own and time it; its words go to the run's log.
 
     `{python}` is this interpreter and `{out}` the run's directory. What its ranks write there as
@@ -95,10 +95,10 @@ def run_command(run: Run) -> dict[str, object]:
 def main() -> None:
     """Run the job whose file is named on the command line; a user's mistake is one line."""
     faulthandler.register(signal.SIGTERM, chain=True)
-    run_as_process(Run, _do)
+    run_as_process(SweepRun, _do)
 
 
-def _do(run: Run) -> None:
+def _do(run: SweepRun) -> None:
     logger.info("%s, repeat %d", run.group, run.repeat)
     run_job(run)
 

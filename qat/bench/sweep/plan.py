@@ -114,7 +114,7 @@ class SweepRecipe(Settings):
         return set(config.model_fields) - NOT_SWEPT[self.verb]
 
 
-def read_recipe(path: Path, *, tiny: bool = False) -> SweepRecipe:
+def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
     """The recipe in a TOML file; with `tiny`, its [tiny] table over the rest.
 
     Raises:
@@ -158,7 +158,7 @@ def _check_settings(recipe: SweepRecipe, path: Path) -> None:
             )
 
 
-class Run(JobFiles, Settings):
+class SweepRun(JobFiles, Settings):
     """One process of a sweep: a group and a repeat."""
 
     sweep: str
@@ -223,11 +223,11 @@ def make_groups(recipe: SweepRecipe) -> list[Group]:
 
 def make_runs(
     recipe: SweepRecipe, groups: Sequence[Group], out: Path, *, strict: bool = False
-) -> list[Run]:
+) -> list[SweepRun]:
     """All groups once, then all again: what drifts on the machine meets each of them alike."""
     shared = {"verb": recipe.verb, "student": recipe.student, "command": recipe.command}
     return [
-        Run(
+        SweepRun(
             sweep=recipe.name,
             group=group.name,
             settings=group.settings,

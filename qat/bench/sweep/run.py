@@ -10,8 +10,15 @@ from pathlib import Path
 from qat.bench.jobs import Ended, claimed, run_processes
 from qat.bench.results import write_comparison
 from qat.bench.stats import MIN_SAMPLES
-from qat.bench.sweep.plan import Run, SweepConfig, SweepRecipe, make_groups, make_runs, read_recipe
-from qat.bench.sweep.table import Line, Row, chart, markdown, spreads, summarise
+from qat.bench.sweep.plan import (
+    SweepConfig,
+    SweepRecipe,
+    SweepRun,
+    make_groups,
+    make_runs,
+    read_sweep,
+)
+from qat.bench.sweep.table import Row, SweepLine, chart, markdown, spreads, summarise
 from qat.bench.sweep.telemetry import Watch, has_gpu_tool, machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
@@ -32,10 +39,10 @@ class SweepReport:
     path: Path
     recipe: SweepRecipe
     baseline: str
-    runs: list[Run]
+    runs: list[SweepRun]
     rows: list[Row]
     failures: list[Row]
-    lines: list[Line]
+    lines: list[SweepLine]
 
     @property
     def waiting(self) -> int:
@@ -43,7 +50,7 @@ class SweepReport:
         return len(self.runs) - len(self.rows) - len(self.failures)
 
     @property
-    def fastest(self) -> Line | None:
+    def fastest(self) -> SweepLine | None:
         """The first of the ranked groups; None where repeats are too few to rank any."""
         return next((line for line in self.lines if line.is_ranked), None)
 
@@ -64,13 +71,13 @@ class SweepReport:
 
 def plan_sweep(
     config: SweepConfig, recipe: Path, out: Path | None
-) -> tuple[SweepRecipe, list[Run]]:
+) -> tuple[SweepRecipe, list[SweepRun]]:
     """The recipe, and its runs in order.
 
     Raises:
         ConfigError: a mistake in the recipe.
     """
-    found = read_recipe(recipe, tiny=config.tiny)
+    found = read_sweep(recipe, tiny=config.tiny)
     out = out or HOME / found.name
     return found, make_runs(found, make_groups(found), out, strict=config.strict)
 
@@ -105,7 +112,7 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
 
 
 def run_all(
-    runs: Sequence[Run],
+    runs: Sequence[SweepRun],
     lock: int,
     after_each: Callable[[], object],
     *,
@@ -117,11 +124,11 @@ def run_all(
     waiting = [run for run in runs if not run.row.exists()]
     with_gpu = bool(waiting) and has_gpu_tool()
 
-    def begun(run: Run, _busy: list[Run]) -> Run:
+    def begun(run: SweepRun, _busy: list[SweepRun]) -> SweepRun:
         run.failure.unlink(missing_ok=True)
         return run
 
-    def watched(run: Run, pid: int) -> Watch:
+    def watched(run: SweepRun, pid: int) -> Watch:
         return Watch(pid, run.telemetry, sample_s, with_gpu=with_gpu)
 
     with progress("runs", len(waiting), "runs") as ticker:
@@ -160,7 +167,7 @@ def note_end(ended: Ended, timeout_s: float) -> bool:
     return True
 
 
-def write_results(recipe: SweepRecipe, runs: Sequence[Run]) -> SweepReport:
+def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
     """Write manifest, rows, table and picture, each whole, from what the runs have left."""
     out = runs[0].out
     rows = [_row(run) for run in runs if run.row.exists()]
@@ -186,7 +193,7 @@ def write_results(recipe: SweepRecipe, runs: Sequence[Run]) -> SweepReport:
     return report
 
 
-def manifest(recipe: SweepRecipe, runs: Sequence[Run]) -> str:
+def manifest(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> str:
     """What the sweep consists of and what of it is done: the same however often it was stopped."""
     entries = [
         {"label": run.label, "group": run.group, "repeat": run.repeat, "status": _status(run)}
@@ -261,7 +268,7 @@ def _check_place(out: Path, recipe: SweepRecipe) -> None:
         )
 
 
-def _status(run: Run) -> str:
+def _status(run: SweepRun) -> str:
     if run.row.exists():
         return DONE
     if run.failure.exists():
@@ -269,12 +276,12 @@ def _status(run: Run) -> str:
     return WAITING
 
 
-def _row(run: Run) -> Row:
+def _row(run: SweepRun) -> Row:
     row = json.loads(run.row.read_text(encoding="utf-8"))
     telemetry = summarise_telemetry(read_samples(run.telemetry))
     return {**row, "telemetry": telemetry, "machine_warnings": machine_warnings(telemetry)}
 
 
-def _failure(run: Run) -> Row:
+def _failure(run: SweepRun) -> Row:
     found = json.loads(run.failure.read_text(encoding="utf-8"))
     return {"group": run.group, "repeat": run.repeat, **found}

@@ -22,7 +22,7 @@ Row = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Line:
+class SweepLine:
     """A group in the table."""
 
     group: str
@@ -56,7 +56,7 @@ class Line:
 
 def summarise(
     groups: Sequence[str], rows: Sequence[Row], failed: Sequence[str], baseline: str
-) -> list[Line]:
+) -> list[SweepLine]:
     """A line for each group: ranked ones first, fastest on top; then the others as they come.
 
     Args:
@@ -72,7 +72,7 @@ def summarise(
     return [*ranked, *(line for line in lines if not line.is_ranked)]
 
 
-def spreads(lines: Sequence[Line]) -> tuple[float | None, float | None]:
+def spreads(lines: Sequence[SweepLine]) -> tuple[float | None, float | None]:
     """The machine's share and the settings': the median variation between repeats of a group, and
     that between the medians of ranked groups. None where there are too few."""
     between = [line.between for line in lines if line.between is not None]
@@ -81,7 +81,7 @@ def spreads(lines: Sequence[Line]) -> tuple[float | None, float | None]:
     return machine, variation(medians) if len(medians) > 1 else None
 
 
-def cells(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
     """Headings, and the words of each line."""
     headings = ["group", "rank", "repeats", "rate", "95 % low", "high", "between repeats"]
     headings += [
@@ -97,12 +97,12 @@ def cells(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     return headings, [_words(place, line) for place, line in enumerate(lines, 1)]
 
 
-def markdown(lines: Sequence[Line]) -> str:
+def markdown(lines: Sequence[SweepLine]) -> str:
     """The table in Markdown."""
     return markdown_table(*cells(lines))
 
 
-def _words(place: int, line: Line) -> list[str]:
+def _words(place: int, line: SweepLine) -> list[str]:
     cost, found = line.cost, line.against
     done, all_runs = len(line.costs_s), len(line.costs_s) + line.failed
     return [
@@ -128,12 +128,12 @@ def _word(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | None) -> Line:
+def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | None) -> SweepLine:
     costs = [row["cost_s"] for row in rows]
     enough = base is not None and min(len(base), len(costs)) >= MIN_SAMPLES
     within = [variation(row["samples"]) for row in rows if len(row["samples"]) > 1]
     slopes = [row["memory_trend"]["slope_mib"] for row in rows if row.get("memory_trend")]
-    return Line(
+    return SweepLine(
         group=group,
         costs_s=tuple(costs),
         failed=failed,
@@ -166,7 +166,7 @@ def _median(rows: Sequence[Row], name: str) -> float | None:
 # The picture of a sweep: each group's rate, every repeat as a dot, the interval as a bar.
 
 
-def chart(lines: Sequence[Line], unit: str) -> bytes | None:
+def chart(lines: Sequence[SweepLine], unit: str) -> bytes | None:
     """SVG of the groups that finished a run, the first line on top; None if none did."""
     drawn = [line for line in lines if line.costs_s]
     if not drawn:
@@ -174,7 +174,7 @@ def chart(lines: Sequence[Line], unit: str) -> bytes | None:
     return Chart("sweep", "", "", partial(_paint, lines=drawn, unit=unit)).render(LIGHT, "svg")
 
 
-def _paint(axes: Axes, *, lines: Sequence[Line], unit: str) -> None:
+def _paint(axes: Axes, *, lines: Sequence[SweepLine], unit: str) -> None:
     for height, line in enumerate(reversed(lines)):
         color = SERIES[0] if line.is_ranked else SERIES[1]
         rates = [1 / cost for cost in line.costs_s]

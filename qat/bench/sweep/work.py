@@ -15,7 +15,7 @@ from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
 from qat.bench.student import Ours, Subject
-from qat.bench.sweep.plan import Run, StepsConfig
+from qat.bench.sweep.plan import StepsConfig, SweepRun
 from qat.bench.sweep.telemetry import rank_facts
 from qat.data.packing import Batch
 from qat.errors import ConfigError
@@ -56,7 +56,7 @@ class Diary:
         self._subject.close()
 
 
-def time_bench(run: Run) -> Facts:
+def time_bench(run: SweepRun) -> Facts:
     """The training step of the settings, its memory, and what ran in it.
 
     Raises:
@@ -86,7 +86,7 @@ def time_bench(run: Run) -> Facts:
     }
 
 
-def time_training(run: Run) -> Facts:
+def time_training(run: SweepRun) -> Facts:
     """A whole `qat train`, and the speed that its heartbeats tell.
 
     Raises:
