@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import qat.cli
-from qat.bench.quality.config import read_quality
+from qat.bench.quality.plan import read_quality
 from qat.bench.sweep.plan import read_sweep
 from qat.cli import VERBS, app, main
 from qat.cli.parser import check_recipe, print_result

@@ -5,14 +5,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import App, Parameter
 
-from qat.bench.config import (
-    AttentionConfig,
-    BaselinesConfig,
-    BenchConfig,
-    KernelsConfig,
-    MeasureConfig,
-)
-from qat.bench.quality.config import QualityConfig
+from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
+from qat.bench.quality.plan import QualityConfig
+from qat.cli.bench_attention import attention
 from qat.cli.bench_compare import compare, record
 from qat.cli.bench_sweep import sweep
 from qat.cli.tables import row_table, wide_console
@@ -232,7 +227,7 @@ def quality(
         config: settings.
         out: directory for caches, students, runs and results.
     """
-    from qat.bench.quality.config import read_quality
+    from qat.bench.quality.plan import read_quality
     from qat.cli.inputs import check_inputs
 
     check_inputs(models=[read_quality(recipe).teacher], out=out)

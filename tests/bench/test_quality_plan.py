@@ -7,8 +7,14 @@ import pytest
 import tomli_w
 
 from qat.bench.quality import plan
-from qat.bench.quality.config import QualityRecipe, read_quality
-from qat.bench.quality.plan import QualityPlan, convert_config, shared_out, train_config
+from qat.bench.quality.plan import (
+    QualityPlan,
+    QualityRecipe,
+    convert_config,
+    read_quality,
+    shared_out,
+    train_config,
+)
 from qat.bench.quality.prepare import measure, time_key, to_time, with_equal_time
 from qat.bench.quality.resolve import resolve
 from qat.errors import ConfigError, DataError

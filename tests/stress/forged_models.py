@@ -25,7 +25,7 @@ from mutants import Files, at, mutate, walk
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.bench.quality.config import read_quality
+from qat.bench.quality.plan import read_quality
 from qat.bench.quality.resolve import resolve as resolve_quality
 from qat.bench.sweep.plan import make_groups, read_sweep
 from qat.cli import app

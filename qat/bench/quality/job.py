@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import select
 from qat.bench.baselines.quality import train_baseline
 from qat.bench.jobs import run_as_process
-from qat.bench.quality.config import OURS
 from qat.bench.quality.judge import Numbers, judge, make_exam
 from qat.bench.quality.plan import (
+    OURS,
     QualityJob,
     QualityPlaces,
     QualityStage,

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import seeded
-from qat.bench.quality.config import HELD_OUT, QualityRecipe
-from qat.bench.quality.plan import cache_config
+from qat.bench.quality.plan import HELD_OUT, QualityRecipe, cache_config
 from qat.data.config import chosen_targets
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache

@@ -12,11 +12,13 @@ from pathlib import Path
 from qat.backend.device import select
 from qat.bench.baselines.quality import time_step
 from qat.bench.measure import compile_anew
-from qat.bench.quality.config import OURS, QualityRecipe, Table
 from qat.bench.quality.plan import (
+    OURS,
     QualityPlaces,
     QualityPlan,
+    QualityRecipe,
     QualityStage,
+    Table,
     baseline_settings,
     cache_config,
     convert_config,

@@ -8,10 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.quality.config import HELD_OUT, OURS, QualityEntry, QualityRecipe, Table, Texts
 from qat.bench.quality.plan import (
+    HELD_OUT,
+    OURS,
+    QualityEntry,
     QualityPlan,
+    QualityRecipe,
     QualityStage,
+    Table,
+    Texts,
     cache_config,
     content_of,
     convert_config,

@@ -12,8 +12,14 @@ import torch
 
 from qat.backend.device import devices, select
 from qat.bench.jobs import Ended, run_processes
-from qat.bench.quality.config import QualityConfig, QualityRecipe, read_quality
-from qat.bench.quality.plan import QualityJob, QualityPlaces, QualityPlan
+from qat.bench.quality.plan import (
+    QualityConfig,
+    QualityJob,
+    QualityPlaces,
+    QualityPlan,
+    QualityRecipe,
+    read_quality,
+)
 from qat.bench.quality.plot import charts
 from qat.bench.quality.prepare import (
     StepTimes,
