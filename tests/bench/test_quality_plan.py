@@ -15,8 +15,7 @@ from qat.bench.quality.plan import (
     shared_out,
     train_config,
 )
-from qat.bench.quality.prepare import measure, time_key, to_time, with_equal_time
-from qat.bench.quality.resolve import resolve
+from qat.bench.quality.prepare import measure, resolve, time_key, to_time, with_equal_time
 from qat.errors import ConfigError, DataError
 
 RECIPES = Path(__file__).parents[2] / "speedrun" / "recipes"

@@ -9,7 +9,7 @@ from quality_case import call, make_teacher_and_texts, write
 from qat.bench.quality import run
 from qat.bench.quality.job import heartbeat_facts, run_job
 from qat.bench.quality.plan import QualityConfig, QualityJob, QualityPlaces, read_quality
-from qat.bench.quality.resolve import resolve
+from qat.bench.quality.prepare import resolve
 from qat.bench.quality.run import Failure, least_busy, run_jobs
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines

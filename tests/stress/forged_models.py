@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.bench.quality.plan import read_quality
-from qat.bench.quality.resolve import resolve as resolve_quality
+from qat.bench.quality.prepare import resolve as resolve_quality
 from qat.bench.sweep.plan import make_groups, read_sweep
 from qat.cli import app
 from qat.cli.parser import mistake

@@ -23,16 +23,18 @@ from qat.bench.quality.plan import (
 from qat.bench.quality.plot import charts
 from qat.bench.quality.prepare import (
     StepTimes,
+    Unmade,
     Workshop,
+    check_shapes,
     conversions_to_time,
     measure,
+    resolve,
     time_key,
     time_plan,
     to_json,
     to_time,
     with_equal_time,
 )
-from qat.bench.quality.resolve import Unmade, check_shapes, resolve
 from qat.bench.quality.table import QualityLine, best, markdown, summarise
 from qat.bench.results import environment, write_comparison
 from qat.errors import TrainingError
