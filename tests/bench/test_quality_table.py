@@ -4,8 +4,7 @@ import statistics
 
 import pytest
 
-from qat.bench.quality.plot import charts
-from qat.bench.quality.table import COMMON, best, cells, markdown, stat, summarise
+from qat.bench.quality.table import COMMON, best, cells, charts, markdown, stat, summarise
 
 TEXTS = ("own", "other")
 

@@ -20,7 +20,6 @@ from qat.bench.quality.plan import (
     QualityRecipe,
     read_quality,
 )
-from qat.bench.quality.plot import charts
 from qat.bench.quality.prepare import (
     StepTimes,
     Unmade,
@@ -35,7 +34,7 @@ from qat.bench.quality.prepare import (
     to_time,
     with_equal_time,
 )
-from qat.bench.quality.table import QualityLine, best, markdown, summarise
+from qat.bench.quality.table import QualityLine, best, charts, markdown, summarise
 from qat.bench.results import environment, write_comparison
 from qat.errors import TrainingError
 from qat.files import write_atomically
