@@ -231,8 +231,7 @@ def quality(
     from qat.cli.inputs import check_inputs
 
     check_inputs(models=[read_quality(recipe).teacher], out=out)
-    from qat.bench.quality.run import run_quality
-    from qat.bench.quality.table import best
+    from qat.bench.quality.run import best, run_quality
 
     report = run_quality(config, recipe, out)
     wide_console(QUALITY_WIDTH).print(_quality_table(report))
@@ -260,7 +259,7 @@ def _checked(student: str, config: Measured, out: Path | None) -> Measured:
 def _quality_table(report: "QualityReport") -> "Table":
     from rich.table import Table
 
-    from qat.bench.quality.table import cells
+    from qat.bench.quality.run import cells
 
     headings, body = cells(report.lines, report.texts, report.unmade)
     table = Table(headings[0], title="Mean +- standard deviation over seeds; KL and KD in nats")

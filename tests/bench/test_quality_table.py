@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from qat.bench.quality.table import COMMON, best, cells, charts, markdown, stat, summarise
+from qat.bench.quality.run import COMMON, best, cells, charts, markdown, stat, summarise
 
 TEXTS = ("own", "other")
 
