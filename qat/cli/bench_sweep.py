@@ -57,8 +57,7 @@ def sweep(
 def _table(report: "SweepReport") -> "Table":
     from rich.table import Table
 
-    from qat.bench.sweep.run import rate_unit
-    from qat.bench.sweep.table import cells
+    from qat.bench.sweep.run import cells, rate_unit
 
     headings, body = cells(report.lines)
     title = f"Rate: {rate_unit(report.recipe)}; against {report.baseline!r}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat.bench.sweep import telemetry
-from qat.bench.sweep.table import cells, chart, markdown, spreads, summarise
+from qat.bench.sweep.run import cells, chart, markdown, spreads, summarise
 from qat.bench.sweep.telemetry import (
     COLUMNS,
     Watch,
