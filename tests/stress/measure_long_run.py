@@ -5,7 +5,7 @@ python tests/stress/measure_long_run.py --steps 100000 --figures FILE.jsonl
 The loop, its checkpoints, evaluations, heartbeat and watchdog are those of every run; each step
 takes as much simulated time as makes all of them `--hours`. Memory and open files are counted every
 so many steps. The slope of memory is Theil-Sen's over the least of each tenth of the steps, the
-first fifth left out (`qat.bench.leak`). What the C library has handed out and what Python has are
+first fifth left out (`qat.bench.stats`). What the C library has handed out and what Python has are
 counted beside what is resident: a leak is in one of them, an allocator's holes are in neither.
 """
 
@@ -28,7 +28,7 @@ import torch
 from fault_records import record
 from kill_case import build, make_student
 
-from qat.bench.leak import FIRST_LOOK, memory_trend
+from qat.bench.stats import FIRST_LOOK, memory_trend
 from qat.logs import read_json_lines
 from qat.train import loop
 from qat.train.config import TrainConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from fault_records import record
 
-from qat.bench.leak import leak_found_after
+from qat.bench.stats import leak_found_after
 from qat.bench.sweep.run import MANIFEST
 
 RECIPE = """

@@ -10,10 +10,11 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.batches import make_batches
 from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.leak import FIRST_LOOK, leak_found_after, memory_trend
+from qat.bench.layouts import make_batches
 from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
+from qat.bench.stats import FIRST_LOOK, leak_found_after, memory_trend
 from qat.bench.student import Ours, Subject
 from qat.bench.sweep.plan import StepsConfig, SweepRun
 from qat.bench.sweep.telemetry import rank_facts
