@@ -23,8 +23,7 @@ from qat.bench.compare import (
     has_repeats,
     read_cases,
 )
-from qat.bench.page import fit_scale, markdown_table
-from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE
+from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE, fit_scale, markdown_table
 from qat.bench.stats import MIN_SAMPLES, median_interval, variation
 from qat.errors import ComparisonError, ConfigError
 from qat.files import whole_directory, write_atomically

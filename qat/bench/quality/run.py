@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 
 from qat.backend.device import devices, select
 from qat.bench.jobs import Ended, run_processes
-from qat.bench.page import fit_scale, markdown_table
 from qat.bench.quality.plan import (
     QualityConfig,
     QualityJob,
@@ -37,7 +36,7 @@ from qat.bench.quality.prepare import (
     to_time,
     with_equal_time,
 )
-from qat.bench.results import environment, write_comparison
+from qat.bench.results import environment, fit_scale, markdown_table, write_comparison
 from qat.errors import TrainingError
 from qat.files import write_atomically
 from qat.logs import progress

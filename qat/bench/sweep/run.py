@@ -11,8 +11,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from qat.bench.jobs import Ended, claimed, run_processes
-from qat.bench.page import fit_scale, markdown_table
-from qat.bench.results import write_comparison
+from qat.bench.results import fit_scale, markdown_table, write_comparison
 from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
 from qat.bench.sweep.plan import (
     SweepConfig,
