@@ -144,6 +144,6 @@ def record(
         records: where records are kept.
         date: day of the measurement as YYYY-MM-DD; today by default.
     """
-    from qat.bench.record import write_record
+    from qat.bench.compare import write_record
 
     return {"record": write_record(slug, from_, records, date or None)}

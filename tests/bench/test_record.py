@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat.bench.compare import compare_files, read_cases
-from qat.bench.record import draw_medians, write_record
+from qat.bench.compare import compare_files, draw_medians, read_cases, write_record
 from qat.cli import main
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
