@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from qat.backend import device as backend
-from qat.bench.baselines.plain import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
 from qat.bench.baselines.reference import (
     GatheredCandidates,
     LowRank,
@@ -16,6 +15,7 @@ from qat.bench.baselines.reference import (
     reference_step,
 )
 from qat.bench.baselines.run import run_baselines
+from qat.bench.baselines.training import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
 from qat.bench.batches import open_source
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.student import Ours, open_student

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.plain import (
+from qat.bench.baselines.training import (
     ChunkedLoss,
     HiddenLoss,
     PlainStep,

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.distil import BaselineJob, Lesson, distil, rehearse
 from qat.bench.baselines.efficientqat import efficientqat_lesson
-from qat.bench.baselines.plain import dense_copy
 from qat.bench.baselines.reference import reference_lesson
 from qat.bench.baselines.torchao_int2 import torchao_lesson
+from qat.bench.baselines.training import dense_copy
 from qat.bench.baselines.uniform import Deployed, gptq, put_plain, round_to_nearest, uniform_bits
 from qat.bench.measure import compile_anew
 from qat.convert.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
