@@ -25,11 +25,11 @@ from qat.bench.baselines.reference import (
     more_ranks,
     svd_scale,
 )
+from qat.bench.baselines.training import put_plain
 from qat.bench.baselines.uniform import (
     damped,
     gptq,
     minmax_grid,
-    put_plain,
     round_to_nearest,
     uniform_bits,
 )

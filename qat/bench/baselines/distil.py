@@ -17,13 +17,13 @@ from qat.backend.device import select
 from qat.bench.baselines.config import BaselineSettings
 from qat.bench.baselines.training import (
     ChunkedLoss,
+    Deployed,
     HiddenLoss,
     PlainStep,
     check_losses,
     chunked_loss,
     dense_copy,
 )
-from qat.bench.baselines.uniform import Deployed
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead

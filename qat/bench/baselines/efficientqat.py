@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.bench.baselines.distil import REHEARSALS, BaselineJob, Course, Lesson, run_or_uncompile
+from qat.bench.baselines.training import Deployed
 from qat.bench.baselines.uniform import (
     SMALLEST_SCALE,
-    Deployed,
     Grid,
     codes_of,
     minmax_grid,

@@ -13,8 +13,8 @@ from qat.bench.baselines.distil import BaselineJob, Lesson, distil, rehearse
 from qat.bench.baselines.efficientqat import efficientqat_lesson
 from qat.bench.baselines.reference import reference_lesson
 from qat.bench.baselines.torchao_int2 import torchao_lesson
-from qat.bench.baselines.training import dense_copy
-from qat.bench.baselines.uniform import Deployed, gptq, put_plain, round_to_nearest, uniform_bits
+from qat.bench.baselines.training import Deployed, dense_copy, put_plain
+from qat.bench.baselines.uniform import gptq, round_to_nearest, uniform_bits
 from qat.bench.measure import compile_anew
 from qat.convert.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
 from qat.data.reader import TeacherCache

@@ -18,8 +18,15 @@ from torch.nn import functional as F
 from qat.backend.base import DTYPES
 from qat.bench.baselines.config import BaselineSettings
 from qat.bench.baselines.distil import BaselineJob, Lesson
-from qat.bench.baselines.training import HiddenLoss, PlainStep, chunked_loss, dense_copy
-from qat.bench.baselines.uniform import FP16_BITS, Deployed, check_groups
+from qat.bench.baselines.training import (
+    FP16_BITS,
+    Deployed,
+    HiddenLoss,
+    PlainStep,
+    check_groups,
+    chunked_loss,
+    dense_copy,
+)
 from qat.bench.config import MeasureConfig
 from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel

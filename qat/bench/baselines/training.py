@@ -20,7 +20,7 @@ from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts
 from qat.nn.step import quant_linears
-from qat.nn.swap import decoder_layers
+from qat.nn.swap import decoder_layers, replace_module
 from qat.train.step import StepResult
 
 # The losses as a competent user would write them: log-softmax over all logits, chunk by chunk.
@@ -291,3 +291,50 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
     for name, tensor in rest.items():
         own[name].copy_(tensor)
     return model.eval()
+
+
+# What a baseline leaves behind: plain linears of the weights it would deploy, and their bits.
+#
+# Shapes: O out_features, I in_features.
+
+FP16_BITS = 16
+
+
+class Deployed(NamedTuple):
+    """One quantized linear as it would be stored."""
+
+    weight: Tensor
+    """`(O, I)`, dequantized."""
+    stored_bits: int
+    """Codes, scales, zero points and codebook together."""
+
+
+def put_plain(model: nn.Module, deployed: dict[str, Deployed]) -> float:
+    """Put float linears of these weights into `model`; returns their mean bits per weight."""
+    for name, (weight, _) in deployed.items():
+        bias = model.get_submodule(name).bias
+        replace_module(model, name, _linear(weight, bias))
+    bits = sum(part.stored_bits for part in deployed.values())
+    return bits / sum(part.weight.numel() for part in deployed.values())
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    O, I = weight.shape
+    linear = nn.Linear(I, O, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+    return linear.eval()
+
+
+def check_groups(in_features: int, group_size: int) -> None:
+    """Refuse a group size that leaves a rest.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if in_features % group_size:
+        raise ConfigError(
+            f"group_size={group_size} does not divide rows of {in_features} weights; choose one "
+            "that does"
+        )

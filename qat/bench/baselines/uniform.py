@@ -6,44 +6,9 @@ Shapes: O out_features, I in_features, G groups per row, W weights per group.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qat.errors import ConfigError
-from qat.nn.swap import replace_module
-
-# What a baseline leaves behind: plain linears of the weights it would deploy, and their bits.
-#
-# Shapes: O out_features, I in_features.
-
-FP16_BITS = 16
-
-
-class Deployed(NamedTuple):
-    """One quantized linear as it would be stored."""
-
-    weight: Tensor
-    """`(O, I)`, dequantized."""
-    stored_bits: int
-    """Codes, scales, zero points and codebook together."""
-
-
-def put_plain(model: nn.Module, deployed: dict[str, Deployed]) -> float:
-    """Put float linears of these weights into `model`; returns their mean bits per weight."""
-    for name, (weight, _) in deployed.items():
-        bias = model.get_submodule(name).bias
-        replace_module(model, name, _linear(weight, bias))
-    bits = sum(part.stored_bits for part in deployed.values())
-    return bits / sum(part.weight.numel() for part in deployed.values())
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    O, I = weight.shape
-    linear = nn.Linear(I, O, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
-    return linear.eval()
-
+from qat.bench.baselines.training import FP16_BITS, check_groups
 
 SMALLEST_SCALE = 1e-5
 
@@ -68,19 +33,6 @@ def minmax_grid(weight: Tensor, bits: int, group_size: int) -> Grid:
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     scales = ((high - low) / (2**bits - 1)).clamp(min=SMALLEST_SCALE).half().float()
     return Grid(scales, (-low / scales).round().clamp(0, 2**bits - 1))
-
-
-def check_groups(in_features: int, group_size: int) -> None:
-    """Refuse a group size that leaves a rest.
-
-    Raises:
-        ConfigError: naming both.
-    """
-    if in_features % group_size:
-        raise ConfigError(
-            f"group_size={group_size} does not divide rows of {in_features} weights; choose one "
-            "that does"
-        )
 
 
 def codes_of(weight: Tensor, grid: Grid, bits: int) -> Tensor:
