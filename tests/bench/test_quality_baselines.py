@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from qat.bench.baselines import torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.distil import BaselineJob, rehearse
 from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
 from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import (
@@ -25,7 +24,7 @@ from qat.bench.baselines.reference import (
     more_ranks,
     svd_scale,
 )
-from qat.bench.baselines.training import put_plain
+from qat.bench.baselines.training import BaselineJob, put_plain, rehearse
 from qat.bench.baselines.uniform import (
     damped,
     gptq,

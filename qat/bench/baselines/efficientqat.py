@@ -21,8 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.bench.baselines.distil import REHEARSALS, BaselineJob, Course, Lesson, run_or_uncompile
-from qat.bench.baselines.training import Deployed
+from qat.bench.baselines.training import (
+    REHEARSALS,
+    BaselineJob,
+    Course,
+    Deployed,
+    Lesson,
+    run_or_uncompile,
+)
 from qat.bench.baselines.uniform import (
     SMALLEST_SCALE,
     Grid,

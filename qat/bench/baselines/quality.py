@@ -9,11 +9,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.distil import BaselineJob, Lesson, distil, rehearse
 from qat.bench.baselines.efficientqat import efficientqat_lesson
 from qat.bench.baselines.reference import reference_lesson
 from qat.bench.baselines.torchao_int2 import torchao_lesson
-from qat.bench.baselines.training import Deployed, dense_copy, put_plain
+from qat.bench.baselines.training import (
+    BaselineJob,
+    Deployed,
+    Lesson,
+    dense_copy,
+    distil,
+    put_plain,
+    rehearse,
+)
 from qat.bench.baselines.uniform import gptq, round_to_nearest, uniform_bits
 from qat.bench.measure import compile_anew
 from qat.convert.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from qat.backend.base import DTYPES
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.distil import BaselineJob, Lesson
 from qat.bench.baselines.training import (
     FP16_BITS,
+    BaselineJob,
     Deployed,
     HiddenLoss,
+    Lesson,
     PlainStep,
     check_groups,
     chunked_loss,

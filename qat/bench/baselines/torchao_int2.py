@@ -8,8 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.distil import BaselineJob, Lesson
-from qat.bench.baselines.training import FP16_BITS, Deployed, PlainStep, plain_step
+from qat.bench.baselines.training import (
+    FP16_BITS,
+    BaselineJob,
+    Deployed,
+    Lesson,
+    PlainStep,
+    plain_step,
+)
 from qat.bench.config import MeasureConfig
 from qat.errors import ConfigError, how_to_install
 from qat.models.language_model import LanguageModel
