@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from qat.bench.baselines import torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.efficientqat import BlockLinear, Budget, ScaledLinear
 from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import (
     Formed,
@@ -26,6 +25,9 @@ from qat.bench.baselines.reference import (
 )
 from qat.bench.baselines.training import BaselineJob, put_plain, rehearse
 from qat.bench.baselines.uniform import (
+    BlockLinear,
+    Budget,
+    ScaledLinear,
     damped,
     gptq,
     minmax_grid,

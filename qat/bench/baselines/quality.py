@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.efficientqat import efficientqat_lesson
 from qat.bench.baselines.reference import reference_lesson
 from qat.bench.baselines.torchao_int2 import torchao_lesson
 from qat.bench.baselines.training import (
@@ -21,7 +20,7 @@ from qat.bench.baselines.training import (
     put_plain,
     rehearse,
 )
-from qat.bench.baselines.uniform import gptq, round_to_nearest, uniform_bits
+from qat.bench.baselines.uniform import efficientqat_lesson, gptq, round_to_nearest, uniform_bits
 from qat.bench.measure import compile_anew
 from qat.convert.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
 from qat.data.reader import TeacherCache

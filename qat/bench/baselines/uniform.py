@@ -3,12 +3,31 @@
 Shapes: O out_features, I in_features, G groups per row, W weights per group.
 """
 
+import logging
+import math
+import time
+from copy import deepcopy
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qat.bench.baselines.training import FP16_BITS, check_groups
+from qat.bench.baselines.training import (
+    FP16_BITS,
+    REHEARSALS,
+    BaselineJob,
+    Course,
+    Deployed,
+    Lesson,
+    check_groups,
+    run_or_uncompile,
+)
+from qat.convert.calibrate import BlockInputs, TokenBatch, record_block_inputs
+from qat.errors import TrainingError
+from qat.logs import progress
+from qat.models.language_model import LanguageModel
+from qat.nn.swap import decoder_layers, replace_module
 
 SMALLEST_SCALE = 1e-5
 
@@ -124,3 +143,253 @@ def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
 def _nearest(column: Tensor, grid: Grid, i: int, *, bits: int) -> Tensor:
     own = Grid(grid.scales[:, i : i + 1], grid.zeros[:, i : i + 1])
     return values_of(codes_of(column[:, None], own, bits), own)[:, 0]
+
+
+# EfficientQAT (arXiv:2407.11062) on a teacher cache: block by block first, then scales end to end.
+#
+# Stage 1 trains weights, scales and zero points of one decoder block after the other, so that
+# behind the blocks already quantized it gives what the float model gives there (mean squared
+# error). Stage 2 keeps codes and zero points and trains the scales alone, here with the
+# distillation loss.
+#
+# Cost: a block's step works on 1 / num_layers of the model, so S of them in every block are S whole
+# steps. Half of `max_steps` goes to stage 1, less the two forwards (of a third of a step each) over
+# the sequences that it learns from.
+#
+# Shapes: O out_features, I in_features, G groups per row, W weights per group, B sequences.
+
+logger = logging.getLogger(__name__)
+
+MOST_SEQUENCES = 4096
+"""Sequences that stage 1 learns from, as published."""
+POOL_SHARE = 8
+"""Stage 1 learns from what at most this part of `max_steps` would show."""
+FORWARD_SHARE = 1 / 3
+"""A forward's part of a step."""
+BLOCK_MIN_LR_RATIO = 0.05
+
+
+class BlockLinear(nn.Module):
+    """Stage 1: a weight on a grid that learns with it, rounded straight-through."""
+
+    def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
+        super().__init__()
+        self.bits = bits
+        grid = minmax_grid(linear.weight.detach(), bits, group_size)
+        self.weight = nn.Parameter(linear.weight.detach().float().clone())
+        self.scales, self.zeros = map(nn.Parameter, grid)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def quantized_weight(self) -> Tensor:
+        """`(O, I)`, with gradients to weight, scales and zero points."""
+        groups = self.weight.unflatten(1, (self.scales.shape[1], -1))
+        scales = self.scales.clamp(min=SMALLEST_SCALE)[..., None]
+        highest = 2**self.bits - 1
+        zeros = round_through(self.zeros).clamp(0, highest)[..., None]
+        codes = (round_through(groups / scales) + zeros).clamp(0, highest)
+        return ((codes - zeros) * scales).flatten(1)
+
+    @torch.no_grad()
+    def grid(self) -> Grid:
+        """Scales and whole zero points as they stand."""
+        highest = 2**self.bits - 1
+        zeros = self.zeros.round().clamp(0, highest)
+        return Grid(self.scales.clamp(min=SMALLEST_SCALE).clone(), zeros)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        return F.linear(x, self.quantized_weight(), self.bias)
+
+
+class ScaledLinear(nn.Module):
+    """Stage 2: codes and zero points stay, the scales learn."""
+
+    def __init__(self, linear: BlockLinear) -> None:
+        super().__init__()
+        grid = linear.grid()
+        self.bits = linear.bits
+        self.register_buffer("codes", codes_of(linear.weight.detach(), grid, linear.bits))
+        self.register_buffer("zeros", grid.zeros)
+        self.register_buffer("bias", linear.bias)
+        self.scales = nn.Parameter(grid.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        weight = values_of(self.codes, Grid(self.scales, self.zeros))
+        return F.linear(x, weight, self.bias)
+
+    @torch.no_grad()
+    def deployed(self) -> Deployed:
+        """With scales in float16."""
+        weight = values_of(self.codes, Grid(self.scales.half().float(), self.zeros))
+        size = weight.shape[1] // self.scales.shape[1]
+        return Deployed(weight, uniform_bits(weight, self.bits, size))
+
+
+def round_through(x: Tensor) -> Tensor:
+    """`x` rounded, with the gradient of `x` itself."""
+    return x.detach().round() + (x - x.detach())
+
+
+def efficientqat_lesson(job: BaselineJob) -> Lesson:
+    """Stage 1 done, stage 2 ready: `settings.block_steps` of 0 leaves the first out.
+
+    Raises:
+        ConfigError: the groups do not divide the rows.
+        TrainingError: a block's error is not a number.
+    """
+    budget = Budget.of(job)
+    original = deepcopy(job.model) if budget.block_steps else job.model
+    for name in job.names:
+        linear = job.model.get_submodule(name)
+        bits = job.settings.bits_of(name)
+        replace_module(job.model, name, BlockLinear(linear, bits, job.settings.group_size))
+    course = Course()
+    if budget.block_steps:
+        course = _train_blocks(job, LanguageModel(original), budget)
+    for name in job.names:
+        replace_module(job.model, name, ScaledLinear(job.model.get_submodule(name)))
+    modules = {name: job.model.get_submodule(name) for name in job.names}
+    step = job.step([m.scales for m in modules.values()], job.kd_loss(), steps=budget.steps)
+    return Lesson(
+        step,
+        lambda: {name: module.deployed() for name, module in modules.items()},
+        budget.steps,
+        course,
+    )
+
+
+class Budget(NamedTuple):
+    """How `max_steps` is spent."""
+
+    num_batches: int
+    """Different batches that stage 1 learns from."""
+    block_steps: int
+    """Steps in each block."""
+    steps: int
+    """Steps of stage 2."""
+
+    @classmethod
+    def of(cls, job: BaselineJob) -> "Budget":
+        """Half for each stage, unless the settings name the block's steps."""
+        settings = job.settings
+        sequences = min(MOST_SEQUENCES, job.cache.num_sequences("train"))
+        batches = min(sequences // settings.batch_size, settings.max_steps // POOL_SHARE)
+        batches = max(1, batches)
+        forwards = math.ceil(2 * FORWARD_SHARE * batches)
+        block_steps = settings.block_steps
+        if block_steps is None:
+            block_steps = max(0, settings.max_steps // 2 - forwards)
+        used = block_steps + forwards if block_steps else 0
+        return cls(batches, block_steps, max(1, settings.max_steps - used))
+
+
+def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> Course:
+    """Stage 1, over all blocks in order."""
+    blocks = _Blocks(job, original, budget)
+    job.backend.reset_peak_memory()
+    seconds = 0.0
+    layers = list(zip(decoder_layers(original.model), decoder_layers(job.model), strict=True))
+    with progress("training block by block", len(layers), "blocks") as ticker:
+        for index, (float_layer, layer) in enumerate(layers):
+            blocks.rehearse(layer, index)
+            began = time.perf_counter()
+            error = blocks.train(float_layer, layer, index)
+            job.backend.synchronize()
+            seconds += time.perf_counter() - began
+            if not math.isfinite(error):
+                raise TrainingError(
+                    f"block {index} has an error of {error}, expected a number; lower "
+                    f"block_lr={job.settings.block_lr}"
+                )
+            logger.info("block %d: mean squared error %.4g", index, error)
+            ticker.advance()
+    used = job.settings.max_steps - budget.steps
+    return Course(used, seconds, job.backend.peak_memory_gib() or 0.0)
+
+
+class _Blocks:
+    """Trains one block after the other on the hidden states before it, float and quantized."""
+
+    def __init__(self, job: BaselineJob, original: LanguageModel, budget: Budget) -> None:
+        self._job = job
+        self._steps = budget.block_steps
+        layers = decoder_layers(original.model)
+        self._calls: list[BlockInputs] = []
+        for number in range(budget.num_batches):
+            batch = job.batch(number)
+            tokens = TokenBatch(batch.input_ids, batch.position_ids)
+            with torch.no_grad():
+                self._calls.append(record_block_inputs(original, layers, tokens))
+        self._targets = [call.hidden for call in self._calls]
+        self._states = list(self._targets)
+
+    def rehearse(self, layer: nn.Module, index: int) -> None:
+        """Compile the block outside the clock; it stays as it is."""
+        layer.requires_grad_(False)
+        for parameter in _learning(layer):
+            parameter.requires_grad_(True)
+        if self._job.backend.compiles():
+            layer.forward = torch.compile(layer.forward)
+
+        def run() -> None:
+            for _ in range(REHEARSALS):
+                self._error(layer, index, 0).backward()
+                layer.zero_grad(set_to_none=True)
+
+        run_or_uncompile(run, lambda: vars(layer).pop("forward", None))
+        self._job.backend.synchronize()
+
+    def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
+        """Train the block, then move all states behind it; returns the last step's error."""
+        self._targets = self._moved(float_layer, self._targets, index)
+        adamw = self._optimizer(layer)
+        for step in range(self._steps):
+            for group in adamw.param_groups:
+                group["lr"] = group["peak"] * _block_share(step, self._steps)
+            error = self._error(layer, index, step % len(self._states))
+            error.backward()
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+        layer.requires_grad_(False)
+        vars(layer).pop("forward", None)  # without gradients it would be compiled anew
+        self._states = self._moved(layer, self._states, index)
+        return error.item()
+
+    def _optimizer(self, layer: nn.Module) -> torch.optim.AdamW:
+        settings, linears = self._job.settings, _linears(layer)
+        grids = [parameter for m in linears for parameter in (m.scales, m.zeros)]
+        groups = [
+            {"params": [m.weight for m in linears], "peak": settings.block_lr},
+            {"params": grids, "peak": settings.block_lr_scales},
+        ]
+        return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
+
+    def _error(self, layer: nn.Module, index: int, number: int) -> Tensor:
+        """Mean squared error of one batch against the float block's output."""
+        output = self._output(layer, self._states[number], index, number=number)
+        return F.mse_loss(output, self._targets[number])
+
+    @torch.no_grad()
+    def _moved(self, layer: nn.Module, states: list[Tensor], index: int) -> list[Tensor]:
+        return [self._output(layer, x, index, number=i) for i, x in enumerate(states)]
+
+    def _output(self, layer: nn.Module, hidden: Tensor, index: int, *, number: int) -> Tensor:
+        """What block `index` makes of batch `number`, `(B, S, D)` float32."""
+        with self._job.backend.autocast(self._job.dtype):
+            output = layer(hidden, **self._calls[number].kwargs[index])
+        return (output[0] if isinstance(output, tuple) else output).float()
+
+
+def _block_share(step: int, steps: int) -> float:
+    """A cosine from 1 to `BLOCK_MIN_LR_RATIO`."""
+    done = step / max(1, steps - 1)
+    return BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _linears(layer: nn.Module) -> list[BlockLinear]:
+    return [module for module in layer.modules() if isinstance(module, BlockLinear)]
+
+
+def _learning(layer: nn.Module) -> list[nn.Parameter]:
+    return [parameter for linear in _linears(layer) for parameter in linear.parameters()]
