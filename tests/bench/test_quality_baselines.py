@@ -10,9 +10,9 @@ from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
 
-from qat.bench.baselines import quality as torchao_int2
+from qat.bench.baselines import methods as torchao_int2
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.quality import LESSONS, time_step, train_baseline
+from qat.bench.baselines.methods import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import (
     Formed,
     RankByRank,

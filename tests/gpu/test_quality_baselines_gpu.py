@@ -6,7 +6,7 @@ import pytest
 from cache_case import TOKENIZER, build, teacher
 
 from qat.bench.baselines.config import METHODS, BaselineSettings
-from qat.bench.baselines.quality import time_step, train_baseline
+from qat.bench.baselines.methods import time_step, train_baseline
 from qat.convert.calibrate import TokenBatch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import exact_divergence

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from qat.backend.device import select
-from qat.bench.baselines.quality import is_installed, torchao_step
+from qat.bench.baselines.methods import is_installed, torchao_step
 from qat.bench.baselines.reference import TEMPERATURE, reference_step
 from qat.bench.baselines.training import check_losses, plain_step
 from qat.bench.batches import check_batch_sizes

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import seeded, select
-from qat.bench.baselines.quality import train_baseline
+from qat.bench.baselines.methods import train_baseline
 from qat.bench.jobs import run_as_process
 from qat.bench.quality.plan import (
     HELD_OUT,

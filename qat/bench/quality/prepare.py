@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qat.backend.device import select
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.quality import time_step
+from qat.bench.baselines.methods import time_step
 from qat.bench.measure import compile_anew
 from qat.bench.quality.plan import (
     HELD_OUT,
