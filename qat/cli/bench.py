@@ -7,10 +7,9 @@ from cyclopts import App, Parameter
 
 from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
 from qat.bench.quality.plan import QualityConfig
-from qat.cli.bench_attention import attention
-from qat.cli.bench_compare import compare, record
-from qat.cli.bench_sweep import sweep
-from qat.cli.tables import row_table, wide_console
+from qat.cli.bench import attention, kernels
+from qat.cli.bench_compare import compare, record, sweep
+from qat.cli.tables import wide_console
 from qat.config import OTHERS, Required
 from qat.losses.config import parse_losses
 

@@ -10,7 +10,7 @@ from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
 
-from qat.bench.baselines import methods as torchao_int2
+from qat.bench.baselines import methods
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.methods import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import (
@@ -296,7 +296,7 @@ def test_what_a_user_gets_wrong_is_one_line(
     for refuse, message in refusals:
         with pytest.raises(ConfigError, match=message):
             refuse()
-    monkeypatch.setattr(torchao_int2, "find_spec", lambda _name: None)
+    monkeypatch.setattr(methods, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"torchao is not installed; .*\[adam8bit\]"):
         train("torchao_int2")
     other = tiny_of_another_vocabulary()

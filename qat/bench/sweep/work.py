@@ -10,7 +10,6 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.batches import make_batches
 from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.layouts import make_batches
 from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
