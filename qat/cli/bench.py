@@ -5,11 +5,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import App, Parameter
 
-from qat.bench.config import BaselinesConfig, BenchConfig, MeasureConfig
+from qat.bench.config import (
+    AttentionConfig,
+    BaselinesConfig,
+    BenchConfig,
+    KernelsConfig,
+    MeasureConfig,
+)
 from qat.bench.quality.plan import QualityConfig
-from qat.cli.bench import attention, kernels
 from qat.cli.bench_compare import compare, record, sweep
-from qat.cli.tables import wide_console
+from qat.cli.tables import row_table, wide_console
 from qat.config import OTHERS, Required
 from qat.losses.config import parse_losses
 

@@ -1,4 +1,4 @@
-"""`qat bench compare`: whether a second set of measurements is slower than the first."""
+"""`qat bench sweep`, `compare` and `record`: what settings differ by, and results that stay."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from qat.bench.sweep.plan import SweepConfig
-from qat.cli.recipe import print_result
+from qat.cli.parser import print_result
 from qat.cli.tables import wide_console
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from qat.bench.compare import Comparison, Pair
     from qat.bench.stats import Interval
-if TYPE_CHECKING:
-    from rich.table import Table
-
     from qat.bench.sweep.run import SweepReport
 
 
