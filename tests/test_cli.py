@@ -17,7 +17,7 @@ import qat.cli
 from qat.bench.quality.plan import read_quality
 from qat.bench.sweep.plan import read_sweep
 from qat.cli import VERBS, app, main
-from qat.cli.parser import check_recipe, print_result
+from qat.cli.parser import check_recipe, print_result, verb_flags
 from qat.cli.run import Pipeline
 from qat.config import Required
 from qat.errors import ConfigError
@@ -301,7 +301,7 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
     ids=lambda path: path.stem,
 )
 def test_committed_recipes_name_real_flags(recipe: Path) -> None:
-    check_recipe(recipe, {verb: qat.cli._flags(verb) for verb in VERBS})
+    check_recipe(recipe, verb_flags())
 
 
 def test_a_notebook_brings_no_pictures_backend(monkeypatch) -> None:
@@ -314,7 +314,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:
     def no_space(*_: object) -> dict:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(qat.cli, "run_verb", no_space)
+    monkeypatch.setattr(qat.cli, "parsed", no_space)
     assert call(monkeypatch, "report", "a") == 1
     assert capsys.readouterr().err.startswith("qat: the disk is full; free some space")
 
@@ -323,7 +323,7 @@ def test_another_operating_system_error_keeps_its_traceback(monkeypatch) -> None
     def broken(*_: object) -> dict:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(qat.cli, "run_verb", broken)
+    monkeypatch.setattr(qat.cli, "parsed", broken)
     with pytest.raises(OSError, match="Input/output error"):
         call(monkeypatch, "report", "a")
 
@@ -344,6 +344,6 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, messag
     def refused(*_: object) -> dict:
         raise error
 
-    monkeypatch.setattr(qat.cli, "run_verb", refused)
+    monkeypatch.setattr(qat.cli, "parsed", refused)
     assert call(monkeypatch, "report", "a") == 1
     assert capsys.readouterr().err.startswith(f"qat: {message}")

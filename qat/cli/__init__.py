@@ -1,6 +1,5 @@
 """The command line: each verb parses into a typed config, makes one call, prints JSON last.
 
-A recipe (`--recipe FILE.toml`) holds one table per verb with the names of its flags; flags win.
 Nothing heavy is imported before a verb runs.
 """
 
@@ -11,13 +10,10 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import cyclopts
-from cyclopts import App, Parameter
-from cyclopts.help import DefaultFormatter, HelpPanel
+from cyclopts import App, CycloptsError, Parameter
 
-import qat
 from qat import logs
 from qat.backend.before_torch import before_torch, keep_to_own_cores
 from qat.cli.bench import bench_app
@@ -28,18 +24,16 @@ from qat.cli.eval import evaluate
 from qat.cli.export import export
 from qat.cli.generate import generate
 from qat.cli.hub import hub_app
-from qat.cli.parser import check_recipe, mistake, print_result, unknown_flag
+from qat.cli.parser import app, mistake, parsed, print_result, run_verb
 from qat.cli.report import report
 from qat.cli.run import run
 from qat.cli.train import train
-from qat.config import OTHERS, EveryVerb
-from qat.errors import ConfigError, QatError
+from qat.config import EveryVerb
+from qat.errors import QatError
 from qat.process import is_out_of_memory
 from qat.secrets import Scrub, scrubbed
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-
+__all__ = ["VERBS", "app", "main", "run_verb"]
 SCRUB = Scrub()
 VERBS: dict[str, tuple[App | Callable, str]] = {
     "cache": (cache_app, "qat cache --teacher MODEL --data FILE --out caches/mine"),
@@ -56,30 +50,6 @@ VERBS: dict[str, tuple[App | Callable, str]] = {
 }
 """The verbs in the order of a student's life, each with an example that ends its help."""
 
-
-class PlainHelp(DefaultFormatter):
-    """Help without what every switch has: a negative, and `False` as its default."""
-
-    def __call__(self, console: "Console", options: "ConsoleOptions", panel: HelpPanel) -> None:
-        """Print one box of flags or verbs."""
-        entries = [
-            each.copy(
-                negative_names=(), default=None if each.default in {"False", '""'} else each.default
-            )
-            for each in panel.entries
-        ]
-        super().__call__(console, options, panel.copy(entries=entries))
-
-
-app = App(
-    name="qat",
-    help="Quantization-aware distillation: causal language models at 2-4 bits per weight.",
-    help_epilogue="Start with 'qat demo'; 'qat VERB --help' says more of each.",
-    help_formatter=PlainHelp(),
-    version=f"qat {qat.__version__}",
-    group_parameters=OTHERS,
-    suppress_keyboard_interrupt=False,
-)
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
 app.register_install_completion_command(help="Let the shell complete verbs and flags.")
 for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
@@ -88,59 +58,21 @@ for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
     app[_name].help_epilogue = f"Example: {_example}"
 
 
-def run_verb(tokens: list[str], recipe: Path | None = None) -> dict[str, object]:
-    """Parse and run one command line without its `qat`; what the verb found out.
-
-    Args:
-        tokens: the words.
-        recipe: TOML file whose tables say what the words do not.
-
-    Raises:
-        QatError: the user's mistakes.
-    """
-    tokens = _with_resume(tokens)
-    app.config = None
-    if recipe is not None:
-        check_recipe(recipe, {verb: _flags(verb) for verb in VERBS})
-        app.config = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
-    try:
-        found = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
-    except (QatError, cyclopts.CycloptsError) as error:
-        unknown = unknown_flag(app, tokens)  # the parser may have stumbled over what it led to
-        if unknown is not None:
-            raise ConfigError(unknown) from error
-        if isinstance(error, QatError):
-            raise
-        raise ConfigError(mistake(app, tokens, error)) from error
-    return found if isinstance(found, dict) else {}
-
-
-def _with_resume(tokens: list[str]) -> list[str]:
-    """The tokens, where `--resume` alone means `--resume latest`."""
-    if tokens[:1] != ["train"]:
-        return tokens
-    following = [*tokens[1:], ""]
-    pairs = zip(tokens, following, strict=True)
-    return [
-        "--resume=latest" if token == "--resume" and after not in ("auto", "latest") else token
-        for token, after in pairs
-    ]
-
-
 @app.meta.default
-def _launch(
+def _call(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     recipe: EveryVerb[
         Annotated[Path | None, Parameter(help="TOML file with one table per verb.")]
     ] = None,
     verbose: EveryVerb[Annotated[bool, Parameter(help="Log more.", negative=())]] = False,
-) -> None:
+) -> Callable[[], object]:
+    """The call that a command line stands for; what all verbs log is set up."""
     logs.configure(verbose)
     for handler in logging.getLogger().handlers:
         handler.addFilter(SCRUB)
     if tokens[:1] == ("help",):
         tokens = (*tokens[1:], "--help")
-    print_result(run_verb(list(tokens), recipe))
+    return parsed(list(tokens), recipe)
 
 
 def main() -> None:
@@ -150,11 +82,15 @@ def main() -> None:
     before_torch()
     keep_to_own_cores()
     try:
-        app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
+        verb = app.meta(
+            sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value"
+        )
+        if verb is not None:  # else it was --help or --version, which are told
+            print_result(verb())
     except QatError as error:
         _fail(str(error), code=error.exit_code)
-    except cyclopts.CycloptsError as error:  # of the flags that every verb has
-        _fail(mistake(app, sys.argv[1:], error))
+    except CycloptsError as error:  # of the flags that every verb has
+        _fail(mistake(sys.argv[1:], error))
     except BrokenPipeError:  # what reads our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -174,15 +110,6 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
-
-
-def _flags(verb: str) -> set[str]:
-    """The names of a verb's flags without dashes in front; of `--a.b` the `a`."""
-    if app[verb].default_command is None:  # only the verbs below it have flags
-        return set()
-    arguments = app[verb].assemble_argument_collection()
-    names = {name for argument in arguments for name in argument.names if name.startswith("--")}
-    return {name.removeprefix("--").split(".")[0] for name in names}
 
 
 def _fail_if_out_of_memory(error: Exception) -> None:

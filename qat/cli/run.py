@@ -15,6 +15,7 @@ from cyclopts import CycloptsError, Parameter
 from pydantic import BaseModel
 
 from qat.cli.convert import Targets
+from qat.cli.parser import app, mistake, run_verb
 from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
 from qat.errors import ConfigError, QatError, Stopped
 from qat.files import check_free, parse_toml, write_atomically
@@ -142,8 +143,6 @@ class Pipeline:
         Raises:
             QatError: what the verb says, `stage` in front.
         """
-        from qat.cli import run_verb
-
         tokens = [str(word) for word in words]
         self.say(f"\n$ qat {shlex.join(tokens)}", style="bold")
         began = time.perf_counter()
@@ -284,7 +283,6 @@ def run(
         targets: what the student is to be exported to: formats become what that holds without
             loss. `packed`, the checkpoint itself, if not given.
     """
-    from qat.cli import app
     from qat.logs import Terminal
 
     recipes, app.config = app.config, None  # from here its tables are read by `Road`, once
@@ -410,8 +408,6 @@ class Road:
         Raises:
             ConfigError: a setting is wrong, or differs from what the stage was done with.
         """
-        from qat.cli import app
-        from qat.cli.parser import mistake
 
         needed = {"convert": ["--out", "x"], "train": ["--out", "x"]}.get(stage, [])
         needed += {"eval": ["x"], "export": ["--to", self.targets[0], "--out", "x"]}.get(stage, [])
@@ -419,7 +415,7 @@ class Road:
         try:
             _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         except CycloptsError as error:
-            raise ConfigError(f"[{stage}] {mistake(app, tokens, error)}") from error
+            raise ConfigError(f"[{stage}] {mistake(tokens, error)}") from error
         except QatError as error:
             error.args = (f"[{stage}] {error}",)
             raise

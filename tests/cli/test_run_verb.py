@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,9 @@ def test_a_second_call_does_nothing_again(finished: Path, place: Path, capsys) -
     assert {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")} == before
 
 
-def test_its_recipe_is_one(finished: Path, place: Path) -> None:
+def test_its_recipe_is_one(finished: Path, place: Path, monkeypatch) -> None:
     again = ["--recipe", str(finished / "recipe.toml"), "run", "--out", str(finished)]
-    from qat.cli import app
-
-    app.meta(again, exit_on_error=False, print_error=False, result_action="return_value")
+    assert call(monkeypatch, *again) == 0
 
 
 @pytest.mark.parametrize(
@@ -151,9 +150,7 @@ def test_a_directory_of_others_is_refused_and_stays(
 def test_stopped_behind_any_stage_it_goes_on(
     finished, place, tmp_path, monkeypatch, number
 ) -> None:
-    import qat.cli
-
-    real, verb, out = qat.cli.run_verb, STAGES[number], tmp_path / "out"
+    real, verb, out = run_verb, STAGES[number], tmp_path / "out"
 
     def stopped(tokens: list[str]) -> dict:
         found = real(tokens)
@@ -165,7 +162,7 @@ def test_stopped_behind_any_stage_it_goes_on(
     for name in ("cache", "converted", "trained", "eval.json", "export")[number:]:
         shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(qat.cli, "run_verb", stopped)
+        patch.setattr(import_module("qat.cli.run"), "run_verb", stopped)
         with pytest.raises(Stopped, match=f"stage {verb}.* was stopped; the same command goes on"):
             real(words(place, out), place / "recipe.toml")
     monkeypatch.setattr("qat.observe.page.write_report", lambda runs, page: Written(page, []))

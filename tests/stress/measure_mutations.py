@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from qat import cli
-from qat.cli.parser import check_recipe
+from qat.cli.parser import check_recipe, verb_flags
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import QatError
@@ -228,7 +228,7 @@ def read_run(config: TrainConfig, student: str, root: Path) -> str:
 def read_recipe(root: Path) -> str:
     """`as written` if the command line takes from a recipe what a plain reader of TOML finds."""
     path = root / "recipe.toml"
-    check_recipe(path, flags())
+    check_recipe(path, verb_flags())
     cli.app.config = cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=True)
     tokens = ["train", "student", "--out", "out"]
     _, bound, _ = cli.app.parse_args(tokens, exit_on_error=False, print_error=False)
@@ -244,11 +244,6 @@ def read_recipe(root: Path) -> str:
 
 
 @cache
-def flags() -> dict[str, set[str]]:
-    """The flags of every verb."""
-    return {verb: cli._flags(verb) for verb in cli.VERBS}
-
-
 def digest(tensors: Iterable[Tensor], *texts: str) -> str:
     """A hash of tensors and texts."""
     total = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass"))
