@@ -11,7 +11,7 @@ from pathlib import Path
 from cyclopts import App
 
 from qat.files import write_atomically
-from qat.observe.leaderboard import Entry, by_device, by_figure, read_records
+from qat.observe.leaderboard import RecordEntry, by_device, by_figure, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = Path(__file__).with_name("results.toml")
@@ -56,16 +56,16 @@ def page(records: Path) -> str:
     return "\n".join([intro, *(text for t in [*topics, others] if (text := section(t, newest)))])
 
 
-def newest_of(entries: list[Entry]) -> dict[str, list[Entry]]:
+def newest_of(entries: list[RecordEntry]) -> dict[str, list[RecordEntry]]:
     """Of each figure its newest entry on each device."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[RecordEntry]] = {}
     for of_device in by_device(entries).values():
         for name, in_order in by_figure(of_device).items():
             found.setdefault(name, []).append(in_order[-1])
     return found
 
 
-def section(topic: dict, newest: dict[str, list[Entry]]) -> str:
+def section(topic: dict, newest: dict[str, list[RecordEntry]]) -> str:
     """Heading, sentences and table of one topic; "" where nothing of it was measured."""
     lines = [
         row(words, entry)
@@ -78,7 +78,7 @@ def section(topic: dict, newest: dict[str, list[Entry]]) -> str:
     return "\n".join([f"## {topic['title']}\n", topic["about"].strip(), "", *head, *lines, ""])
 
 
-def row(words: str, entry: Entry) -> str:
+def row(words: str, entry: RecordEntry) -> str:
     """One line of a table."""
     figure = entry.figure
     folder = f"{entry.day}_{entry.record}"

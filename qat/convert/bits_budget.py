@@ -193,7 +193,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Trial:
+class FormatTrial:
     """One format that a module could have got."""
 
     bits: int
@@ -217,7 +217,7 @@ class BudgetReport:
     """The sum of the chosen formats' KLs, each measured alone."""
     seconds: float
     """Of measuring and choosing."""
-    modules: dict[str, list[Trial]]
+    modules: dict[str, list[FormatTrial]]
 
 
 def formats_to_try(
@@ -303,9 +303,9 @@ def plan_within_budget(
 
 def _trials(
     formats: Sequence[LutSpec], options: Sequence[Option], taken: int, num_weights: int
-) -> list[Trial]:
+) -> list[FormatTrial]:
     return [
-        Trial(
+        FormatTrial(
             bits=spec.bits,
             group_size=spec.group_size,
             bits_per_weight=option.bits / num_weights,

@@ -118,19 +118,19 @@ class Decoder:
         return said
 
     @torch.no_grad()
-    def begin(self, ids: Tensor, sampling: Sampling, max_new_tokens: int) -> "Run":
+    def begin(self, ids: Tensor, sampling: Sampling, max_new_tokens: int) -> "Generation":
         """Read the prompts, draw the first token, and record the step that draws all others."""
         ids = ids.to(self.model.device)
         num_positions = -(-(ids.shape[1] + max_new_tokens) // ROOM) * ROOM
         logits, caches = self.step.prefill(ids, num_positions)
-        run = Run(self.step, caches, self.step.angles(num_positions), sampling)
+        run = Generation(self.step, caches, self.step.angles(num_positions), sampling)
         run.start(sampling.draw(logits), ids.shape[1], max_new_tokens)
         if max_new_tokens > 1 and self._backend.records():
             run.record(self._backend)
         return run
 
 
-class Run:
+class Generation:
     """A generation under way: what one step reads and writes, at addresses that stay."""
 
     def __init__(

@@ -147,7 +147,7 @@ class Together(NamedTuple):
         return matvec_add(x, self.rows[0], residual, gamma, bias=self.bias, order=order)
 
 
-class Block(NamedTuple):
+class DecodeLayer(NamedTuple):
     """What one layer is made of."""
 
     qkv: Together
@@ -295,7 +295,7 @@ def _dense_linear(linear: QuantLinear, dtype: torch.dtype) -> nn.Linear:
     return dense.eval()
 
 
-def _block(layer: nn.Module, dtype: torch.dtype) -> Block:
+def _block(layer: nn.Module, dtype: torch.dtype) -> DecodeLayer:
     attention, mlp = layer.self_attn, layer.mlp
     gains = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     heads = Heads(
@@ -303,7 +303,7 @@ def _block(layer: nn.Module, dtype: torch.dtype) -> Block:
         *(None if norm is None else norm.weight.detach().float() for norm in gains),
         eps=0.0 if gains[0] is None else gains[0].variance_epsilon,
     )
-    return Block(
+    return DecodeLayer(
         Together.of([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
         heads,
         Together.of([attention.o_proj], dtype),

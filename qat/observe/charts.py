@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qat.observe.runs import Conversion, Run
+from qat.observe.runs import Conversion, TrainingRun
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
@@ -56,7 +56,7 @@ class Chart:
         return buffer.getvalue()
 
 
-def run_charts(runs: list[Run]) -> list[Chart]:
+def run_charts(runs: list[TrainingRun]) -> list[Chart]:
     """Loss, held-out divergence and speed of all runs together, where measured."""
     charts = []
     if any(run.steps for run in runs):
@@ -134,7 +134,7 @@ def thin(rows: list[Any], limit: int = MAX_POINTS) -> list[Any]:
     return kept if not rows or kept[-1] is rows[-1] else [*kept, rows[-1]]
 
 
-def _paint_loss(axes: Axes, runs: list[Run]) -> None:
+def _paint_loss(axes: Axes, runs: list[TrainingRun]) -> None:
     for run, color in zip(runs, _colors(), strict=False):
         losses = [row["loss_nats"] for row in run.steps]
         means = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
@@ -147,7 +147,7 @@ def _paint_loss(axes: Axes, runs: list[Run]) -> None:
     _finish(axes, "step", "nats a token")
 
 
-def _paint_evals(axes: Axes, runs: list[Run]) -> None:
+def _paint_evals(axes: Axes, runs: list[TrainingRun]) -> None:
     for run, color in zip(runs, _colors(), strict=False):
         for key, dash in (("kl_tail_nats", "-"), ("kd_nats", "--")):
             rows = [row for row in run.evals if row.get(key) is not None]
@@ -157,7 +157,7 @@ def _paint_evals(axes: Axes, runs: list[Run]) -> None:
     _finish(axes, "step", "nats a token")
 
 
-def _paint_perplexity(axes: Axes, runs: list[Run]) -> None:
+def _paint_perplexity(axes: Axes, runs: list[TrainingRun]) -> None:
     for run, color in zip(runs, _colors(), strict=False):
         rows = [row for row in run.evals if row.get("ppl") is not None]
         steps, values = [row["step"] for row in rows], [row["ppl"] for row in rows]
@@ -165,7 +165,7 @@ def _paint_perplexity(axes: Axes, runs: list[Run]) -> None:
     _finish(axes, "step", "perplexity")
 
 
-def _paint_speed(axes: Axes, runs: list[Run]) -> None:
+def _paint_speed(axes: Axes, runs: list[TrainingRun]) -> None:
     for run, color in zip(runs, _colors(), strict=False):
         rows = thin(run.heartbeats)
         steps = [row["step"] for row in rows]

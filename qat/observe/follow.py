@@ -19,7 +19,7 @@ from qat.config import Settings, Trackers
 from qat.errors import ConfigError, how_to_install
 from qat.logs import FACTS
 from qat.observe import trackers
-from qat.observe.trackers import Curves, Start, Tracker
+from qat.observe.trackers import Curves, Tracker, TrackerStart
 from qat.observe.upload import Upload, check_folder
 
 # Settings of what follows a run: trackers and uploads. They are no part of its recipe.
@@ -113,7 +113,7 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
     return found
 
 
-def _open_tracker(flag: str, start: Start) -> Tracker:
+def _open_tracker(flag: str, start: TrackerStart) -> Tracker:
     return getattr(trackers, TRACKERS[flag])(start)
 
 

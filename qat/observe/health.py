@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from qat.files import parse_toml
-from qat.observe.runs import Run
+from qat.observe.runs import TrainingRun
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10
@@ -49,7 +49,7 @@ EVENTS: tuple[tuple[str, str, State], ...] = (
 """Kinds of events that should not occur, what a reader calls them, and what one makes of a run."""
 
 
-def health(run: Run) -> list[Check]:
+def health(run: TrainingRun) -> list[Check]:
     """The answers for `run`; a question that its files do not answer is left out."""
     beats = run.heartbeats
     devices = [beat for beat in beats if beat.get("mem_reserved_mib") is not None]
@@ -112,7 +112,7 @@ def _waiting(beats: list[dict]) -> Check | None:
     return Check("waiting for data", state, f"{_percent(share)} of a step", _percent(WAIT_FRAC))
 
 
-def _slowest(run: Run) -> Check | None:
+def _slowest(run: TrainingRun) -> Check | None:
     """The rank that takes longest outside the exchange, against the median of the others."""
     own = []
     for beats in (run.heartbeats, *run.others):
@@ -129,21 +129,21 @@ def _slowest(run: Run) -> Check | None:
     return Check("slowest rank", state, found, f"{SLOW_TIMES} x")
 
 
-def _events(run: Run, kind: str, name: str, state: State) -> Check:
+def _events(run: TrainingRun, kind: str, name: str, state: State) -> Check:
     steps = [event["step"] for event in run.events if event["kind"] == kind]
     if not steps:
         return Check(name, "ok", "none", "none")
     return Check(name, state, _at(steps), "none")
 
 
-def _skipped(run: Run) -> Check:
+def _skipped(run: TrainingRun) -> Check:
     """Logged steps whose float16 gradients overflowed."""
     count = sum(row.get("grad_norm") == 0 for row in run.steps)
     share = count / max(len(run.steps), 1)
     return Check("skipped steps", "ok" if share <= 0.01 else "look", _percent(share), "1 %")
 
 
-def _loss(run: Run) -> Check | None:
+def _loss(run: TrainingRun) -> Check | None:
     """The training loss: whether the last quarter of the run lies below the second one.
 
     Half of the run lies between. It moves if their medians differ by more than twice the error of
@@ -192,7 +192,7 @@ def _temperature(beats: list[dict]) -> Check | None:
     return Check("GPU, hottest", state, f"{top:.0f} C", f"{WARM_C} C")
 
 
-def _sparse(run: Run) -> Iterator[Check]:
+def _sparse(run: TrainingRun) -> Iterator[Check]:
     """Health of sparse attention at the last evaluation: the worst layer for each number."""
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
     if not layers:
@@ -210,7 +210,7 @@ def _sparse(run: Run) -> Iterator[Check]:
     yield Check("attention fallbacks", "look" if slow else "ok", found, "none")
 
 
-def _collapsed(run: Run, layers: list[dict]) -> Check:
+def _collapsed(run: TrainingRun, layers: list[dict]) -> Check:
     """The layer with most gates that give one branch almost all, as all do where they begin."""
     worst = max(layers, key=lambda layer: layer["collapse_frac"])
     share = worst["collapse_frac"]
@@ -230,11 +230,11 @@ def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
     return Check(name, state, found, f"at least {_percent(limit)}")
 
 
-def _resumes(run: Run) -> Check:
+def _resumes(run: TrainingRun) -> Check:
     return Check("resumed", "ok", _at(run.resumed) if run.resumed else "never", "-")
 
 
-def _forced(run: Run) -> Check:
+def _forced(run: TrainingRun) -> Check:
     state = "look" if run.forced else "ok"
     return Check("forced", state, ", ".join(run.forced) or "nothing", "nothing")
 

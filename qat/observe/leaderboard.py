@@ -23,7 +23,7 @@ DATED = re.compile(r"(\d{4}-\d{2}-\d{2})_(.+)")
 GOAL = re.compile(r"\s*(<=|>=|==|<|>)\s*([0-9.eE+-]+)")
 
 
-class Figure(BaseModel):
+class RecordFigure(BaseModel):
     """One line of a record's figures.jsonl; keys that a page does not show are passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -52,12 +52,12 @@ class Figure(BaseModel):
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordEntry:
     """A figure in its record."""
 
     day: str
     record: str
-    figure: Figure
+    figure: RecordFigure
 
 
 def write_leaderboard(records: Path, out: Path) -> Path:
@@ -84,7 +84,7 @@ def write_leaderboard(records: Path, out: Path) -> Path:
     return out
 
 
-def read_records(records: Path) -> list[Entry]:
+def read_records(records: Path) -> list[RecordEntry]:
     """Every figure of every record, oldest first.
 
     Raises:
@@ -96,27 +96,27 @@ def read_records(records: Path) -> list[Entry]:
         if named is None:
             raise ConfigError(f"{path.parent} is no record's name; call it YYYY-MM-DD_SLUG")
         for line in path.read_text(encoding="utf-8").splitlines():
-            entries.append(Entry(named[1], named[2], _figure(line, path)))
+            entries.append(RecordEntry(named[1], named[2], _figure(line, path)))
     return entries
 
 
-def by_device(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+def by_device(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
     """Entries by device, the one with most of them first."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[RecordEntry]] = {}
     for entry in entries:
         found.setdefault(entry.figure.device, []).append(entry)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def by_figure(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+def by_figure(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
     """Entries by figure in the order of their first record; a record's last word counts."""
-    found: dict[str, dict[tuple[str, str], Entry]] = {}
+    found: dict[str, dict[tuple[str, str], RecordEntry]] = {}
     for entry in entries:
         found.setdefault(entry.figure.figure, {})[entry.day, entry.record] = entry
     return {name: list(of_record.values()) for name, of_record in found.items()}
 
 
-def curves(name: str, entries: Iterable[Entry]) -> list[Chart]:
+def curves(name: str, entries: Iterable[RecordEntry]) -> list[Chart]:
     """One picture for each figure that at least two records of a device hold."""
     return [
         _chart(f"{name}-{figure}", found)
@@ -125,9 +125,9 @@ def curves(name: str, entries: Iterable[Entry]) -> list[Chart]:
     ]
 
 
-def _figure(line: str, path: Path) -> Figure:
+def _figure(line: str, path: Path) -> RecordFigure:
     try:
-        return Figure.model_validate(json.loads(line))
+        return RecordFigure.model_validate(json.loads(line))
     except json.JSONDecodeError:
         raise ConfigError(
             f"{path}: {line[:40]!r} is no JSON object; write it by a script"
@@ -136,7 +136,7 @@ def _figure(line: str, path: Path) -> Figure:
         raise ConfigError(f"{path}: {explain(error)}; see speedrun/records/README.md") from None
 
 
-def _device_view(name: str, entries: list[Entry]) -> dict[str, object]:
+def _device_view(name: str, entries: list[RecordEntry]) -> dict[str, object]:
     rows = [
         _row(entry, best_of(found), is_first=i == 0)
         for found in by_figure(entries).values()
@@ -151,7 +151,7 @@ def _device_view(name: str, entries: list[Entry]) -> dict[str, object]:
     }
 
 
-def best_of(entries: list[Entry]) -> Entry | None:
+def best_of(entries: list[RecordEntry]) -> RecordEntry | None:
     """The best of several by the direction of the goal; None without one."""
     found = GOAL.match(entries[-1].figure.goal)
     if found is None or len(entries) < 2:
@@ -160,7 +160,7 @@ def best_of(entries: list[Entry]) -> Entry | None:
     return choose(entries, key=lambda entry: entry.figure.value)
 
 
-def _row(entry: Entry, best: Entry | None, *, is_first: bool) -> dict[str, object]:
+def _row(entry: RecordEntry, best: RecordEntry | None, *, is_first: bool) -> dict[str, object]:
     figure = entry.figure
     spread = "" if figure.spread is None else f" +- {number(figure.spread)}"
     return {
@@ -177,13 +177,13 @@ def _row(entry: Entry, best: Entry | None, *, is_first: bool) -> dict[str, objec
     }
 
 
-def _chart(name: str, entries: list[Entry]) -> Chart:
+def _chart(name: str, entries: list[RecordEntry]) -> Chart:
     last = entries[-1].figure
     caption = f"{last.unit}; goal {last.goal}." if last.goal else f"{last.unit}."
     return Chart(name, last.figure, caption, lambda axes: _paint(axes, entries))
 
 
-def _paint(axes: Axes, entries: list[Entry]) -> None:
+def _paint(axes: Axes, entries: list[RecordEntry]) -> None:
     places = [f"{entry.day}\n{entry.record}" for entry in entries]
     axes.errorbar(
         places,

@@ -11,7 +11,7 @@ from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml, write_atomically
 from qat.logs import METRICS
 from qat.observe.page import number
-from qat.observe.runs import Run, read_directory, token_count, wall_seconds
+from qat.observe.runs import TrainingRun, read_directory, token_count, wall_seconds
 
 ENTRIES = "## Entries\n"
 SCORED = ("case", "KD (nats)", "KL (nats)", "ppl")
@@ -33,7 +33,7 @@ def append_entry(log: Path, path: Path, command: str) -> str:
         ConfigError: `log` is missing, has no entries' heading, or holds this very run.
     """
     run = read_directory(path)
-    if not isinstance(run, Run) or not run.evals or not run.recipe:
+    if not isinstance(run, TrainingRun) or not run.evals or not run.recipe:
         raise CheckpointError(
             f"{path} holds no run that was judged, expected metrics of one and its recipe; name a "
             "directory made by 'qat train'"
@@ -57,7 +57,7 @@ def run_mark(path: Path) -> str:
     return fingerprint([path.resolve().name, numbers])
 
 
-def entry(run: Run, path: Path, command: str, *, title: str, mark: str) -> str:
+def entry(run: TrainingRun, path: Path, command: str, *, title: str, mark: str) -> str:
     """The entry in Markdown, every part of the template filled from the run's own files."""
     ended = datetime.fromtimestamp((path / METRICS).stat().st_mtime, tz=UTC)
     settings = parse_toml(run.recipe).get("train", {})
@@ -76,7 +76,7 @@ def entry(run: Run, path: Path, command: str, *, title: str, mark: str) -> str:
     )
 
 
-def notes(run: Run, settings: Mapping[str, Any]) -> list[str]:
+def notes(run: TrainingRun, settings: Mapping[str, Any]) -> list[str]:
     """What the run says of itself beside its result, one sentence each."""
     best, last = _best(run), run.steps[-1]["step"] if run.steps else 0
     found = [f"Best at step {best['step']} of {last}"]
@@ -108,7 +108,7 @@ def _read(log: Path) -> str:
     return text
 
 
-def _title(run: Run) -> str:
+def _title(run: TrainingRun) -> str:
     before, best = run.evals[0], _best(run)
     key = _score(best)
     change = f"{number(before.get(key))} to {number(best.get(key))} nats"
@@ -116,7 +116,7 @@ def _title(run: Run) -> str:
     return f"{run.label}: {measure} {change} in {best['step']} steps"
 
 
-def _goal(run: Run, settings: Mapping[str, Any]) -> str:
+def _goal(run: TrainingRun, settings: Mapping[str, Any]) -> str:
     steps = number(settings.get("max_steps"))
     student, teacher = Path(str(settings.get("student", "?"))).name, run.info.get("teacher", "?")
     key = _score(_best(run))
@@ -126,7 +126,7 @@ def _goal(run: Run, settings: Mapping[str, Any]) -> str:
     )
 
 
-def _instance(run: Run) -> str:
+def _instance(run: TrainingRun) -> str:
     info = run.info
     peak = number(run.peak_gib())
     versions = ", ".join(f"{k} {info[k]}" for k in ("python", "torch", "transformers") if k in info)
@@ -134,7 +134,7 @@ def _instance(run: Run) -> str:
     return f"{info.get('device', '?')}, peak {peak} GiB, {versions}, commit {commit}."
 
 
-def _config(run: Run, settings: Mapping[str, Any]) -> str:
+def _config(run: TrainingRun, settings: Mapping[str, Any]) -> str:
     get = settings.get
     scope = next((s for s in ("mlp_only", "attention_only") if get(s)), "e2e").replace("_only", "")
     kinds = str(get("learn", "")).split(",")
@@ -150,7 +150,7 @@ def _config(run: Run, settings: Mapping[str, Any]) -> str:
     )
 
 
-def _table(run: Run) -> str:
+def _table(run: TrainingRun) -> str:
     beats = run.heartbeats
     cost = [wall_seconds(beats) / 3600, token_count(beats)] if beats else [None, None]
     cost += [run.tokens_per_s(), run.median("mfu_frac"), run.peak_gib()]
@@ -175,7 +175,7 @@ def _files(path: Path, mark: str) -> str:
     return ", ".join(names) + "; no record."
 
 
-def _best(run: Run) -> dict[str, Any]:
+def _best(run: TrainingRun) -> dict[str, Any]:
     """The evaluation of the best trained student, or of the untrained one if no other is there."""
     trained = [row for row in run.evals if row["step"] > 0]
     return min(trained, key=_nats) if trained else run.evals[0]

@@ -18,7 +18,7 @@ from qat.observe.runs import (
     EXAM_COLUMNS,
     Conversion,
     Module,
-    Run,
+    TrainingRun,
     exam_rows,
     read_directory,
     read_exam,
@@ -77,7 +77,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
     exam = read_exam(directories[0]) if len(directories) == 1 else {}
     found = stages_in(directories[0]) if exam else directories
     sources = with_unique_labels([read_directory(path) for path in found])
-    runs = [source for source in sources if isinstance(source, Run)]
+    runs = [source for source in sources if isinstance(source, TrainingRun)]
     conversions = [source for source in sources if isinstance(source, Conversion)]
     curves = run_charts(runs)
     layers = {each.label: conversion_charts(each) for each in conversions}
@@ -118,21 +118,21 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def with_unique_labels(sources: list[Run | Conversion]) -> list[Run | Conversion]:
+def with_unique_labels(sources: list[TrainingRun | Conversion]) -> list[TrainingRun | Conversion]:
     """The same sources, a number behind the label of each that repeats an earlier one."""
     seen: dict[str, int] = {}
     result = []
     for source in sources:
         count = seen[source.label] = seen.get(source.label, 0) + 1
         label = source.label if count == 1 else f"{source.label} ({count})"
-        if isinstance(source, Run):
-            result.append(Run(**{**vars(source), "label": label}))
+        if isinstance(source, TrainingRun):
+            result.append(TrainingRun(**{**vars(source), "label": label}))
         else:
             result.append(source.model_copy(update={"label": label}))
     return result
 
 
-def run_table(runs: list[Run]) -> list[list[dict[str, Any]]]:
+def run_table(runs: list[TrainingRun]) -> list[list[dict[str, Any]]]:
     """One row a run under `COLUMNS`: cells with a text and whether it is the best of several."""
     values = [
         [
@@ -173,7 +173,7 @@ def number(value: float | int | str | None) -> str:
     return f"{value:.3g}" if abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
 
 
-def _run_view(run: Run) -> dict[str, Any]:
+def _run_view(run: TrainingRun) -> dict[str, Any]:
     last = run.evals[-1] if run.evals else {}
     first = run.evals[0] if run.evals else {}
     tiles = [
@@ -231,13 +231,13 @@ def _module_row(module: Module) -> list[str]:
     return [module.name, *map(number, numbers)]
 
 
-def _judged_on(runs: list[Run]) -> str:
+def _judged_on(runs: list[TrainingRun]) -> str:
     """How many sequences the evaluations of the runs looked at, as their recipes say."""
     found = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
     return " or ".join(dict.fromkeys(match[1] for match in found if match)) or "few"
 
 
-def _subtitle(runs: list[Run], conversions: list[Conversion]) -> str:
+def _subtitle(runs: list[TrainingRun], conversions: list[Conversion]) -> str:
     parts = [(len(runs), "training run"), (len(conversions), "conversion")]
     return ", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in parts if n)
 

@@ -81,7 +81,7 @@ class Conversion(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run: settings, and its metrics split by kind."""
 
     label: str
@@ -168,7 +168,7 @@ def _tells(path: Path) -> list[Path]:
     return [path / name for name in (METRICS, CONVERSION) if (path / name).is_file()][:1]
 
 
-def read_directory(path: Path) -> Run | Conversion:
+def read_directory(path: Path) -> TrainingRun | Conversion:
     """The run or the conversion that `path` holds.
 
     Raises:
@@ -195,13 +195,13 @@ def read_directory(path: Path) -> Run | Conversion:
     )
 
 
-def _read_run(path: Path) -> Run:
+def _read_run(path: Path) -> TrainingRun:
     rows = read_json_lines(path / METRICS)
     beats, facts, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
     info = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
     words = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
     parse_toml(words)
-    return Run(
+    return TrainingRun(
         label=path.resolve().name,
         info=info,
         recipe=words,

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
+class TrackerStart:
     """What a tracker is opened with."""
 
     name: str
@@ -97,7 +97,7 @@ class TensorBoard:
 
     id = "tensorboard"
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackerStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(start.directory / "tensorboard")
@@ -133,7 +133,7 @@ TALKATIVE = ("trackio", "trackio.run", "trackio.utils")
 class Trackio:
     """Logs into the run of this name; a run that was followed before goes on."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackerStart) -> None:
         import trackio
 
         for module in TALKATIVE:  # stdout is the verb's own, and other threads write to it
@@ -178,7 +178,7 @@ OFFLINE = "wandb: %s: the run is kept here; send it later with 'wandb sync %s'"
 class Wandb:
     """Logs with the optimizer step as a metric of its own, so that order does not matter."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackerStart) -> None:
         import wandb
 
         self.id = start.id or secrets.token_hex(4)
@@ -204,7 +204,7 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-def _open(start: Start, run_id: str) -> Any:
+def _open(start: TrackerStart, run_id: str) -> Any:
     """Online if somebody is logged in and the server answers, else offline, which is said once."""
     import wandb
 
@@ -288,7 +288,7 @@ class Curves:
         self,
         run: Path,
         name: str,
-        open_tracker: Callable[[Start], Tracker],
+        open_tracker: Callable[[TrackerStart], Tracker],
         *,
         project: str = "qat",
     ) -> None:
@@ -307,7 +307,7 @@ class Curves:
         config = run_config(self.run)
         self._prompt = str(config.get("train.sample_prompt", ""))
         self._state.parent.mkdir(exist_ok=True)
-        start = Start(label, self._project, self._state.parent, config, state.get("id"))
+        start = TrackerStart(label, self._project, self._state.parent, config, state.get("id"))
         self._tracker = self._open(start)
         self._save()
 

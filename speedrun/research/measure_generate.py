@@ -34,7 +34,7 @@ from qat.bench.kernels.run import work_of
 from qat.bench.kernels.tune import Timed, Tuned, tune
 from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
-from qat.generate.decode import Run, Sampling
+from qat.generate.decode import Generation, Sampling
 from qat.generate.step import DecodeStep, read_bytes
 from qat.kernels.overlap import one_after_the_other
 from qat.kernels.tuned import forcing
@@ -79,7 +79,7 @@ class Loop:
     """A generation that goes on for as long as it is asked to."""
 
     name: str
-    run: Run
+    run: Generation
     num_bytes: int
     """Of the weights that a token reads."""
 
@@ -277,7 +277,7 @@ def loop_of(
     backend = on(ids.device)
     num_positions = -(-(ids.shape[1] + count) // 256) * 256
     first, caches = step.prefill(ids, num_positions)
-    run = Run(told, caches, step.angles(num_positions), Sampling(0.0))
+    run = Generation(told, caches, step.angles(num_positions), Sampling(0.0))
     run.start(first.argmax(-1), ids.shape[1], count)
     if backend.records():
         run.record(backend)

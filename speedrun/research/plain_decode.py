@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.generate.step import Block, DecodeStep
+from qat.generate.step import DecodeLayer, DecodeStep
 from qat.kernels.decode_attention import Angles, Cache
 
 
@@ -42,13 +42,13 @@ class PlainStep:
         return self._ends(x, self._last_gain, step.head.rows[0], step.eps)
 
 
-def gains(block: Block, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+def gains(block: DecodeLayer, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """Those of a layer's norms."""
     found = (block.before, block.between, block.heads.q_norm, block.heads.k_norm)
     return tuple(None if gain is None else gain.to(dtype) for gain in found)
 
 
-def weights(block: Block) -> tuple[Tensor, ...]:
+def weights(block: DecodeLayer) -> tuple[Tensor, ...]:
     """The four dense matrices of a layer."""
     return tuple(g.rows[0] for g in (block.qkv, block.out, block.gate_up, block.down))
 

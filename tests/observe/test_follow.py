@@ -14,13 +14,13 @@ from qat.errors import ConfigError
 from qat.observe import follow
 from qat.observe import trackers as curves
 from qat.observe.follow import TrackConfig
-from qat.observe.trackers import Sample, Start, Tail, events
+from qat.observe.trackers import Sample, Tail, TrackerStart, events
 
 
 class Memory:
     """A tracker that remembers, and fails where it is told to."""
 
-    def __init__(self, start: Start, fail_at: int = -1) -> None:
+    def __init__(self, start: TrackerStart, fail_at: int = -1) -> None:
         self.id = start.id or "first"
         self.start = start
         self.points: list[tuple[int, dict]] = []
@@ -47,7 +47,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
     """Every tracker that was opened."""
     found: list[Memory] = []
 
-    def open_tracker(flag: str, start: Start) -> Memory:
+    def open_tracker(flag: str, start: TrackerStart) -> Memory:
         found.append(Memory(start, fail_at=3 if flag == "wandb" else -1))
         return found[-1]
 

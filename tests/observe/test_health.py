@@ -10,7 +10,7 @@ from qat.cli.train import show_health
 from qat.errors import CheckpointError
 from qat.observe.health import Check, health, worst
 from qat.observe.page import write_report
-from qat.observe.runs import Run, read_directory
+from qat.observe.runs import TrainingRun, read_directory
 
 CALM = {
     "mem_alloc_mib": 1000.0,
@@ -23,23 +23,23 @@ FACTS = {"recompiles": 0, "fallback": None}
 
 
 @pytest.fixture
-def calm(tmp_path: Path) -> Run:
+def calm(tmp_path: Path) -> TrainingRun:
     run = read_directory(write_run(tmp_path / "calm"))
     return with_beats(run, lambda _: {**CALM, **FACTS})
 
 
-def with_beats(run: Run, values) -> Run:
+def with_beats(run: TrainingRun, values) -> TrainingRun:
     """The run with `values(i)` in its heartbeat number i."""
     beats = [{**beat, **values(i)} for i, beat in enumerate(run.heartbeats)]
-    return Run(**{**vars(run), "heartbeats": beats})
+    return TrainingRun(**{**vars(run), "heartbeats": beats})
 
 
-def answer(run: Run, name: str) -> Check:
+def answer(run: TrainingRun, name: str) -> Check:
     (found,) = [check for check in health(run) if check.name == name]
     return found
 
 
-def test_a_calm_run_is_healthy(calm: Run) -> None:
+def test_a_calm_run_is_healthy(calm: TrainingRun) -> None:
     checks = health(calm)
     assert worst(checks) == "ok" and len(checks) == 16
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
@@ -47,20 +47,21 @@ def test_a_calm_run_is_healthy(calm: Run) -> None:
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
 
 
-def test_operators_of_an_xla_run_that_the_host_computed_are_named(calm: Run) -> None:
+def test_operators_of_an_xla_run_that_the_host_computed_are_named(calm: TrainingRun) -> None:
     assert answer(with_beats(calm, lambda _: {"host_fallbacks": {}}), "on the host").state == "ok"
     slow = with_beats(calm, lambda _: {"host_fallbacks": {"aten::bucketize": 3}})
     assert answer(slow, "on the host") == Check("on the host", "look", "aten::bucketize", "nothing")
 
 
-def with_layers(run: Run, **changes: object) -> Run:
+def with_layers(run: TrainingRun, **changes: object) -> TrainingRun:
     """The run with two layers of sparse attention, the second one changed."""
     gates = {"compressed_frac": 0.1, "selected_frac": 0.7, "window_frac": 0.2}
     gates |= {"gate_entropy_frac": 0.7, "gate_largest_frac": 0.7, "collapse_frac": 0.0}
     plain = {"layer": 0, "route": "flex", "is_fallback": False, "recall_frac": 0.98, **gates}
     plain |= {"limit_frac": 0.5}
     layers = [plain, {**plain, "layer": 1, **changes}]
-    return Run(**{**vars(run), "evals": [*run.evals[:-1], run.evals[-1] | {"nsa_layers": layers}]})
+    evals = [*run.evals[:-1], run.evals[-1] | {"nsa_layers": layers}]
+    return TrainingRun(**{**vars(run), "evals": evals})
 
 
 @pytest.mark.parametrize(
@@ -82,14 +83,14 @@ def with_layers(run: Run, **changes: object) -> Run:
     ],
 )
 def test_sparse_attention_is_asked_about(
-    calm: Run, name: str, changes: dict, state: str, found: str
+    calm: TrainingRun, name: str, changes: dict, state: str, found: str
 ) -> None:
-    learning = Run(**{**vars(calm), "recipe": '[train]\nlearn = "scales,gates"\n'})
+    learning = TrainingRun(**{**vars(calm), "recipe": '[train]\nlearn = "scales,gates"\n'})
     check = answer(with_layers(learning, **changes), name)
     assert (check.state, check.found) == (state, found)
 
 
-def test_gates_that_do_not_learn_stay_where_they_began(calm: Run) -> None:
+def test_gates_that_do_not_learn_stay_where_they_began(calm: TrainingRun) -> None:
     check = answer(with_layers(calm, collapse_frac=1.0), "collapsed gates")
     assert (check.state, check.found) == ("ok", "100 % in layer 1, where they began")
 
@@ -98,17 +99,19 @@ def test_gates_that_do_not_learn_stay_where_they_began(calm: Run) -> None:
     ("slope", "state", "word"),
     [(-2e-3, "ok", "nats"), (0.0, "look", "nats, no longer moves"), (2e-3, "look", "nats, rises")],
 )
-def test_a_loss_that_no_longer_moves(calm: Run, slope: float, state: str, word: str) -> None:
+def test_a_loss_that_no_longer_moves(
+    calm: TrainingRun, slope: float, state: str, word: str
+) -> None:
     noise = random.Random(0)
     losses = [1 + slope * step + noise.gauss(0, 0.05) for step in range(200)]
     steps = [{**row, "loss_nats": loss} for row, loss in zip(calm.steps, losses, strict=True)]
-    check = answer(Run(**{**vars(calm), "steps": steps}), "loss")
+    check = answer(TrainingRun(**{**vars(calm), "steps": steps}), "loss")
     assert check.state == state and check.found.endswith(word)
-    few = Run(**{**vars(calm), "steps": steps[:39]})
+    few = TrainingRun(**{**vars(calm), "steps": steps[:39]})
     assert "loss" not in {each.name for each in health(few)}
 
 
-def test_dense_and_merged_layers_have_fewer_questions(calm: Run) -> None:
+def test_dense_and_merged_layers_have_fewer_questions(calm: TrainingRun) -> None:
     merged = with_layers(calm, limit_frac=0.0)
     for layer in merged.evals[-1]["nsa_layers"]:
         layer.update(selected_frac=None, limit_frac=0.0)
@@ -117,7 +120,7 @@ def test_dense_and_merged_layers_have_fewer_questions(calm: Run) -> None:
     assert answer(merged, "blocks left out").state == "look"
 
 
-def test_the_page_has_a_table_of_layers(calm: Run, tmp_path: Path) -> None:
+def test_the_page_has_a_table_of_layers(calm: TrainingRun, tmp_path: Path) -> None:
     lines = [*calm.steps, *with_layers(calm, selected_frac=None).evals]
     kinds = [{**line, "kind": "eval" if "ppl" in line else "train"} for line in lines]
     write_lines(tmp_path / "calm" / "metrics.jsonl", kinds)
@@ -132,7 +135,7 @@ def test_what_nobody_measured_is_not_asked(tmp_path: Path) -> None:
     assert "speed" in names and "stalls" in names
     assert not names & {"host memory", "waiting for data", "compiler", "GPU, hottest"}
     waiting = with_beats(run, lambda _: CALM)
-    few = Run(**{**vars(run), "heartbeats": waiting.heartbeats[:5]})
+    few = TrainingRun(**{**vars(run), "heartbeats": waiting.heartbeats[:5]})
     assert not {"speed", "waiting for data"} & {check.name for check in health(few)}
 
 
@@ -155,15 +158,15 @@ def test_a_number_beyond_its_limit_is_marked(calm, name, values, state, found) -
     assert check.state == state and found in check.found
 
 
-def test_memory_of_a_process_is_not_asked_for_twice(calm: Run) -> None:
+def test_memory_of_a_process_is_not_asked_for_twice(calm: TrainingRun) -> None:
     run = with_beats(calm, lambda _: {"mem_reserved_mib": None})
     names = {check.name for check in health(run)}
     assert "host memory" in names and "device memory" not in names
 
 
-def test_events_are_counted_with_their_steps(calm: Run) -> None:
+def test_events_are_counted_with_their_steps(calm: TrainingRun) -> None:
     events = [{"kind": "stall", "step": step} for step in range(7)]
-    run = Run(**{**vars(calm), "events": [*events, {"kind": "slow_rank", "step": 9}]})
+    run = TrainingRun(**{**vars(calm), "events": [*events, {"kind": "slow_rank", "step": 9}]})
     assert answer(run, "stalls") == Check("stalls", "bad", "7 (step 0, 1, 2, 3, 4, ...)", "none")
     assert answer(run, "slow ranks")[1:3] == ("look", "1 (step 9)")
     assert worst(health(run)) == "bad"
@@ -182,9 +185,9 @@ def test_the_slowest_rank_is_named(tmp_path: Path, own_s: float, state: str) -> 
     assert check[1:] == (state, f"rank 2: {own_s / 0.2:.2f} x the others", "1.2 x")
 
 
-def test_what_was_forced_resumed_and_skipped_is_told(calm: Run) -> None:
+def test_what_was_forced_resumed_and_skipped_is_told(calm: TrainingRun) -> None:
     steps = [{**row, "grad_norm": float(row["step"] > 20)} for row in calm.steps]
-    run = Run(**{**vars(calm), "forced": ["disk"], "resumed": [40, 80], "steps": steps})
+    run = TrainingRun(**{**vars(calm), "forced": ["disk"], "resumed": [40, 80], "steps": steps})
     assert answer(run, "forced")[1:3] == ("look", "disk")
     assert answer(run, "resumed")[1:3] == ("ok", "2 (step 40, 80)")
     assert answer(run, "skipped steps")[1:3] == ("look", "10 %")

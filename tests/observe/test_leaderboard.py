@@ -10,7 +10,7 @@ import pytest
 from qat.cli import main
 from qat.errors import ConfigError
 from qat.observe.leaderboard import (
-    Figure,
+    RecordFigure,
     best_of,
     by_device,
     by_figure,
@@ -85,7 +85,7 @@ def test_the_page_shows_every_figure_and_is_self_contained(
     ],
 )
 def test_a_goal_is_met_by_its_bound(goal: str, value: float, is_met: bool | None) -> None:
-    assert Figure(figure="x", value=value, device=GPU, goal=goal).is_met is is_met
+    assert RecordFigure(figure="x", value=value, device=GPU, goal=goal).is_met is is_met
 
 
 def test_a_records_last_word_counts(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from observe.synthetic import write_conversion, write_run
 from qat.errors import CheckpointError, ConfigError
 from qat.observe.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
 from qat.observe.page import COLUMNS, number, run_table, with_unique_labels, write_report
-from qat.observe.runs import Conversion, Module, Run, read_directory
+from qat.observe.runs import Conversion, Module, TrainingRun, read_directory
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def conversion(tmp_path: Path) -> Path:
 
 def test_run_is_read_by_kind(run: Path) -> None:
     first = read_directory(run)
-    assert isinstance(first, Run)
+    assert isinstance(first, TrainingRun)
     assert (len(first.steps), len(first.evals), len(first.heartbeats)) == (200, 5, 20)
     assert first.best("kl_tail_nats") == min(row["kl_tail_nats"] for row in first.evals)
     assert first.peak_gib() == 1.5
@@ -36,8 +36,8 @@ def test_run_is_read_by_kind(run: Path) -> None:
 def test_warm_up_does_not_count_as_speed(run: Path) -> None:
     beats = [{"step": i, "tokens_per_s": speed} for i, speed in enumerate([1.0, 100.0, 102.0])]
     first = read_directory(run)
-    assert Run(**{**vars(first), "heartbeats": beats}).tokens_per_s() == 102.0
-    assert Run(**{**vars(first), "heartbeats": []}).tokens_per_s() is None
+    assert TrainingRun(**{**vars(first), "heartbeats": beats}).tokens_per_s() == 102.0
+    assert TrainingRun(**{**vars(first), "heartbeats": []}).tokens_per_s() is None
 
 
 def test_last_line_cut_by_a_crash_is_left_out(run: Path) -> None:

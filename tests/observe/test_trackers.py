@@ -15,7 +15,7 @@ from observe.run_case import begin, cut, loss, write_steps
 
 from qat.observe import follow
 from qat.observe.follow import TrackConfig
-from qat.observe.trackers import Start, Wandb
+from qat.observe.trackers import TrackerStart, Wandb
 
 BLOCK = 2**15
 SECRET = "a-value-that-nobody-may-see"
@@ -99,7 +99,7 @@ def test_a_server_that_does_not_answer_is_the_same_as_no_login(
     monkeypatch.setattr(wandb, "login", lambda **_: True)
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "teardown", lambda: calls.append("teardown"))
-    tracker = Wandb(Start("run", "qat", tmp_path, {}, id="abc"))
+    tracker = Wandb(TrackerStart("run", "qat", tmp_path, {}, id="abc"))
     assert tracker.id == "abc" and calls == [(None, "abc"), "teardown", ("offline", "abc")]
     assert [record.getMessage() for record in caplog.records] == [
         "wandb: no answer from the server (deadline exceeded): the run is kept here; send it later "
