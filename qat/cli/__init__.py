@@ -76,7 +76,7 @@ def _call(
 
 
 def main() -> None:
-    """Run the verb named on the command line; a user's mistake is one line and exit code 1."""
+    """Run the verb named on the command line, and exit: by code 1 and one line for a mistake."""
     # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
     os.environ.pop("MPLBACKEND", None)  # noqa: TID251
     before_torch()
@@ -87,6 +87,7 @@ def main() -> None:
         )
         if verb is not None:  # else it was --help or --version, which are told
             print_result(verb())
+        sys.exit(0)
     except QatError as error:
         _fail(str(error), code=error.exit_code)
     except CycloptsError as error:  # of the flags that every verb has

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from qat.cli.convert import Targets
 from qat.cli.parser import app, mistake, run_verb
 from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
+from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError, QatError, Stopped
 from qat.files import check_free, parse_toml, write_atomically
 from qat.lock import held
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 # last file, only then. So a pipeline that was killed anywhere goes on by asking the disk.
 
 Tables = Mapping[str, Mapping[str, object]]
-LAST_FILES = {"convert": "convert_report.json", "train": SUMMARY, "export": ""}
+LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
 """What is there once a verb is done, in the directory that it makes; a cache says so itself."""
 FREE_TO_CHANGE = {"device", "xla_cache_dir"}
 """Settings of a stage that is done which it may be called with in another value."""

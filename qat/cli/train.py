@@ -44,7 +44,7 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
     A run that has its student does not fail for it.
     """
     from qat.models.cost import model_bytes
-    from qat.observe.runs import read_directory
+    from qat.observe.runs import read_directory, score
 
     try:
         found = read_directory(run)
@@ -52,11 +52,10 @@ def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
         logger.warning("no numbers of %s: %s", run, error)
         return
     console = Terminal()
-    trained = [row for row in found.evals if row["step"] > 0]
-    if trained:
-        first, best = found.evals[0], min(trained, key=_score)
+    if any(row["step"] > 0 for row in found.evals):
+        first, best = found.evals[0], found.best()
         console.print(_before_and_after(first, best))
-        if _score(best) >= _score(first):
+        if score(best) >= score(first):
             console.print("training made the student no better: lower the rates, or train longer")
     size = model_bytes(report.final) / 1e6
     lines = [f"the student, {size:.2f} MB: {report.final}", "next:"]
@@ -84,12 +83,6 @@ def show_health(run: Path) -> None:
             table.add_row(check.name, check.found, check.limit, state)
     if table.rows:
         Terminal().print(table)
-
-
-def _score(row: dict) -> float:
-    from qat.train.judge import score
-
-    return score(row)
 
 
 def _before_and_after(first: dict, best: dict) -> Table:

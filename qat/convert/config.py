@@ -6,6 +6,9 @@ from pydantic import Field, field_validator
 
 from qat.config import Attention, Calibration, Formats, Settings, Speed
 
+REPORT_NAME = "convert_report.json"
+"""What a conversion says of itself, in the checkpoint that it makes."""
+
 
 class ConvertConfig(Settings):
     """How to quantize a model, and how it is to attend, without training it."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.backend.device import select
 from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import ConvertConfig
+from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.plan import read_plan
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.shipping import Shipping
@@ -42,7 +42,6 @@ from qat.quant.spec import QuantPlan
 
 logger = logging.getLogger(__name__)
 
-REPORT_NAME = "convert_report.json"
 PLAN_NAME = "plan.toml"
 BATCH = 16
 CHARACTERS_A_TOKEN = 64

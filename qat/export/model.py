@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import qat
 from qat.backend.base import DTYPES
-from qat.convert.convert import REPORT_NAME as CONVERSION
+from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError, ExportError
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
@@ -74,7 +74,7 @@ def _made_from(checkpoint: Path) -> str | None:
         if (run / RECIPE).is_file() and (run / FACTS).is_file():
             values = parse_toml((run / RECIPE).read_text(encoding="utf-8"))
             return str(values["train"]["student"])
-    for name, key in ((IMPORT, "base"), (CONVERSION, "source")):
+    for name, key in ((IMPORT, "base"), (REPORT_NAME, "source")):
         if (checkpoint / name).is_file():
             return str(json.loads((checkpoint / name).read_text(encoding="utf-8"))[key])
     return None

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -10,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qat.observe.runs import Conversion, TrainingRun
+from qat.observe.runs import Conversion, Module, TrainingRun
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
+COLORS = SERIES * 4  # of more runs than that no chart can be read
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
 MAX_POINTS = 800
 
@@ -60,59 +62,44 @@ def run_charts(runs: list[TrainingRun]) -> list[Chart]:
     """Loss, held-out divergence and speed of all runs together, where measured."""
     charts = []
     if any(run.steps for run in runs):
-        charts.append(
-            Chart(
-                "loss",
-                "Training loss",
-                "Nats a token at each optimizer step; the bold line is a running mean.",
-                lambda axes: _paint_loss(axes, runs),
-            )
-        )
+        caption = "Nats a token at each optimizer step; the bold line is a running mean."
+        charts.append(Chart("loss", "Training loss", caption, partial(_paint_loss, runs)))
     if any(run.evals for run in runs):
-        charts.append(
-            Chart(
-                "held-out",
-                "Held-out divergence from the teacher",
-                "On documents never trained on. Solid: KL with the tail; dashed: KD over the "
-                "teacher's candidates.",
-                lambda axes: _paint_evals(axes, runs),
-            )
+        title = "Held-out divergence from the teacher"
+        caption = (
+            "On documents never trained on. Solid: KL with the tail; dashed: KD over the teacher's "
+            "candidates."
         )
-        charts.append(
-            Chart(
-                "perplexity",
-                "Held-out perplexity",
-                "Of the student on the same documents; lower is better.",
-                lambda axes: _paint_perplexity(axes, runs),
-            )
-        )
+        paint = partial(_paint_evals, runs, {"kl_tail_nats": "-", "kd_nats": "--"}, "nats a token")
+        charts.append(Chart("held-out", title, caption, paint))
+        caption = "Of the student on the same documents; lower is better."
+        paint = partial(_paint_evals, runs, {"ppl": "-"}, "perplexity")
+        charts.append(Chart("perplexity", "Held-out perplexity", caption, paint))
     if any(run.heartbeats for run in runs):
-        charts.append(
-            Chart(
-                "speed",
-                "Speed",
-                "Input positions a second, padding included, over all micro-batches of a step.",
-                lambda axes: _paint_speed(axes, runs),
-            )
-        )
+        caption = "Input positions a second, padding included, over all micro-batches of a step."
+        charts.append(Chart("speed", "Speed", caption, partial(_paint_speed, runs)))
     return charts
 
 
 def conversion_charts(conversion: Conversion) -> list[Chart]:
     """Error by layer, and bits against error, of one conversion."""
-    kind = "weighted" if conversion.modules[0].weighted_error is not None else "relative"
+    label, modules = conversion.label, conversion.modules
+    kind = "weighted" if modules[0].weighted_error is not None else "relative"
+    by_kind: dict[str, list[Module]] = {}
+    for module in modules:
+        by_kind.setdefault(module.kind, []).append(module)
     return [
         Chart(
-            f"{conversion.label}-layers",
-            f"{conversion.label}: error by layer",
+            f"{label}-layers",
+            f"{label}: error by layer",
             f"The {kind} error of each quantized linear; the marker tells its bits.",
-            lambda axes: _paint_layers(axes, conversion),
+            partial(_paint_layers, by_kind),
         ),
         Chart(
-            f"{conversion.label}-bits",
-            f"{conversion.label}: bits against error",
+            f"{label}-bits",
+            f"{label}: bits against error",
             "One dot a linear; bits a weight include scales and codebook. Down and left is better.",
-            lambda axes: _paint_bits(axes, conversion),
+            partial(_paint_bits, by_kind),
         ),
     ]
 
@@ -134,8 +121,8 @@ def thin(rows: list[Any], limit: int = MAX_POINTS) -> list[Any]:
     return kept if not rows or kept[-1] is rows[-1] else [*kept, rows[-1]]
 
 
-def _paint_loss(axes: Axes, runs: list[TrainingRun]) -> None:
-    for run, color in zip(runs, _colors(), strict=False):
+def _paint_loss(runs: list[TrainingRun], axes: Axes) -> None:
+    for run, color in zip(runs, COLORS, strict=False):
         losses = [row["loss_nats"] for row in run.steps]
         means = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
         points = thin(list(zip((row["step"] for row in run.steps), losses, means, strict=True)))
@@ -147,26 +134,19 @@ def _paint_loss(axes: Axes, runs: list[TrainingRun]) -> None:
     _finish(axes, "step", "nats a token")
 
 
-def _paint_evals(axes: Axes, runs: list[TrainingRun]) -> None:
-    for run, color in zip(runs, _colors(), strict=False):
-        for key, dash in (("kl_tail_nats", "-"), ("kd_nats", "--")):
+def _paint_evals(runs: list[TrainingRun], dashes: dict[str, str], unit: str, axes: Axes) -> None:
+    """A line of a run for each key of `dashes`; solid ones stand in the legend."""
+    for run, color in zip(runs, COLORS, strict=False):
+        for key, dash in dashes.items():
             rows = [row for row in run.evals if row.get(key) is not None]
             steps, values = [row["step"] for row in rows], [row[key] for row in rows]
             label = _shown(run.label) if dash == "-" else None
             axes.plot(steps, values, dash, color=color, marker="o", label=label)
-    _finish(axes, "step", "nats a token")
+    _finish(axes, "step", unit)
 
 
-def _paint_perplexity(axes: Axes, runs: list[TrainingRun]) -> None:
-    for run, color in zip(runs, _colors(), strict=False):
-        rows = [row for row in run.evals if row.get("ppl") is not None]
-        steps, values = [row["step"] for row in rows], [row["ppl"] for row in rows]
-        axes.plot(steps, values, color=color, marker="o", label=_shown(run.label))
-    _finish(axes, "step", "perplexity")
-
-
-def _paint_speed(axes: Axes, runs: list[TrainingRun]) -> None:
-    for run, color in zip(runs, _colors(), strict=False):
+def _paint_speed(runs: list[TrainingRun], axes: Axes) -> None:
+    for run, color in zip(runs, COLORS, strict=False):
         rows = thin(run.heartbeats)
         steps = [row["step"] for row in rows]
         speeds = [row["tokens_per_s"] for row in rows]
@@ -175,9 +155,8 @@ def _paint_speed(axes: Axes, runs: list[TrainingRun]) -> None:
     _finish(axes, "step", "tokens/s")
 
 
-def _paint_layers(axes: Axes, conversion: Conversion) -> None:
-    for kind, color in zip(_kinds(conversion), _colors(), strict=False):
-        modules = [module for module in conversion.modules if module.kind == kind]
+def _paint_layers(kinds: dict[str, list[Module]], axes: Axes) -> None:
+    for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         layers, errors = [m.layer for m in modules], [m.error for m in modules]
         marker = MARKERS.get(modules[0].bits, "s")
         label = f"{kind} ({modules[0].bits} bit)"
@@ -185,12 +164,12 @@ def _paint_layers(axes: Axes, conversion: Conversion) -> None:
     _finish(axes, "layer", "error")
 
 
-def _paint_bits(axes: Axes, conversion: Conversion) -> None:
-    for kind, color in zip(_kinds(conversion), _colors(), strict=False):
-        modules = [module for module in conversion.modules if module.kind == kind]
+def _paint_bits(kinds: dict[str, list[Module]], axes: Axes) -> None:
+    for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         bits, errors = [m.bits_per_weight for m in modules], [m.error for m in modules]
         axes.plot(bits, errors, "o", color=color, alpha=0.75, label=kind)
-    axes.set_xlim(0, 1.06 * max(module.bits_per_weight for module in conversion.modules))
+    most = max(module.bits_per_weight for modules in kinds.values() for module in modules)
+    axes.set_xlim(0, 1.06 * most)
     _finish(axes, "bits a weight", "error")
 
 
@@ -204,10 +183,6 @@ def _finish(axes: Axes, x: str, y: str) -> None:
         axes.figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
 
 
-def _kinds(conversion: Conversion) -> list[str]:
-    return list(dict.fromkeys(module.kind for module in conversion.modules))
-
-
 def _shown(name: str) -> str:
     """A name for the legend, which leaves out those that begin with an underscore."""
     return f" {name}" if name.startswith("_") else name
@@ -216,10 +191,6 @@ def _shown(name: str) -> str:
 def _dot(points: list[Any]) -> str | None:
     """A marker where points are few enough to tell apart."""
     return "o" if len(points) <= 20 else None
-
-
-def _colors() -> tuple[str, ...]:
-    return SERIES * 4
 
 
 def _style(theme: Theme) -> dict[str, Any]:

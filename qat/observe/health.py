@@ -53,6 +53,9 @@ def health(run: TrainingRun) -> list[Check]:
     """The answers for `run`; a question that its files do not answer is left out."""
     beats = run.heartbeats
     devices = [beat for beat in beats if beat.get("mem_reserved_mib") is not None]
+    # logged steps whose float16 gradients overflowed
+    skipped = sum(row.get("grad_norm") == 0 for row in run.steps) / max(len(run.steps), 1)
+    forced = ", ".join(run.forced)
     found = [
         _spread(beats),
         _growth("device memory", devices, "mem_alloc_mib"),
@@ -61,13 +64,13 @@ def health(run: TrainingRun) -> list[Check]:
         _slowest(run),
         *(_events(run, *kind) for kind in EVENTS),
         _loss(run),
-        _skipped(run),
+        Check("skipped steps", "ok" if skipped <= 0.01 else "look", _percent(skipped), "1 %"),
         _recompiles(beats),
         _on_host(beats),
         _temperature(beats),
         *_sparse(run),
-        _resumes(run),
-        _forced(run),
+        Check("resumed", "ok", _at(run.resumed) if run.resumed else "never", "-"),
+        Check("forced", "look" if forced else "ok", forced or "nothing", "nothing"),
     ]
     return [check for check in found if check is not None]
 
@@ -134,13 +137,6 @@ def _events(run: TrainingRun, kind: str, name: str, state: State) -> Check:
     if not steps:
         return Check(name, "ok", "none", "none")
     return Check(name, state, _at(steps), "none")
-
-
-def _skipped(run: TrainingRun) -> Check:
-    """Logged steps whose float16 gradients overflowed."""
-    count = sum(row.get("grad_norm") == 0 for row in run.steps)
-    share = count / max(len(run.steps), 1)
-    return Check("skipped steps", "ok" if share <= 0.01 else "look", _percent(share), "1 %")
 
 
 def _loss(run: TrainingRun) -> Check | None:
@@ -228,15 +224,6 @@ def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
     state = "ok" if lowest[key] >= limit else "look"
     found = f"{_percent(lowest[key])} in layer {lowest['layer']}"
     return Check(name, state, found, f"at least {_percent(limit)}")
-
-
-def _resumes(run: TrainingRun) -> Check:
-    return Check("resumed", "ok", _at(run.resumed) if run.resumed else "never", "-")
-
-
-def _forced(run: TrainingRun) -> Check:
-    state = "look" if run.forced else "ok"
-    return Check("forced", state, ", ".join(run.forced) or "nothing", "nothing")
 
 
 def _at(steps: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -118,11 +119,13 @@ def by_figure(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
 
 def curves(name: str, entries: Iterable[RecordEntry]) -> list[Chart]:
     """One picture for each figure that at least two records of a device hold."""
-    return [
-        _chart(f"{name}-{figure}", found)
-        for figure, found in by_figure(entries).items()
-        if len(found) > 1
-    ]
+    charts = []
+    for figure, found in by_figure(entries).items():
+        if len(found) > 1:
+            last = found[-1].figure
+            caption = f"{last.unit}; goal {last.goal}." if last.goal else f"{last.unit}."
+            charts.append(Chart(f"{name}-{figure}", last.figure, caption, partial(_paint, found)))
+    return charts
 
 
 def _figure(line: str, path: Path) -> RecordFigure:
@@ -177,13 +180,7 @@ def _row(entry: RecordEntry, best: RecordEntry | None, *, is_first: bool) -> dic
     }
 
 
-def _chart(name: str, entries: list[RecordEntry]) -> Chart:
-    last = entries[-1].figure
-    caption = f"{last.unit}; goal {last.goal}." if last.goal else f"{last.unit}."
-    return Chart(name, last.figure, caption, lambda axes: _paint(axes, entries))
-
-
-def _paint(axes: Axes, entries: list[RecordEntry]) -> None:
+def _paint(entries: list[RecordEntry], axes: Axes) -> None:
     places = [f"{entry.day}\n{entry.record}" for entry in entries]
     axes.errorbar(
         places,

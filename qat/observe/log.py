@@ -11,17 +11,18 @@ from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml, write_atomically
 from qat.logs import METRICS
 from qat.observe.page import number
-from qat.observe.runs import TrainingRun, read_directory, token_count, wall_seconds
+from qat.observe.runs import (
+    SCORES,
+    TrainingRun,
+    read_directory,
+    score_name,
+    token_count,
+    wall_seconds,
+)
 
 ENTRIES = "## Entries\n"
 SCORED = ("case", "KD (nats)", "KL (nats)", "ppl")
 COLUMNS = (*SCORED, "hours", "tokens", "tokens/s", "MFU", "peak GiB")
-SCORES = {
-    "kl_tail_nats": "tail KL",
-    "sampled_ce_nats": "cross-entropy with draws",
-    "kd_nats": "KD",
-}
-"""What decides which student is best, the first that a cache's targets allow, and its name."""
 WIDTH = 100
 
 
@@ -38,34 +39,44 @@ def append_entry(log: Path, path: Path, command: str) -> str:
             f"{path} holds no run that was judged, expected metrics of one and its recipe; name a "
             "directory made by 'qat train'"
         )
-    text = _read(log)
-    mark = run_mark(path)
+    if not log.is_file():
+        raise ConfigError(f"log_file={log} is not there, expected a log; give --log-file FILE")
+    text = log.read_text(encoding="utf-8")
+    if ENTRIES not in text:
+        raise ConfigError(
+            f"log_file={log} has no line {ENTRIES.strip()!r}, expected it above the entries; add it"
+        )
+    # tells one run from another: its name and its numbers
+    mark = fingerprint([path.resolve().name, (path / METRICS).read_text(encoding="utf-8")])
     if mark in text:
         raise ConfigError(
             f"{log} has an entry of {path} already (see {mark}); change or remove that one"
         )
-    title = _title(run)
+    before, best = run.evals[0], run.best()
+    key = score_name(best)
+    change = f"{number(before.get(key))} to {number(best.get(key))} nats"
+    title = f"{run.label}: {SCORES[key]} {change} in {best['step']} steps"
     head, entries = text.split(ENTRIES, 1)
     new = entry(run, path, command, title=title, mark=mark)
     write_atomically(log, f"{head}{ENTRIES}\n{new}{entries}")
     return title
 
 
-def run_mark(path: Path) -> str:
-    """12 hex digits that tell one run from another: its name and its numbers."""
-    numbers = (path / METRICS).read_text(encoding="utf-8")
-    return fingerprint([path.resolve().name, numbers])
-
-
 def entry(run: TrainingRun, path: Path, command: str, *, title: str, mark: str) -> str:
     """The entry in Markdown, every part of the template filled from the run's own files."""
     ended = datetime.fromtimestamp((path / METRICS).stat().st_mtime, tz=UTC)
     settings = parse_toml(run.recipe).get("train", {})
+    info = run.info
+    versions = ", ".join(f"{k} {info[k]}" for k in ("python", "torch", "transformers") if k in info)
+    instance = (
+        f"{info.get('device', '?')}, peak {number(run.peak_gib())} GiB, {versions}, commit "
+        f"{str(info.get('commit', '?'))[:12]}."
+    )
     return "\n".join(
         [
             f"### {ended:%Y-%m-%d}: {title}\n",
             _paragraph("Goal", _goal(run, settings)),
-            _paragraph("Instance", _instance(run)),
+            _paragraph("Instance", instance),
             _paragraph("Config", _config(run, settings)),
             f"**Command.**\n\n    {command}\n",
             f"**Result.**\n\n{_table(run)}",
@@ -78,7 +89,7 @@ def entry(run: TrainingRun, path: Path, command: str, *, title: str, mark: str) 
 
 def notes(run: TrainingRun, settings: Mapping[str, Any]) -> list[str]:
     """What the run says of itself beside its result, one sentence each."""
-    best, last = _best(run), run.steps[-1]["step"] if run.steps else 0
+    best, last = run.best(), run.steps[-1]["step"] if run.steps else 0
     found = [f"Best at step {best['step']} of {last}"]
     asked = settings.get("max_steps")
     if asked is not None and last < asked:
@@ -91,47 +102,20 @@ def notes(run: TrainingRun, settings: Mapping[str, Any]) -> list[str]:
         found.append(f"{100 * share:.2g} % of the codes moved since the evaluation before the last")
     beat = run.heartbeats[-1] if run.heartbeats else {}
     if beat.get("fallback"):
-        found.append(f"Layers ran as written: {_line(beat['fallback'])}")
+        found.append(f"Layers ran as written: {' '.join(str(beat['fallback']).split())}")
     if beat.get("recompiles"):
         found.append(f"{beat['recompiles']} graphs were compiled again")
     return found
 
 
-def _read(log: Path) -> str:
-    if not log.is_file():
-        raise ConfigError(f"log_file={log} is not there, expected a log; give --log-file FILE")
-    text = log.read_text(encoding="utf-8")
-    if ENTRIES not in text:
-        raise ConfigError(
-            f"log_file={log} has no line {ENTRIES.strip()!r}, expected it above the entries; add it"
-        )
-    return text
-
-
-def _title(run: TrainingRun) -> str:
-    before, best = run.evals[0], _best(run)
-    key = _score(best)
-    change = f"{number(before.get(key))} to {number(best.get(key))} nats"
-    measure = SCORES[key]
-    return f"{run.label}: {measure} {change} in {best['step']} steps"
-
-
 def _goal(run: TrainingRun, settings: Mapping[str, Any]) -> str:
     steps = number(settings.get("max_steps"))
     student, teacher = Path(str(settings.get("student", "?"))).name, run.info.get("teacher", "?")
-    key = _score(_best(run))
+    key = score_name(run.best())
     return (
         f"How close {steps} steps bring `{student}` to its teacher `{teacher}`: `{key}` on the "
         "cache's held-out split."
     )
-
-
-def _instance(run: TrainingRun) -> str:
-    info = run.info
-    peak = number(run.peak_gib())
-    versions = ", ".join(f"{k} {info[k]}" for k in ("python", "torch", "transformers") if k in info)
-    commit = str(info.get("commit", "?"))[:12]
-    return f"{info.get('device', '?')}, peak {peak} GiB, {versions}, commit {commit}."
 
 
 def _config(run: TrainingRun, settings: Mapping[str, Any]) -> str:
@@ -154,7 +138,7 @@ def _table(run: TrainingRun) -> str:
     beats = run.heartbeats
     cost = [wall_seconds(beats) / 3600, token_count(beats)] if beats else [None, None]
     cost += [run.tokens_per_s(), run.median("mfu_frac"), run.peak_gib()]
-    rows = [("before", run.evals[0], [None] * 5), ("after, best step", _best(run), cost)]
+    rows = [("before", run.evals[0], [None] * 5), ("after, best step", run.best(), cost)]
     lines = [COLUMNS]
     for case, verdict, measured in rows:
         values = [*map(verdict.get, ("kd_nats", "kl_tail_nats", "ppl")), *measured]
@@ -173,22 +157,3 @@ def _files(path: Path, mark: str) -> str:
     finals = sorted(p.parent for p in path.glob("[!.]*/config.json"))
     names = [f"`{path}` (run {mark})", *(f"`{final}`" for final in finals)]
     return ", ".join(names) + "; no record."
-
-
-def _best(run: TrainingRun) -> dict[str, Any]:
-    """The evaluation of the best trained student, or of the untrained one if no other is there."""
-    trained = [row for row in run.evals if row["step"] > 0]
-    return min(trained, key=_nats) if trained else run.evals[0]
-
-
-def _score(verdict: Mapping[str, Any]) -> str:
-    """What decides which student is best: the tail KL, or what the cache holds in its place."""
-    return next(name for name in SCORES if verdict.get(name) is not None)
-
-
-def _nats(verdict: Mapping[str, Any]) -> float:
-    return verdict[_score(verdict)]
-
-
-def _line(text: object) -> str:
-    return " ".join(str(text).split())

@@ -81,13 +81,16 @@ def write_report(directories: list[Path], out: Path) -> Written:
     conversions = [source for source in sources if isinstance(source, Conversion)]
     curves = run_charts(runs)
     layers = {each.label: conversion_charts(each) for each in conversions}
+    counts = [(len(runs), "training run"), (len(conversions), "conversion")]
+    # how many sequences the evaluations looked at, as the recipes say
+    judged = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
     html = template("page.html").render(
         title="qat report" if len(sources) > 1 else f"qat report: {sources[0].label}",
-        subtitle=_subtitle(runs, conversions),
+        subtitle=", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n),
         exam=exam and {"columns": EXAM_COLUMNS, "rows": exam_rows(exam), "caption": EXAM_CAPTION},
         columns=COLUMNS,
         table=run_table(runs),
-        judged_on=_judged_on(runs),
+        judged_on=" or ".join(dict.fromkeys(each[1] for each in judged if each)) or "few",
         curves=[picture(chart) for chart in curves],
         runs=[_run_view(run) for run in runs],
         conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
@@ -139,10 +142,10 @@ def run_table(runs: list[TrainingRun]) -> list[list[dict[str, Any]]]:
             run.label,
             run.steps[-1]["step"] if run.steps else None,
             run.steps[-1]["loss_nats"] if run.steps else None,
-            run.best("kl_tail_nats"),
-            run.best("kd_nats"),
+            run.lowest("kl_tail_nats"),
+            run.lowest("kd_nats"),
             _percent(run.evals[-1].get("top1_frac") if run.evals else None),
-            run.best("ppl"),
+            run.lowest("ppl"),
             run.tokens_per_s(),
             _percent(run.median("mfu_frac")),
             run.peak_gib(),
@@ -176,10 +179,11 @@ def number(value: float | int | str | None) -> str:
 def _run_view(run: TrainingRun) -> dict[str, Any]:
     last = run.evals[-1] if run.evals else {}
     first = run.evals[0] if run.evals else {}
+    top1 = last.get("top1_frac")
     tiles = [
         ("held-out KL, first to last (nats)", _change(first, last, "kl_tail_nats")),
         ("perplexity, first to last", _change(first, last, "ppl")),
-        ("same first choice as the teacher", _with_percent(last.get("top1_frac"))),
+        ("same first choice as the teacher", "-" if top1 is None else f"{100 * top1:.1f} %"),
         ("tokens/s, median", number(run.tokens_per_s())),
     ]
     return {
@@ -187,18 +191,18 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
         "tiles": [(label, value) for label, value in tiles if value != "-"],
         "health": health(run),
         "layer_columns": [name for _, name in LAYER_COLUMNS],
-        "layers": [_layer_row(layer) for layer in last.get("nsa_layers") or ()],
+        "layers": [
+            [
+                number(_percent(layer.get(key)) if key.endswith("_frac") else layer.get(key))
+                for key, _ in LAYER_COLUMNS
+            ]
+            for layer in last.get("nsa_layers") or ()
+        ],
         "sample": last.get("sample"),
         "sample_step": last.get("step"),
         "facts": list(_flatten(run.info)),
         "recipe": run.recipe,
     }
-
-
-def _layer_row(layer: dict[str, Any]) -> list[str]:
-    """The cells of one layer's sparse attention; a dash for what it does not have."""
-    values = ((key, layer.get(key)) for key, _ in LAYER_COLUMNS)
-    return [number(_percent(v) if key.endswith("_frac") else v) for key, v in values]
 
 
 def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, Any]:
@@ -229,17 +233,6 @@ def _module_row(module: Module) -> list[str]:
         module.seconds,
     )
     return [module.name, *map(number, numbers)]
-
-
-def _judged_on(runs: list[TrainingRun]) -> str:
-    """How many sequences the evaluations of the runs looked at, as their recipes say."""
-    found = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
-    return " or ".join(dict.fromkeys(match[1] for match in found if match)) or "few"
-
-
-def _subtitle(runs: list[TrainingRun], conversions: list[Conversion]) -> str:
-    parts = [(len(runs), "training run"), (len(conversions), "conversion")]
-    return ", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in parts if n)
 
 
 def picture(chart: Chart) -> dict[str, str]:
@@ -283,10 +276,6 @@ def _change(first: dict[str, Any], last: dict[str, Any], key: str) -> str:
 
 def _percent(fraction: float | None) -> float | None:
     return None if fraction is None else 100 * fraction
-
-
-def _with_percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _lowest(values: Iterable[float | None]) -> float | None:

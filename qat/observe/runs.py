@@ -1,4 +1,4 @@
-"""What a run or a conversion left in its directory, read back and checked."""
+"""What a run, a conversion or an exam left in its directory, read back and checked."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.config import explain
+from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError
 from qat.files import parse_toml
 from qat.logs import (
@@ -24,11 +25,26 @@ from qat.logs import (
     read_json_lines,
 )
 
-CONVERSION = "convert_report.json"
-Beat = dict[str, Any]
-"""A line of a heartbeat."""
-NOTHING: Beat = {"step": 0, "elapsed_s": 0.0}
+Line = dict[str, Any]
+"""A line of metrics, of a heartbeat or of events."""
+NOTHING: Line = {"step": 0, "elapsed_s": 0.0}
 """Before the first beat."""
+SCORES = {
+    "kl_tail_nats": "tail KL",
+    "sampled_ce_nats": "cross-entropy with draws",
+    "kd_nats": "KD",
+}
+"""What decides which student is best, the first that a cache's targets allow, and its name."""
+
+
+def score_name(verdict: Mapping[str, Any]) -> str:
+    """Which of `SCORES` decides: the tail KL, or what a cache without it holds in its place."""
+    return next(name for name in SCORES if verdict.get(name) is not None)
+
+
+def score(verdict: Mapping[str, Any]) -> float:
+    """The number that decides which student is best, in nats; lower is better."""
+    return verdict[score_name(verdict)]
 
 
 class Module(BaseModel):
@@ -41,13 +57,12 @@ class Module(BaseModel):
     bits: int
     """Bits of an index."""
     bits_per_weight: float
-    """Bits a weight with scales and codebook."""
+    """With scales and codebook."""
     relative_error: float
     """`|W - W_q| / |W|`, a fraction."""
     weighted_error: float | None = None
     """The same with each input weighted by its importance; None without calibration."""
     seconds: float = 0.0
-    """Time to quantize it."""
 
     @property
     def kind(self) -> str:
@@ -66,7 +81,7 @@ class Module(BaseModel):
 
 
 class Conversion(BaseModel):
-    """A converted checkpoint's `convert_report.json`."""
+    """A converted checkpoint's report."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -82,25 +97,30 @@ class Conversion(BaseModel):
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run: settings, and its metrics split by kind."""
+    """A run: settings, and its metrics split by kind."""
 
     label: str
     info: dict[str, Any]
     recipe: str
-    steps: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
-    heartbeats: list[dict[str, Any]]
+    steps: list[Line]
+    evals: list[Line]
+    heartbeats: list[Line]
     """Of the first rank."""
-    others: list[list[dict[str, Any]]]
+    others: list[list[Line]]
     """Heartbeats of the other ranks, in their order."""
-    events: list[dict[str, Any]]
+    events: list[Line]
     """What befell any rank."""
     resumed: list[int]
     """The steps from which it went on after a stop."""
     forced: list[str]
     """Findings of the preflight that were overruled."""
 
-    def best(self, key: str) -> float | None:
+    def best(self) -> Line:
+        """The evaluation of the best trained student; of the untrained one if there is no other."""
+        trained = [row for row in self.evals if row["step"] > 0]
+        return min(trained, key=score) if trained else self.evals[0]
+
+    def lowest(self, key: str) -> float | None:
         """The lowest held-out `key` (`kl_tail_nats`, `ppl`), None if never measured."""
         return min((row[key] for row in self.evals if row.get(key) is not None), default=None)
 
@@ -120,7 +140,7 @@ class TrainingRun:
         return max(peaks, default=None)
 
 
-def wall_seconds(beats: Sequence[Beat]) -> float:
+def wall_seconds(beats: Sequence[Line]) -> float:
     """Seconds of all processes that made a run."""
     total = 0.0
     for before, beat in pairwise([NOTHING, *beats]):
@@ -129,7 +149,7 @@ def wall_seconds(beats: Sequence[Beat]) -> float:
     return total
 
 
-def token_count(beats: Sequence[Beat]) -> int:
+def token_count(beats: Sequence[Line]) -> int:
     """Tokens of all ranks; a beat stands for the steps since the one before it."""
     return round(
         sum(
@@ -159,13 +179,13 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
 
 def stages_in(path: Path) -> list[Path]:
     """The runs and conversions in a directory of `qat run` or `qat demo`, the oldest first."""
-    last = {each: file for each in path.iterdir() for file in _tells(each)}
-    return sorted(last, key=lambda each: last[each].stat().st_mtime_ns)
-
-
-def _tells(path: Path) -> list[Path]:
-    """The file that makes a directory a run or a conversion, if there is one."""
-    return [path / name for name in (METRICS, CONVERSION) if (path / name).is_file()][:1]
+    told = {}
+    for each in path.iterdir():
+        # the file that makes a directory a run or a conversion; of a run its metrics
+        for file in (each / REPORT_NAME, each / METRICS):
+            if file.is_file():
+                told[each] = file.stat().st_mtime_ns
+    return sorted(told, key=told.__getitem__)
 
 
 def read_directory(path: Path) -> TrainingRun | Conversion:
@@ -181,16 +201,17 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
     try:
         if (path / METRICS).is_file():
             return _read_run(path)
-        if (path / CONVERSION).is_file():
-            return _read_conversion(path)
+        if (path / REPORT_NAME).is_file():
+            values = json.loads((path / REPORT_NAME).read_text(encoding="utf-8"))
+            return Conversion.model_validate({**values, "label": path.resolve().name})
     except ValidationError as error:
-        raise CheckpointError(f"{path / CONVERSION} is damaged: {explain(error)}") from None
+        raise CheckpointError(f"{path / REPORT_NAME} is damaged: {explain(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} holds a damaged JSON file ({error}); restore it or leave this run out"
         ) from None
     raise CheckpointError(
-        f"{path} holds neither {METRICS} nor {CONVERSION}; expected a directory made by "
+        f"{path} holds neither {METRICS} nor {REPORT_NAME}; expected a directory made by "
         "'qat train' or 'qat convert'; name one of those"
     )
 
@@ -201,6 +222,7 @@ def _read_run(path: Path) -> TrainingRun:
     info = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
     words = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
     parse_toml(words)
+    others = map(heartbeat_file, range(1, len(list(path.glob(HEARTBEATS)))))
     return TrainingRun(
         label=path.resolve().name,
         info=info,
@@ -208,27 +230,16 @@ def _read_run(path: Path) -> TrainingRun:
         steps=[row for row in rows if row["kind"] == "train"],
         evals=[row for row in rows if row["kind"] == "eval"],
         heartbeats=read_json_lines(beats) if beats.is_file() else [],
-        others=[read_json_lines(path / name) for name in _other_heartbeats(path)],
+        others=[read_json_lines(path / name) for name in others if (path / name).is_file()],
         events=[event for file in sorted(path.glob(EVENTS)) for event in _events(file)],
         resumed=[int(each["step"]) for each in info.get("resumed", [])],
         forced=[str(code) for code in info.get("forced", [])],
     )
 
 
-def _other_heartbeats(path: Path) -> list[str]:
-    count = len(list(path.glob(HEARTBEATS)))
-    names = (heartbeat_file(rank) for rank in range(1, count))
-    return [name for name in names if (path / name).is_file()]
-
-
-def _events(file: Path) -> list[dict[str, Any]]:
+def _events(file: Path) -> list[Line]:
     lines = read_json_lines(file)
     return [{**line, "kind": str(line["kind"]), "step": int(line["step"])} for line in lines]
-
-
-def _read_conversion(path: Path) -> Conversion:
-    values = json.loads((path / CONVERSION).read_text(encoding="utf-8"))
-    return Conversion.model_validate({**values, "label": path.resolve().name})
 
 
 # The exam at the end of `qat run` and `qat demo`: the same table on the terminal and on the page.

@@ -1,8 +1,8 @@
 """Judges a student during training: on the cache's held-out split, and by a sample of its text.
 
 `Judged` says which held-out sequences judge a run, the same from the first evaluation to the last;
-`Judge` makes a verdict of them, `score` the one number in it that decides which student is best,
-and `CodeWatch` counts the codes that changed since the evaluation before.
+`Judge` makes a verdict of them (`qat.observe.runs.score` is the one number in it that decides which
+student is best), and `CodeWatch` counts the codes that changed since the evaluation before.
 
 Shapes: N sequences, S positions.
 """
@@ -233,15 +233,6 @@ class Judge:
                 counts = inside_NS[places % count] & (places < count)[:, None]
                 yield batch._replace(mask=batch.mask & torch.from_numpy(counts))
                 ticker.advance(min(size, count - start))
-
-
-def score(verdict: dict[str, Any]) -> float:
-    """The number that decides which checkpoint is best (lower is better).
-
-    The tail KL, or what comes next to it where the cache does not hold its targets.
-    """
-    found = (verdict[key] for key in ("kl_tail_nats", "sampled_ce_nats", "kd_nats"))
-    return next(value for value in found if value is not None)
 
 
 class CodeWatch:

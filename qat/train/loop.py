@@ -20,9 +20,10 @@ from qat.losses.config import targets_read
 from qat.models.cost import device_called, forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
+from qat.observe.runs import score
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
-from qat.train.judge import CodeWatch, Judge, score
+from qat.train.judge import CodeWatch, Judge
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.proof import not_finite

@@ -25,8 +25,8 @@ from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge import split_batches
 from qat.losses.config import check_targets, fitting_loss
 from qat.models.load import load_model, load_tokenizer
+from qat.observe.runs import score
 from qat.train.config import TrainConfig
-from qat.train.judge import score
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qat.backend.base import DTYPES
 from qat.cli import run_verb
+from qat.convert.config import REPORT_NAME
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
@@ -27,7 +28,7 @@ from qat.export import model as card
 from qat.export import model as exported
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
-from qat.export.model import CONVERSION, IMPORT, export_model, float_base
+from qat.export.model import IMPORT, export_model, float_base
 from qat.export.parts import logits_of_weights
 from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
@@ -629,7 +630,7 @@ def test_other_weights_are_noticed(students: dict[TargetName, Path], tmp_path: P
 def test_the_card_tells_the_runs_own_measures(tmp_path: Path) -> None:
     run, source = tmp_path / "run", tmp_path / "converted"
     source.mkdir()
-    (source / CONVERSION).write_text(json.dumps({"source": "owner/base"}))
+    (source / REPORT_NAME).write_text(json.dumps({"source": "owner/base"}))
     checkpoint = run / "checkpoints/step-000020"
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, checkpoint)
     (run / "best").write_text("checkpoints/step-000020")

@@ -28,9 +28,9 @@ def test_run_is_read_by_kind(run: Path) -> None:
     first = read_directory(run)
     assert isinstance(first, TrainingRun)
     assert (len(first.steps), len(first.evals), len(first.heartbeats)) == (200, 5, 20)
-    assert first.best("kl_tail_nats") == min(row["kl_tail_nats"] for row in first.evals)
+    assert first.lowest("kl_tail_nats") == min(row["kl_tail_nats"] for row in first.evals)
     assert first.peak_gib() == 1.5
-    assert first.best("never_measured") is None
+    assert first.lowest("never_measured") is None
 
 
 def test_warm_up_does_not_count_as_speed(run: Path) -> None:

@@ -25,10 +25,9 @@ from mutants import Files, at, mutate, walk
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.bench.quality.config import read_recipe as read_quality
-from qat.bench.quality.resolve import resolve as resolve_quality
-from qat.bench.sweep.plan import make_groups
-from qat.bench.sweep.plan import read_recipe as read_sweep
+from qat.bench.quality.plan import read_quality
+from qat.bench.quality.prepare import resolve as resolve_quality
+from qat.bench.sweep.plan import make_groups, read_sweep
 from qat.cli.parser import mistake
 from qat.convert.config import ConvertConfig
 from qat.convert.plan import read_plan
