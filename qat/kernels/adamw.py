@@ -55,9 +55,9 @@ def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise
     `1 - beta1**t` and `sqrt(1 - beta2**t)`. A factor that is not finite leaves all as it is.
     """
     if use_triton(moving.parameter):
-        from qat.kernels.adamw_triton import stochastic_adamw_ as in_triton_
+        from qat.kernels.adamw_triton import stochastic_adamw_by_kernel_
 
-        in_triton_(moving, shared, rates, noise)
+        stochastic_adamw_by_kernel_(moving, shared, rates, noise)
         return
     _reference_(moving, shared, rates, noise)
 

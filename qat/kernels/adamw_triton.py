@@ -11,7 +11,7 @@ ROUNDS = tl.constexpr(7)
 """Of Philox: the fewest that pass every test of the Crush batteries (Salmon et al. 2011)."""
 
 
-def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
+def stochastic_adamw_by_kernel_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
     """See `qat.kernels.adamw.stochastic_adamw_`; the random bits are others, of the same kind."""
     parameter = moving.parameter
     count = parameter.numel()

@@ -22,7 +22,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     if use_triton(target) and is_small:
         from qat.kernels import column_sweep_triton as triton
 
-        triton.settle_columns(columns, target, coupling)
+        triton.settle_columns_by_kernel(columns, target, coupling)
     else:
         reference.settle_columns(columns, target, coupling)
 
@@ -32,7 +32,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Te
     if use_triton(target) and len(target) <= MOST_COLUMNS:
         from qat.kernels import column_sweep_triton as triton
 
-        triton.refit_scale(columns, target, coupling, diagonal)
+        triton.refit_scale_by_kernel(columns, target, coupling, diagonal)
     else:
         reference.refit_scale(columns, target, coupling, diagonal)
 

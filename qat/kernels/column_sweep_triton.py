@@ -19,7 +19,7 @@ LARGEST = tl.constexpr(65504.0)
 """The largest float16: half its last place further, and a scale rounds to infinity."""
 
 
-def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
+def settle_columns_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     """As `quant.columns.settle_columns`; `target` is left as it is."""
     B, O = target.shape
     b, tile = _tile(B)
@@ -48,7 +48,9 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     )
 
 
-def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
+def refit_scale_by_kernel(
+    columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor
+) -> None:
     """Fit scales anew, as `quant.columns.refit_scale` defines it."""
     B, O = target.shape
     b, tile = _tile(B)

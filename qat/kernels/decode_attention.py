@@ -56,7 +56,7 @@ def decode_attention(
     if use_triton(qkv):
         from qat.kernels import decode_attention_triton
 
-        return decode_attention_triton.decode_attention(
+        return decode_attention_triton._decode_by_kernel(
             qkv, cache, position, angles, heads, order=order
         )
     (B, J, _, D), at = cache.keys.shape, int(position)

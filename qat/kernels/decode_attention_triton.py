@@ -21,7 +21,7 @@ LEAST = 16
 """Rows and columns of the smallest product."""
 
 
-def decode_attention(
+def _decode_by_kernel(
     qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, heads: Heads, *, order: int
 ) -> Tensor:
     """See `qat.kernels.decode_attention`."""

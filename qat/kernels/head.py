@@ -94,7 +94,7 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
         ids: `(T, N)` int64.
     """
     if triton := _triton_for(hidden):
-        return triton.chosen_logits(hidden, head, ids)
+        return triton.chosen_logits_by_kernel(hidden, head, ids)
     states, columns = wide(hidden), []
     for column in ids.clamp_min(0).unbind(1):  # word by word: (T, N, D) never exists
         dot = (states * head.weight[column]).sum(1)
@@ -119,7 +119,7 @@ def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: boo
         want_slope: whether to compute `slope`.
     """
     if triton := _triton_for(hidden):
-        return triton.other_words(hidden, head, excluded, want_slope=want_slope)
+        return triton.other_words_by_kernel(hidden, head, excluded, want_slope=want_slope)
     blocks = zip(hidden.split(BLOCK_TOKENS), excluded.split(BLOCK_TOKENS), strict=True)
     parts = [_others_of_block(*block, head, want_slope) for block in blocks]
     slope = torch.cat([part.slope for part in parts]) if want_slope else None
@@ -150,7 +150,7 @@ def hidden_gradient(
     rounded once. `slope` is `Others.slope`, None where the loss does not read the others.
     """
     if triton := _triton_for(g_logits.chosen):
-        triton.hidden_gradient(g_logits, slope, weight, out=out)
+        triton.hidden_gradient_by_kernel(g_logits, slope, weight, out=out)
         return
     ids, g_chosen = g_logits.ids, g_logits.chosen.masked_fill(g_logits.ids < 0, 0.0)
     total = torch.zeros_like(out, dtype=g_chosen.dtype)

@@ -43,7 +43,7 @@ class Gather(NamedTuple):
     warps: int = 4
 
 
-def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
+def chosen_logits_by_kernel(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
     """See `qat.kernels.head.chosen_logits`; `(T, N, D)` passes through registers only."""
     hidden, ids = hidden.contiguous(), ids.contiguous()
     (T, D), N = hidden.shape, ids.shape[1]
@@ -71,7 +71,7 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
     return out
 
 
-def hidden_gradient(
+def hidden_gradient_by_kernel(
     g_logits: LogitGradients, slope: Tensor | None, weight: Tensor, *, out: Tensor
 ) -> None:
     """See `qat.kernels.head.hidden_gradient`; rounds to the dtype of `out` once."""
@@ -101,7 +101,9 @@ def hidden_gradient(
         )
 
 
-def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool) -> Others:
+def other_words_by_kernel(
+    hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool
+) -> Others:
     """See `qat.kernels.head.other_words`; both results are float32."""
     T, V = hidden.shape[0], head.weight.shape[0]
     peak = torch.full((T,), -torch.inf, dtype=torch.float32, device=hidden.device)

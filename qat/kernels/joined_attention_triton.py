@@ -25,7 +25,7 @@ def joined_forward(
 ) -> tuple[Tensor, Tensor]:
     """See `qat.kernels.joined_attention.joined_tile_attention`, whose operator this is."""
     qkv, D = qkv.contiguous(), cos.shape[-1]
-    turned = turn_heads(qkv, *_angles(qkv, cos, sin), query_norm, key_norm, eps, heads)
+    turned = turn_heads(qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, eps, heads)
     query, key, value = _parts(turned, qkv, heads, D)
     return attention_forward(query, key, value, positions, scale), turned
 
@@ -51,7 +51,7 @@ def joined_backward(
     parts, d_parts = _parts(turned, qkv, H, D), _parts(d_qkv, d_qkv, H, D)
     attention_backward(grad.contiguous(), *parts, positions, scale, out=d_parts)
     d_norms = turn_heads_back(
-        d_qkv, qkv, *_angles(qkv, cos, sin), query_norm, key_norm, eps, H, want_norms
+        d_qkv, qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, eps, H, want_norms
     )
     return d_qkv, d_norms
 
@@ -63,5 +63,5 @@ def _parts(turned: Tensor, qkv: Tensor, heads: int, D: int) -> tuple[Tensor, Ten
     return turned[:, :heads], turned[:, heads : heads + keys], qkv[:, heads + keys :]
 
 
-def _angles(qkv: Tensor, *angles: Tensor) -> list[Tensor]:
+def _expanded(qkv: Tensor, *angles: Tensor) -> list[Tensor]:
     return [angle.expand(*qkv.shape[:2], -1).contiguous() for angle in angles]

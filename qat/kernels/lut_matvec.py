@@ -200,7 +200,7 @@ def matvec(
     if use_triton(x):
         from qat.kernels import lut_matvec_triton
 
-        return lut_matvec_triton.matvec(
+        return lut_matvec_triton._matvec_by_kernel(
             x, rows, norm=norm, bias=bias, is_gated=is_gated, order=order
         )
     y = _product(x, rows)
@@ -229,7 +229,9 @@ def matvec_add(
         from qat.kernels import lut_matvec_triton
 
         return Stream(
-            *lut_matvec_triton.matvec_add(x, rows, residual, gamma, bias=bias, order=order)
+            *lut_matvec_triton._matvec_add_by_kernel(
+                x, rows, residual, gamma, bias=bias, order=order
+            )
         )
     y = _product(x, rows)
     return stream(residual + (y if bias is None else y + bias.float()), gamma, order)

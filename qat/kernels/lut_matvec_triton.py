@@ -22,7 +22,7 @@ from qat.kernels.overlap import overlaps
 from qat.kernels.tuned import chosen
 
 
-def matvec(
+def _matvec_by_kernel(
     x: Tensor, rows: Rows, *, norm: Norm | None, bias: Tensor | None, is_gated: bool, order: int
 ) -> Tensor:
     """See `lut_matvec`."""
@@ -32,7 +32,7 @@ def matvec(
     return out
 
 
-def matvec_add(
+def _matvec_add_by_kernel(
     x: Tensor, rows: Rows, residual: Tensor, gamma: Tensor, *, bias: Tensor | None, order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `lut_matvec`: the new residual, scaled, and the sums of squares."""

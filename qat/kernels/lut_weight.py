@@ -48,7 +48,7 @@ def form(
     if _by_kernel(codebook):
         from qat.kernels import lut_weight_triton
 
-        lut_weight_triton.form(out, source, codebook, scales)
+        lut_weight_triton._form_by_kernel(out, source, codebook, scales)
         return out
     weight, S = _weight_and_scale(source, codebook, scales)
     return out.copy_(chosen_levels(weight) * S)
@@ -76,9 +76,9 @@ def pull_back(
     if not any(wants.values()):
         return {}
     if _by_kernel(codebook):
-        from qat.kernels.lut_weight_triton import reduce as reduce_by_kernel
+        from qat.kernels.lut_weight_triton import _reduce_by_kernel
 
-        d_codebook, dS = reduce_by_kernel(dW, source, codebook, scales, **wants)
+        d_codebook, dS = _reduce_by_kernel(dW, source, codebook, scales, **wants)
     else:
         d_codebook, dS = _reduce(dW, source, codebook, scales, **wants)
     gradients = {} if d_codebook is None else {"codebook": d_codebook}

@@ -45,7 +45,7 @@ WORDS = {2: torch.int16, 4: torch.int32}
 """The word that holds the indices of a unit, by bits of one."""
 
 
-def form(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales) -> None:
+def _form_by_kernel(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales) -> None:
     """Write `codebook[indices] * S` into `out`, in its dtype, to the bit as the reference does."""
     bits = source.bits if isinstance(source, Packed) else 0
     cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
@@ -59,7 +59,7 @@ def form(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales)
     )
 
 
-def reduce(
+def _reduce_by_kernel(
     dW: Tensor,
     source: Packed | Tensor,
     codebook: Tensor,
@@ -105,7 +105,7 @@ _ARRIVALS: dict[torch.device, Tensor] = {}
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """How many programs of the running `reduce` have stored their sums: its last one resets it.
+    """How many programs of the running reduction have stored their sums: its last one resets it.
 
     Kept, so that no call has to write a zero. In a capture nothing runs yet that could write it:
     there the graph gets its own.

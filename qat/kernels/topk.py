@@ -60,7 +60,7 @@ def summarize(logits: Tensor) -> Blocks:
     if use_triton(logits):
         from qat.kernels import topk_triton
 
-        return topk_triton.summarize(logits)
+        return topk_triton.summarize_by_kernel(logits)
     width = logits.shape[1]
     blocks_TNB = pad(logits, (0, -width % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
     peaks_TN = blocks_TNB.amax(-1).float()
@@ -75,7 +75,7 @@ def top_k_of_blocks(logits: Tensor, k: int, blocks: Blocks) -> Selection:
         from qat.kernels import topk_triton
 
         if topk_triton.can_select(k, blocks):
-            return topk_triton.select(logits, k, blocks)
+            return topk_triton.select_by_kernel(logits, k, blocks)
     if on(logits.device).compares():
         return _sorted(logits, k)
     return _select(logits, k, blocks)

@@ -28,7 +28,7 @@ MAX_K = 512  # K * BLOCK candidates are held in one program's registers
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
-def summarize(logits: Tensor) -> Blocks:
+def summarize_by_kernel(logits: Tensor) -> Blocks:
     """`topk.summarize`."""
     logits = _rows(logits)
     T, V = logits.shape
@@ -45,11 +45,11 @@ def summarize(logits: Tensor) -> Blocks:
 
 
 def can_select(k: int, blocks: Blocks) -> bool:
-    """Whether `select` takes this K: a block for each, and candidates that fit one program."""
+    """Whether the kernel takes this K: a block for each, and candidates that fit one program."""
     return k <= min(MAX_K, blocks.peaks.shape[1])
 
 
-def select(logits: Tensor, k: int, blocks: Blocks) -> Selection:
+def select_by_kernel(logits: Tensor, k: int, blocks: Blocks) -> Selection:
     """`topk.top_k_of_blocks` for a K that `can_select` allows."""
     logits = _rows(logits)
     T, V = logits.shape

@@ -56,7 +56,7 @@ def test_ids_are_the_cpus_whatever_ties(V: int, k: int, dtype: torch.dtype) -> N
 
 def test_many_rows_of_a_large_vocabulary_equal_the_reference() -> None:
     logits = (3 * torch.randn(500, VOCAB, device="cuda")).bfloat16()
-    blocks = topk_triton.summarize(logits)
+    blocks = topk_triton.summarize_by_kernel(logits)
     assert topk_triton.can_select(64, blocks)
     found = topk.top_k_of_logits(logits, 64)
     for rows in range(0, 500, 50):

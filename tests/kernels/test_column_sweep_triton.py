@@ -20,7 +20,7 @@ if torch.cuda.is_available():
 
 from qat.kernels import column_sweep_triton as kernel  # noqa: E402
 
-OPS = ColumnOps(kernel.settle_columns, kernel.refit_scale)
+OPS = ColumnOps(kernel.settle_columns_by_kernel, kernel.refit_scale_by_kernel)
 CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33, 4, 48)]
 """B, O, C and rows of scales."""
 
@@ -54,7 +54,7 @@ def test_settling_equals_the_reference(B: int, O: int, C: int, G: int) -> None:
         columns.scales[0, :5] = 0.0  # a low-rank scale may be zero, or negative
         columns.scales[1] *= -1.0
     ours, theirs = copied(columns), copied(columns)
-    kernel.settle_columns(ours, target.clone(), coupling)
+    kernel.settle_columns_by_kernel(ours, target.clone(), coupling)
     reference.settle_columns(theirs, target.clone(), coupling)
     is_same = torch.isclose(ours.chosen, theirs.chosen)
     assert is_same.float().mean() > 0.99  # a tie may round the other way
@@ -70,7 +70,7 @@ def test_a_scale_of_8_bits_is_one_afterwards(B: int, O: int, C: int, G: int) -> 
     columns, target, coupling = block(B, O, C, G)
     columns = replace(columns, scales=round_to_e5m3(columns.scales), scale_bits=8)
     ours, theirs = copied(columns), copied(columns)
-    for own, refit in ((ours, kernel.refit_scale), (theirs, reference.refit_scale)):
+    for own, refit in ((ours, kernel.refit_scale_by_kernel), (theirs, reference.refit_scale)):
         refit(own, target.clone(), 0.3 * coupling, torch.ones(B))
         assert torch.equal(own.scales, nearest_e5m3(own.scales))
         assert not torch.equal(own.scales, columns.scales)
@@ -86,7 +86,7 @@ def test_a_refitted_scale_is_no_worse_than_eager(B: int, O: int, C: int, G: int)
     coupling *= 0.3  # the curvature of a real Hessian is positive
     results = []
     for refit, dtype in (
-        (kernel.refit_scale, torch.float32),
+        (kernel.refit_scale_by_kernel, torch.float32),
         (reference.refit_scale, torch.float32),
         (reference.refit_scale, torch.float64),
     ):
@@ -104,7 +104,7 @@ def test_scales_that_would_turn_negative_or_infinite_stay() -> None:
     target[:, :10] = -target[:, :10].abs() * columns.chosen[:, :10].sign() * 50
     target[:, 10:20] = 1e9 * columns.chosen[:, 10:20]
     before = columns.scales.clone()
-    kernel.refit_scale(columns, target, torch.zeros_like(coupling), torch.ones(8))
+    kernel.refit_scale_by_kernel(columns, target, torch.zeros_like(coupling), torch.ones(8))
     assert torch.equal(columns.scales[:, :20], before[:, :20])
     assert not torch.equal(columns.scales, before)
 

@@ -122,7 +122,7 @@ def append(
     if pooled_key is None and _fits(key, kept):
         from qat.kernels.nsa import decode_triton
 
-        decode_triton.append(kept, key, value, position, config=config, weights=weights)
+        decode_triton._append_by_kernel(kept, key, value, position, config=config, weights=weights)
     else:
         _put(kept.keys, key, position)
         _put(kept.values, value, position)
@@ -184,7 +184,9 @@ def attend(
     if _fits(query, kept):
         from qat.kernels.nsa import decode_triton
 
-        return decode_triton.attend(query, kept, position, gates=gates, config=config, scale=scale)
+        return decode_triton._attend_by_kernel(
+            query, kept, position, gates=gates, config=config, scale=scale
+        )
     pair = (kept.keys, kept.values)
     selected = _branch(query, pair, selected_places(kept, position, config), scale)
     if gates is None:

@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-1e30)
 """Peak of a softmax over no keys: finite, so that differences are."""
 
 
-def append(
+def _append_by_kernel(
     kept: Kept,
     key: Tensor,
     value: Tensor,
@@ -57,7 +57,7 @@ def append(
     )
 
 
-def attend(
+def _attend_by_kernel(
     query: Tensor,
     kept: Kept,
     position: Tensor,
