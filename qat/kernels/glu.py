@@ -3,11 +3,14 @@
 Shapes: F width of gates and of ups.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qat.kernels.dispatch import use_triton
+from qat.kernels.dispatch import tl, triton, use_triton
+from qat.kernels.tuned import chosen
 
 
 def silu_mul(joined: Tensor) -> Tensor:
@@ -25,8 +28,6 @@ def silu_mul(joined: Tensor) -> Tensor:
 @torch.library.custom_op("qat::silu_mul", mutates_args=())
 def fused_silu_mul(joined: Tensor) -> Tensor:
     """`silu_mul` in one Triton kernel."""
-    from qat.kernels.glu_triton import silu_mul_forward
-
     return silu_mul_forward(joined)
 
 
@@ -37,8 +38,6 @@ def _(joined: Tensor) -> Tensor:
 
 @torch.library.custom_op("qat::silu_mul_backward", mutates_args=())
 def _silu_mul_backward(grad: Tensor, joined: Tensor) -> Tensor:
-    from qat.kernels.glu_triton import silu_mul_backward
-
     return silu_mul_backward(grad, joined)
 
 
@@ -56,3 +55,74 @@ def _gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
 
 
 fused_silu_mul.register_autograd(_gradient, setup_context=_keep_input)
+
+
+# The Triton side of `qat.kernels.glu`: every tensor is read or written once.
+#
+# Shapes: F width of gates and of ups.
+
+LARGEST_BLOCK = 1024
+"""Columns of one row that a program takes: 16 bytes of gates and of ups for each thread."""
+
+
+class Cut(NamedTuple):
+    """What a program of a row takes."""
+
+    block: int
+    """Columns, a power of two."""
+    warps: int = 4
+
+
+@triton.jit
+def _forward_kernel(joined, out, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    places = joined + row * (2 * F) + column
+    gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(places + F, mask=inside, other=0.0).to(tl.float32)
+    found = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * F + column, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(grad, joined, d_joined, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    places = row * (2 * F) + column
+    gate = tl.load(joined + places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + places + F, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * F + column, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    d_up = g * gate * share
+    d_gate = g * up * share * (1 + gate * (1 - share))
+    kind = d_joined.dtype.element_ty
+    tl.store(d_joined + places, d_gate.to(kind), mask=inside)
+    tl.store(d_joined + places + F, d_up.to(kind), mask=inside)
+
+
+def silu_mul_forward(joined: Tensor) -> Tensor:
+    """See `qat.kernels.glu.silu_mul`; contiguous."""
+    out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
+    _launch("gated_unit", _forward_kernel, joined.contiguous(), out, like=out)
+    return out
+
+
+def silu_mul_backward(grad: Tensor, joined: Tensor) -> Tensor:
+    """The gradient of `joined` for `grad` `(..., F)`, contiguous."""
+    d_joined = joined.new_empty(joined.shape)
+    tensors = (grad.contiguous(), joined.contiguous(), d_joined)
+    _launch("gated_unit_backward", _backward_kernel, *tensors, like=grad)
+    return d_joined
+
+
+def _launch(name: str, kernel: triton.JITFunction, *tensors: Tensor, like: Tensor) -> None:
+    F = like.shape[-1]
+    if like.numel() == 0:
+        return
+    cut = chosen(name, (F,), Cut(min(LARGEST_BLOCK, triton.next_power_of_2(F))), like.device)
+    with torch.cuda.device_of(like):
+        kernel[(like.numel() // F, triton.cdiv(F, cut.block))](
+            *tensors, F=F, BLOCK=cut.block, num_warps=cut.warps
+        )

@@ -228,7 +228,7 @@ def gated_space(size: Size, kernel: str) -> Space:
     """Columns of a gated unit's program."""
     from triton import next_power_of_2
 
-    from qat.kernels.glu_triton import LARGEST_BLOCK, Cut
+    from qat.kernels.glu import LARGEST_BLOCK, Cut
 
     most = next_power_of_2(size["F"])
     cuts = [Cut(block, w) for block, w in product((512, 1024, 2048, 4096), (2, 4, 8))]
