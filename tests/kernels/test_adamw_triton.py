@@ -8,8 +8,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the kernel is tested on the GPU itself", allow_module_level=True)
 
-from qat.kernels.adamw import Moving, Noise
-from qat.kernels.adamw_triton import stochastic_adamw_by_kernel_
+from qat.kernels.adamw import Moving, Noise, stochastic_adamw_by_kernel_
 
 
 @pytest.mark.parametrize("shape", [(5,), (37, 11), (3, 1024), (2, 2500)])
