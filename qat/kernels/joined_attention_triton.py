@@ -8,7 +8,7 @@ Shapes: B sequences, S positions, H query heads, K key-value heads, D head width
 import torch
 from torch import Tensor
 
-from qat.kernels.attention_triton import attention_backward, attention_forward
+from qat.kernels.attention import attention_backward, attention_forward
 from qat.kernels.rotary_triton import turn_heads, turn_heads_back
 
 

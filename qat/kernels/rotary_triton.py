@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from qat.kernels.attention_triton import tile
+from qat.kernels.attention import tile
 from qat.kernels.dispatch import tl, triton
 
 TILE_SIZE = 2048

@@ -55,7 +55,7 @@ def test_mask_of_one_document_is_causal() -> None:
 def test_kernel_errs_no_more_than_eager_attention(shape) -> None:
     pytest.importorskip("triton")
     dtype = torch.float16  # the interpreter knows no bfloat16 products: see tests/gpu
-    from qat.kernels.attention_triton import attention_backward, attention_forward
+    from qat.kernels.attention import attention_backward, attention_forward
 
     q, k, v, positions = inputs(*shape, dtype=dtype)
     grad = torch.randn(shape[0], shape[3], shape[1], shape[4], dtype=dtype)
