@@ -10,7 +10,7 @@ from topk_case import SHAPES, assert_accurate, difficult_logits, textbook_top_k
 from torch import Tensor
 
 from qat.data.codec import Request, ask, uniforms
-from qat.kernels import topk, topk_triton
+from qat.kernels import topk
 from qat.kernels.draw import draw_tokens
 from qat.models.language_model import LanguageModel
 
@@ -56,8 +56,8 @@ def test_ids_are_the_cpus_whatever_ties(V: int, k: int, dtype: torch.dtype) -> N
 
 def test_many_rows_of_a_large_vocabulary_equal_the_reference() -> None:
     logits = (3 * torch.randn(500, VOCAB, device="cuda")).bfloat16()
-    blocks = topk_triton.summarize_by_kernel(logits)
-    assert topk_triton.can_select(64, blocks)
+    blocks = topk.summarize_by_kernel(logits)
+    assert topk.can_select(64, blocks)
     found = topk.top_k_of_logits(logits, 64)
     for rows in range(0, 500, 50):
         part = slice(rows, rows + 50)

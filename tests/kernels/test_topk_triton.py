@@ -6,7 +6,7 @@ from topk_case import SHAPES, assert_accurate, difficult_logits, textbook_top_k
 
 pytest.importorskip("triton")
 
-from qat.kernels import topk, topk_triton
+from qat.kernels import topk
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real ones")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("V", [1, 63, 64, 700, 4100])
 def test_summaries_equal_the_reference(V: int, dtype: torch.dtype) -> None:
     logits = difficult_logits(V, dtype)
-    found, expected = topk_triton.summarize_by_kernel(logits), topk.summarize(logits)
+    found, expected = topk.summarize_by_kernel(logits), topk.summarize(logits)
     assert torch.equal(found.peaks, expected.peaks)
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-6, atol=0)
 
@@ -27,9 +27,9 @@ def test_selection_equals_the_reference_and_the_textbook(
     V: int, k: int, dtype: torch.dtype
 ) -> None:
     logits = difficult_logits(V, dtype)
-    blocks = topk_triton.summarize_by_kernel(logits)
-    assert topk_triton.can_select(k, blocks)
-    found = topk_triton.select_by_kernel(logits, k, blocks)
+    blocks = topk.summarize_by_kernel(logits)
+    assert topk.can_select(k, blocks)
+    found = topk.select_by_kernel(logits, k, blocks)
     expected = topk.top_k_of_logits(logits, k)
     assert torch.equal(found.ids, expected.ids)
     assert torch.equal(found.values, expected.values)
@@ -41,7 +41,7 @@ def test_selection_equals_the_reference_and_the_textbook(
 def test_rows_may_lie_apart() -> None:
     wide = torch.randn(4, 1000)
     logits = wide[:, 8:708]
-    found = topk_triton.select_by_kernel(logits, 6, topk_triton.summarize_by_kernel(logits))
+    found = topk.select_by_kernel(logits, 6, topk.summarize_by_kernel(logits))
     assert torch.equal(found.ids, topk.top_k_of_logits(logits.contiguous(), 6).ids)
 
 
@@ -50,14 +50,14 @@ def test_rows_may_lie_apart() -> None:
 def test_a_bad_logit_spoils_its_row_alone_and_no_memory(bad: float) -> None:
     logits = torch.randn(3, 700)
     logits[1, 70] = bad
-    found = topk_triton.select_by_kernel(logits, 5, topk_triton.summarize_by_kernel(logits))
+    found = topk.select_by_kernel(logits, 5, topk.summarize_by_kernel(logits))
     assert found.log_sum_exp.isfinite().tolist() == [True, False, True]
     assert torch.equal(found.ids[::2], topk.top_k_of_logits(logits, 5).ids[::2])
 
 
 def test_more_tokens_than_blocks_are_left_to_the_reference() -> None:
-    blocks = topk_triton.summarize_by_kernel(torch.randn(1, 640))
-    assert topk_triton.can_select(10, blocks)
-    assert not topk_triton.can_select(11, blocks)
+    blocks = topk.summarize_by_kernel(torch.randn(1, 640))
+    assert topk.can_select(10, blocks)
+    assert not topk.can_select(11, blocks)
     many = topk.Blocks(torch.zeros(1, 2000), torch.ones(1, 2000))
-    assert not topk_triton.can_select(topk_triton.MAX_K + 1, many)
+    assert not topk.can_select(topk.MAX_K + 1, many)

@@ -247,7 +247,7 @@ def gather_space(size: Size, kernel: str) -> Space:
 
 def block_pass_space(size: Size) -> Space:
     """Blocks of a program of the pass over logits."""
-    from qat.kernels.topk_triton import BlockPass
+    from qat.kernels.topk import BlockPass
 
     listed = [BlockPass(*one) for one in product((16, 32, 64, 128), (2, 4, 8))]
     return _space("top_k_blocks", (size["V"],), BlockPass(), listed)
