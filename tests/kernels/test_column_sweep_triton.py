@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the interpreter runs where no GPU is", allow_module_level=True)
 
-from qat.kernels import column_sweep_triton as kernel  # noqa: E402
+from qat.kernels import column_sweep as kernel
 
 OPS = ColumnOps(kernel.settle_columns_by_kernel, kernel.refit_scale_by_kernel)
 CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33, 4, 48)]
