@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels are tested on the GPU itself", allow_module_level=True)
 
-from qat.kernels import head as plain
-from qat.kernels import head_triton
+from qat.kernels import head as kernels
 from qat.kernels.head import Head, LogitGradients
 from qat.losses.formulas import loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
@@ -30,8 +29,8 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_triton, "TILE_TOKENS", 2)
-    monkeypatch.setattr(head_triton, "TILE_WORDS", 128)
+    monkeypatch.setattr(kernels, "TILE_TOKENS", 2)
+    monkeypatch.setattr(kernels, "TILE_WORDS", 128)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,13 +61,13 @@ def test_float32_equals_the_textbook(kind: str, shape: str) -> None:
     exact = head_case(kind, **SHAPES[shape])
     case = exact.to(torch.float32)
     hidden, head = case.hidden.detach(), Head(*(detached(t) for t in case.head))
-    chosen = head_triton.chosen_logits_by_kernel(hidden, head, case.ids)
+    chosen = kernels.chosen_logits_by_kernel(hidden, head, case.ids)
     torch.testing.assert_close(chosen.double(), exact.textbook_chosen(), rtol=1e-5, atol=1e-4)
-    others = head_triton.other_words_by_kernel(hidden, head, case.excluded, want_slope=True)
+    others = kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=True)
     torch.testing.assert_close(others.lse.double(), exact.textbook_lse(), rtol=1e-5, atol=1e-4)
     slope = torch.zeros_like(exact.hidden) if shape == "all" else exact_slope(exact)
     torch.testing.assert_close(others.slope.double(), slope, rtol=1e-4, atol=1e-4)
-    only = head_triton.other_words_by_kernel(hidden, head, case.excluded, want_slope=False)
+    only = kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=False)
     assert only.slope is None and torch.equal(only.lse, others.lse)
 
 
@@ -81,16 +80,16 @@ def detached(value: Tensor | float | None) -> Tensor | float | None:
 def test_half_precision_errs_no_more_than_eager(
     dtype: torch.dtype, keeps_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_triton, "FLOAT32_LOGITS", keeps_float32)
+    monkeypatch.setattr(kernels, "FLOAT32_LOGITS", keeps_float32)
     case = head_case("plain", T=9, D=70, V=301, N=21, K=18).to(dtype)
     exact = case.to(torch.float64)
     hidden, head = case.hidden.detach(), Head(case.head.weight.detach())
-    others = head_triton.other_words_by_kernel(hidden, head, case.excluded, want_slope=True)
+    others = kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=True)
     eager = case.textbook_lse()
     (eager_slope,) = torch.autograd.grad(eager.sum(), case.hidden)
     assert_no_worse_than_eager(others.lse, eager, exact.textbook_lse())
     assert_no_worse_than_eager(others.slope, eager_slope, exact_slope(exact))
-    chosen = head_triton.chosen_logits_by_kernel(hidden, head, case.ids)
+    chosen = kernels.chosen_logits_by_kernel(hidden, head, case.ids)
     assert_no_worse_than_eager(chosen, case.textbook_chosen(), exact.textbook_chosen())
 
 
@@ -105,8 +104,10 @@ def test_the_peak_may_move_at_every_tile_or_never(direction: float, size: float)
     hidden[:, 0] = size * torch.tensor([1.0, -1.0, 0.5, 0.0])
     excluded = torch.tensor([[599, 0], [0, 1], [-1, 300], [5, 7]])
     head = Head(weight)
-    others = head_triton.other_words_by_kernel(hidden, head, excluded, want_slope=True)
-    expected = plain.other_words(hidden.double(), Head(weight.double()), excluded, want_slope=True)
+    others = kernels.other_words_by_kernel(hidden, head, excluded, want_slope=True)
+    expected = kernels.other_words(
+        hidden.double(), Head(weight.double()), excluded, want_slope=True
+    )
     torch.testing.assert_close(others.lse.double(), expected.lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(others.slope.double(), expected.slope, rtol=1e-4, atol=1e-5)
 
@@ -120,8 +121,8 @@ def test_mass_of_the_others_may_be_tiny() -> None:
     hidden = case.hidden.detach().clone()
     hidden[:, 0] = 1.0
     excluded = case.ids[:1].expand(3, 2)
-    expected = plain.other_words(hidden, Head(weight), excluded, want_slope=True)
-    others = head_triton.other_words_by_kernel(
+    expected = kernels.other_words(hidden, Head(weight), excluded, want_slope=True)
+    others = kernels.other_words_by_kernel(
         hidden.float(), Head(weight.float()), excluded, want_slope=True
     )
     assert expected.lse.max() < -380
@@ -140,8 +141,8 @@ def test_hidden_gradient(shape: str, out_dtype: torch.dtype, reads_others: bool)
     slope = torch.randn(T, D) if reads_others else None
     found, expected = torch.full((2, T, D), torch.nan, dtype=out_dtype)
     weight = case.head.weight.detach().bfloat16()
-    head_triton.hidden_gradient_by_kernel(g_logits, slope, weight, out=found)
-    plain.hidden_gradient(g_logits, slope, weight, out=expected)
+    kernels.hidden_gradient_by_kernel(g_logits, slope, weight, out=found)
+    kernels.hidden_gradient(g_logits, slope, weight, out=expected)
     torch.testing.assert_close(found, expected)
 
 
@@ -150,8 +151,8 @@ def test_a_head_of_another_dtype_is_cast_tile_by_tile() -> None:
     hidden, head = case.hidden.detach().bfloat16(), Head(*(detached(t) for t in case.head))
     cast = Head(head.weight.bfloat16(), head.bias)
     for one, other in zip(
-        head_triton.other_words_by_kernel(hidden, head, case.excluded, want_slope=True),
-        head_triton.other_words_by_kernel(hidden, cast, case.excluded, want_slope=True),
+        kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=True),
+        kernels.other_words_by_kernel(hidden, cast, case.excluded, want_slope=True),
         strict=True,
     ):
         assert torch.equal(one, other)
@@ -160,9 +161,9 @@ def test_a_head_of_another_dtype_is_cast_tile_by_tile() -> None:
 def test_no_token() -> None:
     case = head_case("plain").to(torch.float32)
     none, head = case.hidden.detach()[:0], Head(case.head.weight.detach())
-    others = head_triton.other_words_by_kernel(none, head, case.excluded[:0], want_slope=True)
+    others = kernels.other_words_by_kernel(none, head, case.excluded[:0], want_slope=True)
     assert others.lse.shape == (0,) and others.slope.shape == none.shape
-    assert head_triton.chosen_logits_by_kernel(none, head, case.ids[:0]).shape == (0, 5)
+    assert kernels.chosen_logits_by_kernel(none, head, case.ids[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -172,7 +173,7 @@ def test_no_token() -> None:
 def test_losses_and_all_gradients(
     kind: str, terms: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_triton_for", lambda _: head_triton)
+    monkeypatch.setattr(kernels, "_by_kernel", lambda _: True)
     case = head_case(kind, D=40, V=300).to(torch.float32)
     targets = targets_of(2 * torch.randn(len(case.hidden), 300), 5)
     found = loss_from_hidden(case.hidden, case.head, targets, terms, temperature=2.0)

@@ -238,7 +238,7 @@ def gated_space(size: Size, kernel: str) -> Space:
 
 def gather_space(size: Size, kernel: str) -> Space:
     """Pieces of chosen words' weights."""
-    from qat.kernels.head_triton import Gather
+    from qat.kernels.head import Gather
 
     listed = product((4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8))
     pieces = [Gather(*one) for one in listed if 1024 <= one[0] * one[1] / (one[2] / 4) <= 8192]
