@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.dispatch import use_triton
+from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton, use_triton
+from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.lut_matvec import spread
+from qat.kernels.overlap import overlaps
 
 
 class Cache(NamedTuple):
@@ -54,11 +56,7 @@ def decode_attention(
     which is the same for all sequences; its key and value are written into the cache.
     """
     if use_triton(qkv):
-        from qat.kernels import decode_attention_triton
-
-        return decode_attention_triton._decode_by_kernel(
-            qkv, cache, position, angles, heads, order=order
-        )
+        return _decode_by_kernel(qkv, cache, position, angles, heads, order=order)
     (B, J, _, D), at = cache.keys.shape, int(position)
     query, key, value = qkv.view(B, -1, D).split([qkv.shape[1] // D - 2 * J, J, J], 1)
     turn = (angles.cos[at], angles.sin[at])
@@ -79,3 +77,200 @@ def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+# The Triton side of `decode_attention`: the cache in splits, then their softmaxes as one.
+#
+# Each program norms and rotates the few heads of its group anew, which is less than a launch; the
+# heads are the rows of small products, so that a reduction serves them all. The new key and value
+# never come from the cache: the first split has them.
+
+PROGRAMS = 256
+"""Programs that share the cache, about two for each multiprocessor of a large GPU."""
+TILE = 32
+"""Positions that a program reads at a time."""
+LEAST = 16
+"""Rows and columns of the smallest product."""
+
+
+def _decode_by_kernel(
+    qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, heads: Heads, *, order: int
+) -> Tensor:
+    """See `qat.kernels.decode_attention`."""
+    B, J, N, D = cache.keys.shape
+    H = qkv.shape[1] // D - 2 * J
+    splits = max(1, min(triton.next_power_of_2(PROGRAMS // (B * J)), triton.cdiv(N, TILE)))
+    splits = triton.next_power_of_2(splits)
+    new = {"dtype": torch.float32, "device": qkv.device}
+    parts = torch.empty(B * H, splits, D, **new)
+    peaks, sums = torch.empty(2, B * H, splits, **new)
+    out = empty_inputs(B, H * D, order, qkv.device)
+    overlap = overlaps(qkv.device)
+    launch = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
+    _split_kernel[(B * J, splits)](
+        parts,
+        peaks,
+        sums,
+        qkv,
+        *cache,
+        position,
+        *angles,
+        heads.q_norm,
+        heads.k_norm,
+        N,
+        heads.eps,
+        heads.scaling,
+        H=H,
+        J=J,
+        D=D,
+        HALF=max(D // 2, LEAST),
+        ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
+        TILE=TILE,
+        SPLITS=splits,
+        **launch,
+    )
+    _merge_kernel[(B * H,)](out, parts, peaks, sums, H=H, D=D, SPLITS=splits, ORDER=order, **launch)
+    return out
+
+
+@triton.jit
+def _split_kernel(
+    parts,
+    peaks,
+    sums,
+    qkv,
+    keys,
+    values,
+    position,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    N,
+    eps,
+    scaling,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One split of the positions, for all query heads of a key head: rows of one small matrix."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    GROUP: tl.constexpr = H // J
+    b, j = tl.program_id(0) // J, tl.program_id(0) % J
+    split = tl.program_id(1)
+    is_first = split == 0
+    at = tl.load(position).to(tl.int32)
+    new = qkv + b * (H + 2 * J) * D
+    row, half, whole = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    is_half, is_whole = half < D // 2, whole < D
+    of_head = tl.program_id(0).to(tl.int64) * N * D
+    keys, values = keys + of_head, values + of_head
+    kind = keys.dtype.element_ty
+    # the queries, then the key
+    head = tl.where(row < GROUP, j * GROUP + row, H + j)
+    place = head[:, None] * D + half[None, :]
+    is_there = (row <= GROUP)[:, None] & is_half[None, :]
+    x1 = tl.load(new + place, mask=is_there, other=0.0)
+    x2 = tl.load(new + place + D // 2, mask=is_there, other=0.0)
+    if q_norm is not None:
+        norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / D + eps)[:, None]
+        is_query = (row < GROUP)[:, None]
+        x1 *= norm * tl.where(is_query, _part(q_norm, half, D), _part(k_norm, half, D))
+        x2 *= norm * tl.where(
+            is_query, _part(q_norm + D // 2, half, D), _part(k_norm + D // 2, half, D)
+        )
+    cos, sin = cos + at * D, sin + at * D
+    turned1 = x1 * _part(cos, half, D) - x2 * _part(sin, half, D)
+    turned2 = x2 * _part(cos + D // 2, half, D) + x1 * _part(sin + D // 2, half, D)
+    is_key = (row == GROUP)[:, None]
+    key1 = tl.sum(tl.where(is_key, turned1, 0.0), axis=0).to(kind)
+    key2 = tl.sum(tl.where(is_key, turned2, 0.0), axis=0).to(kind)
+    value = tl.load(new + (H + J + j) * D + whole, mask=is_whole, other=0.0).to(kind)
+    if is_first:
+        tl.store(keys + at * D + half, key1, mask=is_half)
+        tl.store(keys + at * D + D // 2 + half, key2, mask=is_half)
+        tl.store(values + at * D + whole, value, mask=is_whole)
+    query1, query2 = turned1 * scaling, turned2 * scaling
+    own = query1 * key1.to(tl.float32)[None, :] + query2 * key2.to(tl.float32)[None, :]
+    peak = tl.where(is_first, tl.sum(own, axis=1), float("-inf"))
+    total = tl.where(is_first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    out = tl.where(is_first, value.to(tl.float32), 0.0)[None, :] + tl.zeros([ROWS, 1], tl.float32)
+    share = tl.cdiv(tl.cdiv(at, SPLITS), TILE) * TILE
+    start, end = split * share, tl.minimum(at, (split + 1) * share)
+    while start < end:
+        seen = start + tl.arange(0, TILE)
+        is_seen = seen < end
+        rows = seen[:, None] * D
+        K1 = _read(keys + rows + half[None, :], is_seen, is_half)
+        K2 = _read(keys + rows + D // 2 + half[None, :], is_seen, is_half)
+        V = _read(values + rows + whole[None, :], is_seen, is_whole)
+        score = tl.zeros([ROWS, TILE], tl.float32)
+        score = add_product(add_product(score, query1, tl.trans(K1)), query2, tl.trans(K2))
+        score = tl.where(is_seen[None, :], score, float("-inf"))
+        most = tl.maximum(peak, tl.max(score, axis=1))
+        old, mass = tl.exp(peak - most), tl.exp(score - most[:, None])
+        total = total * old + tl.sum(mass, axis=1)
+        out = add_product(out * old[:, None], mass, V)
+        peak = most
+        start += TILE
+    is_query = row < GROUP
+    place = (b * H + j * GROUP + row) * SPLITS + split
+    tl.store(peaks + place, peak, mask=is_query)
+    tl.store(sums + place, total, mask=is_query)
+    places = place[:, None] * D + whole[None, :]
+    tl.store(parts + places, out, mask=is_query[:, None] & is_whole[None, :])
+
+
+@triton.jit
+def _part(vector, half, D: tl.constexpr):
+    """Half a head's numbers, for all rows."""
+    return tl.load(vector + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _read(places, is_row, is_column):
+    return tl.load(places, mask=is_row[:, None] & is_column[None, :], other=0.0)
+
+
+@triton.jit
+def add_product(total, A, B):
+    """`total + A @ B` of A in float32: in 16 bits, as what B has room for and what that leaves."""
+    if B.dtype == tl.float32:
+        return tl.dot(A, B, total, input_precision="tf32x3")
+    else:
+        upper = A.to(B.dtype)
+        rest = (A - upper.to(tl.float32)).to(B.dtype)
+        return tl.dot(rest, B, tl.dot(upper, B, total))
+
+
+@triton.jit
+def _merge_kernel(
+    out,
+    parts,
+    peaks,
+    sums,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ORDER: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    split, whole = tl.arange(0, SPLITS), tl.arange(0, D)
+    peak = tl.load(peaks + head * SPLITS + split)
+    weight = tl.exp(peak - tl.max(peak, axis=0))
+    total = tl.sum(weight * tl.load(sums + head * SPLITS + split), axis=0)
+    found = tl.load(parts + (head * SPLITS + split[:, None]) * D + whole[None, :])
+    y = tl.sum(found * weight[:, None], axis=0) / total
+    column = head % H * D + whole
+    put_inputs(out, head // H, column, y, column < H * D, H * D, ORDER)

@@ -8,7 +8,7 @@ head; the third makes their softmaxes one for each branch and adds the branches 
 import torch
 from torch import Tensor
 
-from qat.kernels.decode_attention_triton import LEAST, add_product
+from qat.kernels.decode_attention import LEAST, add_product
 from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import Kept
