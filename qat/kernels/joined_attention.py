@@ -7,12 +7,20 @@ lies side by side too, as the matmul before them takes it.
 Shapes: B sequences, S positions, H query heads, K key-value heads, D head width.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.attention import MAX_TILE, packed_attention
-from qat.kernels.dispatch import use_triton
+from qat.kernels.attention import (
+    MAX_TILE,
+    attention_backward,
+    attention_forward,
+    packed_attention,
+    tile,
+)
+from qat.kernels.dispatch import tl, triton, use_triton
 
 
 def joined_fits_tile(qkv: Tensor, head_dim: int) -> bool:
@@ -105,8 +113,6 @@ def joined_tile_operator(
     The latter are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`; they
     have no gradient of their own.
     """
-    from qat.kernels.joined_attention_triton import joined_forward
-
     return joined_forward(qkv, cos, sin, query_norm, key_norm, positions, scale, eps, heads)
 
 
@@ -141,8 +147,6 @@ def _joined_tile_attention_backward(
     eps: float,
     want_norms: bool,
 ) -> tuple[Tensor, Tensor]:
-    from qat.kernels.joined_attention_triton import joined_backward
-
     return joined_backward(
         grad, turned, qkv, cos, sin, query_norm, key_norm, positions, scale, eps, want_norms
     )
@@ -188,3 +192,253 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) 
 
 
 joined_tile_operator.register_autograd(_gradients, setup_context=_keep)
+
+
+# Attention of joined queries, keys and values: norms and rotary embedding, then attention.
+#
+# A kernel each, so that each is bound by its bytes; one that does all is bound by its registers.
+#
+# Shapes: B sequences, S positions, H query heads, K key-value heads, D head width.
+
+# RMS norm and rotary embedding of joined queries and keys, in one pass, and their gradient.
+#
+# A head is loaded as two halves, which rotary embedding turns against each other; `low` and `high`
+# are columns `[:D/2]` and `[D/2:]`.
+#
+# Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D head width.
+
+TILE_SIZE = 2048
+"""Elements of a head's tile: 16 bytes of each half for each of 128 threads."""
+MAX_HEADS = 4
+"""Heads that a program turns at most, all of them queries or all of them keys."""
+
+
+@triton.jit
+def _place(T, PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """A program's first token, as int64, how many there are from it on, and its first head."""
+    first = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS
+    return first, (T - first).to(tl.int32), tl.program_id(0) % PARTS * HEADS
+
+
+@triton.jit
+def _halves(base, t, stride_t, T, D: tl.constexpr):
+    """Columns `[:D/2]` and `[D/2:]` of one head of tokens `t`, float32."""
+    half = tl.arange(0, D // 2)
+    low = tile(base, t, half, stride_t, T)
+    high = tile(base + D // 2, t, half, stride_t, T)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _store_halves(base, low, high, t, stride_t, T, D: tl.constexpr):
+    places = base + t[:, None] * stride_t + tl.arange(0, D // 2)[None, :]
+    inside = t[:, None] < T
+    tl.store(places, low.to(base.dtype.element_ty), mask=inside)
+    tl.store(places + D // 2, high.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _angles(cos, sin, t, T, D: tl.constexpr):
+    """Cosine and sine of each pair's angle, `(T, D/2)`: the second half repeats them."""
+    half = tl.arange(0, D // 2)
+    return tile(cos, t, half, D, T).to(tl.float32), tile(sin, t, half, D, T).to(tl.float32)
+
+
+@triton.jit
+def _norm_weight(query_norm, key_norm, is_key, D: tl.constexpr):
+    norm = key_norm if is_key else query_norm
+    half = tl.arange(0, D // 2)
+    low, high = tl.load(norm + half), tl.load(norm + D // 2 + half)
+    return low.to(tl.float32)[None, :], high.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _inverse_size(low, high, eps, D: tl.constexpr):
+    return tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
+
+
+@triton.jit
+def _turn_kernel(
+    qkv, cos, sin, query_norm, key_norm, out, eps, T,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    ROW: tl.constexpr = (H + 2 * K) * D
+    OUT_ROW: tl.constexpr = (H + K) * D
+    first, left, head = _place(T, (H + K) // HEADS, HEADS, TOKENS)
+    t = tl.arange(0, TOKENS)
+    qkv += first * ROW + head * D
+    out += first * OUT_ROW + head * D
+    c, z = _angles(cos + first * D, sin + first * D, t, left, D)
+    if HAS_NORM:
+        w_low, w_high = _norm_weight(query_norm, key_norm, head >= H, D)
+    for h in tl.static_range(HEADS):
+        low, high = _halves(qkv + h * D, t, ROW, left, D)
+        if HAS_NORM:
+            inverse = _inverse_size(low, high, eps, D)
+            low, high = low * inverse * w_low, high * inverse * w_high
+        _store_halves(out + h * D, low * c - high * z, high * c + low * z, t, OUT_ROW, left, D)
+
+
+@triton.jit
+def _turn_back_kernel(
+    qkv, cos, sin, query_norm, key_norm, d_qkv, d_norms, eps, T,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, WANT_NORMS: tl.constexpr,
+):  # fmt: skip
+    ROW: tl.constexpr = (H + 2 * K) * D
+    first, left, head = _place(T, (H + K) // HEADS, HEADS, TOKENS)
+    t = tl.arange(0, TOKENS)
+    qkv += first * ROW + head * D
+    d_qkv += first * ROW + head * D
+    c, z = _angles(cos + first * D, sin + first * D, t, left, D)
+    d_low = tl.zeros((TOKENS, D // 2), tl.float32)
+    d_high = tl.zeros((TOKENS, D // 2), tl.float32)
+    if HAS_NORM:
+        w_low, w_high = _norm_weight(query_norm, key_norm, head >= H, D)
+    for h in tl.static_range(HEADS):
+        low, high = _halves(d_qkv + h * D, t, ROW, left, D)
+        low, high = low * c + high * z, high * c - low * z
+        if HAS_NORM:
+            x_low, x_high = _halves(qkv + h * D, t, ROW, left, D)
+            inverse = _inverse_size(x_low, x_high, eps, D)
+            x_low, x_high = x_low * inverse, x_high * inverse
+            if WANT_NORMS:
+                d_low += low * x_low
+                d_high += high * x_high
+            low, high = low * w_low, high * w_high
+            along = (tl.sum(low * x_low + high * x_high, 1) / D)[:, None]
+            low, high = (low - x_low * along) * inverse, (high - x_high * along) * inverse
+        _store_halves(d_qkv + h * D, low, high, t, ROW, left, D)
+    if WANT_NORMS:
+        places = d_norms + tl.program_id(0).to(tl.int64) * D + tl.arange(0, D // 2)
+        tl.store(places, tl.sum(d_low, 0))
+        tl.store(places + D // 2, tl.sum(d_high, 0))
+
+
+def turn_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    """Queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`, rounded once.
+
+    Arguments as for `qat.kernels.joined_attention.joined_attention`; qkv and angles contiguous.
+    """
+    shape = _shape(qkv, cos, heads)
+    out = qkv.new_empty(*qkv.shape[:2], (heads + shape["K"]) * shape["D"])
+    with torch.cuda.device_of(qkv):
+        _turn_kernel[_grid(qkv, shape)](
+            qkv, cos, sin, query_norm, key_norm, out, eps, qkv.shape[:2].numel(),
+            **shape, HAS_NORM=query_norm is not None,
+        )  # fmt: skip
+    return out
+
+
+def turn_heads_back(
+    d_qkv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    heads: int,
+    want_norms: bool,
+) -> Tensor:
+    """Turns the gradients of `turn_heads`' result, in the columns of `d_qkv`, into those of qkv.
+
+    Returns the gradients of both norms, `(2, D)` float32, or `(0, D)` where they are not wanted.
+    """
+    shape = _shape(qkv, cos, heads)
+    (programs,) = grid = _grid(qkv, shape)
+    parts = torch.empty(
+        programs if want_norms else 0, shape["D"], device=qkv.device, dtype=torch.float32
+    )
+    with torch.cuda.device_of(qkv):
+        _turn_back_kernel[grid](
+            qkv, cos, sin, query_norm, key_norm, d_qkv, parts, eps, qkv.shape[:2].numel(),
+            **shape, HAS_NORM=query_norm is not None, WANT_NORMS=want_norms,
+        )  # fmt: skip
+    if not want_norms:
+        return parts
+    queries, keys = heads // shape["HEADS"], shape["K"] // shape["HEADS"]
+    of_query, of_key = parts.unflatten(0, (-1, queries + keys)).split([queries, keys], dim=1)
+    return torch.stack([of_query.sum((0, 1)), of_key.sum((0, 1))])
+
+
+def _grid(qkv: Tensor, shape: dict[str, int]) -> tuple[int]:
+    parts = (shape["H"] + shape["K"]) // shape["HEADS"]
+    return (triton.cdiv(qkv.shape[:2].numel(), shape["TOKENS"]) * parts,)
+
+
+def _shape(qkv: Tensor, cos: Tensor, heads: int) -> dict[str, int]:
+    D = cos.shape[-1]
+    keys = (qkv.shape[2] // D - heads) // 2
+    return {
+        "H": heads,
+        "K": keys,
+        "D": D,
+        "HEADS": math.gcd(keys, MAX_HEADS),
+        "TOKENS": TILE_SIZE // D,
+        "num_warps": 4,
+    }
+
+
+def joined_forward(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    positions: Tensor,
+    scale: float,
+    eps: float,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """See `qat.kernels.joined_attention.joined_tile_attention`, whose operator this is."""
+    qkv, D = qkv.contiguous(), cos.shape[-1]
+    turned = turn_heads(qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, eps, heads)
+    query, key, value = _parts(turned, qkv, heads, D)
+    return attention_forward(query, key, value, positions, scale), turned
+
+
+def joined_backward(
+    grad: Tensor,
+    turned: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    positions: Tensor,
+    scale: float,
+    eps: float,
+    want_norms: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty."""
+    H, D = grad.shape[2:]
+    qkv = qkv.contiguous()
+    d_qkv = torch.empty_like(qkv)
+    # the gradients of what is turned lie where those of qkv will, until they are turned back
+    parts, d_parts = _parts(turned, qkv, H, D), _parts(d_qkv, d_qkv, H, D)
+    attention_backward(grad.contiguous(), *parts, positions, scale, out=d_parts)
+    d_norms = turn_heads_back(
+        d_qkv, qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, eps, H, want_norms
+    )
+    return d_qkv, d_norms
+
+
+def _parts(turned: Tensor, qkv: Tensor, heads: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of `turned`, values of `qkv`, as attention takes them: `(B, ., S, D)`."""
+    turned, qkv = (joined.unflatten(-1, (-1, D)).transpose(1, 2) for joined in (turned, qkv))
+    keys = (qkv.shape[1] - heads) // 2
+    return turned[:, :heads], turned[:, heads : heads + keys], qkv[:, heads + keys :]
+
+
+def _expanded(qkv: Tensor, *angles: Tensor) -> list[Tensor]:
+    return [angle.expand(*qkv.shape[:2], -1).contiguous() for angle in angles]
