@@ -85,10 +85,8 @@ def test_output_and_gradients_are_the_references(
 
 
 def test_lists_longer_than_a_chunk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qat.kernels.nsa import gather_triton
-
-    monkeypatch.setattr(gather_triton, "CHUNK", 32)
-    monkeypatch.setattr(gather_triton, "MOST_BYTES", 1)  # a row of heads at a time
+    monkeypatch.setattr(gather, "CHUNK", 32)
+    monkeypatch.setattr(gather, "MOST_BYTES", 1)  # a row of heads at a time
     config = small(mode="merged", select_tile=1, num_selected=3)
     inputs = nsa_inputs(config, 120, dtype=torch.float32)
     selection = select(inputs, config)
