@@ -108,7 +108,7 @@ def _reduce(
     weight, S = _weight_and_scale(source, codebook, scales)
     d_codebook = dS = None
     if wants_codebook:
-        d_codebook = _sum_by_level(dW * S, weight)
+        d_codebook = _added_by_level(dW * S, weight)
     if wants_scales:
         dS = dW * chosen_levels(weight)
         if scales.scales is not None:
@@ -126,7 +126,7 @@ def _weight_and_scale(
     return QuantizedWeight(indices, codebook, scales), S
 
 
-def _sum_by_level(dWS: Tensor, weight: QuantizedWeight) -> Tensor:
+def _added_by_level(dWS: Tensor, weight: QuantizedWeight) -> Tensor:
     """`(C,)`: the sum of `dWS` where each level is chosen.
 
     In float64, where no order of summation, not even that of atomics, moves the float32 result by

@@ -244,7 +244,7 @@ def _reduce_kernel(
     PROGRAMS: tl.constexpr,
 ):
     step = tl.num_programs(0)
-    next_dW, next_drawn, next_S = _read(
+    next_dW, next_drawn, next_S = _read_tile(
         tl.program_id(0), dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
     )
     levels, middles, order = level_tables(codebook, BITS, C, SLOTS)
@@ -254,7 +254,7 @@ def _reduce_kernel(
         values, drawn = next_dW.to(tl.float32), next_drawn
         S = as_stored(next_S, SCALE_BITS)[:, None]
         # the next tile is on its way while this one is computed
-        next_dW, next_drawn, next_S = _read(
+        next_dW, next_drawn, next_S = _read_tile(
             tile + step, dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
         )
         run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
@@ -286,7 +286,7 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _read(
+def _read_tile(
     tile,
     dW,
     source,
