@@ -7,7 +7,7 @@ references in `quant.columns` take some ten operations a column.
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton, use_triton
-from qat.kernels.lut_weight_triton import as_stored
+from qat.kernels.lut_weight import as_stored
 from qat.quant import columns as reference
 from qat.quant.columns import ColumnOps, Columns
 

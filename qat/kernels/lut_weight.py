@@ -12,14 +12,18 @@ Shapes: O out_features, I in_features, G groups per row, C codebook entries, R r
 """
 
 from collections.abc import Collection
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from qat.kernels.dispatch import use_triton
+from qat.kernels.dispatch import tl, triton, use_triton
+from qat.kernels.tuned import chosen
 from qat.quant.codebook import latent_indices
+from qat.quant.e5m3 import LARGEST
 from qat.quant.pack import Packed
 from qat.quant.weight import (
+    SCALE_NAMES,
     QuantizedWeight,
     Scales,
     chosen_levels,
@@ -46,9 +50,7 @@ def form(
     if out is None:
         out = torch.empty(source.shape, dtype=dtype, device=codebook.device)
     if _by_kernel(codebook):
-        from qat.kernels import lut_weight_triton
-
-        lut_weight_triton._form_by_kernel(out, source, codebook, scales)
+        _form_by_kernel(out, source, codebook, scales)
         return out
     weight, S = _weight_and_scale(source, codebook, scales)
     return out.copy_(chosen_levels(weight) * S)
@@ -76,8 +78,6 @@ def pull_back(
     if not any(wants.values()):
         return {}
     if _by_kernel(codebook):
-        from qat.kernels.lut_weight_triton import _reduce_by_kernel
-
         d_codebook, dS = _reduce_by_kernel(dW, source, codebook, scales, **wants)
     else:
         d_codebook, dS = _reduce(dW, source, codebook, scales, **wants)
@@ -145,3 +145,525 @@ def _pull_back_low_rank(dS: Tensor, scales: Scales, wanted: Collection[str]) -> 
         both = {"scale_out": dSB * scales.rank_gain, "rank_gain": (scales.scale_out * dSB).sum(0)}
         gradients |= {name: both[name] for name in both if name in wanted}
     return gradients
+
+
+# `form` and `reduce` of `lut_weight` as one Triton kernel each.
+#
+# A kernel sees the weight as runs of consecutive weights: a run is one group where scales are by
+# group, else one row. A run is cut into units of 8 weights, or of 1 where 8 do not fill it: a
+# thread reads the indices of a unit as one word. A tile is N runs x U units. The products that say
+# which weight is formed are rounded one by one, as the reference rounds them: no fused multiply-
+# add.
+
+
+class FormTile(NamedTuple):
+    """What a program forms."""
+
+    weights: int = 4096
+    """Of a tile, 32 a thread of four warps."""
+
+
+REDUCE_WEIGHTS = 2048
+"""Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
+REDUCE_PROGRAMS = 384
+"""Programs that share all tiles, about three for each multiprocessor of a large GPU: each sums its
+levels across threads once, and the last one adds up what all of them found."""
+WARPS = 4
+UNIT = 8
+"""Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
+WORDS = {2: torch.int16, 4: torch.int32}
+"""The word that holds the indices of a unit, by bits of one."""
+
+
+def _form_by_kernel(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales) -> None:
+    """Write `codebook[indices] * S` into `out`, in its dtype, to the bit as the reference does."""
+    bits = source.bits if isinstance(source, Packed) else 0
+    cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
+    tiling = _Tiling.of(source, scales, cut.weights)
+    _form_kernel[(tiling.num_tiles,)](
+        out,
+        *_operands(source, codebook, scales, tiling.E),
+        **tiling.constants(source, codebook),
+        enable_fp_fusion=False,
+        num_warps=tiling.num_warps,
+    )
+
+
+def _reduce_by_kernel(
+    dW: Tensor,
+    source: Packed | Tensor,
+    codebook: Tensor,
+    scales: Scales,
+    *,
+    wants_codebook: bool,
+    wants_scales: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of codebook and scales as `lut_weight` wants them; reads `dW` once.
+
+    The same bits each time. Calls on one device must follow each other, as on one stream they do.
+    """
+    tiling = _Tiling.of(source, scales, REDUCE_WEIGHTS)
+    most = REDUCE_PROGRAMS if wants_codebook else 2 * REDUCE_PROGRAMS
+    rounds = triton.cdiv(tiling.num_tiles, most)
+    num_programs = triton.cdiv(tiling.num_tiles, rounds)  # so that all do equally much
+    new = {"device": dW.device, "dtype": torch.float32}
+    d_levels = d_scales = partials = arrivals = None
+    if wants_codebook:
+        d_levels = torch.empty(codebook.shape, **new)
+        partials = torch.empty(num_programs, triton.next_power_of_2(codebook.numel()), **new)
+        arrivals = _arrivals(dW.device)
+    if wants_scales:
+        d_scales = torch.empty(dW.shape if scales.scales is None else scales.scales.shape, **new)
+    _reduce_kernel[(num_programs,)](
+        d_levels,
+        d_scales,
+        partials,
+        arrivals,
+        dW.contiguous(),
+        *_operands(source, codebook, scales, tiling.E),
+        num_tiles=tiling.num_tiles,
+        **tiling.constants(source, codebook),
+        THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
+        PROGRAMS=triton.next_power_of_2(REDUCE_PROGRAMS),
+        enable_fp_fusion=scales.scales is not None,
+        num_warps=tiling.num_warps,
+    )
+    return d_levels, d_scales
+
+
+_ARRIVALS: dict[torch.device, Tensor] = {}
+
+
+def _arrivals(device: torch.device) -> Tensor:
+    """How many programs of the running reduction have stored their sums: its last one resets it.
+
+    Kept, so that no call has to write a zero. In a capture nothing runs yet that could write it:
+    there the graph gets its own.
+    """
+    if device in _ARRIVALS:
+        return _ARRIVALS[device]
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _ARRIVALS[device] = zero
+    return zero
+
+
+class _Tiling(NamedTuple):
+    """How the weight is cut into tiles."""
+
+    num_runs: int
+    length: int
+    """Weights of a run."""
+    rank: int
+    """0 where scales are by group."""
+    scale_bits: int
+    N: int
+    U: int
+    E: int
+
+    @classmethod
+    def of(cls, source: Packed | Tensor, scales: Scales, weights: int) -> Self:
+        """Tiles of about `weights` weights; a group is never cut."""
+        O, I = source.shape
+        if scales.scales is not None:
+            num_runs, length, rank = scales.scales.numel(), I // scales.scales.shape[1], 0
+            columns = triton.next_power_of_2(length)
+        else:
+            num_runs, length, rank = O, I, scales.rank_gain.numel()
+            columns = min(triton.next_power_of_2(length), weights // 8)
+        N = min(max(weights // columns, 1), triton.next_power_of_2(num_runs))
+        E = UNIT if length % UNIT == 0 else 1
+        return cls(num_runs, length, rank, scales.bits, N, columns // E, E)
+
+    @property
+    def num_tiles(self) -> int:
+        return triton.cdiv(self.num_runs, self.N) * triton.cdiv(self.length, self.U * self.E)
+
+    @property
+    def num_warps(self) -> int:
+        """More where one group alone is larger than a tile should be."""
+        return min(max(self.N * self.U * self.E // 1024, WARPS), 32)
+
+    def constants(self, source: Packed | Tensor, codebook: Tensor) -> dict[str, int]:
+        """The kernels' arguments that are no tensors."""
+        is_packed = isinstance(source, Packed)
+        return {
+            "num_runs": self.num_runs,
+            "in_features": source.shape[1],
+            "width": source.octets.shape[1] if is_packed else 0,
+            "LENGTH": self.length,
+            "BITS": source.bits if is_packed else 0,
+            "C": codebook.numel(),
+            "SLOTS": max(triton.next_power_of_2(codebook.numel()), 2),
+            "R": self.rank,
+            "SCALE_BITS": self.scale_bits,
+            "N": self.N,
+            "U": self.U,
+            "E": self.E,
+        }
+
+
+def _operands(
+    source: Packed | Tensor, codebook: Tensor, scales: Scales, E: int
+) -> tuple[Tensor | None, ...]:
+    if isinstance(source, Packed):
+        octets = source.octets.contiguous()
+        tensor = octets if E == 1 else octets.view(WORDS.get(source.bits, torch.uint8))
+    else:
+        tensor = source.contiguous()
+    parts = scales.present()
+    in_place = (parts[name].contiguous() if name in parts else None for name in SCALE_NAMES)
+    return tensor, codebook, *in_place
+
+
+@triton.jit
+def _form_kernel(
+    out,
+    source,
+    codebook,
+    scales,
+    scale_out,
+    rank_gain,
+    scale_in,
+    num_runs,
+    in_features,
+    width,
+    LENGTH: tl.constexpr,
+    BITS: tl.constexpr,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    R: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
+    N: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+):
+    run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
+    drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    if R == 0:
+        S = as_stored(tl.load(scales + run, mask=is_unit, other=1), SCALE_BITS)[:, None]
+    else:
+        S = low_rank_scale(
+            scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+        )
+    levels, middles, _order = level_tables(codebook, BITS, C, SLOTS)
+    W = look_up(levels, chosen_index(drawn, middles, S, BITS, C, R, E)) * S
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    tl.store(out + place, W.to(out.dtype.element_ty), mask=is_unit[:, None])
+
+
+@triton.jit
+def _reduce_kernel(
+    d_levels,
+    d_scales,
+    partials,
+    arrivals,
+    dW,
+    source,
+    codebook,
+    scales,
+    scale_out,
+    rank_gain,
+    scale_in,
+    num_runs,
+    in_features,
+    width,
+    num_tiles,
+    LENGTH: tl.constexpr,
+    BITS: tl.constexpr,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    R: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
+    N: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    THREADS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    step = tl.num_programs(0)
+    next_dW, next_drawn, next_S = _read_tile(
+        tl.program_id(0), dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
+    )
+    levels, middles, order = level_tables(codebook, BITS, C, SLOTS)
+    sums = tl.zeros([THREADS, SLOTS], tl.float32)
+    tile = tl.program_id(0)
+    while tile < num_tiles:
+        values, drawn = next_dW.to(tl.float32), next_drawn
+        S = as_stored(next_S, SCALE_BITS)[:, None]
+        # the next tile is on its way while this one is computed
+        next_dW, next_drawn, next_S = _read_tile(
+            tile + step, dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
+        )
+        run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+        if R > 0:
+            S = low_rank_scale(
+                scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+            )
+        index = chosen_index(drawn, middles, S, BITS, C, R, E)
+        if d_levels is not None:
+            # the levels of a unit are summed before they meet a scale that it shares
+            by_level = _sum_by_level(values if R == 0 else values * S, index, SLOTS)
+            of_codebook = by_level * S if R == 0 else by_level
+            sums += tl.sum(tl.reshape(of_codebook, (N * U // THREADS, THREADS, SLOTS)), axis=0)
+        if d_scales is not None:
+            if R > 0:
+                place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+                tl.store(d_scales + place, values * look_up(levels, index), mask=is_unit[:, None])
+            else:
+                if d_levels is not None and BITS > 0:
+                    by_unit = tl.sum(by_level * levels[None, :], axis=1)
+                else:
+                    by_unit = tl.sum(values * look_up(levels, index), axis=1)
+                runs = tile * N + tl.arange(0, N)
+                by_run = tl.sum(tl.reshape(by_unit, (N, U)), axis=1)
+                tl.store(d_scales + runs, by_run, mask=runs < num_runs)
+        tile += step
+    if d_levels is not None:
+        _add_up(d_levels, partials, arrivals, tl.sum(sums, axis=0), order, C, SLOTS, PROGRAMS)
+
+
+@triton.jit
+def _read_tile(
+    tile,
+    dW,
+    source,
+    scales,
+    num_runs,
+    in_features,
+    width,
+    LENGTH: tl.constexpr,
+    BITS: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+):
+    """What a tile reads once, as it lies: gradient, what indices come from, group scales."""
+    run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    dW = tl.load(dW + place, mask=is_unit[:, None], other=0)
+    drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    if R > 0:
+        return dW, drawn, tl.full([1], 1.0, tl.float32)
+    else:
+        return dW, drawn, tl.load(scales + run, mask=is_unit, other=1)
+
+
+@triton.jit
+def _add_up(
+    d_levels,
+    partials,
+    arrivals,
+    sums,
+    order,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Hand in this program's `sums`; whoever comes last adds up all, in the order of programs.
+
+    In float64, so that the many partial sums cost no digits.
+    """
+    slot = tl.arange(0, SLOTS)
+    tl.store(partials + tl.program_id(0) * SLOTS + slot, sums)
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        program = tl.arange(0, PROGRAMS)[:, None]
+        part = partials + program * SLOTS + slot[None, :]
+        is_part = program < tl.num_programs(0)
+        # past the first-level cache, which does not see what other multiprocessors store
+        found = tl.load(part, mask=is_part, other=0, cache_modifier=".cg").to(tl.float64)
+        tl.store(d_levels + order, tl.sum(found, axis=0).to(tl.float32), mask=order < C)
+        tl.store(arrivals, 0)
+
+
+@triton.jit
+def _sum_by_level(values, index, SLOTS: tl.constexpr):
+    """The sums of a unit's `values` where each level is chosen, `(units, SLOTS)`.
+
+    Index = high * LOW + low: the values of each high part times the one-hot of each low part, which
+    is half the comparisons.
+    """
+    LOW: tl.constexpr = 4 if SLOTS > 4 else 2
+    is_low = ()
+    for low in tl.static_range(LOW):
+        is_low = is_low + (tl.where((index & (LOW - 1)) == low, 1.0, 0.0),)
+    sums = ()
+    for high in tl.static_range(SLOTS // LOW):
+        part = tl.where((index & (SLOTS - LOW)) == high * LOW, values, 0.0)
+        for low in tl.static_range(LOW):
+            sums = sums + (tl.sum(part * is_low[low], axis=1),)
+    for halving in tl.static_range(1, 5):
+        if SLOTS >> halving > 0:
+            joined = ()
+            for c in tl.static_range(SLOTS >> halving):
+                joined = joined + (tl.join(sums[c], sums[c + (SLOTS >> halving)]),)
+            sums = joined
+    return tl.reshape(sums[0], (values.shape[0], SLOTS))
+
+
+# Triton functions that the kernels of `lut_weight` are made of.
+#
+# A unit is E consecutive weights of one run: a group, or a row where the scale is of low rank.
+
+LARGEST_E5M3 = tl.constexpr(LARGEST)
+
+
+@triton.jit
+def units_of_tile(
+    tile, num_runs, LENGTH: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr
+):
+    """Run and first column in it of each unit of a tile, `(N * U,)`, and whether it exists."""
+    ACROSS: tl.constexpr = (LENGTH + U * E - 1) // (U * E)
+    unit = tl.arange(0, N * U)
+    run = tile // ACROSS * N + unit // U
+    column = (tile % ACROSS * U + unit % U) * E
+    return run, column, (run < num_runs) & (column < LENGTH)
+
+
+@triton.jit
+def draw(
+    source,
+    run,
+    column,
+    is_unit,
+    in_features,
+    width,
+    LENGTH: tl.constexpr,
+    BITS: tl.constexpr,
+    E: tl.constexpr,
+):
+    """What indices come from: latent weights `(units, E)`, or packed indices, a word a unit."""
+    first = run * LENGTH + column
+    if BITS == 0:
+        place = first[:, None] + tl.arange(0, E)[None, :]
+        return tl.load(source + place, mask=is_unit[:, None], other=0)
+    elif E == 1:
+        bit = first % in_features * BITS
+        octet = source + first // in_features * width + bit // 8
+        is_cut = is_unit & (bit % 8 + BITS > 8)
+        word = tl.load(octet, mask=is_unit, other=0).to(tl.int32)
+        word |= tl.load(octet + 1, mask=is_cut, other=0).to(tl.int32) << 8
+        return word >> bit % 8
+    elif BITS == 3:
+        octet = source + first // 8 * 3
+        word = tl.load(octet, mask=is_unit, other=0).to(tl.int64)
+        for k in tl.static_range(1, E * 3 // 8):
+            word |= tl.load(octet + k, mask=is_unit, other=0).to(tl.int64) << (8 * k)
+        return word
+    else:
+        return tl.load(source + first // E, mask=is_unit, other=0)
+
+
+@triton.jit
+def low_rank_scale(
+    scale_out,
+    rank_gain,
+    scale_in,
+    run,
+    column,
+    is_unit,
+    LENGTH: tl.constexpr,
+    R: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
+    E: tl.constexpr,
+):
+    """`A diag(g) B` of each weight, `(units, E)`, summed in the order of the reference."""
+    S = tl.zeros([run.shape[0], E], tl.float32)
+    columns = column[:, None] + tl.arange(0, E)[None, :]
+    for r in range(R):
+        A = tl.load(scale_out + run * R + r, mask=is_unit, other=0)
+        B = tl.load(scale_in + r * LENGTH + columns, mask=is_unit[:, None], other=0)
+        A, B = as_stored(A, SCALE_BITS), as_stored(B, SCALE_BITS)
+        S += (A * tl.load(rank_gain + r))[:, None] * B
+    return S
+
+
+@triton.jit
+def as_stored(scale, SCALE_BITS: tl.constexpr):
+    """float32 after a round trip through what a checkpoint stores: itself, float16 or E5M3."""
+    if SCALE_BITS == 32:
+        return scale
+    elif SCALE_BITS == 16:
+        return scale.to(tl.float16).to(tl.float32)
+    else:
+        half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
+        bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        cut = tl.minimum((bits + 63 + ((bits >> 7) & 1)) >> 7 << 7, LARGEST_E5M3)
+        # what is not finite stays so
+        kept = tl.where(bits < 0x7C00, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
+        return kept.to(tl.float32)
+
+
+@triton.jit
+def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr):
+    """Levels in the order that the index counts, their middles, and each level's place.
+
+    Packed indices count levels as they lie; a latent weight's index counts them ascending.
+    """
+    place = tl.arange(0, SLOTS)
+    levels = tl.load(codebook + place, mask=place < C, other=float("inf") if BITS == 0 else 0.0)
+    middles = levels
+    if BITS == 0:
+        row, column = levels[:, None], levels[None, :]
+        is_before = (column < row) | ((column == row) & (place[None, :] < place[:, None]))
+        rank = tl.sum(is_before.to(tl.int32), axis=1)
+        takes = rank[:, None] == place[None, :]
+        levels = tl.sum(tl.where(takes, row, 0.0), axis=0)
+        nexts = tl.sum(tl.where(rank[:, None] == place[None, :] + 1, row, 0.0), axis=0)
+        middles = (levels + nexts) * 0.5
+        place = tl.sum(tl.where(takes, place[:, None], 0), axis=0)
+    return levels, middles, place
+
+
+@triton.jit
+def chosen_index(
+    drawn, middles, S, BITS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr
+):
+    """The index of each weight, `(units, E)`."""
+    if BITS > 0:
+        word = drawn[:, None] >> (tl.arange(0, E) * BITS)[None, :].to(drawn.dtype)
+        return word.to(tl.int32) & (2**BITS - 1)
+    else:
+        return _nearest(_divide(drawn.to(tl.float32), S, R), middles, C)
+
+
+@triton.jit
+def _divide(latent, S, R: tl.constexpr):
+    """`latent / S` as division rounds it, zero where `S` is zero.
+
+    One division a group: a product with the rounded reciprocal, corrected by what it leaves over,
+    is the rounded quotient (Markstein) as long as nothing overflows; a scale that was a float16 has
+    a normal reciprocal, and so has one in float32 from 2**-126 to 2**126. A quotient that overflows
+    needs no correction.
+    """
+    divisor = tl.where(S == 0, 1.0, S)
+    latent = tl.where(S == 0, 0.0, latent)
+    if R > 0:
+        return tl.div_rn(latent, divisor)
+    else:
+        reciprocal = tl.div_rn(tl.full(S.shape, 1.0, tl.float32), divisor)
+        quotient = latent * reciprocal
+        corrected = tl.fma(tl.fma(-quotient, divisor, latent), reciprocal, quotient)
+        return tl.where(tl.abs(quotient) < float("inf"), corrected, quotient)
+
+
+@triton.jit
+def _nearest(scaled, middles, C: tl.constexpr):
+    """How many middles lie below each value: a binary search, ties to the lower level."""
+    SLOTS: tl.constexpr = middles.shape[0]
+    index = tl.zeros(scaled.shape, tl.int32)
+    for halving in tl.static_range(1, 5):
+        if SLOTS >> halving > 0:
+            middle = look_up(middles, index + ((SLOTS >> halving) - 1))
+            index += tl.where(scaled <= middle, 0, SLOTS >> halving)
+    return tl.minimum(index, C - 1)
+
+
+@triton.jit
+def look_up(table, index):
+    """`table[index]`."""
+    flat = tl.reshape(index, (index.numel,))
+    return tl.reshape(tl.gather(table, flat, 0), index.shape)

@@ -18,8 +18,6 @@ if torch.cuda.is_available():
 
 from triton_interpreter import round_fma_once, round_to_nearest_bf16
 
-from qat.kernels import lut_weight_triton
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +73,7 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(*shape: object, **options: object) -> Tensor:
         return torch.full(shape[0] if len(shape) == 1 else shape, torch.nan, **options)
 
-    monkeypatch.setattr(lut_weight_triton.torch, "empty", empty)
+    monkeypatch.setattr(lut_weight.torch, "empty", empty)
 
 
 @pytest.mark.parametrize("wanted", ["codebook", "scales", "scale_in"])
@@ -123,7 +121,7 @@ def test_programs_that_share_many_tiles(source: str, scale: str, monkeypatch) ->
     wanted = {"codebook", "scales" if scale == "group" else "scale_in"}
     expected = lut_weight.pull_back(dW, *parts, wanted=wanted)
     by_kernel(monkeypatch)
-    monkeypatch.setattr(lut_weight_triton, "REDUCE_PROGRAMS", 3)
+    monkeypatch.setattr(lut_weight, "REDUCE_PROGRAMS", 3)
     found, again = (lut_weight.pull_back(dW, *parts, wanted=wanted) for _ in range(2))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(found[name], again[name]) for name in wanted)

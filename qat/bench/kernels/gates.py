@@ -218,7 +218,7 @@ def _mma_space(key: tuple[int, int, int]) -> Space:
 
 def form_space(size: Size, bits: int, *, is_packed: bool) -> Space:
     """Tiles of a weight that is formed."""
-    from qat.kernels.lut_weight_triton import FormTile
+    from qat.kernels.lut_weight import FormTile
 
     key = (size["O"], size["I"], bits if is_packed else 0, 2**bits)
     return _space("lut_form", key, FormTile(), [FormTile(w) for w in (1024, 2048, 8192)])
