@@ -15,8 +15,18 @@ from torch import Tensor
 from qat.kernels.dispatch import IS_COMPILED, gdc_launch_dependents, gdc_wait, tl, triton
 from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.lut_levels_triton import ASSEMBLED_GATHER, GATHER, SELECT, levels_of
-from qat.kernels.lut_matvec import SPLIT, UNIT, WORDS, Norm, Rows, order_of
-from qat.kernels.lut_matvec_tiles import MmaTile, Tile, mma_tile_for, tile_for
+from qat.kernels.lut_matvec import (
+    SPLIT,
+    UNIT,
+    WORDS,
+    MmaTile,
+    Norm,
+    Rows,
+    Tile,
+    mma_tile_for,
+    order_of,
+    tile_for,
+)
 from qat.kernels.lut_mma_triton import decoded, mma_ahead, mma_dots
 from qat.kernels.overlap import overlaps
 from qat.kernels.tuned import chosen

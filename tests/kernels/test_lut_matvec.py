@@ -60,7 +60,7 @@ def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
 @pytest.mark.parametrize("bits", [2, 16])
 def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatch) -> None:
     pytest.importorskip("triton")
-    from qat.kernels.lut_matvec_tiles import Tile
+    from qat.kernels.lut_matvec import Tile
 
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernel itself")
@@ -172,7 +172,7 @@ def test_split_inputs_hold_22_bits() -> None:
 @pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32"])
 def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     pytest.importorskip("triton")
-    from qat.kernels.lut_matvec_tiles import MmaTile
+    from qat.kernels.lut_matvec import MmaTile
 
     rows, W = rows_of(SPECS[kind], 37, 384, is_short=True)
     assert order_of(rows) == SPLIT

@@ -191,8 +191,7 @@ DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 102
 
 def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
     """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
-    from qat.kernels.lut_matvec import MMA_BITS, MMA_INPUTS, UNIT
-    from qat.kernels.lut_matvec_tiles import Tile, tile_for
+    from qat.kernels.lut_matvec import MMA_BITS, MMA_INPUTS, UNIT, Tile, tile_for
 
     I, is_dense = size["I"], bits == 16
     key = (size["O"], I, bits)
@@ -207,8 +206,7 @@ def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
 
 
 def _mma_space(key: tuple[int, int, int]) -> Space:
-    from qat.kernels.lut_matvec import UNIT
-    from qat.kernels.lut_matvec_tiles import MmaTile, mma_tile_for
+    from qat.kernels.lut_matvec import UNIT, MmaTile, mma_tile_for
 
     units = key[1] // UNIT
     cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
