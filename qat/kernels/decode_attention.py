@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton, use_triton
-from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
-from qat.kernels.lut_matvec import spread
+from qat.kernels.lut_matvec import empty_inputs, put_inputs, spread
 from qat.kernels.overlap import overlaps
 
 

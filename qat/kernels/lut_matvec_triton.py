@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import IS_COMPILED, gdc_launch_dependents, gdc_wait, tl, triton
-from qat.kernels.lut_inputs_triton import empty_inputs, put_inputs
 from qat.kernels.lut_levels_triton import ASSEMBLED_GATHER, GATHER, SELECT, levels_of
 from qat.kernels.lut_matvec import (
     SPLIT,
@@ -23,8 +22,10 @@ from qat.kernels.lut_matvec import (
     Norm,
     Rows,
     Tile,
+    empty_inputs,
     mma_tile_for,
     order_of,
+    put_inputs,
     tile_for,
 )
 from qat.kernels.lut_mma_triton import decoded, mma_ahead, mma_dots
