@@ -27,7 +27,7 @@ from qat.kernels.lut_matvec import (
     put_inputs,
     tile_for,
 )
-from qat.kernels.lut_mma_triton import decoded, mma_ahead, mma_dots
+from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots
 from qat.kernels.overlap import overlaps
 from qat.kernels.tuned import chosen
 
