@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.backend.device import on
-from qat.kernels.dispatch import tl, triton, use_triton
+from qat.kernels.dispatch import (
+    IS_COMPILED,
+    gdc_launch_dependents,
+    gdc_wait,
+    tl,
+    triton,
+    use_triton,
+)
+from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots
+from qat.kernels.overlap import overlaps
+from qat.kernels.tuned import chosen
 from qat.quant.pack import Packed, unpack
 from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales, from_stored, to_stored
@@ -198,11 +208,7 @@ def matvec(
     rows are gates, and the result is `silu(gate) * up`, `(B, O / 2)`.
     """
     if use_triton(x):
-        from qat.kernels import lut_matvec_triton
-
-        return lut_matvec_triton._matvec_by_kernel(
-            x, rows, norm=norm, bias=bias, is_gated=is_gated, order=order
-        )
+        return _matvec_by_kernel(x, rows, norm=norm, bias=bias, is_gated=is_gated, order=order)
     y = _product(x, rows)
     if norm is not None:
         mean = norm.squares.sum(1, keepdim=True) / rows.shape[1]
@@ -226,13 +232,7 @@ def matvec_add(
 ) -> Stream:
     """`residual + W x + bias`, and what the next linear reads: times `gamma`, spread by `order`."""
     if use_triton(x):
-        from qat.kernels import lut_matvec_triton
-
-        return Stream(
-            *lut_matvec_triton._matvec_add_by_kernel(
-                x, rows, residual, gamma, bias=bias, order=order
-            )
-        )
+        return Stream(*_matvec_add_by_kernel(x, rows, residual, gamma, bias=bias, order=order))
     y = _product(x, rows)
     return stream(residual + (y if bias is None else y + bias.float()), gamma, order)
 
@@ -350,3 +350,455 @@ def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
     else:
         at = b * size + place % ORDER * (size // ORDER) + place // ORDER
         tl.store(out + at, y, mask=is_there)
+
+
+# `lut_matvec` as one Triton kernel: weights straight from their packed indices, or dense.
+#
+# A unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile is R rows x
+# U units. A thread decodes its units into float32 levels and adds up their products with x, which
+# lies spread: the 16 inputs of all units side by side, so that a thread reads four units' inputs as
+# 16 bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do, the tensor cores
+# multiply (`lut_mma_triton`), with the same norm before and the same sums behind.
+
+
+def _matvec_by_kernel(
+    x: Tensor, rows: Rows, *, norm: Norm | None, bias: Tensor | None, is_gated: bool, order: int
+) -> Tensor:
+    """See `lut_matvec`."""
+    O = rows.shape[0] // 2 if is_gated else rows.shape[0]
+    out = empty_inputs(x.shape[0], O, order, x.device)
+    _launch(x, rows, out, norm=norm, bias=bias, is_gated=is_gated, order=order)
+    return out
+
+
+def _matvec_add_by_kernel(
+    x: Tensor, rows: Rows, residual: Tensor, gamma: Tensor, *, bias: Tensor | None, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `lut_matvec`: the new residual, scaled, and the sums of squares."""
+    B, O = x.shape[0], rows.shape[0]
+    count = triton.cdiv(O, _tile(rows, O).rows)
+    squares = torch.empty(B, count, dtype=torch.float32, device=x.device)
+    out, scaled = torch.empty_like(residual), empty_inputs(B, O, order, x.device)
+    _launch(
+        x, rows, out, bias=bias, order=order, added=(scaled, squares, residual, gamma.contiguous())
+    )
+    return out, scaled, squares
+
+
+def _options(tile: Tile | MmaTile, num_vectors: int, overlap: bool) -> dict[str, int]:
+    """What a compiler hears beside the arguments: several vectors need all registers."""
+    is_capped = IS_COMPILED and tile.registers and num_vectors == 1
+    capped = {"maxnreg": tile.registers} if is_capped else {}
+    return {**capped, "launch_pdl": True} if overlap else capped
+
+
+def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
+    bits = 16 if isinstance(rows, Tensor) else rows.bits
+    key = (out_features, rows.shape[1], bits)
+    device = rows.device if isinstance(rows, Tensor) else rows.octets.device
+    if order_of(rows) == SPLIT:
+        return chosen("lut_mma", key, mma_tile_for(*key), device)
+    return chosen("lut_matvec", key, tile_for(*key), device)
+
+
+def _launch(
+    x: Tensor,
+    rows: Rows,
+    out: Tensor,
+    *,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    is_gated: bool = False,
+    order: int,
+    added: tuple[Tensor | None, ...] = (None, None, None, None),
+) -> None:
+    scaled, squares_out, residual, gamma = added
+    O, I = rows.shape[0] // (2 if is_gated else 1), rows.shape[1]
+    tile = _tile(rows, O)
+    parts = _parts(rows)
+    overlap = overlaps(x.device)
+    num_squares = 0 if norm is None else norm.squares.shape[1]
+    _matvec_kernel[(triton.cdiv(O, tile.rows),)](
+        out,
+        scaled,
+        squares_out,
+        x.view(torch.int32) if parts.is_mma else x.contiguous(),
+        None if norm is None else norm.squares,
+        *parts.tensors,
+        bias,
+        residual,
+        gamma,
+        num_out=O,
+        num_squares=num_squares,
+        second=parts.second,
+        third=parts.third,
+        eps=0.0 if norm is None else norm.eps,
+        UNITS=I if parts.bits == 16 else I // UNIT,
+        B=x.shape[0],
+        BITS=parts.bits,
+        C=2 ** min(parts.bits, 8),
+        LENGTH=parts.length,
+        LOOKUP=_lookup(parts.bits),
+        MMA=parts.is_mma,
+        ASSEMBLED=IS_COMPILED,
+        GLU=is_gated,
+        SQUARES=max(triton.next_power_of_2(num_squares), 2),
+        ORDER=order,
+        R=tile.rows,
+        U=tile.units,
+        DEPTH=tile.depth,
+        W=tile.warps,
+        OVERLAP=overlap,
+        num_warps=tile.warps,
+        **_options(tile, x.shape[0], overlap),
+    )
+
+
+def _lookup(bits: int) -> int:
+    """Comparisons know four levels; the interpreter, no assembly."""
+    if bits == 2:
+        return SELECT
+    return ASSEMBLED_GATHER if IS_COMPILED else GATHER
+
+
+class _Parts(NamedTuple):
+    """A matrix as the kernel takes it."""
+
+    tensors: tuple[Tensor | None, ...]
+    """Words, scales, codebooks, tables, factors."""
+    bits: int
+    length: int
+    """Units of a group."""
+    second: int
+    third: int
+    """First rows of the second and the third part, beyond all rows where there is none."""
+    is_mma: bool
+
+
+def _parts(rows: Rows) -> _Parts:
+    none = 2**31 - 1
+    if isinstance(rows, Tensor):
+        return _Parts((rows, None, None, None, None), 16, 1, none, none, False)
+    is_mma = order_of(rows) == SPLIT
+    words = rows.octets.view(torch.int32 if is_mma else WORDS[rows.bits])
+    _, second, third = (*rows.starts, none, none)[:3]
+    length = rows.shape[1] // rows.scales.shape[1] // UNIT
+    tensors = (words, rows.scales, rows.codebooks, rows.tables, rows.factors)
+    return _Parts(tensors, rows.bits, length, second, third, is_mma)
+
+
+@triton.jit
+def _matvec_kernel(
+    out,
+    scaled,
+    squares_out,
+    x,
+    squares_in,
+    source,
+    scales,
+    codebooks,
+    tables,
+    factors,
+    bias,
+    residual,
+    gamma,
+    num_out,
+    num_squares,
+    second,
+    third,
+    eps,
+    UNITS: tl.constexpr,
+    B: tl.constexpr,
+    BITS: tl.constexpr,
+    C: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    MMA: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+    GLU: tl.constexpr,
+    SQUARES: tl.constexpr,
+    ORDER: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+    W: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * R
+    row = first + tl.arange(0, R)
+    is_row = row < num_out
+    row = tl.minimum(row, num_out - 1)
+    # what no kernel writes
+    if MMA:
+        drawn = mma_ahead(
+            source, scales, first, num_out, 0, UNITS, BITS, LENGTH, 2 if GLU else 1, U, W
+        )
+    else:
+        drawn = _ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
+    if GLU:
+        if not MMA:
+            drawn_up = _ahead(source, scales, row + num_out, 0, UNITS, BITS, LENGTH, U, DEPTH)
+        if bias is not None:
+            up_bias = tl.load(bias + num_out + row).to(tl.float32)
+    if bias is not None:
+        own_bias = tl.load(bias + row).to(tl.float32)
+    if residual is not None:
+        gain = tl.load(gamma + row)
+    if OVERLAP:
+        gdc_wait()
+    norms, olds = (), ()
+    for b in tl.static_range(B):
+        if squares_in is not None:
+            share = tl.arange(0, SQUARES)
+            place = squares_in + b * num_squares + share
+            found = tl.load(place, mask=share < num_squares, other=0.0)
+            mean = tl.sum(found, axis=0) / (UNITS * (1 if BITS == 16 else 16))
+            norms = norms + (tl.rsqrt(mean + eps),)
+        if residual is not None:
+            olds = olds + (tl.load(residual + b * num_out + row),)
+    if MMA:
+        # gates, then ups
+        sums = mma_dots(
+            x, source, scales, tables, factors, drawn, first, num_out, second, third,
+            UNITS, B, BITS, LENGTH, 2 if GLU else 1, U, W, ASSEMBLED,
+        )  # fmt: skip
+    else:
+        sums = _dots(
+            x, source, scales, codebooks, drawn,
+            row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+        )  # fmt: skip
+        if GLU:
+            sums = sums + _dots(
+                x, source, scales, codebooks, drawn_up,
+                row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+            )  # fmt: skip
+    for b in tl.static_range(B):
+        y = sums[b]
+        if squares_in is not None:
+            y *= norms[b]
+        if bias is not None:
+            y += own_bias
+        if GLU:
+            up = sums[B + b]
+            if squares_in is not None:
+                up *= norms[b]
+            if bias is not None:
+                up += up_bias
+            y = y * tl.sigmoid(y) * up
+        if residual is None:
+            put_inputs(out, b, row, y, is_row, num_out, ORDER)
+        else:
+            y += olds[b]
+            tl.store(out + b * num_out + row, y, mask=is_row)
+            put_inputs(scaled, b, row, y * gain, is_row, num_out, ORDER)
+            square = tl.sum(tl.where(is_row, y * y, 0.0), axis=0)
+            tl.store(squares_out + b * tl.num_programs(0) + tl.program_id(0), square)
+
+
+@triton.jit
+def _dots(
+    x,
+    source,
+    scales,
+    codebooks,
+    drawn,
+    row,
+    second,
+    third,
+    UNITS: tl.constexpr,
+    B: tl.constexpr,
+    BITS: tl.constexpr,
+    C: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """`W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `drawn` already."""
+    SPAN: tl.constexpr = U * DEPTH
+    IN_TILES: tl.constexpr = UNITS % SPAN == 0
+    # the last tiles of a packed row begin early instead of ending outside
+    WHOLE: tl.constexpr = IN_TILES or (UNITS > SPAN and BITS < 16)
+    # for each row, so that a thread has its own: the compiler copies what is the same for all
+    part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
+    codebook = codebooks
+    if BITS < 16:
+        codebook += part[:, None] * C
+    sums = ()
+    for _b in tl.static_range(B):
+        sums = sums + (tl.zeros([R, U], tl.float32),)
+    for start in range(0, UNITS, SPAN):
+        words, shares = drawn
+        place = tl.minimum(start, UNITS - SPAN) if WHOLE else start
+        if UNITS > SPAN:
+            # the next tiles are on their way while these are computed; at the end, these again
+            following = tl.minimum(start + SPAN, UNITS - SPAN) if WHOLE else start + SPAN
+            drawn = _ahead(source, scales, row, following, UNITS, BITS, LENGTH, U, DEPTH)
+        for d in tl.static_range(DEPTH):
+            unit = place + d * U + tl.arange(0, U)
+            if BITS == 16:
+                added = ()
+                for b in tl.static_range(B):
+                    inputs = _inputs(x + b * UNITS, unit, UNITS, R, WHOLE)
+                    added = added + (sums[b] + words[d].to(tl.float32) * inputs,)
+                sums = added
+            else:
+                levels = levels_of(words[d], codebook, BITS, LOOKUP)
+                share = decoded(shares[d])
+                if WHOLE and not IN_TILES:
+                    share = tl.where((unit >= start)[None, :], share, 0.0)
+                added = ()
+                for b in tl.static_range(B):
+                    inside = tl.zeros([R, U], tl.float32)
+                    for j in tl.static_range(16):
+                        row_of_x = x + (b * 16 + j) * UNITS
+                        inputs = _inputs(row_of_x, unit, UNITS, R, WHOLE)
+                        inside += levels[j] * inputs
+                    added = added + (sums[b] + inside * share,)
+                sums = added
+    found = ()
+    for b in tl.static_range(B):
+        found = found + (tl.sum(sums[b], axis=1),)
+    return found
+
+
+@triton.jit
+def _ahead(
+    source,
+    scales,
+    row,
+    start,
+    UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The words and scales of `DEPTH` tiles from unit `start` on, as they lie."""
+    WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0 or (UNITS > U * DEPTH and BITS < 16)
+    words, shares = (), ()
+    for d in tl.static_range(DEPTH):
+        unit = start + d * U + tl.arange(0, U)
+        words = words + (_draw(source, row, unit, UNITS, BITS, WHOLE),)
+        if BITS < 16:
+            shares = shares + (_scale(scales, row, unit, UNITS, LENGTH, WHOLE),)
+    return words, shares
+
+
+@triton.jit
+def _inputs(x, unit, UNITS: tl.constexpr, R: tl.constexpr, WHOLE: tl.constexpr):
+    """The inputs at the units, once for each row: so the threads that need them read them."""
+    place = x + unit[None, :] + tl.zeros([R, 1], tl.int32)
+    return tl.load(place) if WHOLE else tl.load(place, mask=(unit < UNITS)[None, :], other=0.0)
+
+
+@triton.jit
+def _read(places, is_unit, WHOLE: tl.constexpr):
+    return tl.load(places) if WHOLE else tl.load(places, mask=is_unit, other=0)
+
+
+@triton.jit
+def _draw(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """The indices of each unit, `(R, U)`, as one word, or two where one has no room."""
+    is_unit = (unit < UNITS)[None, :]
+    place = row.to(tl.int64)[:, None] * UNITS + unit[None, :]
+    if BITS == 3:
+        word = _read(source + place * 3, is_unit, WHOLE).to(tl.int64) & 0xFFFF
+        word |= (_read(source + place * 3 + 1, is_unit, WHOLE).to(tl.int64) & 0xFFFF) << 16
+        word |= (_read(source + place * 3 + 2, is_unit, WHOLE).to(tl.int64) & 0xFFFF) << 32
+        return word, word
+    elif BITS == 8:
+        low = _read(source + place * 2, is_unit, WHOLE)
+        return low, _read(source + place * 2 + 1, is_unit, WHOLE)
+    elif BITS == 16:
+        return _read(source + place, is_unit, WHOLE)
+    else:
+        word = _read(source + place, is_unit, WHOLE)
+        return word, word
+
+
+@triton.jit
+def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr):
+    """The scale of each unit's group, as stored."""
+    group = tl.max_contiguous(unit // LENGTH, 4 if LENGTH == 1 else 1)
+    place = row.to(tl.int64)[:, None] * (UNITS // LENGTH) + group[None, :]
+    return _read(scales + place, (unit < UNITS)[None, :], WHOLE)
+
+
+# Triton functions that turn packed indices into levels, 16 at a time, for `lut_matvec`.
+#
+# The levels are exact. A GPU reads weights of few bits faster than it can name their levels: what
+# counts is integer instructions a weight, 2 with assembled loads (`lut_mma_triton` has fewer).
+
+GATHER, SELECT, ASSEMBLED_GATHER = 0, 1, 2
+"""Ways to look levels up: a load from the codebook, comparisons between four.
+
+The assembled load is the same to a GPU, but the compiler does not move its words between threads.
+"""
+
+
+def _four_bits() -> str:
+    """Assembly of `_gathered_by_four`: $8 the word, $9 the codebook."""
+    lines = [".reg .b32 low, high, at;", ".reg .b64 place;", "mov.b64 {low, high}, $9;"]
+    for k in range(8):
+        shift = "shl.b32 at, $8, 2;" if k == 0 else f"shr.u32 at, $8, {4 * k - 2};"
+        lines += [shift, "lop3.b32 at, at, 60, low, 0xEA;", "mov.b64 place, {at, high};"]
+        lines.append(f"ld.global.nc.f32 ${k}, [place];")
+    return "\n".join(["{", *lines, "}"])
+
+
+FOUR_BITS, OUTPUTS_8 = tl.constexpr(_four_bits()), tl.constexpr("=&f," * 8)
+FLOATS_8 = tl.constexpr((tl.float32,) * 8)
+
+
+@triton.jit
+def levels_of(words, codebook, BITS: tl.constexpr, LOOKUP: tl.constexpr):
+    """The 16 levels of each unit, `(R, U)` float32 each."""
+    if LOOKUP == 2 and BITS == 4:
+        first = _gathered_by_four(words[0].to(tl.int32), codebook)
+        return first + _gathered_by_four((words[0] >> 32).to(tl.int32), codebook)
+    else:
+        found = ()
+        for j in tl.static_range(16):
+            code = (words[j * BITS // 64] >> (j * BITS % 64)).to(tl.int32) & (2**BITS - 1)
+            if LOOKUP == 1:
+                zero, one = tl.load(codebook), tl.load(codebook + 1)
+                two, three = tl.load(codebook + 2), tl.load(codebook + 3)
+                is_odd = (code & 1) != 0
+                level = tl.where(
+                    (code & 2) != 0, tl.where(is_odd, three, two), tl.where(is_odd, one, zero)
+                )
+            else:
+                level = _gathered(codebook, code) if LOOKUP == 2 else tl.load(codebook + code)
+            found = found + (level,)
+        return found
+
+
+@triton.jit
+def _gathered(codebook, code):
+    """`codebook[code]`, from the few lines that all threads read: the first-level cache's."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b64 place;
+        mad.wide.u32 place, $2, 4, $1;
+        ld.global.nc.f32 $0, [place];
+        }
+        """,
+        "=f,l,r",
+        args=[codebook, code],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _gathered_by_four(word, codebook):
+    """The levels of eight indices of 4 bits; each table of 16 levels lies at a multiple of 64."""
+    return tl.inline_asm_elementwise(
+        FOUR_BITS, OUTPUTS_8 + "r,l", [word, codebook], dtype=FLOATS_8, is_pure=True, pack=1
+    )
