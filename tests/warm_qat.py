@@ -58,7 +58,7 @@ class WarmQat:
 def serve(listener: socket.socket) -> None:
     """Answer for ever, one command after the other."""
     for module in pkgutil.walk_packages(qat.__path__, "qat."):
-        if not module.name.endswith(("_triton", "__main__")):
+        if not module.name.endswith("__main__"):
             with suppress(ConfigError):  # of an extra that is not installed
                 importlib.import_module(module.name)
     while True:

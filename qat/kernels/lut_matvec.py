@@ -299,7 +299,7 @@ def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
 
 
 class MmaTile(NamedTuple):
-    """16 rows, and how the warps of a program go along them (`lut_mma_triton`)."""
+    """16 rows, and how the warps of a program go along them (`lut_mma`)."""
 
     units: int
     """Consecutive units that a lane reads at a time; four lanes share a row."""
@@ -358,7 +358,7 @@ def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
 # U units. A thread decodes its units into float32 levels and adds up their products with x, which
 # lies spread: the 16 inputs of all units side by side, so that a thread reads four units' inputs as
 # 16 bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do, the tensor cores
-# multiply (`lut_mma_triton`), with the same norm before and the same sums behind.
+# multiply (`lut_mma`), with the same norm before and the same sums behind.
 
 
 def _matvec_by_kernel(
@@ -731,7 +731,7 @@ def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: 
 # Triton functions that turn packed indices into levels, 16 at a time, for `lut_matvec`.
 #
 # The levels are exact. A GPU reads weights of few bits faster than it can name their levels: what
-# counts is integer instructions a weight, 2 with assembled loads (`lut_mma_triton` has fewer).
+# counts is integer instructions a weight, 2 with assembled loads (`lut_mma` has fewer).
 
 GATHER, SELECT, ASSEMBLED_GATHER = 0, 1, 2
 """Ways to look levels up: a load from the codebook, comparisons between four.
