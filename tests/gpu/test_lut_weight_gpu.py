@@ -8,10 +8,9 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
 from qat.kernels.lut_weight import form, pull_back
-from qat.quant.e5m3 import round_to_e5m3
 from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
-from qat.quant.weight import Scales
+from qat.quant.weight import Scales, round_to_e5m3
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from three_way import assert_no_worse_than_eager
 
 from qat.quant import columns as reference
 from qat.quant.columns import ColumnOps, Columns, descent_sweep, feedback_sweep
-from qat.quant.e5m3 import round_to_e5m3
+from qat.quant.weight import round_to_e5m3
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():

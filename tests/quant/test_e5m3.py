@@ -5,7 +5,7 @@ import torch
 from quantized import e5m3_values, nearest_e5m3
 
 from qat.backend.base import Backend
-from qat.quant.e5m3 import SMALLEST, decode, encode, round_to_e5m3
+from qat.quant.weight import SMALLEST, decode, encode, round_to_e5m3
 
 HALVES = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
 """Every finite float16 that is not negative."""

@@ -9,11 +9,11 @@ from quantized import SPECS, random_weight
 from torch import Tensor
 
 from qat.quant.codebook import fixed_grid, nearest_indices, nearest_level
-from qat.quant.e5m3 import SMALLEST
 from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import absmax_scales, fit_weight, normalize, refit_levels, weighted_error
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
+    SMALLEST,
     QuantizedWeight,
     Scales,
     as_stored,
