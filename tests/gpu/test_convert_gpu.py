@@ -12,8 +12,7 @@ from qat.convert.quantize import quantize_model
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names
-from qat.quant.columns import REFERENCE, Columns
-from qat.quant.error_feedback import damped, fit_all_to_inputs, output_error
+from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
 from qat.quant.spec import PRESETS, LutSpec
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import torch
 from quantized import nearest_e5m3
 from three_way import assert_no_worse_than_eager
 
-from qat.quant import columns as reference
-from qat.quant.columns import ColumnOps, Columns, descent_sweep, feedback_sweep
+from qat.quant import error_feedback as reference
+from qat.quant.error_feedback import ColumnOps, Columns, descent_sweep, feedback_sweep
 from qat.quant.weight import round_to_e5m3
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qat.quant import error_feedback as ef
 from qat.quant.codebook import nearest_indices
-from qat.quant.columns import REFERENCE, descent_sweep
+from qat.quant.error_feedback import REFERENCE, descent_sweep
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
