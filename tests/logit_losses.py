@@ -5,8 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from qat.losses.config import ON_CACHE
-from qat.losses.formulas import loss_from_logits
-from qat.losses.targets import Targets
+from qat.losses.formulas import Targets, loss_from_logits
 
 
 def _loss(name: str, logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: T tokens, V vocabulary, K teacher tokens kept, D distinct draws.
 import torch
 from torch import Tensor
 
-from qat.losses.targets import NO_LABEL, Targets
+from qat.losses.formulas import NO_LABEL, Targets
 
 
 def targets_of(teacher_logits: Tensor, top_k: int, draws: int = 20, seed: int = 1) -> Targets:

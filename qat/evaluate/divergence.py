@@ -14,8 +14,7 @@ from torch import Tensor
 from qat.backend.device import on
 from qat.data.packing import Batch
 from qat.errors import ConfigError, DataError
-from qat.losses.formulas import loss_from_logits
-from qat.losses.targets import NO_LABEL, Targets
+from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits
 from qat.models.language_model import LanguageModel, judging
 
 # The seam between the cache's batches and the losses' targets.

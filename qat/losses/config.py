@@ -65,9 +65,9 @@ def register(
     """Let `loss` be called `name` wherever losses on a cache are named: `"name:1,hard_ce:0.1"`.
 
     `loss(student, targets, *, temperature) -> Tensor` gives the sum over the T tokens where
-    `targets.mask` is true, in nats, differentiable in `student` (`qat.losses.targets.Student`: the
+    `targets.mask` is true, in nats, differentiable in `student` (`qat.losses.formulas.Student`: the
     logits of the words that are read, `(T, K)`, `(T, D)` or `(T, 1)`, and `lse()`, the log-sum-exp
-    over the whole vocabulary, `(T,)`); `targets` is `qat.losses.targets.Targets`. Whoever trains
+    over the whole vocabulary, `(T,)`); `targets` is `qat.losses.formulas.Targets`. Whoever trains
     divides by the valid tokens once. A name may be registered again, which replaces the loss.
 
     Args:

@@ -27,8 +27,7 @@ from qat.kernels.head import (
     wide,
 )
 from qat.losses.config import kinds_read, reads_others
-from qat.losses.formulas import sums_by_name
-from qat.losses.targets import Targets, WordsRead, valid_rows
+from qat.losses.formulas import Targets, WordsRead, sums_by_name, valid_rows
 
 CHUNK_TOKENS = 32768
 """Tokens whose `(t, N)` tensors and float32 `(t, D)` gradient exist together."""

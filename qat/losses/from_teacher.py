@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from qat.kernels.head import Head, before_softcap, wide
-from qat.losses.formulas import sums_by_name
+from qat.losses.formulas import NO_LABEL, Student, Targets, sums_by_name
 from qat.losses.from_hidden import Gradients, sums_with_gradient
-from qat.losses.targets import NO_LABEL, Student, Targets
 
 CHUNK_LOGITS = 2**26
 """Logits of either side that exist together: a quarter of a gigabyte in float32, a few times."""

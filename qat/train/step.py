@@ -27,9 +27,9 @@ from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
+from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
-from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions, compile_facts, compute_in
 from qat.nn.step import form_moved_weights, release_weights

@@ -32,9 +32,9 @@ from qat.data.packing import Packer, position_ids
 from qat.data.sources import open_source
 from qat.data.text import encode, end_token
 from qat.logs import progress
+from qat.losses.formulas import NO_LABEL, Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
-from qat.losses.targets import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.nn.step import form_weights, quant_linears

@@ -9,7 +9,7 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-import qat.losses.targets
+import qat.losses.formulas
 from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate import divergence
@@ -51,7 +51,7 @@ def test_to_targets_keeps_rows_in_order(teacher: LanguageModel) -> None:
     targets = to_targets(batch)
     assert torch.equal(targets.topk_ids, batch.topk_ids.view(B * S, 4))
     assert targets.sample_ids.shape == (B * S, 3)
-    assert NO_LABEL == qat.losses.targets.NO_LABEL, "two floors, one convention"
+    assert NO_LABEL == qat.losses.formulas.NO_LABEL, "two floors, one convention"
 
 
 @pytest.mark.parametrize("top_k", [VOCAB, 30])

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from qat.kernels.head import Head
 from qat.losses.config import ON_CACHE
-from qat.losses.formulas import loss_from_logits
+from qat.losses.formulas import Targets, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
-from qat.losses.targets import Targets
 
 pytestmark = pytest.mark.gpu
 

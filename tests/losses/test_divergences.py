@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.losses import formulas
-from qat.losses.formulas import jsd, student_of
-from qat.losses.targets import Targets, valid_rows
+from qat.losses.formulas import Targets, jsd, student_of, valid_rows
 
 T, V, K = 12, 17, 5
 TAILED = {name: FROM_LOGITS[name] for name in ("tail", "reverse_kl", "jsd", "cakld")}

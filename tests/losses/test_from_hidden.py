@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qat.kernels.head
 from qat.kernels.head import Head
 from qat.losses import from_hidden
-from qat.losses.formulas import loss_from_logits
+from qat.losses.formulas import Targets, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
-from qat.losses.targets import Targets
 
 T, D, V, K = 13, 6, 19, 5
 TERMS = {"tail": 1.0, "hard_ce": 0.25, "sampled": 0.5}

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qat.data.codec import draw
 from qat.kernels.head import Head
+from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
-from qat.losses.targets import Targets
 
 D, E, V = 5, 7, 23
 TRIES, GROUPS = 4096, 32

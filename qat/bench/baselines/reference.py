@@ -29,7 +29,7 @@ from qat.bench.baselines.training import (
     dense_copy,
 )
 from qat.bench.config import MeasureConfig
-from qat.losses.targets import Targets
+from qat.losses.formulas import Targets
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import replace_module

@@ -28,8 +28,8 @@ from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.evaluate.divergence import to_targets
 from qat.kernels import head as head_kernels
+from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
-from qat.losses.targets import Targets
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
