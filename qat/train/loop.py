@@ -28,10 +28,10 @@ from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.proof import not_finite
 from qat.train.pulse import Pulse
+from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.run import Run
 from qat.train.saver import Saver
 from qat.train.step import StepResult, TrainingStep, check_alike, rank_indices
-from qat.train.stop import EXIT_CODES, HALT, Stops
 
 logger = logging.getLogger(__name__)
 

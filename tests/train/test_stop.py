@@ -11,11 +11,11 @@ from train_case import assert_same_end, config, make_place
 
 from qat.errors import Stopped
 from qat.logs import read_json_lines
-from qat.train import stop
+from qat.train import resume as stop
 from qat.train.optim import Optimizer
+from qat.train.resume import HALT, Stops
 from qat.train.run import Run
 from qat.train.start import TrainReport, train_student
-from qat.train.stop import HALT, Stops
 
 
 @pytest.fixture(autouse=True)
