@@ -14,9 +14,8 @@ from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
-from qat.train.prepare import make_trainable
 from qat.train.run import Run
-from qat.train.start import TrainReport
+from qat.train.start import TrainReport, make_trainable
 
 
 def make_place(place: Path, spec: LutSpec = SPECS["lut2"]) -> Path:

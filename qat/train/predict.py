@@ -19,7 +19,7 @@ from qat.nn.step import form_weights
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig
 from qat.train.judge import CodeWatch, Judge
-from qat.train.prepare import make_trainable, open_teacher
+from qat.train.start import make_trainable, open_teacher
 from qat.train.step import EAGER_STEPS, TrainingStep
 
 WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2

@@ -25,7 +25,7 @@ from qat.nn.swap import linear_names
 from qat.nsa.swap import nsa_config
 from qat.train.config import TrainConfig, divide
 from qat.train.predict import Prediction, predict
-from qat.train.prepare import check_batch, check_losses
+from qat.train.start import check_batch, check_losses
 from qat.train.step import check_dtype
 
 Severity = Literal["error", "warning", "note"]
