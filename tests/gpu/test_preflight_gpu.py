@@ -8,8 +8,7 @@ from train_case import config, make_place
 
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
-from qat.train.predict import predict
-from qat.train.preflight import examine
+from qat.train.preflight import examine, predict
 from qat.train.start import train_student
 
 pytestmark = pytest.mark.gpu

@@ -16,8 +16,7 @@ from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
 from qat.train import preflight as check
-from qat.train.predict import predict
-from qat.train.preflight import examine, guessed_hours
+from qat.train.preflight import examine, guessed_hours, predict
 from qat.train.run import resolved
 from qat.train.start import train_student
 

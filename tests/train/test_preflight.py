@@ -7,10 +7,10 @@ import pytest
 
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
-from qat.train.predict import Prediction
 from qat.train.preflight import (
     Finding,
     Plan,
+    Prediction,
     SparsePlan,
     codes_forced,
     is_long,

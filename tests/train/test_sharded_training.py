@@ -20,7 +20,7 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
-from qat.train.predict import predict
+from qat.train.preflight import predict
 from qat.train.run import Run
 from qat.train.start import train_student
 
