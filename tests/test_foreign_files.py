@@ -18,9 +18,8 @@ from qat.hub.registry import HubEntry
 from qat.lock import held
 from qat.models.checkpoint import save_checkpoint
 from qat.observe.page import check_replaceable
-from qat.train.proof import MANIFEST as PROOF
-from qat.train.proof import is_all_ours
-from qat.train.run import Run
+from qat.train.run import MANIFEST as PROOF
+from qat.train.run import Run, is_all_ours
 
 THESIS = "ten years of work"
 

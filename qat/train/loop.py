@@ -26,11 +26,10 @@ from qat.train.config import TrainConfig
 from qat.train.judge import CodeWatch, Judge
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
-from qat.train.proof import not_finite
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.run import Run
-from qat.train.saver import Saver
+from qat.train.saver import Saver, not_finite
 from qat.train.step import StepResult, TrainingStep, check_alike, rank_indices
 
 logger = logging.getLogger(__name__)

@@ -38,10 +38,12 @@ from qat.logs import (
 from qat.models.source import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed_in
 from qat.train.config import TrainConfig
-from qat.train.proof import is_all_ours, read_state
 
 logger = logging.getLogger(__name__)
 
+STATE = "trainer/state.json"
+MANIFEST = "trainer/manifest.json"
+FORMAT = 1
 ATTEMPT = "attempt-"
 FREE_TO_CHANGE = {
     "device",
@@ -357,3 +359,30 @@ def git_commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def is_all_ours(checkpoint: Path) -> bool:
+    """Whether every file in a checkpoint is one that its run wrote, and may delete."""
+    try:
+        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        listed = []
+    files = (path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(checkpoint).as_posix() for path in files} <= {MANIFEST, *listed}
+
+
+def read_state(checkpoint: Path) -> dict:
+    """The facts beside a checkpoint's tensors: step, best and of what run it is.
+
+    Raises:
+        ValueError: they are not what a run writes.
+        OSError: they cannot be read.
+    """
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or type(state.get("step")) is not int:
+        raise ValueError(f"{STATE}: no step")
+    if not isinstance(state.get("best"), float | int):
+        raise ValueError(f"{STATE}: no best score")
+    if state.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{STATE}: format {state['format']!r}")
+    return state

@@ -37,9 +37,8 @@ from qat.train.judge import CODES_PREFIX, Judge, Judged, cache_facts, holds_more
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
 from qat.train.optim import Optimizer, learnable, linears_in_scope, lr_share
-from qat.train.proof import not_finite
 from qat.train.run import Run, git_commit, versions
-from qat.train.saver import Choice, best_of, choose, load_training_state
+from qat.train.saver import Choice, best_of, choose, load_training_state, not_finite
 from qat.train.step import check_dtype, digest
 
 # Makes ready who learns and who teaches: a student whose parameters may move, and its teacher.

@@ -36,7 +36,7 @@ from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer
-from qat.train.proof import trouble
+from qat.train.saver import trouble
 
 logger = logging.getLogger(__name__)
 

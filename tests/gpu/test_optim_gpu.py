@@ -13,7 +13,7 @@ from train_case import config
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.nn.swap import linear_names, to_latent
 from qat.train.optim import Optimizer, learnable, linears_in_scope
-from qat.train.proof import not_finite, trouble
+from qat.train.saver import not_finite, trouble
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from fault_records import record
 from kill_case import build, contents, fork, make_student
 
 from qat.cli import main as qat
-from qat.train.proof import problem
+from qat.train.saver import problem
 
 PAGE_KIB = 4
 ROOM = "size=64m,nr_inodes=9999"

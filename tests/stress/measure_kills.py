@@ -32,7 +32,7 @@ from qat.hub.pack import pack
 from qat.hub.pull import pull
 from qat.hub.registry import HubEntry
 from qat.train.config import TrainConfig
-from qat.train.proof import problem
+from qat.train.saver import problem
 from qat.train.start import train_student
 
 STEPS = 24

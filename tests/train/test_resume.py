@@ -20,9 +20,8 @@ from qat.lock import held
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.train.optim import Optimizer
-from qat.train.proof import MANIFEST, STATE, STATE_TENSORS, problem
-from qat.train.run import Run
-from qat.train.saver import best_of, choose, load_training_state
+from qat.train.run import MANIFEST, STATE, Run
+from qat.train.saver import STATE_TENSORS, best_of, choose, load_training_state, problem
 from qat.train.start import TrainReport, train_student
 
 
