@@ -26,7 +26,7 @@ from qat.logs import configure
 from qat.ranks import ALONE
 from qat.train.config import TrainConfig
 from qat.train.judge import CodeWatch
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.saver import Saver
 
 app = App(help=__doc__)
@@ -128,7 +128,7 @@ class _Stretches:
         codes = CodeWatch(ours.student.model)
         codes.flipped_frac()  # as after the first evaluation: a checkpoint holds the codes
         config = standing_still(setting.config)
-        self._run = Run(place)
+        self._run = RunDirectory(place)
         self._saver = Saver(
             self._run, ours.student, None, ours.optimizer, codes=codes, config=config, ranks=ALONE
         )

@@ -19,7 +19,7 @@ from qat.lock import held
 from qat.models.checkpoint import save_checkpoint
 from qat.observe.page import check_replaceable
 from qat.train.run import MANIFEST as PROOF
-from qat.train.run import Run, is_all_ours
+from qat.train.run import RunDirectory, is_all_ours
 
 THESIS = "ten years of work"
 
@@ -79,7 +79,7 @@ def checkpoint(run: Path, step: int, *extra: str) -> Path:
 
 
 def test_checkpoints_with_files_of_others_stay(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunDirectory(tmp_path)
     kept = [checkpoint(tmp_path, 1, "thesis.txt"), tmp_path / "checkpoints" / "step-000002"]
     thesis(kept[1] / "thesis.txt")
     gone, last = checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)
@@ -95,7 +95,7 @@ def test_leavings_are_those_of_the_run(tmp_path: Path) -> None:
     thesis(tmp_path / "checkpoints" / ".step-000002.partial-abcd_123" / "x")
     thesis(tmp_path / "checkpoints" / ".step-000002.old-" / "x")
     thesis(tmp_path / ".run.json.partial")
-    Run(tmp_path).remove_leavings()
+    RunDirectory(tmp_path).remove_leavings()
     left = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     assert left == sorted(mine)
 

@@ -9,7 +9,7 @@ import pytest
 from qat.cli import main
 from qat.secrets import HIDDEN, Scrub, scrubbed, scrubbed_in
 from qat.train.config import TrainConfig
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 
 SECRETS = {
     "HF_TOKEN": "plain-value-of-a-hub",
@@ -117,7 +117,7 @@ def test_a_run_and_its_errors_hold_no_secret(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     everything = "-".join(SECRETS.values())
-    run = Run(tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
     run.begin(TrainConfig(cache_dir=everything, sample_prompt=everything), everything)
     run.write_facts(student=everything, cache=f"s3://me:pass@bucket/{everything}")
     command = ["qat", "train", everything, "--cache-dir", everything, "--out", f"{tmp_path}/other"]

@@ -14,7 +14,7 @@ from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, make_trainable
 
 
@@ -56,7 +56,7 @@ def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     """A trainer at step 0, as `train_student` makes it."""
     model = load_model(str(student), device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config)
-    cache, run = TeacherCache.open(config.cache_dir), Run(out)
+    cache, run = TeacherCache.open(config.cache_dir), RunDirectory(out)
     run.begin(config, str(student))
     judge = Judge(model, load_tokenizer(str(student)), cache, config)
     return Trainer(model, cache, optimizer, judge, run=run, config=config)
@@ -83,6 +83,7 @@ def assert_same_end(whole: tuple[Path, TrainReport], out: Path, report: TrainRep
     for pointer in ("best", "latest"):
         assert (out / pointer).read_text() == (path / pointer).read_text()
     ours, theirs = (
-        r.pointed("latest") / "trainer/state.safetensors" for r in (Run(out), Run(path))
+        r.pointed("latest") / "trainer/state.safetensors"
+        for r in (RunDirectory(out), RunDirectory(path))
     )
     assert ours.read_bytes() == theirs.read_bytes()

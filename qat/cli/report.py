@@ -69,11 +69,11 @@ def train_command(run: Path) -> str:
     """The `qat train` that made a run, with the settings that are not the defaults; "" for none."""
     from qat.logs import RECIPE
     from qat.train.config import TrainConfig
-    from qat.train.run import Run
+    from qat.train.run import RunDirectory
 
     if not (run / RECIPE).is_file():
         return ""
-    Run(run).begun_with()  # or a line that says what is wrong with it
+    RunDirectory(run).begun_with()  # or a line that says what is wrong with it
     settings = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]
     defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
     words = ["qat", "train", str(settings.pop("student"))]

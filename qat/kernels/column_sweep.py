@@ -6,7 +6,8 @@ references in `quant.columns` take some ten operations a column.
 
 from torch import Tensor
 
-from qat.kernels.dispatch import use_triton
+from qat.kernels.dispatch import tl, triton, use_triton
+from qat.kernels.lut_weight import as_stored
 from qat.quant import error_feedback as reference
 from qat.quant.error_feedback import ColumnOps, Columns
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 from qat.quant.codebook import latent_indices
-from qat.quant.e5m3 import LARGEST
 from qat.quant.pack import Packed
 from qat.quant.weight import (
+    LARGEST,
     SCALE_NAMES,
     QuantizedWeight,
     Scales,

@@ -9,7 +9,7 @@ Shapes: N sequences, S positions.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from qat.backend.device import on
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
-from qat.errors import ConfigError
 from qat.evaluate.divergence import cached_divergence
 from qat.generate.text import generate_text
 from qat.logs import progress
@@ -34,7 +33,6 @@ from qat.nsa.health import attention_health, health_numbers
 from qat.nsa.swap import nsa_modules
 from qat.quant.pack import pack, unpack
 from qat.train.config import TrainConfig
-from qat.train.run import BEGIN_THERE, Run
 
 SAMPLE_TOKENS = 32
 """Of the text that each evaluation generates: a line to read in a log."""
@@ -83,65 +81,6 @@ class Judged(NamedTuple):
     def ends(self) -> np.ndarray:
         """`(N,)` int64: the position of each from which on nothing counts."""
         return np.array([_end_of(mark) for mark in self.marks], dtype=np.int64)
-
-
-def cache_facts(cache: TeacherCache) -> dict[str, Any]:
-    """What `run.json` keeps of a cache: how many sequences it has, and all else that made it."""
-    manifest = cache.manifest
-    settings = {k: v for k, v in manifest.settings.recorded().items() if k != "num_sequences"}
-    made = {"teacher": manifest.teacher.identity, "dtype": manifest.teacher.dtype}
-    made |= {name: getattr(manifest, name) for name in ("tokenizer", "has_tail", "negatives")}
-    counts = {split: cache.num_sequences(split) for split in ("train", "held_out")}
-    return {"cache_sequences": counts, "cache_settings": {**settings, **made}}
-
-
-def holds_more(cache: TeacherCache, content: str, run: Run) -> bool:
-    """Whether the cache has more sequences than the one that the run knows, and is made alike.
-
-    Of a run from before its facts were kept nobody can know.
-
-    Raises:
-        ConfigError: it has other content, and differs in more than that.
-    """
-    old, new = run.facts(), cache_facts(cache)
-    if old.get("cache_content", content) == content or "cache_settings" not in old:
-        return False
-    known, made = old["cache_settings"], new["cache_settings"]
-    counts = [facts["cache_sequences"]["train"] for facts in (old, new)]
-    for name in sorted(known.keys() | made.keys()):
-        if known.get(name) != made.get(name):
-            raise ConfigError(
-                f"{cache.directory} has {name}={made.get(name)}, but the run in {run.path} was "
-                f"begun with {known.get(name)}: a cache may have more sequences, and differ in "
-                f"nothing else; restore it or choose another --out{BEGIN_THERE}"
-            )
-    if counts[1] < counts[0]:
-        raise ConfigError(
-            f"{cache.directory} has {counts[1]} training sequences, but the run in {run.path} "
-            f"learned from {counts[0]}, expected as many or more; restore it or choose another "
-            f"--out{BEGIN_THERE}"
-        )
-    return bool(counts[1] > counts[0])
-
-
-def same_judged(cache: TeacherCache, count: int, run: Run) -> Judged:
-    """What has judged the run from its beginning; of a new one, the first `count` sequences.
-
-    Raises:
-        ConfigError: the cache does not hold all of it.
-    """
-    marks = run.facts().get("judged")
-    if marks is None:
-        return Judged.first(cache, count)
-    judged = Judged.found(cache, marks)
-    if judged is None:
-        raise ConfigError(
-            f"{cache.directory} lacks some of the {len(marks)} held-out sequences that judge the "
-            f"run in {run.path}, expected all of them: the best student is told by the same ones "
-            "from the first to the last; build it from the same documents and more behind them, "
-            f"or choose another --out{BEGIN_THERE}"
-        )
-    return judged
 
 
 def _held_out(cache: TeacherCache) -> Iterator[np.ndarray]:

@@ -28,7 +28,7 @@ from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.saver import Saver, not_finite
 from qat.train.step import StepResult, TrainingStep, check_alike, rank_indices
 
@@ -45,7 +45,7 @@ class Trainer:
         optimizer: Optimizer,
         judge: Judge,
         *,
-        run: Run,
+        run: RunDirectory,
         config: TrainConfig,
         teacher: LanguageModel | None = None,
         ranks: Ranks = ALONE,

@@ -205,7 +205,7 @@ REFUSED = {"cache", "eval_split"}
 GIB = 2**30
 
 
-class Finding(NamedTuple):
+class RunFinding(NamedTuple):
     """One thing that a user should know, and what to do about it."""
 
     code: str
@@ -230,7 +230,7 @@ class SparsePlan(NamedTuple):
     reason: str
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """What is known of a run before it begins."""
 
     device: str
@@ -261,20 +261,20 @@ def is_long(config: TrainConfig, hours: float | None) -> bool:
     return config.max_steps >= LONG_STEPS or (hours or 0.0) >= LONG_H
 
 
-def preflight(config: TrainConfig, plan: Plan) -> list[Finding]:
+def preflight(config: TrainConfig, plan: RunPlan) -> list[RunFinding]:
     """All that can be said of `plan`, errors first; `config.dtype` and its kin are resolved."""
     checks = (_cache, _precision, _saving, _data, _rates, _shape, _sparse, _measured)
     found = [finding for check in checks for finding in check(config, plan)]
     return sorted(found, key=lambda finding: ORDER.index(finding.severity))
 
 
-def _cache(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _cache(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     for problem in plan.problems:
         found, _, mend = problem.rpartition("; ")
-        yield Finding("cache", "error", found, "the run would stop before its first step", mend)
+        yield RunFinding("cache", "error", found, "the run would stop before its first step", mend)
 
 
-def _precision(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _precision(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     found = f"dtype={config.dtype}"
     if config.dtype in {"fp32", "fp16"} and plan.has_bf16:
         reason = {
@@ -283,17 +283,19 @@ def _precision(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
         }[config.dtype]
         hours = plan.prediction and plan.prediction.hours(config)
         is_dear = config.dtype == "fp32" and is_long(config, hours)
-        yield Finding("dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16")
+        yield RunFinding(
+            "dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16"
+        )
     if config.dtype == "tf32":
         reason = "exact to 10 bits; bf16 is faster and what students are trained in"
-        yield Finding("dtype", "note", found, reason, "nothing, or --dtype bf16")
+        yield RunFinding("dtype", "note", found, reason, "nothing, or --dtype bf16")
 
 
-def _saving(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _saving(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     prediction = plan.prediction
     if config.save_every == 0:
         if is_long(config, prediction and prediction.hours(config)):
-            yield Finding(
+            yield RunFinding(
                 "save_every_off",
                 "error",
                 f"save_every=0 in a run of {config.max_steps:,} steps",
@@ -305,7 +307,7 @@ def _saving(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
         return
     lost_h = min(config.save_every, config.max_steps) * prediction.step_s / 3600
     if lost_h > LOST_WARNING_H:
-        yield Finding(
+        yield RunFinding(
             "save_sparse",
             "error" if lost_h > LOST_ERROR_H else "warning",
             f"save_every={config.save_every}, one checkpoint in {lost_h * 60:.0f} minutes",
@@ -314,18 +316,18 @@ def _saving(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def suggested_save_every(config: TrainConfig, plan: Plan) -> int:
+def suggested_save_every(config: TrainConfig, plan: RunPlan) -> int:
     """Steps of about ten minutes where steps were timed; else a hundredth of the run."""
     if plan.prediction is None:
         return max(1, config.max_steps // 100)
     return max(1, min(config.max_steps, round(600 / plan.prediction.step_s)))
 
 
-def _data(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _data(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     judged = min(plan.held_out_sequences, config.eval_sequences)
     if judged < LEAST_HELD_OUT:
         is_here = plan.held_out_sequences >= LEAST_HELD_OUT
-        yield Finding(
+        yield RunFinding(
             "eval_split",
             "warning" if judged else "error",
             f"{judged} held-out sequences judge the student",
@@ -339,7 +341,7 @@ def _data(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     is_error = passes > FAR_TOO_MANY_PASSES and is_long(
         config, plan.prediction and plan.prediction.hours(config)
     )
-    yield Finding(
+    yield RunFinding(
         "epochs",
         "error" if is_error else "warning" if is_many else "note",
         f"{passes:,.1f} passes over {plan.train_sequences:,} sequences",
@@ -348,14 +350,14 @@ def _data(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     )
 
 
-def _rates(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _rates(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     for kind in config.kinds:
         name = "lr" if kind == "weights" else f"lr_{kind}"
         rate, usual = getattr(config, name), type(config).model_fields[name].default
         if usual / FAR_RATE <= rate <= usual * FAR_RATE:
             continue
         is_wild = rate > MOST_RATE
-        yield Finding(
+        yield RunFinding(
             "lr",
             "error" if is_wild else "warning",
             f"{name}={rate:g}",
@@ -365,7 +367,7 @@ def _rates(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
             f"use --{name.replace('_', '-')} {usual:g}, or compare both in a short run",
         )
     if config.warmup_steps > MOST_WARM_UP * config.max_steps:
-        yield Finding(
+        yield RunFinding(
             "warmup",
             "warning",
             f"warmup_steps={config.warmup_steps} of {config.max_steps}",
@@ -374,7 +376,7 @@ def _rates(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _shape(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _shape(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     hours = plan.prediction and plan.prediction.hours(config)
     tokens = plan.sequence_length * config.sequences_per_step * plan.world
     if not is_long(config, hours):
@@ -388,7 +390,7 @@ def _shape(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     if found:
         # one of them may be meant; several, where time is paid for, are a test's settings left in
         is_left_in = len(found) > 1 and plan.device != "cpu"
-        yield Finding(
+        yield RunFinding(
             "toy",
             "error" if is_left_in else "warning",
             ", ".join(found),
@@ -399,12 +401,12 @@ def _shape(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _sparse(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _sparse(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     sparse = plan.sparse
     if sparse is None:
         return
     if plan.sequence_length <= sparse.reach:
-        yield Finding(
+        yield RunFinding(
             "nsa_dense",
             "warning",
             f"sequences of {plan.sequence_length} tokens, of which sparse attention reads up to "
@@ -415,9 +417,9 @@ def _sparse(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     if sparse.has_gates and "gates" not in config.kinds:
         found = f"learn={config.learn} leaves the gates of sparse attention as they are"
         reason = "where they begin, selection alone counts"
-        yield Finding("nsa_gates", "note", found, reason, "add gates to --learn")
+        yield RunFinding("nsa_gates", "note", found, reason, "add gates to --learn")
     is_slow = sparse.backend == "reference" and plan.device != "cpu"
-    yield Finding(
+    yield RunFinding(
         "nsa_backend",
         "warning" if is_slow else "note",
         f"sparse attention runs as {sparse.backend}",
@@ -426,13 +428,13 @@ def _sparse(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     )
 
 
-def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
+def _measured(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     """What two steps tell."""
     prediction = plan.prediction
     if plan.has_run_out:
         found = f"device memory ran out in the first steps on {plan.device}"
         reason = "the run would end there"
-        yield Finding("memory", "error", found, reason, _less_memory(config, plan))
+        yield RunFinding("memory", "error", found, reason, _less_memory(config, plan))
     if prediction is None:
         return
     yield from _memory(config, plan, prediction)
@@ -442,49 +444,49 @@ def _measured(config: TrainConfig, plan: Plan) -> Iterator[Finding]:
     if share > MOST_EVALUATION:
         mend = "raise --eval-every or lower --eval-sequences"
         found = f"evaluations take {share:.0%} of the time"
-        yield Finding("eval_cost", "warning", found, f"over {MOST_EVALUATION:.0%}", mend)
+        yield RunFinding("eval_cost", "warning", found, f"over {MOST_EVALUATION:.0%}", mend)
     if prediction.attention == "sdpa" and plan.device != "cpu":
         found, mend = "attention=sdpa", "nothing, or a cache of sequences up to 128 tokens"
         reason = "the kernel for packed documents does not take this model, length or dtype"
-        yield Finding("attention", "warning", found, reason, mend)
+        yield RunFinding("attention", "warning", found, reason, mend)
     if prediction.fallback is not None:
         found = f"layers run uncompiled ({prediction.fallback})"
         mend = "mend what the compiler names, or say --compile off"
-        yield Finding("compile", "warning", found, "steps are slower than they could be", mend)
+        yield RunFinding("compile", "warning", found, "steps are slower than they could be", mend)
     speed = prediction.tokens_per_s * plan.world
     found = f"{hours:.3g} hours at {prediction.step_s:.3g} s a step, {speed:,.0f} tokens/s"
     cost = hours * config.price_per_hour * plan.world
     reason = f"{cost:,.2f} at {config.price_per_hour:g} an hour and device" if cost else "no price"
-    yield Finding("time", "note", found, reason, "nothing" if cost else "say --price-per-hour")
+    yield RunFinding("time", "note", found, reason, "nothing" if cost else "say --price-per-hour")
 
 
-def _less_memory(config: TrainConfig, plan: Plan) -> str:
+def _less_memory(config: TrainConfig, plan: RunPlan) -> str:
     if plan.world == 1 or config.shard_latents or "weights" not in config.kinds:
         return LESS_MEMORY
     return f"{LESS_MEMORY}, or --shard-latents"
 
 
-def _memory(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:
+def _memory(config: TrainConfig, plan: RunPlan, prediction: Prediction) -> Iterator[RunFinding]:
     if prediction.peak_gib is None or plan.memory_gib is None:
         return
     share = prediction.peak_gib / plan.memory_gib
     found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
     if share <= MEMORY_WARNING:
-        yield Finding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
+        yield RunFinding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
         return
     severity: Severity = "error" if share > 1 else "warning"
     reason = "fragments and evaluations may need the rest"
-    yield Finding("memory", severity, found, reason, _less_memory(config, plan))
+    yield RunFinding("memory", severity, found, reason, _less_memory(config, plan))
 
 
-def _disk(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[Finding]:
+def _disk(config: TrainConfig, plan: RunPlan, prediction: Prediction) -> Iterator[RunFinding]:
     need = prediction.disk_bytes(config)
     found = f"{need / GIB:.3g} GiB of checkpoints, {plan.free_bytes / GIB:.3g} GiB free"
     if need <= DISK_WARNING * plan.free_bytes:
-        yield Finding("disk", "note", found, "enough room", "nothing")
+        yield RunFinding("disk", "note", found, "enough room", "nothing")
         return
     is_short = need > plan.free_bytes
-    yield Finding(
+    yield RunFinding(
         "disk",
         "error" if is_short else "warning",
         found,
@@ -496,11 +498,11 @@ def _disk(config: TrainConfig, plan: Plan, prediction: Prediction) -> Iterator[F
 class Checked(NamedTuple):
     """What the preflight found, and what it measured."""
 
-    findings: list[Finding]
+    findings: list[RunFinding]
     prediction: Prediction | None
     is_long: bool
 
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[RunFinding]:
         """The findings that stop a run."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
@@ -526,7 +528,7 @@ def examine(
     backend = backends.select(config.device)
     where = out.resolve()
     there = next(each for each in (where, *where.parents) if each.is_dir())
-    plan = Plan(
+    plan = RunPlan(
         device=backend.name(),
         has_bf16=backend.has_bf16(),
         memory_gib=backend.memory_gib(),
@@ -547,7 +549,7 @@ def examine(
     return Checked(preflight(resolved, plan), plan.prediction, is_long(resolved, hours))
 
 
-def codes_forced(findings: Sequence[Finding], *, force: bool) -> list[str]:
+def codes_forced(findings: Sequence[RunFinding], *, force: bool) -> list[str]:
     """The codes of errors that the user wishes to go on in spite of.
 
     Those that `train_student` refuses in its own words are left to it.
@@ -561,7 +563,7 @@ def codes_forced(findings: Sequence[Finding], *, force: bool) -> list[str]:
     return sorted({finding.code for finding in errors})
 
 
-def refuse(findings: Sequence[Finding]) -> None:
+def refuse(findings: Sequence[RunFinding]) -> None:
     """Stop where there are errors.
 
     Raises:
@@ -586,7 +588,7 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
     return config.max_steps * config.sequences_per_step * S * flops / (peak * USUAL_SHARE) / 3600
 
 
-def _predicted(plan: Plan, config: TrainConfig, student: str, cache: TeacherCache) -> Plan:
+def _predicted(plan: RunPlan, config: TrainConfig, student: str, cache: TeacherCache) -> RunPlan:
     backend = backends.select(config.device)
     try:
         return plan._replace(prediction=predict(config, student, cache, world=plan.world))

@@ -109,7 +109,7 @@ class _Facts(BaseModel):
     cache_sequences: dict[Literal["train", "held_out"], int] = {}
 
 
-class Run:
+class RunDirectory:
     """The directory of one training run."""
 
     def __init__(self, path: Path) -> None:

@@ -33,12 +33,21 @@ from qat.nn.swap import add_adapters, to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig, divide
-from qat.train.judge import CODES_PREFIX, Judge, Judged, cache_facts, holds_more, same_judged
+from qat.train.judge import CODES_PREFIX, Judge, Judged
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
 from qat.train.optim import Optimizer, learnable, linears_in_scope, lr_share
-from qat.train.run import Run, git_commit, versions
-from qat.train.saver import Choice, best_of, choose, load_training_state, not_finite
+from qat.train.resume import (
+    Choice,
+    best_of,
+    cache_facts,
+    choose,
+    holds_more,
+    load_training_state,
+    same_judged,
+)
+from qat.train.run import RunDirectory, git_commit, versions
+from qat.train.saver import not_finite
 from qat.train.step import check_dtype, digest
 
 # Makes ready who learns and who teaches: a student whose parameters may move, and its teacher.
@@ -174,7 +183,7 @@ def train_student(
     Raises:
         ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
     """
-    run = Run(out)
+    run = RunDirectory(out)
     config = ranks.together(lambda: run.inherited(config)) if resume else config
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
@@ -199,7 +208,7 @@ def train_student(
 def _chosen(
     config: TrainConfig,
     student: str,
-    run: Run,
+    run: RunDirectory,
     *,
     resume: bool,
     begins_anew: bool,
@@ -238,7 +247,7 @@ def _check_ranks(opened: "_Opened", config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _begin_files(
-    run: Run,
+    run: RunDirectory,
     opened: "_Opened",
     ranks: Ranks,
     *,
@@ -282,7 +291,10 @@ def _begin_files(
 
 
 def _say_changes(
-    run: Run, config: TrainConfig, changed: dict[str, tuple[object, object]], opened: "_Opened"
+    run: RunDirectory,
+    config: TrainConfig,
+    changed: dict[str, tuple[object, object]],
+    opened: "_Opened",
 ) -> None:
     """Say with what else the run goes on, and what more steps do to the rates."""
     if opened.more and opened.judged is not None:
@@ -346,7 +358,7 @@ class _Opened(NamedTuple):
 def _open(
     config: TrainConfig,
     student: str,
-    run: Run,
+    run: RunDirectory,
     *,
     choice: Choice,
     ranks: Ranks,
@@ -423,7 +435,7 @@ def _open(
     )
 
 
-def _trainer(opened: _Opened, run: Run, ranks: Ranks) -> Trainer:
+def _trainer(opened: _Opened, run: RunDirectory, ranks: Ranks) -> Trainer:
     """The loop over what was opened, from where the run stands."""
     begin = opened.begin
     judge = Judge(opened.model, opened.tokenizer, opened.cache, opened.config, judged=opened.judged)

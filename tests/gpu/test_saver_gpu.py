@@ -9,7 +9,8 @@ from train_case import config, make_place, make_trainer
 
 from qat.backend import device as backends
 from qat.models.stored_state import packed_state_dict
-from qat.train.saver import load_training_state, problem
+from qat.train.resume import load_training_state
+from qat.train.saver import problem
 from qat.train.start import train_student
 
 pytestmark = pytest.mark.gpu

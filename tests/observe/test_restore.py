@@ -18,7 +18,7 @@ from qat.observe import upload
 from qat.observe.follow import TrackConfig, follow
 from qat.observe.upload import STATE, Upload, named, restore, stage_run
 from qat.train.optim import Optimizer
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 
@@ -65,7 +65,7 @@ def test_a_lost_machine_loses_no_run(
     shutil.rmtree(out)
     restore(out, folder)
     assert f"brought {out} back from {folder}/run/{STATE}, as it was at check" in caplog.text
-    assert Run(out).pointed("latest").name == f"step-{step:06d}"
+    assert RunDirectory(out).pointed("latest").name == f"step-{step:06d}"
     assert_same_end(whole, out, run(place, out, resume=True))
 
 

@@ -40,7 +40,7 @@ from qat.models.load import load_model, load_tokenizer
 from qat.ranks import ALONE
 from qat.train import start
 from qat.train.config import TrainConfig
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 
 TIME_S = 10.0
 MEMORY_BYTES = 2**30
@@ -216,7 +216,7 @@ def read_student(root: Path) -> str:
 
 def read_run(config: TrainConfig, student: str, root: Path) -> str:
     """What a run goes on from: a hash of all that the trainer and the student hold."""
-    run = Run(root)
+    run = RunDirectory(root)
     choice = start._chosen(config, student, run, resume=True, begins_anew=False, ranks=ALONE)
     opened = start._open(config, student, run, choice=choice, ranks=ALONE, loaded=None)
     begin = opened.begin

@@ -16,7 +16,7 @@ from qat.errors import ConfigError
 from qat.logs import read_json_lines
 from qat.train.judge import Judge, Judged
 from qat.train.optim import Optimizer
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 MORE = {"max_steps": 8, "cache_dir": "more"}
@@ -161,7 +161,7 @@ def test_another_cache_does_not_continue_a_run(
     with pytest.raises(ConfigError, match=message):
         run(place, out, resume=True, max_steps=8, cache_dir=tmp_path / "other")
     assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
-    assert Run(out).recorded_steps() == 4
+    assert RunDirectory(out).recorded_steps() == 4
 
 
 def test_the_last_batch_is_filled_up_and_counts_no_more_than_the_cache(place: Path) -> None:

@@ -19,7 +19,7 @@ from qat.nn.swap import add_adapters, linear_names
 from qat.quant.lora import LORA_NAMES
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 
@@ -74,7 +74,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
     again = run(place, tmp_path / "stopped", resume=True, **values)
     assert final_bytes(again) == final_bytes(whole)
     state = "trainer/state.safetensors"
-    ends = [Run(tmp_path / name).pointed("latest") / state for name in ("whole", "stopped")]
+    ends = [
+        RunDirectory(tmp_path / name).pointed("latest") / state for name in ("whole", "stopped")
+    ]
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 

@@ -8,9 +8,9 @@ import pytest
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
 from qat.train.preflight import (
-    Finding,
-    Plan,
     Prediction,
+    RunFinding,
+    RunPlan,
     SparsePlan,
     codes_forced,
     is_long,
@@ -31,7 +31,7 @@ FAST = Prediction(
     attention="tile",
     fallback=None,
 )
-PLAN = Plan(
+PLAN = RunPlan(
     device="NVIDIA H200",
     has_bf16=True,
     memory_gib=139.0,
@@ -52,13 +52,13 @@ def settings(**values: object) -> TrainConfig:
     return TrainConfig(**{**plain, **values})
 
 
-def found(plan: Plan, **values: object) -> dict[str, Finding]:
+def found(plan: RunPlan, **values: object) -> dict[str, RunFinding]:
     """Findings by code, notes left out."""
     findings = preflight(settings(**values), plan)
     return {each.code: each for each in findings if each.severity != "note"}
 
 
-def slower(step_s: float, **values: object) -> Plan:
+def slower(step_s: float, **values: object) -> RunPlan:
     return PLAN._replace(prediction=FAST._replace(step_s=step_s, **values))
 
 
@@ -109,7 +109,7 @@ CASES = [
 
 @pytest.mark.parametrize(("code", "severity", "plan", "values", "message"), CASES)
 def test_a_finding_has_a_reason_and_a_mend(
-    code: str, severity: str, plan: Plan, values: dict, message: str
+    code: str, severity: str, plan: RunPlan, values: dict, message: str
 ) -> None:
     finding = found(plan, **values)[code]
     assert finding.severity == severity and finding.reason and finding.mend

@@ -20,8 +20,9 @@ from qat.lock import held
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.train.optim import Optimizer
-from qat.train.run import MANIFEST, STATE, Run
-from qat.train.saver import STATE_TENSORS, best_of, choose, load_training_state, problem
+from qat.train.resume import best_of, choose, load_training_state
+from qat.train.run import MANIFEST, STATE, RunDirectory
+from qat.train.saver import STATE_TENSORS, problem
 from qat.train.start import TrainReport, train_student
 
 
@@ -58,7 +59,7 @@ def stopped(place: Path, whole, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run that died after five steps; keeps checkpoints 4 (the best) and 5."""
     out = tmp_path_factory.mktemp("stopped") / "run"
     crash(place, out, 5)
-    assert [path.name for path in Run(out).checkpoints()] == ["step-000004", "step-000005"]
+    assert [path.name for path in RunDirectory(out).checkpoints()] == ["step-000004", "step-000005"]
     return out
 
 
@@ -108,13 +109,13 @@ def test_what_is_damaged(out: Path, name: str, harm: Callable, trouble: str) -> 
     assert problem(damaged) is None
     harm(damaged / name)
     assert re.search(trouble, problem(damaged))
-    choice = choose(Run(out))
+    choice = choose(RunDirectory(out))
     assert choice.checkpoint.name == "step-000004" and choice.skipped == ["step-000005"]
     assert not choice.is_best_lost
 
 
 def test_a_checkpoint_of_another_step_or_of_before_manifests(out: Path) -> None:
-    run, old = Run(out), out / "checkpoints/step-000004"
+    run, old = RunDirectory(out), out / "checkpoints/step-000004"
     (old / MANIFEST).unlink()
     assert problem(old) is None
     (old / STATE).write_text(json.dumps({"step": 4, "best": 1.0, "format": 2}))
@@ -134,34 +135,34 @@ def test_a_checkpoint_of_another_step_or_of_before_manifests(out: Path) -> None:
 def test_damaged_pointers(out: Path, text: str) -> None:
     (out / "latest").write_text(text)
     (out / "best").write_text(text)
-    choice = choose(Run(out))
+    choice = choose(RunDirectory(out))
     assert choice.checkpoint.name == "step-000005" and choice.is_best_lost
 
 
 def test_without_any_whole_checkpoint(place: Path, out: Path) -> None:
-    for path in Run(out).checkpoints():
+    for path in RunDirectory(out).checkpoints():
         flip(path / STATE_TENSORS)
     message = "no checkpoint that is whole .step-000005: .*differs; step-000004: .*another --out"
     with pytest.raises(CheckpointError, match=message):
         run(place, out, resume=True)
-    assert best_of(Run(out)).name == "step-000004"  # a student needs no trainer's state
-    for path in Run(out).checkpoints():
+    assert best_of(RunDirectory(out)).name == "step-000004"  # a student needs no trainer's state
+    for path in RunDirectory(out).checkpoints():
         flip(path / "model.safetensors")
     with pytest.raises(CheckpointError, match="no checkpoint that is whole, expected the best"):
-        best_of(Run(out))
+        best_of(RunDirectory(out))
 
 
 def test_a_damaged_best_one(place: Path, out: Path, caplog) -> None:
     flip(out / "checkpoints/step-000004/model.safetensors")
-    assert best_of(Run(out)).name == "step-000005"
+    assert best_of(RunDirectory(out)).name == "step-000005"
     assert "step-000004 is damaged (model.safetensors: SHA-256 differs); taking" in caplog.text
     report = run(place, out, resume=True)
     assert "the best is sought anew" in caplog.text
-    assert Run(out).pointed("best").name == "step-000006" and report.best < 10
+    assert RunDirectory(out).pointed("best").name == "step-000006" and report.best < 10
 
 
 def test_a_damaged_best_one_of_a_run_that_is_over(place: Path, out: Path) -> None:
-    done = Run(out)
+    done = RunDirectory(out)
     run(place, out, resume=True)
     done.point("best", done.checkpoint_path(5))
     flip(out / "checkpoints/step-000005/model.safetensors")

@@ -30,8 +30,8 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import replace_module
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
-from qat.train.run import FREE_TO_CHANGE, WHY_NOT, Run
-from qat.train.saver import load_training_state
+from qat.train.resume import load_training_state
+from qat.train.run import FREE_TO_CHANGE, WHY_NOT, RunDirectory
 from qat.train.start import TrainReport, _two_digits, train_student
 
 
@@ -85,7 +85,7 @@ def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(place: Path, tmp_pat
 def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     place = make_place(tmp_path, SPECS["lut2_s8"])
     whole = tmp_path / "whole", run(place, tmp_path / "whole", lr_scales=1e-3)
-    state, _ = load_training_state(Run(tmp_path / "whole").pointed("latest"))
+    state, _ = load_training_state(RunDirectory(tmp_path / "whole").pointed("latest"))
     names = [n for n in state if n.startswith("parameter.") and n.endswith(".scales")]
     assert any(not torch.equal(state[n], nearest_e5m3(state[n])) for n in names)
     final = quant_linears(load_checkpoint(whole[1].final))
@@ -120,11 +120,11 @@ def test_a_prompt_without_tokens_is_refused_before_the_directory_is_made(
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (Run, "point", 0),  # before the first pointer
-        (Run, "point", 2),  # between best and latest
-        (Run, "remove_old", 1),
-        (Run, "forget_after", 0),  # the recipe is there, nothing else
-        (Run, "begin", 0),
+        (RunDirectory, "point", 0),  # before the first pointer
+        (RunDirectory, "point", 2),  # between best and latest
+        (RunDirectory, "remove_old", 1),
+        (RunDirectory, "forget_after", 0),  # the recipe is there, nothing else
+        (RunDirectory, "begin", 0),
     ],
 )
 def test_a_run_stopped_while_saving_goes_on_bit_for_bit(
@@ -231,7 +231,7 @@ def test_the_environment_that_shaped_a_run_is_recorded(
     }
     for name, value in {**shaping, **others}.items():
         monkeypatch.setenv(name, value)
-    Run(tmp_path).write_facts()
+    RunDirectory(tmp_path).write_facts()
     found = json.loads((tmp_path / "run.json").read_text())["environment"]
     hidden = {"XLA_FLAGS": "--xla_dump_to=/tmp --token=[hidden]"}
     assert found.items() >= (shaping | hidden).items() and not found.keys() & others.keys()
@@ -239,7 +239,7 @@ def test_the_environment_that_shaped_a_run_is_recorded(
 
 def test_the_final_checkpoint_is_the_best_one(whole) -> None:
     out, report = whole
-    best = Run(out).pointed("best")
+    best = RunDirectory(out).pointed("best")
     evals = [m for m in read_json_lines(out / "metrics.jsonl") if m["kind"] == "eval"]
     trained = [m for m in evals if m["step"] > 0]
     least = min(trained, key=lambda m: m["kl_tail_nats"])
@@ -247,7 +247,7 @@ def test_the_final_checkpoint_is_the_best_one(whole) -> None:
     files = [path / "model.safetensors" for path in (best, report.final)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert not (report.final / "trainer").exists()
-    tensors, facts = load_training_state(Run(out).pointed("latest"))
+    tensors, facts = load_training_state(RunDirectory(out).pointed("latest"))
     assert facts["step"] == 7 and facts["best"] == report.best and "rng.cpu" in tensors
     assert facts["world_size"] == 1 and facts["sequences_per_step"] == 4
 
@@ -259,10 +259,10 @@ def test_old_checkpoints_go_but_the_best_and_latest_stay(
     # judged once, at step 2; later checkpoints are periodic only
     report = run(place, tmp_path, keep=keep, save_every=1, eval_every=5, max_steps=9)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    best = Run(tmp_path).pointed("best").name
+    best = RunDirectory(tmp_path).pointed("best").name
     newest = [f"step-{step:06d}" for step in range(10 - keep, 10)]
     assert left == sorted({best, *newest}) and report.steps == 9
-    assert Run(tmp_path).pointed("latest").name == "step-000009"
+    assert RunDirectory(tmp_path).pointed("latest").name == "step-000009"
 
 
 def test_fixed_grids_and_frozen_indices_train(tmp_path: Path) -> None:
@@ -554,7 +554,7 @@ def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypat
 
 
 def test_a_checkpoint_that_goes_loses_its_name_first(tmp_path: Path) -> None:
-    made = Run(tmp_path)
+    made = RunDirectory(tmp_path)
     for step in (1, 2):
         (made.checkpoint_path(step) / "trainer").mkdir(parents=True)
     made.point("latest", made.checkpoint_path(2))

@@ -17,8 +17,9 @@ from qat.models.checkpoint import load_checkpoint
 from qat.models.stored_state import packed_state_dict
 from qat.train import saver as saving
 from qat.train.loop import Trainer
+from qat.train.resume import load_training_state
 from qat.train.run import read_state
-from qat.train.saver import Saver, load_training_state, problem, prove
+from qat.train.saver import Saver, problem, prove
 from qat.train.start import train_student
 
 

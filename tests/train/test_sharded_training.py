@@ -21,7 +21,7 @@ from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.preflight import predict
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.start import train_student
 
 SLOW = pytest.mark.slow
@@ -49,7 +49,9 @@ def on_ranks(size: int, place: Path, out: Path, **values: object) -> None:
 
 
 def state(run: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(Run(run).pointed("latest") / "trainer/state.safetensors")
+    return safetensors.torch.load_file(
+        RunDirectory(run).pointed("latest") / "trainer/state.safetensors"
+    )
 
 
 @pytest.fixture(scope="module")

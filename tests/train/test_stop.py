@@ -14,7 +14,7 @@ from qat.logs import read_json_lines
 from qat.train import resume as stop
 from qat.train.optim import Optimizer
 from qat.train.resume import HALT, Stops
-from qat.train.run import Run
+from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 
@@ -69,7 +69,7 @@ def test_a_stopped_run_saves_and_goes_on_bit_for_bit(
             run(place, out)
     assert caught.value.exit_code == code and not (out / HALT).exists()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert Run(out).pointed("latest").name == f"step-00000{step + 2}"
+    assert RunDirectory(out).pointed("latest").name == f"step-00000{step + 2}"
     (event,) = (e for e in read_json_lines(out / "events.jsonl") if e["kind"] != "resumed")
     assert event["kind"] == ("halted" if name == "HALT" else "signal") and event["wish"] == name
     assert_same_end(whole, out, run(place, out, resume=True))

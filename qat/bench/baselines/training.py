@@ -26,6 +26,8 @@ from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError, TrainingError
 from qat.evaluate.divergence import to_targets
+from qat.logs import progress
+from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts

@@ -48,7 +48,7 @@ from qat.kernels.lut_matvec import (
 )
 from qat.kernels.lut_weight import form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
-from qat.quant.columns import Columns
+from qat.quant.error_feedback import Columns
 from qat.quant.pack import Packed, packed_width
 from qat.quant.weight import Scales
 

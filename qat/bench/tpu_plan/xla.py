@@ -22,7 +22,7 @@ from qat.bench.tpu_plan.pieces import Traceable, aten
 from qat.bench.tpu_plan.run import Compiled, check_installed, used_gib
 from qat.data.packing import Batch
 from qat.kernels.head import BLOCK_TOKENS
-from qat.losses.targets import Targets
+from qat.losses.formulas import Targets
 from qat.process import GIB
 
 check_installed()
