@@ -96,22 +96,11 @@ def stochastic_adamw_by_kernel_(moving: Moving, shared: Tensor, rates: Rates, no
     count = parameter.numel()
     with torch.cuda.device_of(parameter):
         _step[(triton.cdiv(count, 2 * BLOCK),)](
-            parameter,
-            moving.gradient.contiguous(),
-            moving.exp_avg,
-            moving.exp_avg_sq,
-            shared,
-            count,
-            rates.lr,
-            rates.decay,
-            1 - rates.beta1,
-            1 - rates.beta2,
-            rates.eps,
-            noise.seed & (2**31 - 1),
-            noise.step,
-            noise.index,
+            parameter, moving.gradient.contiguous(), moving.exp_avg, moving.exp_avg_sq, shared,
+            count, rates.lr, rates.decay, 1 - rates.beta1, 1 - rates.beta2, rates.eps,
+            noise.seed & (2**31 - 1), noise.step, noise.index,
             BLOCK=BLOCK,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -124,22 +113,10 @@ def _rounded(exact, noise):
 
 @triton.jit(do_not_specialize=["seed", "step", "index"])
 def _step(
-    parameter_ptr,
-    gradient_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    shared_ptr,
-    count,
-    lr,
-    decay,
-    weight1,
-    weight2,
-    eps,
-    seed,
-    step,
-    index,
+    parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, shared_ptr, count, lr, decay, weight1,
+    weight2, eps, seed, step, index,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     factor = tl.load(shared_ptr)
     if tl.abs(factor) < float("inf"):
         bias1 = tl.load(shared_ptr + 1)

@@ -57,27 +57,11 @@ def settle_columns_by_kernel(columns: Columns, target: Tensor, coupling: Tensor)
     b, tile = _tile(B)
     scales = columns.scales.expand(B, O)
     _settle_kernel[(triton.cdiv(O, tile),)](
-        target,
-        columns.weight,
-        columns.residual,
-        columns.chosen,
-        scales,
-        columns.levels,
-        coupling,
-        O,
-        target.stride(0),
-        columns.weight.stride(0),
-        columns.residual.stride(0),
-        columns.chosen.stride(0),
-        scales.stride(0),
-        columns.levels.stride(0),
-        coupling.stride(0),
-        C=len(columns.levels),
-        B=B,
-        BLOCK=b,
-        TILE=tile,
-        num_warps=WARPS,
-    )
+        target, columns.weight, columns.residual, columns.chosen, scales, columns.levels, coupling,
+        O, target.stride(0), columns.weight.stride(0), columns.residual.stride(0),
+        columns.chosen.stride(0), scales.stride(0), columns.levels.stride(0), coupling.stride(0),
+        C=len(columns.levels), B=B, BLOCK=b, TILE=tile, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def refit_scale_by_kernel(
@@ -87,24 +71,11 @@ def refit_scale_by_kernel(
     B, O = target.shape
     b, tile = _tile(B)
     _refit_kernel[(triton.cdiv(O, tile),)](
-        target,
-        columns.residual,
-        columns.chosen,
-        columns.scales,
-        coupling,
-        diagonal,
-        O,
-        target.stride(0),
-        columns.residual.stride(0),
-        columns.chosen.stride(0),
-        coupling.stride(0),
+        target, columns.residual, columns.chosen, columns.scales, coupling, diagonal, O,
+        target.stride(0), columns.residual.stride(0), columns.chosen.stride(0), coupling.stride(0),
         diagonal.stride(0),
-        SCALE_BITS=columns.scale_bits,
-        B=B,
-        BLOCK=b,
-        TILE=tile,
-        num_warps=WARPS,
-    )
+        SCALE_BITS=columns.scale_bits, B=B, BLOCK=b, TILE=tile, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _tile(num_columns: int) -> tuple[int, int]:
@@ -115,26 +86,11 @@ def _tile(num_columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _settle_kernel(
-    target_ptr,
-    weight_ptr,
-    residual_ptr,
-    chosen_ptr,
-    scales_ptr,
-    levels_ptr,
-    coupling_ptr,
-    O,
-    target_stride,
-    weight_stride,
-    residual_stride,
-    chosen_stride,
-    scales_stride,
-    levels_stride,
+    target_ptr, weight_ptr, residual_ptr, chosen_ptr, scales_ptr, levels_ptr, coupling_ptr, O,
+    target_stride, weight_stride, residual_stride, chosen_stride, scales_stride, levels_stride,
     coupling_stride,
-    C: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    C: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row = rows < O
     block = tl.arange(0, BLOCK)
@@ -164,23 +120,10 @@ def _settle_kernel(
 
 @triton.jit
 def _refit_kernel(
-    target_ptr,
-    residual_ptr,
-    chosen_ptr,
-    scales_ptr,
-    coupling_ptr,
-    diagonal_ptr,
-    O,
-    target_stride,
-    residual_stride,
-    chosen_stride,
-    coupling_stride,
-    diagonal_stride,
-    SCALE_BITS: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    target_ptr, residual_ptr, chosen_ptr, scales_ptr, coupling_ptr, diagonal_ptr, O, target_stride,
+    residual_stride, chosen_stride, coupling_stride, diagonal_stride,
+    SCALE_BITS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row = rows < O
     block = tl.arange(0, BLOCK)

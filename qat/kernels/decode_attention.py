@@ -107,56 +107,21 @@ def _decode_by_kernel(
     overlap = overlaps(qkv.device)
     launch = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
     _split_kernel[(B * J, splits)](
-        parts,
-        peaks,
-        sums,
-        qkv,
-        *cache,
-        position,
-        *angles,
-        heads.q_norm,
-        heads.k_norm,
-        N,
-        heads.eps,
-        heads.scaling,
-        H=H,
-        J=J,
-        D=D,
-        HALF=max(D // 2, LEAST),
-        ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
-        TILE=TILE,
-        SPLITS=splits,
-        **launch,
-    )
+        parts, peaks, sums, qkv, *cache, position, *angles, heads.q_norm, heads.k_norm, N,
+        heads.eps, heads.scaling,
+        H=H, J=J, D=D, HALF=max(D // 2, LEAST), ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
+        TILE=TILE, SPLITS=splits, **launch,
+    )  # fmt: skip
     _merge_kernel[(B * H,)](out, parts, peaks, sums, H=H, D=D, SPLITS=splits, ORDER=order, **launch)
     return out
 
 
 @triton.jit
 def _split_kernel(
-    parts,
-    peaks,
-    sums,
-    qkv,
-    keys,
-    values,
-    position,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    N,
-    eps,
-    scaling,
-    H: tl.constexpr,
-    J: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    parts, peaks, sums, qkv, keys, values, position, cos, sin, q_norm, k_norm, N, eps, scaling,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One split of the positions, for all query heads of a key head: rows of one small matrix."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -251,16 +216,10 @@ def add_product(total, A, B):
 
 @triton.jit
 def _merge_kernel(
-    out,
-    parts,
-    peaks,
-    sums,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ORDER: tl.constexpr,
+    out, parts, peaks, sums,
+    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, ORDER: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

@@ -272,21 +272,10 @@ def chosen_logits_by_kernel(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
     cut = chosen("gather_dot", (N, D), Gather(), hidden.device)
     with torch.cuda.device_of(hidden):
         _gather_dot_kernel[(T,)](
-            hidden,
-            head.weight,
-            head.bias,
-            ids,
-            out,
-            head.weight.stride(0),
-            head.softcap or 1.0,
-            N=N,
-            D=D,
-            HAS_BIAS=head.bias is not None,
-            HAS_CAP=head.softcap is not None,
-            BLOCK_N=cut.words,
-            BLOCK_D=cut.features,
-            num_warps=cut.warps,
-        )
+            hidden, head.weight, head.bias, ids, out, head.weight.stride(0), head.softcap or 1.0,
+            N=N, D=D, HAS_BIAS=head.bias is not None, HAS_CAP=head.softcap is not None,
+            BLOCK_N=cut.words, BLOCK_D=cut.features, num_warps=cut.warps,
+        )  # fmt: skip
     return out
 
 
@@ -303,21 +292,10 @@ def hidden_gradient_by_kernel(
     cut = chosen("gather_sum", (N, D), Gather(), out.device)
     with torch.cuda.device_of(out):
         _gather_sum_kernel[(T, triton.cdiv(D, cut.features))](
-            g_chosen,
-            ids,
-            weight,
-            g_others,
-            slope,
-            out,
-            weight.stride(0),
-            out.stride(0),
-            N=N,
-            D=D,
-            HAS_OTHERS=slope is not None,
-            BLOCK_N=cut.words,
-            BLOCK_D=cut.features,
+            g_chosen, ids, weight, g_others, slope, out, weight.stride(0), out.stride(0),
+            N=N, D=D, HAS_OTHERS=slope is not None, BLOCK_N=cut.words, BLOCK_D=cut.features,
             num_warps=cut.warps,
-        )
+        )  # fmt: skip
 
 
 def other_words_by_kernel(
@@ -392,26 +370,13 @@ def _add_tile(hidden: Tensor, tile: Head, start: int, online: _Online, scratch: 
     logits, shares = scratch.tile(rows, words)
     _write_product(hidden, weight.T, out=logits)
     _softmax_tile_kernel[(rows,)](
-        logits,
-        shares,
-        tile.bias,
-        online.excluded,
-        online.peak,
-        online.total,
-        online.slope,
-        start,
-        words,
-        tile.softcap or 1.0,
-        K=online.excluded.shape[1],
-        D=hidden.shape[1],
-        HAS_BIAS=tile.bias is not None,
-        HAS_CAP=tile.softcap is not None,
-        WANT_SLOPE=online.slope is not None,
+        logits, shares, tile.bias, online.excluded, online.peak, online.total, online.slope, start,
+        words, tile.softcap or 1.0,
+        K=online.excluded.shape[1], D=hidden.shape[1], HAS_BIAS=tile.bias is not None,
+        HAS_CAP=tile.softcap is not None, WANT_SLOPE=online.slope is not None,
         BLOCK_K=max(16, triton.next_power_of_2(online.excluded.shape[1])),
-        BLOCK_V=triton.next_power_of_2(words),
-        BLOCK_D=1024,
-        num_warps=8,
-    )
+        BLOCK_V=triton.next_power_of_2(words), BLOCK_D=1024, num_warps=8,
+    )  # fmt: skip
     if online.slope is not None:
         _add_product(shares, weight, out=online.slope)
 
@@ -436,20 +401,10 @@ def _add_product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 
 @triton.jit
 def _gather_dot_kernel(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,
-    ids_ptr,
-    out_ptr,
-    weight_stride,
-    softcap,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    hidden_ptr, weight_ptr, bias_ptr, ids_ptr, out_ptr, weight_stride, softcap,
+    N: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One token: `out[n] = hidden . weight[ids[n]]`, 0 where `ids[n] < 0`."""
     token = tl.program_id(0).to(tl.int64)
     for first in range(0, N, BLOCK_N):
@@ -474,20 +429,10 @@ def _gather_dot_kernel(
 
 @triton.jit
 def _gather_sum_kernel(
-    g_chosen_ptr,
-    ids_ptr,
-    weight_ptr,
-    g_others_ptr,
-    slope_ptr,
-    out_ptr,
-    weight_stride,
-    out_stride,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    HAS_OTHERS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    g_chosen_ptr, ids_ptr, weight_ptr, g_others_ptr, slope_ptr, out_ptr, weight_stride, out_stride,
+    N: tl.constexpr, D: tl.constexpr, HAS_OTHERS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """One token, some features: `out = sum_n g_chosen[n] weight[ids[n]] + g_others * slope`."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -508,25 +453,11 @@ def _gather_sum_kernel(
 
 @triton.jit
 def _softmax_tile_kernel(
-    logits_ptr,
-    shares_ptr,
-    bias_ptr,
-    excluded_ptr,
-    peak_ptr,
-    total_ptr,
-    slope_ptr,
-    start,
-    words,
+    logits_ptr, shares_ptr, bias_ptr, excluded_ptr, peak_ptr, total_ptr, slope_ptr, start, words,
     softcap,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    WANT_SLOPE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    K: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    WANT_SLOPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One token: add a tile's logits to `peak` and `total`, and rescale `slope` if peak moves.
 
     Writes `P = exp(logits - peak)` (times the slope of the soft cap), 0 for excluded words.

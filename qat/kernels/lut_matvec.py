@@ -419,39 +419,16 @@ def _launch(
     overlap = overlaps(x.device)
     num_squares = 0 if norm is None else norm.squares.shape[1]
     _matvec_kernel[(triton.cdiv(O, tile.rows),)](
-        out,
-        scaled,
-        squares_out,
-        x.view(torch.int32) if parts.is_mma else x.contiguous(),
-        None if norm is None else norm.squares,
-        *parts.tensors,
-        bias,
-        residual,
-        gamma,
-        num_out=O,
-        num_squares=num_squares,
-        second=parts.second,
-        third=parts.third,
-        eps=0.0 if norm is None else norm.eps,
-        UNITS=I if parts.bits == 16 else I // UNIT,
-        B=x.shape[0],
-        BITS=parts.bits,
-        C=2 ** min(parts.bits, 8),
-        LENGTH=parts.length,
-        LOOKUP=_lookup(parts.bits),
-        MMA=parts.is_mma,
-        ASSEMBLED=IS_COMPILED,
-        GLU=is_gated,
-        SQUARES=max(triton.next_power_of_2(num_squares), 2),
-        ORDER=order,
-        R=tile.rows,
-        U=tile.units,
-        DEPTH=tile.depth,
-        W=tile.warps,
-        OVERLAP=overlap,
-        num_warps=tile.warps,
+        out, scaled, squares_out, x.view(torch.int32) if parts.is_mma else x.contiguous(),
+        None if norm is None else norm.squares, *parts.tensors, bias, residual, gamma,
+        num_out=O, num_squares=num_squares, second=parts.second, third=parts.third,
+        eps=0.0 if norm is None else norm.eps, UNITS=I if parts.bits == 16 else I // UNIT,
+        B=x.shape[0], BITS=parts.bits, C=2 ** min(parts.bits, 8), LENGTH=parts.length,
+        LOOKUP=_lookup(parts.bits), MMA=parts.is_mma, ASSEMBLED=IS_COMPILED, GLU=is_gated,
+        SQUARES=max(triton.next_power_of_2(num_squares), 2), ORDER=order, R=tile.rows, U=tile.units,
+        DEPTH=tile.depth, W=tile.warps, OVERLAP=overlap, num_warps=tile.warps,
         **_options(tile, x.shape[0], overlap),
-    )
+    )  # fmt: skip
 
 
 def _lookup(bits: int) -> int:
@@ -489,41 +466,13 @@ def _parts(rows: Rows) -> _Parts:
 
 @triton.jit
 def _matvec_kernel(
-    out,
-    scaled,
-    squares_out,
-    x,
-    squares_in,
-    source,
-    scales,
-    codebooks,
-    tables,
-    factors,
-    bias,
-    residual,
-    gamma,
-    num_out,
-    num_squares,
-    second,
-    third,
-    eps,
-    UNITS: tl.constexpr,
-    B: tl.constexpr,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    MMA: tl.constexpr,
-    ASSEMBLED: tl.constexpr,
-    GLU: tl.constexpr,
-    SQUARES: tl.constexpr,
-    ORDER: tl.constexpr,
-    R: tl.constexpr,
-    U: tl.constexpr,
-    DEPTH: tl.constexpr,
-    W: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    out, scaled, squares_out, x, squares_in, source, scales, codebooks, tables, factors, bias,
+    residual, gamma, num_out, num_squares, second, third, eps,
+    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr,
+    LOOKUP: tl.constexpr, MMA: tl.constexpr, ASSEMBLED: tl.constexpr, GLU: tl.constexpr,
+    SQUARES: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
+    DEPTH: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
     first = tl.program_id(0) * R
@@ -599,24 +548,10 @@ def _matvec_kernel(
 
 @triton.jit
 def _dots(
-    x,
-    source,
-    scales,
-    codebooks,
-    drawn,
-    row,
-    second,
-    third,
-    UNITS: tl.constexpr,
-    B: tl.constexpr,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    R: tl.constexpr,
-    U: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, source, scales, codebooks, drawn, row, second, third,
+    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr,
+    LOOKUP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """`W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `drawn` already."""
     SPAN: tl.constexpr = U * DEPTH
     IN_TILES: tl.constexpr = UNITS % SPAN == 0
@@ -667,16 +602,10 @@ def _dots(
 
 @triton.jit
 def _ahead(
-    source,
-    scales,
-    row,
-    start,
-    UNITS: tl.constexpr,
-    BITS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    U: tl.constexpr,
+    source, scales, row, start,
+    UNITS: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, U: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     """The words and scales of `DEPTH` tiles from unit `start` on, as they lie."""
     WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0 or (UNITS > U * DEPTH and BITS < 16)
     words, shares = (), ()

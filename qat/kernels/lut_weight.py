@@ -181,12 +181,9 @@ def _form_by_kernel(out: Tensor, source: Packed | Tensor, codebook: Tensor, scal
     cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
     tiling = _Tiling.of(source, scales, cut.weights)
     _form_kernel[(tiling.num_tiles,)](
-        out,
-        *_operands(source, codebook, scales, tiling.E),
-        **tiling.constants(source, codebook),
-        enable_fp_fusion=False,
-        num_warps=tiling.num_warps,
-    )
+        out, *_operands(source, codebook, scales, tiling.E),
+        **tiling.constants(source, codebook), enable_fp_fusion=False, num_warps=tiling.num_warps,
+    )  # fmt: skip
 
 
 def _reduce_by_kernel(
@@ -215,19 +212,13 @@ def _reduce_by_kernel(
     if wants_scales:
         d_scales = torch.empty(dW.shape if scales.scales is None else scales.scales.shape, **new)
     _reduce_kernel[(num_programs,)](
-        d_levels,
-        d_scales,
-        partials,
-        arrivals,
-        dW.contiguous(),
+        d_levels, d_scales, partials, arrivals, dW.contiguous(),
         *_operands(source, codebook, scales, tiling.E),
-        num_tiles=tiling.num_tiles,
-        **tiling.constants(source, codebook),
+        num_tiles=tiling.num_tiles, **tiling.constants(source, codebook),
         THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
         PROGRAMS=triton.next_power_of_2(REDUCE_PROGRAMS),
-        enable_fp_fusion=scales.scales is not None,
-        num_warps=tiling.num_warps,
-    )
+        enable_fp_fusion=scales.scales is not None, num_warps=tiling.num_warps,
+    )  # fmt: skip
     return d_levels, d_scales
 
 
@@ -318,26 +309,10 @@ def _operands(
 
 @triton.jit
 def _form_kernel(
-    out,
-    source,
-    codebook,
-    scales,
-    scale_out,
-    rank_gain,
-    scale_in,
-    num_runs,
-    in_features,
-    width,
-    LENGTH: tl.constexpr,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    R: tl.constexpr,
-    SCALE_BITS: tl.constexpr,
-    N: tl.constexpr,
-    U: tl.constexpr,
-    E: tl.constexpr,
-):
+    out, source, codebook, scales, scale_out, rank_gain, scale_in, num_runs, in_features, width,
+    LENGTH: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr,
+    SCALE_BITS: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
     drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
     if R == 0:
@@ -354,33 +329,12 @@ def _form_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    d_levels,
-    d_scales,
-    partials,
-    arrivals,
-    dW,
-    source,
-    codebook,
-    scales,
-    scale_out,
-    rank_gain,
-    scale_in,
-    num_runs,
-    in_features,
-    width,
-    num_tiles,
-    LENGTH: tl.constexpr,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    R: tl.constexpr,
-    SCALE_BITS: tl.constexpr,
-    N: tl.constexpr,
-    U: tl.constexpr,
-    E: tl.constexpr,
-    THREADS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
+    d_levels, d_scales, partials, arrivals, dW, source, codebook, scales, scale_out, rank_gain,
+    scale_in, num_runs, in_features, width, num_tiles,
+    LENGTH: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr,
+    SCALE_BITS: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
+    THREADS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     step = tl.num_programs(0)
     next_dW, next_drawn, next_S = _read_tile(
         tl.program_id(0), dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
@@ -425,20 +379,10 @@ def _reduce_kernel(
 
 @triton.jit
 def _read_tile(
-    tile,
-    dW,
-    source,
-    scales,
-    num_runs,
-    in_features,
-    width,
-    LENGTH: tl.constexpr,
-    BITS: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
-    U: tl.constexpr,
+    tile, dW, source, scales, num_runs, in_features, width,
+    LENGTH: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr,
     E: tl.constexpr,
-):
+):  # fmt: skip
     """What a tile reads once, as it lies: gradient, what indices come from, group scales."""
     run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
     place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
@@ -452,15 +396,9 @@ def _read_tile(
 
 @triton.jit
 def _add_up(
-    d_levels,
-    partials,
-    arrivals,
-    sums,
-    order,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
+    d_levels, partials, arrivals, sums, order,
+    C: tl.constexpr, SLOTS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     """Hand in this program's `sums`; whoever comes last adds up all, in the order of programs.
 
     In float64, so that the many partial sums cost no digits.
@@ -525,16 +463,9 @@ def units_of_tile(
 
 @triton.jit
 def draw(
-    source,
-    run,
-    column,
-    is_unit,
-    in_features,
-    width,
-    LENGTH: tl.constexpr,
-    BITS: tl.constexpr,
-    E: tl.constexpr,
-):
+    source, run, column, is_unit, in_features, width,
+    LENGTH: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """What indices come from: latent weights `(units, E)`, or packed indices, a word a unit."""
     first = run * LENGTH + column
     if BITS == 0:
@@ -559,17 +490,9 @@ def draw(
 
 @triton.jit
 def low_rank_scale(
-    scale_out,
-    rank_gain,
-    scale_in,
-    run,
-    column,
-    is_unit,
-    LENGTH: tl.constexpr,
-    R: tl.constexpr,
-    SCALE_BITS: tl.constexpr,
-    E: tl.constexpr,
-):
+    scale_out, rank_gain, scale_in, run, column, is_unit,
+    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """`A diag(g) B` of each weight, `(units, E)`, summed in the order of the reference."""
     S = tl.zeros([run.shape[0], E], tl.float32)
     columns = column[:, None] + tl.arange(0, E)[None, :]

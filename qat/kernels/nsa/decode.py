@@ -300,25 +300,12 @@ def _append_by_kernel(
     B, K, N, D = kept.keys.shape
     of_keys, of_values = weights or (None, None)
     _append_kernel[(B * K,)](
-        kept.keys,
-        kept.values,
-        kept.pooled_keys,
-        kept.pooled_values,
-        key.contiguous(),
-        value.contiguous(),
-        position,
-        of_keys,
-        of_values,
-        N,
-        kept.pooled_keys.shape[2],
-        K=K,
-        D=D,
-        BLOCK=config.compress_block,
-        STRIDE=config.compress_stride,
-        ROWS=triton.next_power_of_2(config.compress_block),
-        WIDTH=triton.next_power_of_2(D),
+        kept.keys, kept.values, kept.pooled_keys, kept.pooled_values, key.contiguous(),
+        value.contiguous(), position, of_keys, of_values, N, kept.pooled_keys.shape[2],
+        K=K, D=D, BLOCK=config.compress_block, STRIDE=config.compress_stride,
+        ROWS=triton.next_power_of_2(config.compress_block), WIDTH=triton.next_power_of_2(D),
         **_launch(key),
-    )
+    )  # fmt: skip
 
 
 def _attend_by_kernel(
@@ -339,37 +326,14 @@ def _attend_by_kernel(
     parts = torch.empty(B * H, splits, D, **new)
     peaks, sums = torch.empty(2, B * H, splits, **new)
     _split_kernel[(B * K, splits)](
-        parts,
-        peaks,
-        sums,
-        query.contiguous(),
-        kept.keys,
-        kept.values,
-        kept.pooled_keys,
-        kept.pooled_values,
-        kept.blocks,
-        position,
-        N,
-        T,
-        C,
-        scale,
-        H=H,
-        K=K,
-        D=D,
-        ROWS=max(triton.next_power_of_2(H // K), LEAST),
-        WIDTH=max(triton.next_power_of_2(D), LEAST),
-        TILE=TILE,
-        SELECTED=selected,
-        WINDOW=window,
-        SPLITS=splits,
-        NUM_BLOCKS=config.num_selected,
-        BLOCK=config.select_block,
-        TILE_QUERIES=config.select_tile,
-        SPAN=config.window,
-        POOL_BLOCK=config.compress_block,
-        POOL_STRIDE=config.compress_stride,
-        **_launch(query),
-    )
+        parts, peaks, sums, query.contiguous(), kept.keys, kept.values, kept.pooled_keys,
+        kept.pooled_values, kept.blocks, position, N, T, C, scale,
+        H=H, K=K, D=D, ROWS=max(triton.next_power_of_2(H // K), LEAST),
+        WIDTH=max(triton.next_power_of_2(D), LEAST), TILE=TILE, SELECTED=selected, WINDOW=window,
+        SPLITS=splits, NUM_BLOCKS=config.num_selected, BLOCK=config.select_block,
+        TILE_QUERIES=config.select_tile, SPAN=config.window, POOL_BLOCK=config.compress_block,
+        POOL_STRIDE=config.compress_stride, **_launch(query),
+    )  # fmt: skip
     gates = None if gates is None else gates.contiguous()
     return _added_up(query, (parts, peaks, sums), gates, (selected, window, compressed))
 
@@ -385,16 +349,10 @@ def _added_up(
     out = torch.empty(B, H, D, dtype=query.dtype, device=query.device)
     selected, window, compressed = programs
     _merge_kernel[(B * H,)](
-        out,
-        *found,
-        gates,
-        D=D,
-        WIDTH=triton.next_power_of_2(D),
-        SELECTED=selected,
-        WINDOW=window,
-        COMPRESSED=compressed,
-        **_launch(query),
-    )
+        out, *found, gates,
+        D=D, WIDTH=triton.next_power_of_2(D), SELECTED=selected, WINDOW=window,
+        COMPRESSED=compressed, **_launch(query),
+    )  # fmt: skip
     return out
 
 
@@ -415,25 +373,11 @@ def _launch(tensor: Tensor) -> dict[str, object]:
 
 @triton.jit(do_not_specialize=["N", "C"])
 def _append_kernel(
-    keys,
-    values,
-    pooled_keys,
-    pooled_values,
-    new_key,
-    new_value,
-    position,
-    of_keys,
-    of_values,
-    N,
+    keys, values, pooled_keys, pooled_values, new_key, new_value, position, of_keys, of_values, N,
     C,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One row's key-value head."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -462,19 +406,9 @@ def _append_kernel(
 
 @triton.jit
 def _keep(
-    rows,
-    new,
-    at,
-    start,
-    pooled,
-    weights,
-    head,
-    is_due,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    rows, new, at, start, pooled, weights, head, is_due,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Write the new row; where due, pool it with those before it, which alone are read back."""
     column, row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     is_column = column < D
@@ -499,37 +433,13 @@ def _keep(
 
 @triton.jit(do_not_specialize=["N", "T", "C"])
 def _split_kernel(
-    parts,
-    peaks,
-    sums,
-    query,
-    keys,
-    values,
-    pooled_keys,
-    pooled_values,
-    blocks,
-    position,
-    N,
-    T,
-    C,
+    parts, peaks, sums, query, keys, values, pooled_keys, pooled_values, blocks, position, N, T, C,
     scale,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    SELECTED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
-    SPAN: tl.constexpr,
-    POOL_BLOCK: tl.constexpr,
-    POOL_STRIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE_QUERIES: tl.constexpr, SPAN: tl.constexpr,
+    POOL_BLOCK: tl.constexpr, POOL_STRIDE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One part of one branch's list, for all query heads of a key-value head."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -599,18 +509,10 @@ def _scores(Q, key):
 
 @triton.jit
 def _merge_kernel(
-    out,
-    parts,
-    peaks,
-    sums,
-    gates,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SELECTED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    COMPRESSED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    out, parts, peaks, sums, gates,
+    D: tl.constexpr, WIDTH: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr,
+    COMPRESSED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One query head."""
     if OVERLAP:
         gdc_launch_dependents()
