@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.decode import Kept, append, attend, choose, fill
+from qat.kernels.nsa.decode import Past, append, attend, choose, fill
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool, select
 
@@ -29,10 +29,10 @@ def upto(inputs: Inputs, length: int, config: NSAConfig, weights: Weights = None
 
 def decoded(
     inputs: Inputs, config: NSAConfig, begin: int = 0, *, room: int = 0, weights: Weights = None
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Past]:
     """`(B, S - begin, H, D)` after `begin` positions at once, and what is kept at the end."""
     B, S = inputs.query.shape[0], inputs.length
-    kept = Kept.empty(inputs.key, room or S, config)
+    kept = Past.empty(inputs.key, room or S, config)
     before = upto(inputs, begin, config, weights)
     if begin:
         fill(kept, before, select(before, config), config)

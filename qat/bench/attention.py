@@ -201,7 +201,7 @@ def _decoding(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
     """A step inside a tile, or one that is a tile: it keeps its key and value, and attends."""
 
     def prepare(layer: Layer, work: Work) -> Attend:
-        kept = decode.Kept.empty(layer.key, work.length, config)
+        kept = decode.Past.empty(layer.key, work.length, config)
         whole = layer._replace(query=layer.key.repeat_interleave(work.group, 1))
         inputs = inputs_of(whole, config)
         decode.fill(kept, inputs, select_blocks(inputs, config), config)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
 from qat.kernels.lut_matvec import (
     MOST_VECTORS,
     LutRows,
@@ -151,7 +151,7 @@ class DecodeLayer(NamedTuple):
     """What one layer is made of."""
 
     qkv: Together
-    heads: Heads
+    heads: Scoring
     out: Together
     gate_up: Together
     down: Together
@@ -298,7 +298,7 @@ def _dense_linear(linear: QuantLinear, dtype: torch.dtype) -> nn.Linear:
 def _block(layer: nn.Module, dtype: torch.dtype) -> DecodeLayer:
     attention, mlp = layer.self_attn, layer.mlp
     gains = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    heads = Heads(
+    heads = Scoring(
         attention.scaling,
         *(None if norm is None else norm.weight.detach().float() for norm in gains),
         eps=0.0 if gains[0] is None else gains[0].variance_epsilon,

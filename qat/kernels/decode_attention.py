@@ -35,8 +35,8 @@ class Angles(NamedTuple):
     """`(N, D)` float32."""
 
 
-class Heads(NamedTuple):
-    """What one layer's attention does to its heads."""
+class Scoring(NamedTuple):
+    """How one layer's queries meet its keys."""
 
     scaling: float
     """Scores are `scaling * q @ k`."""
@@ -47,7 +47,7 @@ class Heads(NamedTuple):
 
 
 def decode_attention(
-    qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, heads: Heads, *, order: int = 1
+    qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, scoring: Scoring, *, order: int = 1
 ) -> Tensor:
     """What the heads say of positions up to `position`, `(B, H * D)` float32, spread by `order`.
 
@@ -55,16 +55,16 @@ def decode_attention(
     which is the same for all sequences; its key and value are written into the cache.
     """
     if use_triton(qkv):
-        return _decode_by_kernel(qkv, cache, position, angles, heads, order=order)
+        return _decode_by_kernel(qkv, cache, position, angles, scoring, order=order)
     (B, J, _, D), at = cache.keys.shape, int(position)
     query, key, value = qkv.view(B, -1, D).split([qkv.shape[1] // D - 2 * J, J, J], 1)
     turn = (angles.cos[at], angles.sin[at])
-    query = _rotated(_normed(query, heads.q_norm, heads.eps), *turn)
-    cache.keys[:, :, at] = _rotated(_normed(key, heads.k_norm, heads.eps), *turn)
+    query = _rotated(_normed(query, scoring.q_norm, scoring.eps), *turn)
+    cache.keys[:, :, at] = _rotated(_normed(key, scoring.k_norm, scoring.eps), *turn)
     cache.values[:, :, at] = value
     seen = (cache.keys[:, :, : at + 1].float(), cache.values[:, :, : at + 1].float())
     out = F.scaled_dot_product_attention(
-        query[:, :, None].float(), *seen, scale=heads.scaling, enable_gqa=True
+        query[:, :, None].float(), *seen, scale=scoring.scaling, enable_gqa=True
     )
     return spread(out.flatten(1), order)
 
@@ -93,7 +93,7 @@ LEAST = 16
 
 
 def _decode_by_kernel(
-    qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, heads: Heads, *, order: int
+    qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, scoring: Scoring, *, order: int
 ) -> Tensor:
     """See `qat.kernels.decode_attention`."""
     B, J, N, D = cache.keys.shape
@@ -107,8 +107,8 @@ def _decode_by_kernel(
     overlap = overlaps(qkv.device)
     launch = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
     _split_kernel[(B * J, splits)](
-        parts, peaks, sums, qkv, *cache, position, *angles, heads.q_norm, heads.k_norm, N,
-        heads.eps, heads.scaling,
+        parts, peaks, sums, qkv, *cache, position, *angles, scoring.q_norm, scoring.k_norm, N,
+        scoring.eps, scoring.scaling,
         H=H, J=J, D=D, HALF=max(D // 2, LEAST), ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
         TILE=TILE, SPLITS=splits, **launch,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from qat.errors import ConfigError
 from qat.kernels.nsa import decode, router
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.decode import Kept
+from qat.kernels.nsa.decode import Past
 from qat.kernels.nsa.select import pool, select
 from qat.nsa.rows import Rows, rows_of_mask
 
@@ -129,7 +129,7 @@ class NSALayer(DynamicLayer):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
         self.config = config
-        self.kept: Kept | None = None
+        self.kept: Past | None = None
         self.unrotated: Unrotated | None = None
         self.position: Tensor | None = None
         """`(B,)` int64: of each row's next token."""
@@ -141,7 +141,7 @@ class NSALayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
         self.lengths = lengths
         self.position = torch.tensor(lengths, device=like.device)
-        self.kept = Kept.empty(like.detach(), _room(length), self.config)
+        self.kept = Past.empty(like.detach(), _room(length), self.config)
         self._show(length)
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class NSALayer(DynamicLayer):
     def _grow(self, length: int) -> None:
         """Room for more positions, and what is kept in it."""
         old = self.kept
-        self.kept = Kept.empty(old.keys, _room(length + length // SPARE), self.config)
+        self.kept = Past.empty(old.keys, _room(length + length // SPARE), self.config)
         for new, kept in zip(self.kept, old, strict=True):
             if kept is not None:
                 new[:, :, : kept.shape[2]] = kept
@@ -237,7 +237,7 @@ class NSALayer(DynamicLayer):
         length = self.get_seq_length()
         if not length:
             return
-        self.kept = Kept(*(None if tensor is None else change(tensor) for tensor in self.kept))
+        self.kept = Past(*(None if tensor is None else change(tensor) for tensor in self.kept))
         if self.unrotated is not None:
             self.unrotated = Unrotated(*(change(tensor) for tensor in self.unrotated))
         self.lengths = change(torch.tensor(self.lengths)).tolist()

@@ -28,8 +28,8 @@ from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
 from qat.kernels.nsa.config import PRESETS, NSAConfig
-from qat.kernels.nsa.decode import Kept
-from qat.kernels.nsa.reads import Reads, predicted
+from qat.kernels.nsa.decode import Past
+from qat.kernels.nsa.reads import KeyReads, predicted
 from qat.kernels.overlap import one_after_the_other
 from qat.nsa.swap import nsa_modules, swap_attention
 
@@ -49,7 +49,7 @@ COLUMNS = (
 READ_COLUMNS = (
     ("Mode", "mode", "{}"),
     ("Keys read", "kind", "{}"),
-    *((name, name, "{:,.1f}") for name in Reads._fields),
+    *((name, name, "{:,.1f}") for name in KeyReads._fields),
     ("Pairs", "pairs", "{:,.1f}"),
     ("Dense / NSA", "ratio", "{:.2f}"),
 )
@@ -142,7 +142,7 @@ def compare(sparse: NSABench) -> None:
     bench.position.fill_(bench.shape.length - 1)
     found = sparse.attend(sparse.kept[0], is_leader=False)
     tensors = sparse.kept[0]
-    wide = Kept(*(t if t is None or t.dtype == torch.int32 else t.double() for t in tensors))
+    wide = Past(*(t if t is None or t.dtype == torch.int32 else t.double() for t in tensors))
     check("nsa", found, sparse.read(bench.query.double(), wide))
 
 

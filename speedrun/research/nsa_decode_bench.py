@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qat.backend.base import Backend
-from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.decode import NONE, Kept, append, attend, choose
-from qat.kernels.nsa.reads import Reads, measured
+from qat.kernels.nsa.decode import NONE, Past, append, attend, choose
+from qat.kernels.nsa.reads import KeyReads, measured
 from qat.kernels.nsa.select import judged_keys, pool
 
 SDPA = {
@@ -82,7 +82,7 @@ class Bench:
         N, D = self.shape.length, self.shape.width
         device = self.backend.device
         angles = Angles(torch.ones(N, D, device=device), torch.zeros(N, D, device=device))
-        heads = Heads(self.scale)
+        heads = Scoring(self.scale)
         qkv = torch.cat([self.query, self.key, self.value], 1).float().flatten(1)
 
         def attend(cache: Cache) -> Tensor:
@@ -133,12 +133,12 @@ class NSABench:
         self.gates = None if is_merged else bench.random(1, bench.shape.heads, 3)
         self.kept = [self._kept(cache) for cache in bench.caches]
 
-    def _kept(self, cache: Cache) -> Kept:
+    def _kept(self, cache: Cache) -> Past:
         """The cache itself, its pooled keys, and what the last tile selects."""
         shape, config, bench = self.bench.shape, self.config, self.bench
         lists = (1, shape.key_heads, config.num_tiles(shape.length), config.num_selected)
         pooled = pool(cache.keys, config)
-        kept = Kept(
+        kept = Past(
             *cache,
             pooled,
             None if self.gates is None else pool(cache.values, config),
@@ -150,7 +150,7 @@ class NSABench:
         choose(bench.query, kept, bench.position, config=config, scale=bench.scale)
         return kept
 
-    def attend(self, kept: Kept, *, is_leader: bool) -> Tensor:
+    def attend(self, kept: Past, *, is_leader: bool) -> Tensor:
         """`(1, H, D)`: one token's; the first of a tile also selects."""
         bench, config = self.bench, self.config
         append(kept, bench.key, bench.value, bench.position, config=config)
@@ -158,7 +158,7 @@ class NSABench:
             choose(bench.query, kept, bench.position, config=config, scale=bench.scale)
         return self.read(bench.query, kept)
 
-    def read(self, query: Tensor, kept: Kept) -> Tensor:
+    def read(self, query: Tensor, kept: Past) -> Tensor:
         """`(1, H, D)`: attention alone."""
         sizes = {"config": self.config, "scale": self.bench.scale}
         return attend(query, kept, self.bench.position, gates=self.gates, **sizes)
@@ -173,7 +173,7 @@ class NSABench:
 
         return self.bench.recorded(token)
 
-    def reads(self) -> Reads:
+    def reads(self) -> KeyReads:
         """Bytes that the last token reads, counted from the first layer's lists."""
         last = torch.full_like(self.bench.position, self.bench.shape.length - 1)
         return measured(self.kept[0], last, self.config)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from qat.backend.device import seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
-from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
 from qat.kernels.lut_matvec import (
     Norm,
     gathered,
@@ -100,7 +100,7 @@ def test_attention_of_one_position(heads: tuple[int, int, int], at: int) -> None
     qkv = torch.randn(B, (H + 2 * J) * D)
     angle = torch.rand(N, D) * 6
     angles = Angles(angle.cos(), angle.sin())
-    kind = Heads(D**-0.5, torch.rand(D) + 0.5, torch.rand(D) + 0.5, eps=1e-6)
+    kind = Scoring(D**-0.5, torch.rand(D) + 0.5, torch.rand(D) + 0.5, eps=1e-6)
     cache = Cache(torch.randn(B, J, N, D).bfloat16(), torch.randn(B, J, N, D).bfloat16())
     copy = Cache(*(t.cuda() for t in cache))
     found = decode_attention(
@@ -108,7 +108,7 @@ def test_attention_of_one_position(heads: tuple[int, int, int], at: int) -> None
         copy,
         torch.tensor([at], device="cuda"),
         Angles(*(t.cuda() for t in angles)),
-        Heads(kind.scaling, kind.q_norm.cuda(), kind.k_norm.cuda(), kind.eps),
+        Scoring(kind.scaling, kind.q_norm.cuda(), kind.k_norm.cuda(), kind.eps),
         order=16,
     )
     expected = decode_attention(qkv, cache, torch.tensor([at]), angles, kind, order=16)

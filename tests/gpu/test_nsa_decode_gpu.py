@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from qat.backend.device import on
 from qat.kernels.dispatch import computing_by
 from qat.kernels.nsa.config import PRESETS
-from qat.kernels.nsa.decode import Kept, append, attend, choose, fill
+from qat.kernels.nsa.decode import Past, append, attend, choose, fill
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import select
 
@@ -26,8 +26,8 @@ def on_gpu(inputs: Inputs) -> Inputs:
     return Inputs(*(t.cuda() if isinstance(t, Tensor) else t for t in inputs))
 
 
-def doubled(kept: Kept) -> Kept:
-    return Kept(*(t if t is None or t.dtype == torch.int32 else t.double() for t in kept))
+def doubled(kept: Past) -> Past:
+    return Past(*(t if t is None or t.dtype == torch.int32 else t.double() for t in kept))
 
 
 @pytest.mark.parametrize("dtype", SLACKS)
@@ -40,12 +40,12 @@ def test_the_kernels_err_no_more_than_plain_pytorch(
     inputs = on_gpu(nsa_inputs(config, 3001, heads=heads[:2], width=heads[2], dtype=dtype))
     for length in (1, 31, 32, 129, 1025, 3001):
         before = upto(inputs, length - 1, config)
-        kept = Kept.empty(inputs.key, 3333, config)
+        kept = Past.empty(inputs.key, 3333, config)
         if length > 1:
             fill(kept, before, select(before, config), config)
         position = torch.tensor([length - 1] * 2, device="cuda")
         query, key, value = (tensor[:, :, length - 1] for tensor in inputs[:3])
-        other = Kept(*(None if tensor is None else tensor.clone() for tensor in kept))
+        other = Past(*(None if tensor is None else tensor.clone() for tensor in kept))
         append(kept, key, value, position, config=config)
         with computing_by(kernel=False):
             append(other, key, value, position, config=config)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels import decode_attention as module
-from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
 from qat.kernels.lut_matvec import gathered
 
 B, H, J, N, D = 2, 4, 2, 80, 16
@@ -25,7 +25,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def textbook(
-    qkv: Tensor, cache: Cache, at: int, angles: Angles, heads: Heads
+    qkv: Tensor, cache: Cache, at: int, angles: Angles, heads: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention written out: result `(B, H * D)`, and the new key and value."""
     query, key, value = qkv.view(B, -1, D).split([H, J, J], 1)
@@ -51,9 +51,9 @@ def test_one_new_position(at: int, has_norms: bool, path: str) -> None:
     angle = torch.rand(N, D) * 6
     angles = Angles(angle.cos(), angle.sin())
     gains = (torch.rand(D) + 0.5, torch.rand(D) + 0.5) if has_norms else (None, None)
-    heads = Heads(D**-0.5, *gains, eps=1e-6)
+    heads = Scoring(D**-0.5, *gains, eps=1e-6)
     eager, key, value = textbook(qkv, cache, at, angles, heads)
-    doubled = Heads(D**-0.5, *(None if gain is None else gain.double() for gain in gains), 1e-6)
+    doubled = Scoring(D**-0.5, *(None if gain is None else gain.double() for gain in gains), 1e-6)
     exact, _, _ = textbook(
         qkv.double(),
         Cache(*(t.double() for t in cache)),

@@ -8,7 +8,7 @@ from three_way import assert_no_worse_than_eager
 
 from qat.kernels.nsa import decode, reference
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.decode import NONE, Kept, append, attend, choose, listed
+from qat.kernels.nsa.decode import NONE, Past, append, attend, choose, listed
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.reads import dense, measured, predicted
 from qat.kernels.nsa.select import select
@@ -61,7 +61,7 @@ def test_rows_of_different_lengths_are_each_their_own(path: str) -> None:
     lengths = (38, 64)
     pasts = [decoded(upto(inputs, n, config), config, n - 1, room=80)[1] for n in lengths]
     rows = [[tensor[row] for tensor in past] for row, past in enumerate(pasts)]
-    kept = Kept(*(torch.stack(pair) for pair in zip(*rows, strict=True)))
+    kept = Past(*(torch.stack(pair) for pair in zip(*rows, strict=True)))
     for ahead in range(3):
         places = torch.tensor([n + ahead for n in lengths])
         query, key, value = (_at(tensor, places, 2) for tensor in inputs[:3])

@@ -29,7 +29,7 @@ from qat.bench.kernels.gates import (
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.attention import packed_attention, tile_attention
 from qat.kernels.column_sweep import refit_scale, settle_columns
-from qat.kernels.decode_attention import Angles, Cache, Heads, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
 from qat.kernels.joined_attention import joined_attention, joined_tile_attention
@@ -265,7 +265,7 @@ def _decode_inputs(room: Room, size: Size) -> Inputs:
 
 
 def _decode(inputs: Inputs, size: Size) -> Outputs:
-    heads = Heads(_scale(size), *inputs["gains"], EPS)
+    heads = Scoring(_scale(size), *inputs["gains"], EPS)
     qkv, cache, position, angles = (inputs[n] for n in ("qkv", "cache", "position", "angles"))
     out = decode_attention(qkv, cache, position, angles, heads)
     return {"out": out, "new_key": cache.keys[:, :, -1], "new_value": cache.values[:, :, -1]}

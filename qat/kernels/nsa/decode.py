@@ -35,7 +35,7 @@ WIDEST = 256
 """Widest head of the kernels."""
 
 
-class Kept(NamedTuple):
+class Past(NamedTuple):
     """What one layer keeps of its past; all of it is written in place."""
 
     keys: Tensor
@@ -75,7 +75,7 @@ class Kept(NamedTuple):
 
 
 @torch.no_grad()
-def fill(kept: Kept, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
+def fill(kept: Past, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
     """Keep positions 0 ... S - 1 of `inputs` and what their tiles selected.
 
     Args:
@@ -97,7 +97,7 @@ def fill(kept: Kept, inputs: Inputs, selection: Tensor, config: NSAConfig) -> No
 
 @torch.no_grad()
 def append(
-    kept: Kept,
+    kept: Past,
     key: Tensor,
     value: Tensor,
     position: Tensor,
@@ -141,7 +141,7 @@ def append(
 
 
 @torch.no_grad()
-def choose(query: Tensor, kept: Kept, position: Tensor, *, config: NSAConfig, scale: float) -> None:
+def choose(query: Tensor, kept: Past, position: Tensor, *, config: NSAConfig, scale: float) -> None:
     """Select blocks for those rows whose position begins a tile; the others' lists stay.
 
     Args:
@@ -164,7 +164,7 @@ def choose(query: Tensor, kept: Kept, position: Tensor, *, config: NSAConfig, sc
 
 def attend(
     query: Tensor,
-    kept: Kept,
+    kept: Past,
     position: Tensor,
     *,
     gates: Tensor | None,
@@ -193,7 +193,7 @@ def attend(
     return combine(gates, compressed, selected, window)
 
 
-def attend_densely(query: Tensor, kept: Kept, position: Tensor, *, scale: float) -> Tensor:
+def attend_densely(query: Tensor, kept: Past, position: Tensor, *, scale: float) -> Tensor:
     """`(B, H, D)`: attention to all positions so far; arguments as for `attend`."""
     places = torch.arange(kept.room, device=position.device)
     places = torch.where(places <= position[:, None], places, NONE)
@@ -201,7 +201,7 @@ def attend_densely(query: Tensor, kept: Kept, position: Tensor, *, scale: float)
     return _branch(query, (kept.keys, kept.values), places, scale)
 
 
-def selected_places(kept: Kept, position: Tensor, config: NSAConfig) -> Tensor:
+def selected_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
     """`(B, K, M)`: places of the keys in the held blocks; `NONE` where a list has no more."""
     tile = (position // config.select_tile)[:, None, None, None]
     blocks = kept.blocks.gather(2, tile.expand(-1, *kept.blocks.shape[1:2], 1, config.num_selected))
@@ -211,14 +211,14 @@ def selected_places(kept: Kept, position: Tensor, config: NSAConfig) -> Tensor:
     return places.masked_fill(~is_held | (places > position[:, None, None]), NONE)
 
 
-def window_places(kept: Kept, position: Tensor, config: NSAConfig) -> Tensor:
+def window_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
     """`(B, K, M)`: the last `window` places, the position's own first."""
     back = torch.arange(config.window, device=position.device)
     places = (position[:, None] - back).clamp(min=NONE)
     return places[:, None].expand(-1, kept.keys.shape[1], -1)
 
 
-def compressed_places(kept: Kept, position: Tensor, config: NSAConfig) -> Tensor:
+def compressed_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
     """`(B, K, M)`: places of the pooled keys whose block has passed."""
     C = kept.pooled_keys.shape[2]
     places = torch.arange(C, device=position.device)
@@ -266,7 +266,7 @@ def _put(into: Tensor, found: Tensor, place: Tensor, is_due: Tensor | None = Non
     into.scatter_(2, index, new)
 
 
-def _fits(tensor: Tensor, kept: Kept) -> bool:
+def _fits(tensor: Tensor, kept: Past) -> bool:
     """Whether the kernels compute."""
     is_known = tensor.dtype == kept.keys.dtype != torch.float64 and tensor.shape[-1] <= WIDEST
     return is_known and use_triton(tensor)
@@ -288,7 +288,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 def _append_by_kernel(
-    kept: Kept,
+    kept: Past,
     key: Tensor,
     value: Tensor,
     position: Tensor,
@@ -310,7 +310,7 @@ def _append_by_kernel(
 
 def _attend_by_kernel(
     query: Tensor,
-    kept: Kept,
+    kept: Past,
     position: Tensor,
     *,
     gates: Tensor | None,

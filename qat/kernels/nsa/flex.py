@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from qat.errors import ConfigError
 from qat.kernels.nsa import reference
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.flex_branches import Case, compressed, selected, window
+from qat.kernels.nsa.flex_branches import BranchInputs, compressed, selected, window
 from qat.kernels.nsa.flex_tables import EDGE
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import pool, select
@@ -93,7 +93,7 @@ def attend_compiling(inputs: Inputs, config: NSAConfig, selection: Tensor | None
     if selection is None:
         selection = select(inputs, config)
     S = inputs.length
-    case = Case.of(inputs, config)
+    case = BranchInputs.of(inputs, config)
     chosen = selected(case, selection)[:, :S]
     if config.mode == "merged":
         return chosen
@@ -102,7 +102,7 @@ def attend_compiling(inputs: Inputs, config: NSAConfig, selection: Tensor | None
 
 def other_compiling(inputs: Inputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """`attend_other` as a graph has it."""
-    case = Case.of(inputs, config)
+    case = BranchInputs.of(inputs, config)
     return compressed(case)[:, : inputs.length], window(case)[:, : inputs.length]
 
 

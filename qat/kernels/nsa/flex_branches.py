@@ -52,7 +52,7 @@ class Copies(NamedTuple):
     count: int
 
 
-class Case(NamedTuple):
+class BranchInputs(NamedTuple):
     """What the branches of one layer share."""
 
     inputs: Inputs
@@ -63,7 +63,7 @@ class Case(NamedTuple):
     """`first`, filled up."""
 
     @classmethod
-    def of(cls, inputs: Inputs, config: NSAConfig) -> "Case":
+    def of(cls, inputs: Inputs, config: NSAConfig) -> "BranchInputs":
         """`inputs` with zeros behind every row; what fills a row is of its last document."""
         documents = None
         if inputs.first is not None:
@@ -92,7 +92,7 @@ class Case(NamedTuple):
         return out.transpose(1, 2)
 
 
-def selected(case: Case, selection: Tensor) -> Tensor:
+def selected(case: BranchInputs, selection: Tensor) -> Tensor:
     """`(B, S, H, D)`: the branch of selected blocks."""
     inputs, config = case.inputs, case.config
     blocks = _blocks_of(selection, inputs.length, config)
@@ -183,7 +183,7 @@ def _in_sight(blocks: Tensor, tiles: Tiles) -> Tensor:
     return blocks & (is_past & (numbers >= tiles.lowest[..., None] // EDGE))[:, None]
 
 
-def _sees_selected(case: Case, selection: Tensor) -> Sees:
+def _sees_selected(case: BranchInputs, selection: Tensor) -> Sees:
     """Looks every key's block up: for tiles and blocks below `EDGE`."""
     tile, block = case.config.select_tile, case.config.select_block
     length, group = case.inputs.length, case.inputs.group
@@ -199,7 +199,7 @@ def _sees_selected(case: Case, selection: Tensor) -> Sees:
     return sees
 
 
-def window(case: Case) -> Tensor:
+def window(case: BranchInputs) -> Tensor:
     """`(B, S, H, D)`: the branch of the last keys."""
     inputs, width = case.inputs, case.config.window
     length = inputs.length
@@ -226,7 +226,7 @@ def window_spans(tiles: Tiles, config: NSAConfig) -> tuple[Span, Span]:
     return Span(begin, own + 1), Span(whole, own)
 
 
-def compressed(case: Case) -> Tensor:
+def compressed(case: BranchInputs) -> Tensor:
     """`(B, S, H, D)`: the branch of pooled keys, a row in parts."""
     inputs, config = case.inputs, case.config
     B, H, S, D = inputs.query.shape
@@ -248,7 +248,7 @@ def compressed(case: Case) -> Tensor:
     return case.flex(query, keys, mask).unflatten(0, (B, parts)).flatten(1, 2)
 
 
-def _sees_pooled(case: Case, parts: int) -> Sees:
+def _sees_pooled(case: BranchInputs, parts: int) -> Sees:
     stride, block = case.config.compress_stride, case.config.compress_block
     length, documents = case.inputs.length // parts, case.documents
 

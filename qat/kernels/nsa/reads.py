@@ -10,14 +10,14 @@ from torch import Tensor
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import (
     NONE,
-    Kept,
+    Past,
     compressed_places,
     selected_places,
     window_places,
 )
 
 
-class Reads(NamedTuple):
+class KeyReads(NamedTuple):
     """Keys that a query reads for each key-value head, with their values where not said else."""
 
     compressed: float
@@ -38,7 +38,7 @@ class Reads(NamedTuple):
         return 2 * self.pairs * heads * width * itemsize
 
 
-def measured(kept: Kept, position: Tensor, config: NSAConfig) -> Reads:
+def measured(kept: Past, position: Tensor, config: NSAConfig) -> KeyReads:
     """Mean over rows and heads, counted from the lists of places that `attend` reads by.
 
     Args:
@@ -49,7 +49,7 @@ def measured(kept: Kept, position: Tensor, config: NSAConfig) -> Reads:
     is_merged = config.mode == "merged"
     compressed = _mean_count(compressed_places(kept, position, config))
     leader = position // config.select_tile * config.select_tile
-    return Reads(
+    return KeyReads(
         0.0 if is_merged else compressed,
         _mean_count(selected_places(kept, position, config)),
         0.0 if is_merged else _mean_count(window_places(kept, position, config)),
@@ -58,13 +58,13 @@ def measured(kept: Kept, position: Tensor, config: NSAConfig) -> Reads:
     )
 
 
-def predicted(position: int, config: NSAConfig) -> Reads:
+def predicted(position: int, config: NSAConfig) -> KeyReads:
     """From the definition alone, for a query that has `position` keys before its own."""
     length = position + 1
     is_merged = config.mode == "merged"
     leader = position // config.select_tile * config.select_tile
     compressed = config.num_compressed(length)
-    return Reads(
+    return KeyReads(
         0 if is_merged else compressed,
         min(config.selected_keys, length),
         0 if is_merged else min(config.window, length),
@@ -73,9 +73,9 @@ def predicted(position: int, config: NSAConfig) -> Reads:
     )
 
 
-def dense(position: int) -> Reads:
+def dense(position: int) -> KeyReads:
     """What dense attention reads: every key, as if all were selected."""
-    return Reads(0, position + 1, 0, 0, 0)
+    return KeyReads(0, position + 1, 0, 0, 0)
 
 
 def _pooling(num_compressed: float, config: NSAConfig) -> float:
