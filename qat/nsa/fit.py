@@ -88,7 +88,7 @@ def attention_errors(
     sums: dict[NSAAttention, Tensor] = {}
 
     def measure(call: Call) -> Tensor:
-        target = dense.attend(call.inputs())
+        target = dense.attend_densely(call.inputs())
         found = torch.stack(_squares(call.module, _sparse(call), target))
         sums[call.module] = sums.get(call.module, 0) + found.double()
         return target
@@ -115,7 +115,7 @@ def _train(
     )
 
     def learn(call: Call) -> Tensor:
-        target = dense.attend(call.inputs())
+        target = dense.attend_densely(call.inputs())
         with torch.enable_grad():
             off, of = _squares(call.module, _sparse(call.regated()), target)
             (off / of.clamp(min=TINY)).backward(inputs=[*call.module.nsa.parameters()])

@@ -141,7 +141,7 @@ def dense_blocks(mask: BlockMask) -> Tensor:
 def test_the_canary_notices_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_checked", set())
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="use backend=reference"):
-        patch.setattr(flex, "attend", lambda inputs, config, selection: dense.attend(inputs))
+        patch.setattr(flex, "attend", lambda inputs, config, selection: dense.attend_densely(inputs))
         flex.check(torch.device("cpu"))
     monkeypatch.setattr(
         flex,

@@ -7,7 +7,7 @@ from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.reference import causal_mask
 
 
-def attend(inputs: Inputs) -> Tensor:
+def attend_densely(inputs: Inputs) -> Tensor:
     """`(B, S, H, D)`: one softmax over all keys of the query's past and document; no gates."""
     mask = None if inputs.first is None else causal_mask(inputs)[:, None]
     out = scaled_dot_product_attention(

@@ -89,7 +89,7 @@ def attend(
         selection: `(B, K, T, N)` bool, blocks to read instead of those that `select` chooses.
     """
     if route.backend == "dense":
-        return dense.attend(inputs)
+        return dense.attend_densely(inputs)
     if route.backend == "flex":
         from qat.kernels.nsa import flex
 
