@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qat.kernels.nsa import dense, router
+from qat.kernels.nsa import reference as dense
+from qat.kernels.nsa import router
 from qat.logs import progress
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import Call, attending_with, nsa_modules

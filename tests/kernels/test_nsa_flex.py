@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from qat.errors import ConfigError
-from qat.kernels.nsa import dense, flex, flex_branches, reference
+from qat.kernels.nsa import flex, flex_branches, reference
+from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.flex_tables import EDGE
 from qat.kernels.nsa.select import select
@@ -141,7 +142,9 @@ def dense_blocks(mask: BlockMask) -> Tensor:
 def test_the_canary_notices_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_checked", set())
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="use backend=reference"):
-        patch.setattr(flex, "attend", lambda inputs, config, selection: dense.attend_densely(inputs))
+        patch.setattr(
+            flex, "attend", lambda inputs, config, selection: dense.attend_densely(inputs)
+        )
         flex.check(torch.device("cpu"))
     monkeypatch.setattr(
         flex,

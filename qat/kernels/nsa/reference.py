@@ -6,6 +6,7 @@ attention without a kernel. Shapes as in `qat.kernels.nsa.inputs`.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
@@ -72,3 +73,21 @@ def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 def _wide(tensor: Tensor) -> torch.dtype:
     """The dtype of its softmax."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+# Dense causal attention over the same inputs: what Native Sparse Attention is on short rows.
+
+
+def attend_densely(inputs: Inputs) -> Tensor:
+    """`(B, S, H, D)`: one softmax over all keys of the query's past and document; no gates."""
+    mask = None if inputs.first is None else causal_mask(inputs)[:, None]
+    out = scaled_dot_product_attention(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=inputs.scale,
+        enable_gqa=inputs.group > 1,
+    )
+    return out.transpose(1, 2)

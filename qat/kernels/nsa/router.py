@@ -12,7 +12,8 @@ from torch import Tensor
 
 from qat.errors import ConfigError
 from qat.kernels.dispatch import HAS_TRITON
-from qat.kernels.nsa import dense, reference
+from qat.kernels.nsa import reference
+from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.select import select
