@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool
+from qat.kernels.nsa.select import Inputs, pool
 
 SMALL = {
     "compress_block": 8,

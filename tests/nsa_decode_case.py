@@ -5,8 +5,7 @@ from torch import Tensor
 
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import Past, append, attend, choose, fill
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool, select
+from qat.kernels.nsa.select import Inputs, pool, select
 
 Weights = tuple[Tensor, Tensor] | None
 

@@ -21,8 +21,7 @@ from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 from qat.kernels.nsa import decode, reference, router
 from qat.kernels.nsa.config import PRESETS, NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool
+from qat.kernels.nsa.select import Inputs, pool
 from qat.kernels.nsa.select import select as select_blocks
 from qat.nsa.attention import NUM_BRANCHES, squashed
 

@@ -23,9 +23,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.router import Route, attend, choose
-from qat.kernels.nsa.select import pool
+from qat.kernels.nsa.select import Inputs, pool
 from qat.nsa.rows import (
     Rows,
     padding_of,

@@ -1,6 +1,6 @@
 """How sparse attention fares in each layer: what gates say, and what the choice of blocks misses.
 
-Shapes as in `qat.kernels.nsa.inputs`; G query heads of a group, W keys of a selection block.
+Shapes as in `qat.kernels.nsa.select`; G query heads of a group, W keys of a selection block.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 
 from qat.kernels.nsa import router
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import masked_softmax, select
+from qat.kernels.nsa.select import Inputs, masked_softmax, select
 from qat.nsa.swap import Call, attending_with
 
 if TYPE_CHECKING:

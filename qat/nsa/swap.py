@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml
 from qat.kernels.nsa.config import PRESETS, NSAConfig
-from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import Inputs
 from qat.nn.swap import decoder_layers, embedding_dtype
 from qat.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
 from qat.nsa.rows import Rows

@@ -14,8 +14,7 @@ from qat.backend.device import on
 from qat.kernels.dispatch import computing_by
 from qat.kernels.nsa.config import PRESETS
 from qat.kernels.nsa.decode import Past, append, attend, choose, fill
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.select import Inputs, select
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,7 @@ from qat.bench.attention import run_attention
 from qat.bench.config import AttentionConfig
 from qat.kernels.nsa import fla, flex, gather, reference, router
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool, select
+from qat.kernels.nsa.select import Inputs, pool, select
 
 pytestmark = pytest.mark.gpu
 

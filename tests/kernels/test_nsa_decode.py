@@ -9,9 +9,8 @@ from three_way import assert_no_worse_than_eager
 from qat.kernels.nsa import decode, reference
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import NONE, Past, append, attend, choose, listed
-from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.reads import dense, measured, predicted
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.select import Inputs, select
 
 
 @pytest.fixture(params=["reference", "kernel"])

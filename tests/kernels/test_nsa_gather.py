@@ -7,8 +7,7 @@ from torch import Tensor
 
 from qat.kernels.nsa import gather, reference
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.select import Inputs, select
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels")

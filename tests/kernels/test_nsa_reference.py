@@ -6,8 +6,7 @@ from nsa_case import by_loops, documents, nsa_inputs, small, spliced
 from torch.nn import functional as F
 
 from qat.kernels.nsa import reference
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool, select
+from qat.kernels.nsa.select import Inputs, pool, select
 
 MODES = ("residual", "merged")
 

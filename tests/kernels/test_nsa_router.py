@@ -8,8 +8,7 @@ import torch
 from qat.errors import ConfigError
 from qat.kernels.nsa import fla, flex, gather, router
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool, select
+from qat.kernels.nsa.select import Inputs, pool, select
 
 SMALL = dict(
     compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12, select_tile=16

@@ -10,8 +10,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from qat.convert.calibrate import TokenBatch
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.select import Inputs, select
 from qat.models.language_model import LanguageModel
 from qat.nsa import health as nsa_health
 from qat.nsa.health import (

@@ -16,9 +16,9 @@ from torch import Tensor
 from qat.kernels.decode_attention import LEAST, add_product
 from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton, use_triton
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.reference import combine
 from qat.kernels.nsa.select import (
+    Inputs,
     highest,
     importance,
     judged_keys,

@@ -12,9 +12,8 @@ from torch import Tensor
 from qat.errors import ConfigError
 from qat.kernels.nsa import flex
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.reference import combine
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.select import Inputs, select
 
 LEAST_GROUP = 16
 """Rows of a tensor core's tile, which the heads of one query fill."""

@@ -4,7 +4,7 @@ FlexAttention heeds lists of blocks only where it is compiled; run eagerly it wo
 function. So nothing here runs eagerly: inside a graph that is being compiled it becomes a part of
 that, elsewhere a graph of its own.
 
-Shapes as in `qat.kernels.nsa.inputs`.
+Shapes as in `qat.kernels.nsa.select`.
 """
 
 import operator
@@ -18,8 +18,7 @@ from qat.kernels.nsa import reference
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.flex_branches import BranchInputs, compressed, selected, window
 from qat.kernels.nsa.flex_tables import EDGE
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import pool, select
+from qat.kernels.nsa.select import Inputs, pool, select
 
 LEAST_WIDTH = 16
 CANARY = 0.02

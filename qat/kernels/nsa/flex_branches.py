@@ -1,6 +1,6 @@
 """The three branches of Native Sparse Attention as calls of FlexAttention, to be compiled.
 
-Shapes as in `qat.kernels.nsa.inputs`; M tiles of `EDGE` queries, N blocks of `EDGE` keys.
+Shapes as in `qat.kernels.nsa.select`; M tiles of `EDGE` queries, N blocks of `EDGE` keys.
 """
 
 import math
@@ -23,7 +23,7 @@ from qat.kernels.nsa.flex_tables import (
     listed_diagonal,
     listed_spans,
 )
-from qat.kernels.nsa.inputs import Inputs
+from qat.kernels.nsa.select import Inputs
 
 MOST_PARTS = 8
 """Parts of a row that add up gradients of pooled keys apart, lest a few long sums be waited for."""

@@ -4,7 +4,7 @@ FlexAttention reads what any of 128 queries chose, so a choice for each costs it
 each block of keys gathers the queries that chose it (`qat.kernels.nsa.gather`); the other
 two branches are FlexAttention's.
 
-Shapes as in `qat.kernels.nsa.inputs`.
+Shapes as in `qat.kernels.nsa.select`.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,8 @@ from torch import Tensor
 from qat.kernels.dispatch import tl, triton
 from qat.kernels.nsa import flex
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
 from qat.kernels.nsa.reference import combine
-from qat.kernels.nsa.select import judged_keys, select
+from qat.kernels.nsa.select import Inputs, judged_keys, select
 
 LEAST_BLOCK, MOST_BLOCK = 16, 128
 MOST_WIDTH, MOST_SELECTED, MOST_GROUP = 256, 255, 32

@@ -1,7 +1,7 @@
 """Native Sparse Attention by dense masks, in plain PyTorch: the oracle of all other backends.
 
 Any group, any length, any device, gradients by autograd; time and memory are those of dense
-attention without a kernel. Shapes as in `qat.kernels.nsa.inputs`.
+attention without a kernel. Shapes as in `qat.kernels.nsa.select`.
 """
 
 import torch
@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import masked_softmax, sees_compressed
+from qat.kernels.nsa.select import Inputs, masked_softmax, sees_compressed
 
 
 def attend(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:

@@ -15,8 +15,7 @@ from qat.kernels.dispatch import HAS_TRITON
 from qat.kernels.nsa import reference
 from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
-from qat.kernels.nsa.select import select
+from qat.kernels.nsa.select import Inputs, select
 
 logger = logging.getLogger(__name__)
 SHARED = 128

@@ -1,19 +1,59 @@
-"""Which blocks of keys a tile of queries reads: shared by all backends.
+"""What every backend of Native Sparse Attention computes from, and which blocks of keys it reads.
 
-Shapes as in `qat.kernels.nsa.inputs`. All of them follow from the inputs' shapes alone, so that
-nothing here waits for a device or compiles twice.
+All shapes follow from the inputs' alone, so that nothing here waits for a device or compiles twice.
+
+Shapes: B rows, H query heads, K key-value heads (K divides H, G = H/K), S positions, D head width,
+C pooled keys, T tiles of queries, N selection blocks.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.inputs import Inputs
 
 FORCED = 2.0**20
 """Score of a block that is read in any case; probabilities of a group sum to at most its size."""
 UNSEEN = -1.0
 """Score of a block that lies ahead or in another document."""
+
+
+class Inputs(NamedTuple):
+    """One layer's queries, keys and values; rows begin at position 0."""
+
+    query: Tensor
+    """`(B, H, S, D)`, rotated."""
+    key: Tensor
+    """`(B, K, S, D)`, rotated."""
+    value: Tensor
+    """`(B, K, S, D)`."""
+    pooled_key: Tensor
+    """`(B, K, C, D)`, see `pool`."""
+    pooled_value: Tensor | None
+    """`(B, K, C, D)`; None where branches are merged, which reads pooled keys for scores alone."""
+    gates: Tensor | None
+    """`(B, S, H, 3)`: of the compressed, the selected and the sliding branch; None: merged."""
+    first: Tensor | None
+    """`(B, S)`: where in the row the document of each token begins; None: at 0 for all."""
+    scale: float
+    """Multiplies `query @ key.T`."""
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return self.query.shape[2]
+
+    @property
+    def group(self) -> int:
+        """G, query heads that share keys and values."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def beginnings(self) -> Tensor:
+        """`first`, of one row if it is None."""
+        if self.first is not None:
+            return self.first
+        return torch.zeros(1, self.length, dtype=torch.long, device=self.query.device)
 
 
 def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tensor:
