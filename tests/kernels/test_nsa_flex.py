@@ -10,7 +10,7 @@ from qat.errors import ConfigError
 from qat.kernels.nsa import flex, flex_branches, reference
 from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.flex_tables import EDGE
+from qat.kernels.nsa.flex_branches import EDGE
 from qat.kernels.nsa.select import select
 
 WHOLE = dict(num_selected=5, local_blocks=2, window=200)

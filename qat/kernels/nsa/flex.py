@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from qat.errors import ConfigError
 from qat.kernels.nsa import reference
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.flex_branches import BranchInputs, compressed, selected, window
-from qat.kernels.nsa.flex_tables import EDGE
+from qat.kernels.nsa.flex_branches import EDGE, BranchInputs, compressed, selected, window
 from qat.kernels.nsa.select import Inputs, pool, select
 
 LEAST_WIDTH = 16
