@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from qat.errors import ConfigError
-from qat.kernels.nsa import flex, flex_branches, reference
+from qat.kernels.nsa import flex, reference
+from qat.kernels.nsa import flex as flex_branches
 from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.flex_branches import EDGE
+from qat.kernels.nsa.flex import EDGE
 from qat.kernels.nsa.select import select
 
 WHOLE = dict(num_selected=5, local_blocks=2, window=200)
