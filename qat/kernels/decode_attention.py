@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton, use_triton
+from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, overlaps, tl, triton, use_triton
 from qat.kernels.lut_matvec import empty_inputs, put_inputs, spread
-from qat.kernels.overlap import overlaps
 
 
 class Cache(NamedTuple):

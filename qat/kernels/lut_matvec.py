@@ -23,12 +23,12 @@ from qat.kernels.dispatch import (
     IS_COMPILED,
     gdc_launch_dependents,
     gdc_wait,
+    overlaps,
     tl,
     triton,
     use_triton,
 )
 from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots
-from qat.kernels.overlap import overlaps
 from qat.kernels.tuned import chosen
 from qat.quant.pack import Packed, unpack
 from qat.quant.spec import LutSpec

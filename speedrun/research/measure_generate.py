@@ -36,7 +36,7 @@ from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
 from qat.generate.decode import Generation, Sampling
 from qat.generate.step import DecodeStep, read_bytes
-from qat.kernels.overlap import one_after_the_other
+from qat.kernels.dispatch import one_after_the_other
 from qat.kernels.tuned import forcing
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel

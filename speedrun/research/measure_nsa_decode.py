@@ -27,10 +27,10 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
+from qat.kernels.dispatch import one_after_the_other
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.decode import Past
 from qat.kernels.nsa.reads import KeyReads, predicted
-from qat.kernels.overlap import one_after_the_other
 from qat.nsa.swap import nsa_modules, swap_attention
 
 READS_GOAL, SPEED_GOAL, DIFFERENCE_GOAL = 5.0, 2.0, 1e-5

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.decode_attention import LEAST, add_product
-from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton, use_triton
+from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, overlaps, tl, triton, use_triton
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.reference import combine
 from qat.kernels.nsa.select import (
@@ -27,7 +27,6 @@ from qat.kernels.nsa.select import (
     ranked,
     sees_compressed,
 )
-from qat.kernels.overlap import overlaps
 
 NONE = -1
 """Stands in a list of blocks where there is no further one."""
