@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qat.kernels.nsa import reference as dense
-from qat.kernels.nsa import router
+from qat.kernels.nsa import reference, router
 from qat.logs import progress
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import Call, attending_with, nsa_modules
@@ -89,7 +88,7 @@ def attention_errors(
     sums: dict[NSAAttention, Tensor] = {}
 
     def measure(call: Call) -> Tensor:
-        target = dense.attend_densely(call.inputs())
+        target = reference.attend_densely(call.inputs())
         found = torch.stack(_squares(call.module, _sparse(call), target))
         sums[call.module] = sums.get(call.module, 0) + found.double()
         return target
@@ -116,7 +115,7 @@ def _train(
     )
 
     def learn(call: Call) -> Tensor:
-        target = dense.attend_densely(call.inputs())
+        target = reference.attend_densely(call.inputs())
         with torch.enable_grad():
             off, of = _squares(call.module, _sparse(call.regated()), target)
             (off / of.clamp(min=TINY)).backward(inputs=[*call.module.nsa.parameters()])

@@ -25,7 +25,7 @@ from qat.bench.attention import (
 )
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
-from qat.kernels.nsa import reference as dense
+from qat.kernels.nsa import reference
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.router import Route, attend
 
@@ -91,7 +91,7 @@ def test_what_computes_the_definition_passes(mode: str, length: int) -> None:
 
 
 WRONG = {
-    "dense attention": lambda right, layer: dense.attend_densely(
+    "dense attention": lambda right, layer: reference.attend_densely(
         inputs_of(layer, small(mode="merged"))
     ),
     "another row's": lambda right, layer: right(layer).flip(0),

@@ -8,8 +8,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from qat.errors import ConfigError
 from qat.kernels.nsa import flex, reference
-from qat.kernels.nsa import flex as flex_branches
-from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.flex import EDGE
 from qat.kernels.nsa.select import select
@@ -84,7 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list:
         found.append((query, key, value, kwargs["block_mask"]))
         return torch.zeros_like(query)
 
-    monkeypatch.setattr(flex_branches, "flex_attention", record)
+    monkeypatch.setattr(flex, "flex_attention", record)
     return found
 
 
@@ -116,7 +114,7 @@ def test_blocks_and_masks_are_those_of_the_reference(
 def test_copies_of_the_first_blocks_are_read_in_their_place(calls: list, is_packed: bool) -> None:
     config = NSAConfig(mode="merged", **WHOLE, init_blocks=2)
     S = 5000
-    assert flex_branches.copies_of(40, config) == (2, 2)
+    assert flex.copies_of(40, config) == (2, 2)
     first = torch.where(torch.arange(S) < 3000, 0, 3000).expand(2, -1) if is_packed else None
     inputs = nsa_inputs(config, S, heads=(1, 1), first=first)
     selection = select(inputs, config)
@@ -144,7 +142,7 @@ def test_the_canary_notices_dense_attention(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flex, "_checked", set())
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="use backend=reference"):
         patch.setattr(
-            flex, "attend", lambda inputs, config, selection: dense.attend_densely(inputs)
+            flex, "attend", lambda inputs, config, selection: reference.attend_densely(inputs)
         )
         flex.check(torch.device("cpu"))
     monkeypatch.setattr(

@@ -13,7 +13,6 @@ from torch import Tensor
 from qat.errors import ConfigError
 from qat.kernels.dispatch import HAS_TRITON
 from qat.kernels.nsa import reference
-from qat.kernels.nsa import reference as dense
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.select import Inputs, select
 
@@ -89,7 +88,7 @@ def attend(
         selection: `(B, K, T, N)` bool, blocks to read instead of those that `select` chooses.
     """
     if route.backend == "dense":
-        return dense.attend_densely(inputs)
+        return reference.attend_densely(inputs)
     if route.backend == "flex":
         from qat.kernels.nsa import flex
 
