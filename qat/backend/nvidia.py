@@ -158,9 +158,40 @@ def gpu_health(uuid: str) -> dict[str, float | None]:
     if nvml is None:
         return UNKNOWN
     try:
-        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return _health(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     except nvml.NVMLError:
         return UNKNOWN
+
+
+def gpu_samples() -> list[dict[str, float | None]]:
+    """Health of every GPU, its memory in use (MiB) and clock (MHz); empty where nobody tells."""
+    nvml = _management_library()
+    if nvml is None:
+        return []
+
+    def sample(index: int) -> dict[str, float | None]:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        return {
+            "gpu": index,
+            **_health(nvml, gpu),
+            # in version 2 as nvidia-smi tells it, without what the driver keeps to itself
+            "gpu_mem_mib": _told(
+                nvml,
+                lambda: nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used // 2**20,
+            ),
+            "gpu_clock_mhz": _told(
+                nvml, lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+            ),
+        }
+
+    try:
+        return [sample(index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
+
+
+def _health(nvml: ModuleType, gpu: object) -> dict[str, float | None]:
+    """Load (%), power (W) and temperature (C) of a GPU; None for what it does not tell."""
     return {
         "gpu_util_pct": _told(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
         "gpu_power_w": _told(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # of mW

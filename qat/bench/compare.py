@@ -435,7 +435,7 @@ def _draw_medians(cases: dict[str, MeasuredCase]) -> Figure:
     axes.invert_yaxis()
     every = [sample for case in cases.values() for run in case.runs for sample in run]
     if max(every) > WIDE * min(every):
-        fit_scale(axes.set_xscale, axes.xaxis, every)
+        fit_scale(axes.xaxis, every)
     else:
         axes.set_xlim(left=0)
     axes.set_xlabel(str(next(iter(cases.values())).rows[0].get("unit", "s")))

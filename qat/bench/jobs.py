@@ -4,7 +4,6 @@
 theirs; how jobs start, wait for a device, end, fail and go on after a stop is the same for both.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -14,15 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from qat import logs
 from qat.config import Settings
 from qat.errors import ConfigError, QatError
 from qat.files import write_atomically
+from qat.lock import locked
 
 POLL_S = 0.02
 PATIENCE_S = 5.0
@@ -33,6 +33,9 @@ GRACE_S = 2.0
 
 class JobFiles:
     """Where the files of a job lie, which has a directory of results `out` and a `label`."""
+
+    module: ClassVar[str]
+    """What runs the job: it calls `run_as_process`."""
 
     @property
     def row(self) -> Path:
@@ -54,6 +57,11 @@ class JobFiles:
         """Directory of files that the job makes, such as training runs and heartbeats of ranks."""
         return self.out / "runs" / self.label
 
+    def finish(self, found: object) -> None:
+        """Leave the row, or rows, that the job found."""
+        self.row.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.row, json.dumps(found, indent=1, default=str) + "\n")
+
 
 def name_in_path(name: str) -> str:
     """The name in lower case with a hyphen for whatever is no letter or digit."""
@@ -70,11 +78,6 @@ class Ended:
     """Whether it was ended because it took too long."""
 
     @property
-    def has_row(self) -> bool:
-        """Whether it left what a finished job leaves."""
-        return self.job.row.exists()
-
-    @property
     def last_words(self) -> str:
         """The last line that it said, or how it ended if it said nothing."""
         log = self.job.log
@@ -85,21 +88,21 @@ class Ended:
 
 def run_processes(
     jobs: Sequence[Any],
-    module: str,
     after_each: Callable[[Ended], bool],
     *,
+    told: tuple[str, str],
     side_by_side: int = 1,
     placed: Callable[[Any, list[Any]], Any] = lambda job, _busy: job,
     watched: Callable[[Any, int], AbstractContextManager] = lambda _job, _pid: nullcontext(),
     timeout_s: float = float("inf"),
     keep_open: tuple[int, ...] = (),
 ) -> None:
-    """Run each job as `python -m MODULE JOB.json`; when this process ends, so do they.
+    """Run each job as `python -m ITS.MODULE JOB.json`; when this process ends, so do they.
 
     Args:
         jobs: settings with a `JobFiles`, in the order in which they start.
-        module: calls `run_as_process`.
         after_each: called when one has ended; false starts no more of them.
+        told: what the line of progress says, and what it counts.
         side_by_side: how many run at once.
         placed: a job as it starts, such as with a device, given the jobs that are running.
         watched: what goes on while a job with that process id runs.
@@ -107,39 +110,36 @@ def run_processes(
         keep_open: file descriptors that the jobs inherit.
     """
     waiting, running = deque(jobs), []
-    try:
-        while waiting or running:
-            while waiting and len(running) < side_by_side:
-                job = placed(waiting.popleft(), [each.job for each in running])
-                running.append(_Running(job, module, keep_open, watched))
-            for each in [each for each in running if each.is_over(timeout_s)]:
-                running.remove(each)
-                if not after_each(each.end()):
-                    return
-            time.sleep(POLL_S)
-    finally:
-        for each in running:
-            each.end()
+    with logs.progress(told[0], len(jobs), told[1]) as ticker:
+        try:
+            while waiting or running:
+                while waiting and len(running) < side_by_side:
+                    job = placed(waiting.popleft(), [each.job for each in running])
+                    running.append(_Running(job, keep_open, watched))
+                for each in [each for each in running if each.is_over(timeout_s)]:
+                    running.remove(each)
+                    goes_on = after_each(each.end())
+                    ticker.advance()
+                    if not goes_on:
+                        return
+                time.sleep(POLL_S)
+        finally:
+            for each in running:
+                each.end()
 
 
 class _Running:
     """A job's process, which leads a group of its own and is watched until it ends."""
 
-    def __init__(
-        self,
-        job: Any,
-        module: str,
-        keep_open: tuple[int, ...],
-        watched: Callable,  # noqa: ANN401
-    ) -> None:
+    def __init__(self, job: Any, keep_open: tuple[int, ...], watched: Callable) -> None:  # noqa: ANN401
         self.job = job
         for path in (job.job, job.log):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(job.job, job.model_dump_json(indent=1) + "\n")
         with job.log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(job.job)],
-                stdin=subprocess.PIPE,  # which ends when we do: see `end_with_input`
+                [sys.executable, "-m", job.module, str(job.job)],
+                stdin=subprocess.PIPE,  # the job ends when it does: see `run_as_process`
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -162,29 +162,27 @@ class _Running:
         try:
             self._watch.__exit__(None, None, None)
         finally:
-            _signal(self._process.pid, signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             try:
                 self._process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 pass
-            _signal(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self._process.communicate()
         return Ended(self.job, self._process.returncode, self._is_late)
 
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:  # all of them have ended
+            pass
+
 
 def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
-    """Do the job whose file is named on the command line; a user's mistake is one line."""
-    end_with_input()
-    logs.configure()
-    job = kind.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
-    try:
-        do(job)
-    except QatError as error:
-        sys.exit(f"qat: {error}")
+    """Do the job whose file is named on the command line; a user's mistake is one line.
 
-
-def end_with_input() -> None:
-    """From now on, end this process and its group at once when its standard input ends."""
+    When standard input ends, this process and its group do at once: no job outlives its starter.
+    """
 
     def watch() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
@@ -192,13 +190,12 @@ def end_with_input() -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _signal(group: int, number: signal.Signals) -> None:
+    logs.configure()
+    job = kind.parse(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[1])
     try:
-        os.killpg(group, number)
-    except ProcessLookupError:  # all of them have ended
-        pass
+        do(job)
+    except QatError as error:
+        sys.exit(f"qat: {error}")
 
 
 @contextmanager
@@ -211,26 +208,12 @@ def claimed(out: Path) -> Iterator[int]:
         ConfigError: somebody else holds it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        if not _locked(lock):
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(locked(out / ".lock", out, wait_s=PATIENCE_S))
+        except TimeoutError:
             raise ConfigError(
                 f"out={out} is in use by another sweep, expected one at a time; wait for it, or "
                 "choose another --out"
-            )
+            ) from None
         yield lock
-    finally:
-        os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-            time.sleep(POLL_S)
-        else:
-            return True

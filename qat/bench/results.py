@@ -1,6 +1,7 @@
 """Where a benchmark's rows go: results.jsonl as they come, results.csv and results.json at last.
 
 Every row carries what it takes to read it alone: commit, device, versions, model and settings.
+Comparisons also write a page in Markdown and pictures.
 """
 
 import csv
@@ -18,9 +19,11 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 import qat
+from qat.backend import nvidia
 from qat.backend.base import Backend
 from qat.config import Settings, fingerprint
 from qat.files import check_free, write_atomically
@@ -35,6 +38,9 @@ IN_EVERY_ROW = (
     *("commit", "dirty", "device", "cpu", "threads", "host", "run", "python", "torch", "triton"),
 )
 NOT_IN_TABLE = ("samples",)
+WIDE, VERY_WIDE = 5.0, 100.0
+"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
+numbers at it."""
 
 
 class Results:
@@ -84,7 +90,7 @@ def write_comparison(
     whole: dict[str, object],
     pictures: dict[str, bytes],
 ) -> None:
-    """Write what a comparison found so far, each file whole: rows, page, all of it, pictures.
+    """Write what a comparison found so far into `out`, each file whole.
 
     Args:
         out: directory of results.
@@ -93,17 +99,15 @@ def write_comparison(
         whole: what the file for machines holds before the rows.
         pictures: SVG by file name.
     """
-    write_atomically(out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
-    name, text = page
-    write_atomically(out / name, text)
-    whole = {**whole, "rows": rows}
-    write_atomically(out / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
-    for name, picture in pictures.items():
-        write_atomically(out / name, picture.decode())
+    files = {ROWS: "".join(json.dumps(row) + "\n" for row in rows), page[0]: page[1]}
+    files[WHOLE] = json.dumps({**whole, "rows": rows}, indent=1, default=str) + "\n"
+    for name, text in (files | {name: svg.decode() for name, svg in pictures.items()}).items():
+        write_atomically(out / name, text)
 
 
 def environment(backend: Backend, config: Settings) -> dict[str, object]:
     """What the numbers depend on besides the code: versions, device, command, settings."""
+    gpu = nvidia.present()
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": scrubbed(shlex.join(["qat", *sys.argv[1:]])),
@@ -115,7 +119,7 @@ def environment(backend: Backend, config: Settings) -> dict[str, object]:
         "python": platform.python_version(),
         "device": backend.name(),
         "device_memory_gib": backend.memory_gib(),
-        "driver": _driver(),
+        "driver": gpu.driver if gpu else None,
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "host": fingerprint(platform.node()),
@@ -135,6 +139,24 @@ def as_csv(rows: list[dict[str, object]]) -> str:
     return text.getvalue()
 
 
+def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """The table in Markdown; all columns but the first are numbers."""
+    rule = ["---", *("---:" for _ in headings[1:])]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
+
+
+def fit_scale(axis: Axis, values: Sequence[float]) -> None:
+    """A logarithmic axis with plain numbers for values that span much, else a linear one."""
+    if min(values) <= 0 or max(values) < WIDE * min(values):
+        return
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    is_crowded = max(values) > VERY_WIDE * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if is_crowded else (1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def has_changes() -> bool | None:
     """Whether tracked files differ from the commit; None outside a checkout."""
     home = str(Path(qat.__file__).parent)
@@ -143,22 +165,6 @@ def has_changes() -> bool | None:
         return bool(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.split("\n")[0].strip()
 
 
 def cpu_name() -> str:
@@ -171,29 +177,8 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-# Tables of results in Markdown.
-
-
-def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """The table in Markdown; all columns but the first are numbers."""
-    rule = ["---", *("---:" for _ in headings[1:])]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
-
-
-# Axes that show values of any span.
-
-WIDE, VERY_WIDE = 5.0, 100.0
-"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
-numbers at it."""
-
-
-def fit_scale(set_scale, axis, values: Sequence[float]) -> None:  # noqa: ANN001 - bound to an axis
-    """A logarithmic axis with plain numbers for values that span much, else a linear one."""
-    if min(values) <= 0 or max(values) < WIDE * min(values):
-        return
-    set_scale("log")
-    is_crowded = max(values) > VERY_WIDE * min(values)
-    axis.set_major_locator(LogLocator(subs=(1.0,) if is_crowded else (1.0, 2.0, 5.0)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -14,7 +14,7 @@ from qat.bench.config import (
 )
 from qat.bench.quality.plan import QualityConfig
 from qat.cli.bench_compare import compare, record, sweep
-from qat.cli.tables import row_table, wide_console
+from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import OTHERS, Required
 from qat.losses.config import parse_losses
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.quality.run import QualityReport
     from qat.bench.run import BenchReport, Prediction
     from qat.bench.tpu_plan.run import Planned
 if TYPE_CHECKING:
@@ -235,10 +234,12 @@ def quality(
     from qat.cli.inputs import check_inputs
 
     check_inputs(models=[read_quality(recipe).teacher], out=out)
-    from qat.bench.quality.run import best, run_quality
+    from qat.bench.quality.run import best, cells, run_quality
 
     report = run_quality(config, recipe, out)
-    wide_console(QUALITY_WIDTH).print(_quality_table(report))
+    title = "Mean +- standard deviation over seeds; KL and KD in nats"
+    headings, body = cells(report.lines, report.texts, report.unmade)
+    wide_console(QUALITY_WIDTH).print(numbers_table(headings, body, title))
     report.check()
     found, text = best(report.lines), report.texts[0]
     if found is None:
@@ -258,20 +259,6 @@ def _checked(student: str, config: Measured, out: Path | None) -> Measured:
     models = [] if student.lower() in SHAPES else [student]
     check_inputs(models=models, caches=[config.cache_dir], out=out)
     return with_fitting_loss(config, config.cache_dir)
-
-
-def _quality_table(report: "QualityReport") -> "Table":
-    from rich.table import Table
-
-    from qat.bench.quality.run import cells
-
-    headings, body = cells(report.lines, report.texts, report.unmade)
-    table = Table(headings[0], title="Mean +- standard deviation over seeds; KL and KD in nats")
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right")
-    for row in body:
-        table.add_row(*row)
-    return table
 
 
 def _table(

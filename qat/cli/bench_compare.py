@@ -8,7 +8,7 @@ from cyclopts.validators import Number
 
 from qat.bench.sweep.plan import SweepConfig
 from qat.cli.parser import print_result
-from qat.cli.tables import wide_console
+from qat.cli.tables import numbers_table, wide_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from qat.bench.compare import Comparison, Pair
     from qat.bench.stats import Interval
-    from qat.bench.sweep.run import SweepReport
 
 
 # `qat bench sweep`: what settings differ by, beyond what the machine does.
@@ -44,7 +43,7 @@ def sweep(
     from qat.bench.sweep.plan import read_sweep
 
     read_sweep(recipe, tiny=config.tiny)
-    from qat.bench.sweep.run import plan_sweep, run_sweep
+    from qat.bench.sweep.run import RATES, cells, plan_sweep, run_sweep
 
     console = wide_console(SWEEP_WIDTH)
     if config.dry_run:
@@ -53,7 +52,8 @@ def sweep(
             console.print(f"{run.repeat}  {run.group}", markup=False, highlight=False)
         return dict(out=runs[0].out, runs=len(runs))
     report = run_sweep(config, recipe, out)
-    console.print(_table(report))
+    title = f"Rate: {RATES[report.recipe.verb]}; against {report.baseline!r}"
+    console.print(numbers_table(*cells(report.lines), title))
     for line in report.lines:
         for word in line.warnings:
             console.print(f"{line.group}: {word}", markup=False, highlight=False)
@@ -61,21 +61,6 @@ def sweep(
     fastest = report.fastest
     found = dict(out=report.path, runs=len(report.runs), done=len(report.rows))
     return found if fastest is None else {**found, "fastest": fastest.group, "rate": fastest.rate}
-
-
-def _table(report: "SweepReport") -> "Table":
-    from rich.table import Table
-
-    from qat.bench.sweep.run import cells, rate_unit
-
-    headings, body = cells(report.lines)
-    title = f"Rate: {rate_unit(report.recipe)}; against {report.baseline!r}"
-    table = Table(headings[0], title=title)
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right")
-    for row in body:
-        table.add_row(*row)
-    return table
 
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))

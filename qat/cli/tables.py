@@ -33,3 +33,15 @@ def row_table(columns: Sequence[Column], rows: Sequence[dict]) -> "Table":
             *("-" if v is None else form.format(v * factor) for v, form, factor in values)
         )
     return table
+
+
+def numbers_table(headings: Sequence[str], body: Sequence[Sequence[str]], title: str) -> "Table":
+    """A table of words; all columns but the first stand to the right, as numbers do."""
+    from rich.table import Table
+
+    table = Table(headings[0], title=title)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in body:
+        table.add_row(*row)
+    return table

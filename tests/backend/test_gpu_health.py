@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from qat.backend import nvidia
-from qat.backend.nvidia import UNKNOWN, gpu_health
+from qat.backend.nvidia import UNKNOWN, gpu_health, gpu_samples
 
 
 class Missing(Exception):
@@ -18,7 +18,7 @@ class Missing(Exception):
 class Library:
     """Answers as `pynvml` does, but for functions that fail."""
 
-    NVMLError, NVML_TEMPERATURE_GPU = Missing, 0
+    NVMLError, NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, nvmlMemory_v2 = Missing, 0, 1, 2
 
     def __init__(self, *failing: str) -> None:
         self.asked: list[str] = []
@@ -36,6 +36,9 @@ class Library:
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=3),
             "nvmlDeviceGetPowerUsage": 512_500,
             "nvmlDeviceGetTemperature": 61,
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=3 * 2**20),
+            "nvmlDeviceGetClockInfo": 1980,
         }
         return answers.get(name)
 
@@ -77,3 +80,17 @@ def test_a_missing_library_is_said_once(monkeypatch, caplog: pytest.LogCaptureFi
         assert gpu_health("00-11") == gpu_health("00-11") == UNKNOWN
     (record,) = caplog.records
     assert "nvidia-ml-py is not installed; install it with:" in record.message
+
+
+def test_every_gpu_is_sampled(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library("nvmlDeviceGetClockInfo"))
+    first, second = gpu_samples()
+    health = {"gpu_util_pct": 97, "gpu_power_w": 512.5, "gpu_temp_c": 61}
+    assert first == {"gpu": 0, **health, "gpu_mem_mib": 3, "gpu_clock_mhz": None}
+    assert second == {**first, "gpu": 1}
+
+
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+def test_no_gpu_is_sampled_where_nobody_tells(monkeypatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library(name))
+    assert gpu_samples() == []

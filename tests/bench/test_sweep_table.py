@@ -1,19 +1,17 @@
 """A sweep's table: who is ranked, what it is compared with, what is doubtful; telemetry."""
 
-import logging
 import os
 from pathlib import Path
 
 import pytest
 
+from qat.bench.results import markdown_table
 from qat.bench.sweep import telemetry
-from qat.bench.sweep.run import cells, chart, markdown, spreads, summarise
+from qat.bench.sweep.run import cells, chart, spreads, summarise
 from qat.bench.sweep.telemetry import (
     COLUMNS,
     Watch,
-    has_gpu_tool,
     machine_warnings,
-    parse_gpus,
     rank_facts,
     read_samples,
 )
@@ -57,7 +55,7 @@ def test_the_table_says_what_was_not_measured_with_a_dash() -> None:
     assert shown["never"]["repeats"] == "0 of 1" and shown["never"]["rate"] == "-"
     assert shown["fast"]["effect"] == "+1.00" and shown["base"]["verdict"] == "-"
     assert shown["fast"]["GiB"] == "-"
-    assert markdown(summarise(["base"], rows(), [], "base")).count("\n") == 3
+    assert markdown_table(*cells(summarise(["base"], rows(), [], "base"))).count("\n") == 3
 
 
 def test_the_spread_of_the_machine_beside_that_of_the_settings() -> None:
@@ -86,24 +84,17 @@ def test_a_picture_of_whatever_finished() -> None:
 
 
 def test_what_a_gpu_does_not_tell_is_empty() -> None:
-    (first, second) = parse_gpus("0, 97, 1024, 83, 412.5, 1980\n1, [N/A], 0, 40, [N/A], 345\n")
-    assert first["gpu_temp_c"] == 83 and second["gpu_util_pct"] is None
+    known = {"gpu_util_pct": 97, "gpu_temp_c": 83, "gpu_power_w": 412.5}
+    first, second = known, {**dict.fromkeys(known), "gpu_temp_c": 40, "gpu_clock_mhz": 345}
     samples = [{**first, "gpu_clock_mhz": clock} for clock in (1980, 1980, 1600, 1600)]
     found = telemetry.summarise(samples)
     assert machine_warnings(found) == ["GPU at 83 C", "GPU clock moved by 21%"]
     assert found["rss_mib"] is None and telemetry.summarise([second])["gpu_clock_mhz"] is None
 
 
-def test_without_the_tool_it_is_said_once_and_columns_stay_empty(
-    tmp_path: Path, monkeypatch, caplog
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with caplog.at_level(logging.WARNING):
-        assert not has_gpu_tool()
-    assert [record.message for record in caplog.records] == [
-        "nvidia-smi is not here: the GPU columns of telemetry stay empty"
-    ]
-    with Watch(os.getpid(), tmp_path / "t" / "a.csv", 5.0, with_gpu=True):
+def test_without_a_gpu_columns_stay_empty(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(telemetry, "gpu_samples", list)
+    with Watch(os.getpid(), tmp_path / "t" / "a.csv", 5.0):
         pass
     (sample,) = read_samples(tmp_path / "t" / "a.csv")
     assert tuple(sample) == COLUMNS and sample["rss_mib"] > 0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import xxhash
 from pydantic import Field, model_validator
@@ -194,6 +194,7 @@ class QualityPlan(Settings):
 class QualityJob(JobFiles, Settings):
     """A recipe and a seed; without a plan, the teacher itself, which is only judged."""
 
+    module: ClassVar[str] = "qat.bench.quality.job"
     recipe: QualityRecipe
     plan: QualityPlan | None
     seed: int

@@ -39,7 +39,6 @@ from qat.bench.quality.prepare import (
 from qat.bench.results import environment, fit_scale, markdown_table, write_comparison
 from qat.errors import TrainingError
 from qat.files import write_atomically
-from qat.logs import progress
 from qat.observe.charts import LIGHT, SERIES, Chart
 from qat.process import cores
 
@@ -224,8 +223,8 @@ def _paint(
             label=line.recipe,
             **marks[line.recipe],
         )
-    fit_scale(axes.set_xscale, axes.xaxis, [line.stats[key].mean for line in lines])
-    fit_scale(axes.set_yscale, axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
+    fit_scale(axes.xaxis, [line.stats[key].mean for line in lines])
+    fit_scale(axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
     axes.margins(0.12)
     axes.set_xlabel(label)
     axes.set_ylabel(f"KL on {text}, nats a token")
@@ -332,27 +331,24 @@ def run_jobs(
         device = least_busy(devices, [each.device for each in busy])
         return job.model_copy(update={"device": device})
 
-    with progress("training recipes", len(jobs), "jobs") as ticker:
+    def ended(found: Ended) -> bool:
+        job = found.job
+        if found.status == 0 and job.row.exists():
+            logger.info("%s, seed %d: done", job.name, job.seed)
+        else:
+            message = found.last_words
+            logger.warning("%s, seed %d failed: %s", job.name, job.seed, message)
+            failures.append(Failure(job.name, job.seed, message, job.log))
+        after_each(failures)
+        return True
 
-        def ended(found: Ended) -> bool:
-            job = found.job
-            if found.status == 0 and found.has_row:
-                logger.info("%s, seed %d: done", job.name, job.seed)
-            else:
-                message = found.last_words
-                logger.warning("%s, seed %d failed: %s", job.name, job.seed, message)
-                failures.append(Failure(job.name, job.seed, message, job.log))
-            after_each(failures)
-            ticker.advance()
-            return True
-
-        run_processes(
-            jobs,
-            "qat.bench.quality.job",
-            ended,
-            side_by_side=jobs[0].workers * len(devices) if jobs else 1,
-            placed=placed,
-        )
+    run_processes(
+        jobs,
+        ended,
+        told=("training recipes", "jobs"),
+        side_by_side=jobs[0].workers * len(devices) if jobs else 1,
+        placed=placed,
+    )
     return failures
 
 

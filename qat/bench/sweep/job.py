@@ -5,7 +5,6 @@ A run that is asked to end writes the stacks of its threads first.
 """
 
 import faulthandler
-import json
 import logging
 import signal
 import subprocess
@@ -16,53 +15,46 @@ from qat.bench.jobs import run_as_process
 from qat.bench.sweep.plan import SweepRun, fill_command
 from qat.bench.sweep.telemetry import rank_facts
 from qat.errors import TrainingError
-from qat.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
 
-def run_job(run: SweepRun) -> dict[str, object]:
+def run_job(run: SweepRun) -> None:
     """Do what the run says, and leave its row.
 
     Raises:
         QatError: see its message.
     """
+    logger.info("%s, repeat %d", run.group, run.repeat)
     began = time.perf_counter()
-    found = _work(run)
-    row = {
-        "kind": "sweep",
-        "case": run.group,
-        "sweep": run.sweep,
-        "verb": run.verb,
-        "student": run.student,
-        "group": run.group,
-        "repeat": run.repeat,
-        "settings": run.settings,
-        "key": run.key,
-        **found,
-        "wall_s": time.perf_counter() - began,
-    }
-    run.row.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(run.row, json.dumps(row, indent=1, default=str) + "\n")
-    return row
+    if run.verb == "command":
+        found = run_command(run)
+    else:  # a command starts at once: torch is not needed for it
+        from qat.bench.sweep.work import time_bench, time_training
 
-
-def _work(run: SweepRun) -> dict[str, object]:
-    if run.verb == "command":  # which starts at once: torch is not needed for it
-        return run_command(run)
-    from qat.bench.sweep.work import time_bench, time_training
-
-    return time_bench(run) if run.verb == "bench" else time_training(run)
-
-
-# A run of any program, torchrun among them: how long it took, and how long its ranks' steps.
+        found = time_bench(run) if run.verb == "bench" else time_training(run)
+    run.finish(
+        {
+            "kind": "sweep",
+            "case": run.group,
+            "sweep": run.sweep,
+            "verb": run.verb,
+            "student": run.student,
+            "group": run.group,
+            "repeat": run.repeat,
+            "settings": run.settings,
+            "key": run.key,
+            **found,
+            "wall_s": time.perf_counter() - began,
+        }
+    )
 
 
 def run_command(run: SweepRun) -> dict[str, object]:
-    """Run the command in a directory of its own and time it; its words go to the run's log.
+    """Run any program, torchrun among them, in a directory of its own, and time it.
 
     `{python}` is this interpreter and `{out}` the run's directory. What its ranks write there as
-    `heartbeat-rankN.jsonl` is told rank by rank.
+    `heartbeat-rankN.jsonl` is told rank by rank. Its words go to the run's log.
 
     Raises:
         TrainingError: it is not there, or ends with another status than 0.
@@ -92,16 +84,6 @@ def run_command(run: SweepRun) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Run the job whose file is named on the command line; a user's mistake is one line."""
-    faulthandler.register(signal.SIGTERM, chain=True)
-    run_as_process(SweepRun, _do)
-
-
-def _do(run: SweepRun) -> None:
-    logger.info("%s, repeat %d", run.group, run.repeat)
-    run_job(run)
-
-
 if __name__ == "__main__":
-    main()
+    faulthandler.register(signal.SIGTERM, chain=True)
+    run_as_process(SweepRun, run_job)

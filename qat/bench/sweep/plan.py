@@ -1,9 +1,9 @@
-"""What a sweep comes down to: groups of settings, and runs of them in turns."""
+"""From the recipe of `qat bench sweep` to groups of settings, and runs of them in turns."""
 
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,8 +12,6 @@ from qat.bench.jobs import JobFiles, name_in_path
 from qat.config import Settings, fingerprint
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
-
-# Settings of `qat bench sweep`: its flags, and what a recipe file says.
 
 Verb = Literal["bench", "train", "command"]
 Table = dict[str, Any]
@@ -46,6 +44,10 @@ class StepsConfig(BenchConfig):
     layout: Literal["rows", "packed", "slices", "buckets"] = "rows"
     """Random data as full rows, or documents of varied lengths: packed, cut and padded to fixed
     slices, or padded to buckets of lengths."""
+
+
+CONFIGS = {"bench": StepsConfig, "train": TrainConfig}
+"""What reads the settings of a verb."""
 
 
 class Group(Settings):
@@ -106,13 +108,6 @@ class SweepRecipe(Settings):
             )
         return self
 
-    def known_settings(self) -> set[str] | None:
-        """Settings that the verb takes; None where any name is one."""
-        if self.verb == "command":
-            return None
-        config = StepsConfig if self.verb == "bench" else TrainConfig
-        return set(config.model_fields) - NOT_SWEPT[self.verb]
-
 
 def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
     """The recipe in a TOML file; with `tiny`, its [tiny] table over the rest.
@@ -144,11 +139,12 @@ def _merged(values: Table, over: Table) -> Table:
 
 
 def _check_settings(recipe: SweepRecipe, path: Path) -> None:
-    known = recipe.known_settings()
     tables = {"[settings]": recipe.settings, "[product]": recipe.product}
     tables |= {f"group {group.name!r}": group.settings for group in recipe.groups}
-    for where, table in tables.items() if known is not None else ():
-        check_keys(f"{path}: {where}", table, known)
+    if recipe.verb != "command":  # which takes settings of any name
+        known = set(CONFIGS[recipe.verb].model_fields) - NOT_SWEPT[recipe.verb]
+        for where, table in tables.items():
+            check_keys(f"{path}: {where}", table, known)
     for group in recipe.groups:
         both = sorted(set(group.settings) & set(recipe.product))
         if both:
@@ -161,6 +157,7 @@ def _check_settings(recipe: SweepRecipe, path: Path) -> None:
 class SweepRun(JobFiles, Settings):
     """One process of a sweep: a group and a repeat."""
 
+    module: ClassVar[str] = "qat.bench.sweep.job"
     sweep: str
     verb: Verb
     student: str
@@ -175,8 +172,7 @@ class SweepRun(JobFiles, Settings):
     @property
     def key(self) -> str:
         """12 hex digits that change when what runs does; where it runs does not count."""
-        values = self.model_dump(mode="json", exclude={"out", "sweep"})
-        return fingerprint(values)
+        return fingerprint(self.model_dump(mode="json", exclude={"out", "sweep"}))
 
     @property
     def label(self) -> str:
@@ -216,8 +212,11 @@ def make_groups(recipe: SweepRecipe) -> list[Group]:
             f"groups: {known.count(twice)} are called {twice!r}, expected a name of its own for "
             "each; drop values that [product] has twice"
         )
-    for group in found:
-        _check(recipe, group)
+    for group in found:  # its verb reads the settings, so that no run finds out later
+        if recipe.verb == "command":
+            fill_command(recipe.command, {"python": "", "out": "", **group.settings})
+        else:
+            CONFIGS[recipe.verb].parse(group.settings, f"group {group.name!r}")
     return found
 
 
@@ -225,16 +224,17 @@ def make_runs(
     recipe: SweepRecipe, groups: Sequence[Group], out: Path, *, strict: bool = False
 ) -> list[SweepRun]:
     """All groups once, then all again: what drifts on the machine meets each of them alike."""
-    shared = {"verb": recipe.verb, "student": recipe.student, "command": recipe.command}
     return [
         SweepRun(
             sweep=recipe.name,
+            verb=recipe.verb,
+            student=recipe.student,
+            command=recipe.command,
             group=group.name,
             settings=group.settings,
             repeat=repeat,
             out=out,
             strict=strict,
-            **shared,
         )
         for repeat in range(recipe.repeats)
         for group in groups
@@ -242,25 +242,11 @@ def make_runs(
 
 
 def _joined(recipe: SweepRecipe, group: Group, point: Table) -> Group:
-    words = [f"{name}={_word(value)}" for name, value in point.items()]
-    names = ([group.name] if recipe.groups else []) + words
+    names = [group.name] if recipe.groups else []
+    for name, value in point.items():
+        names.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
     settings = {**recipe.settings, **group.settings, **point}
     return Group(name=" ".join(names) or recipe.name, settings=settings)
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _check(recipe: SweepRecipe, group: Group) -> None:
-    """Have the verb read the settings, so that no run finds out later."""
-    where = f"group {group.name!r}"
-    if recipe.verb == "bench":
-        StepsConfig.parse(group.settings, where)
-    elif recipe.verb == "train":
-        TrainConfig.parse(group.settings, where)
-    else:
-        fill_command(recipe.command, {"python": "", "out": "", **group.settings})
 
 
 def fill_command(command: Sequence[str], settings: Table) -> list[str]:

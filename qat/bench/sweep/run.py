@@ -1,4 +1,8 @@
-"""`qat bench sweep`: groups of settings in turns, and a table that says what they differ by."""
+"""`qat bench sweep`: groups of settings in turns, and a table that says what they differ by.
+
+The unit of comparison is a repeat: a process of its own, whose median step stands for it. What
+repeats differ by is the machine's doing, and stands beside what groups differ by.
+"""
 
 import json
 import logging
@@ -10,6 +14,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from qat.backend.nvidia import gpu_samples
 from qat.bench.jobs import Ended, claimed, run_processes
 from qat.bench.results import fit_scale, markdown_table, write_comparison
 from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
@@ -21,22 +26,25 @@ from qat.bench.sweep.plan import (
     make_runs,
     read_sweep,
 )
-from qat.bench.sweep.telemetry import Watch, has_gpu_tool, machine_warnings, read_samples
+from qat.bench.sweep.telemetry import Watch, machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
 from qat.files import write_atomically
-from qat.logs import progress
 from qat.observe.charts import LIGHT, SERIES, Chart
 
-# Rows of a sweep as one table: a line a group, with what its repeats allow to say.
-#
-# The unit of comparison is a repeat: a process of its own, whose median step stands for it. What
-# repeats differ by is the machine's doing, and stands beside what groups differ by.
-
+HOME = Path("runs/sweep")
+MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
 NOISY = 0.12
 """A coefficient of variation of the steps within a run above this is warned of."""
+RATES = {
+    "bench": "valid tokens a second",
+    "train": "tokens a second",
+    "command": "runs a second",
+}
+"""What a rate counts, by verb."""
 
 Row = dict[str, object]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,148 +78,6 @@ class SweepLine:
     def rate(self) -> float | None:
         """Valid tokens a second, or runs of a command."""
         return None if self.cost is None else 1 / self.cost.median
-
-
-def summarise(
-    groups: Sequence[str], rows: Sequence[Row], failed: Sequence[str], baseline: str
-) -> list[SweepLine]:
-    """A line for each group: ranked ones first, fastest on top; then the others as they come.
-
-    Args:
-        failed: the group of each run that failed.
-    """
-    by_group = {name: [row for row in rows if row["group"] == name] for name in groups}
-    base = [row["cost_s"] for row in by_group[baseline]]
-    lines = [
-        _line(name, found, failed.count(name), None if name == baseline else base)
-        for name, found in by_group.items()
-    ]
-    ranked = sorted((line for line in lines if line.is_ranked), key=lambda line: line.cost.median)
-    return [*ranked, *(line for line in lines if not line.is_ranked)]
-
-
-def spreads(lines: Sequence[SweepLine]) -> tuple[float | None, float | None]:
-    """The machine's share and the settings': the median variation between repeats of a group, and
-    that between the medians of ranked groups. None where there are too few."""
-    between = [line.between for line in lines if line.between is not None]
-    medians = [line.cost.median for line in lines if line.is_ranked]
-    machine = statistics.median(between) if between else None
-    return machine, variation(medians) if len(medians) > 1 else None
-
-
-def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the words of each line."""
-    headings = ["group", "rank", "repeats", "rate", "95 % low", "high", "between repeats"]
-    headings += [
-        "within a run",
-        "x baseline",
-        "effect",
-        "p",
-        "verdict",
-        "step s",
-        "GiB",
-        "MiB/step",
-    ]
-    return headings, [_words(place, line) for place, line in enumerate(lines, 1)]
-
-
-def markdown(lines: Sequence[SweepLine]) -> str:
-    """The table in Markdown."""
-    return markdown_table(*cells(lines))
-
-
-def _words(place: int, line: SweepLine) -> list[str]:
-    cost, found = line.cost, line.against
-    done, all_runs = len(line.costs_s), len(line.costs_s) + line.failed
-    return [
-        line.group,
-        str(place) if line.is_ranked else "-",
-        str(done) if done == all_runs else f"{done} of {all_runs}",
-        _word(line.rate, "{:,.4g}"),
-        _word(cost and 1 / cost.high, "{:,.4g}"),
-        _word(cost and 1 / cost.low, "{:,.4g}"),
-        _word(line.between, "{:.1%}"),
-        _word(line.within, "{:.1%}"),
-        _word(found and 1 / found.ratio, "{:.3f}"),
-        _word(found and -found.effect, "{:+.2f}"),
-        _word(found and found.p, "{:.3f}"),
-        found.verdict if found else "-",
-        _word(line.step_s, "{:.4g}"),
-        _word(line.peak_gib, "{:.2f}"),
-        _word(line.slope_mib, "{:+.3f}"),
-    ]
-
-
-def _word(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | None) -> SweepLine:
-    costs = [row["cost_s"] for row in rows]
-    enough = base is not None and min(len(base), len(costs)) >= MIN_SAMPLES
-    within = [variation(row["samples"]) for row in rows if len(row["samples"]) > 1]
-    slopes = [row["memory_trend"]["slope_mib"] for row in rows if row.get("memory_trend")]
-    return SweepLine(
-        group=group,
-        costs_s=tuple(costs),
-        failed=failed,
-        cost=median_interval(costs) if costs else None,
-        between=variation(costs) if len(costs) > 1 else None,
-        within=statistics.median(within) if within else None,
-        against=compare(base, costs) if enough else None,
-        step_s=_median(rows, "step_s"),
-        peak_gib=_median(rows, "peak_gib"),
-        slope_mib=max(slopes, default=None),
-        warnings=tuple(dict.fromkeys(word for row in rows for word in row_warnings(row))),
-    )
-
-
-def row_warnings(row: Row) -> list[str]:
-    """What is doubtful about a run, in words."""
-    found = [*row.get("machine_warnings", ()), *row.get("fallbacks", ())]
-    if len(row["samples"]) > 1 and variation(row["samples"]) > NOISY:
-        found.append(f"steps of a run vary by more than {NOISY:.0%}")
-    if row.get("is_leaking"):
-        found.append(f"memory grows by {row['memory_trend']['slope_mib']:.3g} MiB a step")
-    return found
-
-
-def _median(rows: Sequence[Row], name: str) -> float | None:
-    known = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.median(known) if known else None
-
-
-# The picture of a sweep: each group's rate, every repeat as a dot, the interval as a bar.
-
-
-def chart(lines: Sequence[SweepLine], unit: str) -> bytes | None:
-    """SVG of the groups that finished a run, the first line on top; None if none did."""
-    drawn = [line for line in lines if line.costs_s]
-    if not drawn:
-        return None
-    return Chart("sweep", "", "", partial(_paint, lines=drawn, unit=unit)).render(LIGHT, "svg")
-
-
-def _paint(axes: Axes, *, lines: Sequence[SweepLine], unit: str) -> None:
-    for height, line in enumerate(reversed(lines)):
-        color = SERIES[0] if line.is_ranked else SERIES[1]
-        rates = [1 / cost for cost in line.costs_s]
-        if line.is_ranked:
-            axes.plot(
-                [1 / line.cost.high, 1 / line.cost.low], [height] * 2, color=color, lw=5, alpha=0.3
-            )
-        axes.plot(rates, [height] * len(rates), "o", color=color, markersize=4)
-    axes.set_yticks(range(len(lines)), [line.group for line in reversed(lines)], fontsize=7)
-    fit_scale(axes.set_xscale, axes.xaxis, [1 / cost for line in lines for cost in line.costs_s])
-    axes.set_xlabel(unit)
-    axes.margins(0.08)
-
-
-HOME = Path("runs/sweep")
-MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
-WAITING, DONE = "waiting", "done"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -279,7 +145,14 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
         )
     place = runs[0].out
     with claimed(place) as lock:
-        _check_place(place, found)
+        manifest = place / MANIFEST
+        if manifest.exists():
+            name = json.loads(manifest.read_text(encoding="utf-8"))["name"]
+            if name != found.name:
+                raise ConfigError(
+                    f"out={place} holds sweep {name!r}, expected {found.name!r} or an empty "
+                    "directory; choose another --out"
+                )
         write = partial(write_results, found, runs)
         write()
         run_all(
@@ -304,38 +177,33 @@ def run_all(
 ) -> None:
     """Run those that have no row yet, each alone; `after_each` is called when one has ended."""
     waiting = [run for run in runs if not run.row.exists()]
-    with_gpu = bool(waiting) and has_gpu_tool()
+    if waiting and not gpu_samples():
+        logger.warning("no NVIDIA driver answers: the GPU columns of telemetry stay empty")
 
     def begun(run: SweepRun, _busy: list[SweepRun]) -> SweepRun:
         run.failure.unlink(missing_ok=True)
         return run
 
-    def watched(run: SweepRun, pid: int) -> Watch:
-        return Watch(pid, run.telemetry, sample_s, with_gpu=with_gpu)
+    def ended(found: Ended) -> bool:
+        has_failed = note_end(found, timeout_s)
+        after_each()
+        return not (has_failed and stop_on_error)
 
-    with progress("runs", len(waiting), "runs") as ticker:
-
-        def ended(found: Ended) -> bool:
-            has_failed = note_end(found, timeout_s)
-            after_each()
-            ticker.advance()
-            return not (has_failed and stop_on_error)
-
-        run_processes(
-            waiting,
-            "qat.bench.sweep.job",
-            ended,
-            placed=begun,
-            watched=watched,
-            timeout_s=timeout_s,
-            keep_open=(lock,),
-        )
+    run_processes(
+        waiting,
+        ended,
+        told=("runs", "runs"),
+        placed=begun,
+        watched=lambda run, pid: Watch(pid, run.telemetry, sample_s),
+        timeout_s=timeout_s,
+        keep_open=(lock,),
+    )
 
 
 def note_end(ended: Ended, timeout_s: float) -> bool:
     """Write the failure of a run that has left no row; whether it has failed."""
     run = ended.job
-    if ended.has_row:
+    if run.row.exists():
         logger.info("%s, repeat %d: done", run.group, run.repeat)
         return False
     message = ended.last_words
@@ -351,15 +219,28 @@ def note_end(ended: Ended, timeout_s: float) -> bool:
 
 def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
     """Write manifest, rows, table and picture, each whole, from what the runs have left."""
-    out = runs[0].out
-    rows = [_row(run) for run in runs if run.row.exists()]
-    failures = [_failure(run) for run in runs if _status(run) not in (DONE, WAITING)]
+    out, rows, failures, entries = runs[0].out, [], [], []
+    for run in runs:
+        status = "waiting"
+        if run.row.exists():
+            status, row = "done", json.loads(run.row.read_text(encoding="utf-8"))
+            telemetry = summarise_telemetry(read_samples(run.telemetry))
+            warnings = machine_warnings(telemetry)
+            rows.append({**row, "telemetry": telemetry, "machine_warnings": warnings})
+        elif run.failure.exists():
+            found = json.loads(run.failure.read_text(encoding="utf-8"))
+            status = found["status"]
+            failures.append({"group": run.group, "repeat": run.repeat, **found})
+        place = {"label": run.label, "group": run.group, "repeat": run.repeat}
+        entries.append({**place, "status": status})
+    # the same however often the sweep was stopped
+    manifest = {"format": 1, "name": recipe.name, "runs": entries}
+    write_atomically(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     groups = list(dict.fromkeys(run.group for run in runs))
     baseline = recipe.baseline or groups[0]
     lines = summarise(groups, rows, [each["group"] for each in failures], baseline)
     report = SweepReport(out, recipe, baseline, list(runs), rows, failures, lines)
-    write_atomically(out / MANIFEST, manifest(recipe, runs))
-    picture = chart(lines, rate_unit(recipe))
+    picture = chart(lines, RATES[recipe.verb])
     write_comparison(
         out,
         rows,
@@ -375,19 +256,81 @@ def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
     return report
 
 
-def manifest(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> str:
-    """What the sweep consists of and what of it is done: the same however often it was stopped."""
-    entries = [
-        {"label": run.label, "group": run.group, "repeat": run.repeat, "status": _status(run)}
-        for run in runs
+def summarise(
+    groups: Sequence[str], rows: Sequence[Row], failed: Sequence[str], baseline: str
+) -> list[SweepLine]:
+    """A line for each group: ranked ones first, fastest on top; then the others as they come.
+
+    Args:
+        failed: the group of each run that failed.
+    """
+    by_group = {name: [row for row in rows if row["group"] == name] for name in groups}
+    base = [row["cost_s"] for row in by_group[baseline]]
+    lines = [
+        _line(name, found, failed.count(name), None if name == baseline else base)
+        for name, found in by_group.items()
     ]
-    return json.dumps({"format": 1, "name": recipe.name, "runs": entries}, indent=1) + "\n"
+    ranked = sorted((line for line in lines if line.is_ranked), key=lambda line: line.cost.median)
+    return [*ranked, *(line for line in lines if not line.is_ranked)]
+
+
+def spreads(lines: Sequence[SweepLine]) -> tuple[float | None, float | None]:
+    """The machine's share and the settings': the median variation between repeats of a group, and
+    that between the medians of ranked groups. None where there are too few."""
+    between = [line.between for line in lines if line.between is not None]
+    medians = [line.cost.median for line in lines if line.is_ranked]
+    machine = statistics.median(between) if between else None
+    return machine, variation(medians) if len(medians) > 1 else None
+
+
+def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the words of each line."""
+    headings = ["group", "rank", "repeats", "rate", "95 % low", "high", "between repeats"]
+    headings += ["within a run", "x baseline", "effect", "p", "verdict"]
+    headings += ["step s", "GiB", "MiB/step"]
+
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    body = []
+    for place, line in enumerate(lines, 1):
+        cost, found = line.cost, line.against
+        done, all_runs = len(line.costs_s), len(line.costs_s) + line.failed
+        body.append(
+            [
+                line.group,
+                str(place) if line.is_ranked else "-",
+                str(done) if done == all_runs else f"{done} of {all_runs}",
+                shown(line.rate, "{:,.4g}"),
+                shown(cost and 1 / cost.high, "{:,.4g}"),
+                shown(cost and 1 / cost.low, "{:,.4g}"),
+                shown(line.between, "{:.1%}"),
+                shown(line.within, "{:.1%}"),
+                shown(found and 1 / found.ratio, "{:.3f}"),
+                shown(found and -found.effect, "{:+.2f}"),
+                shown(found and found.p, "{:.3f}"),
+                found.verdict if found else "-",
+                shown(line.step_s, "{:.4g}"),
+                shown(line.peak_gib, "{:.2f}"),
+                shown(line.slope_mib, "{:+.3f}"),
+            ]
+        )
+    return headings, body
 
 
 def page(report: SweepReport) -> str:
     """The table with what it takes to read it alone."""
     recipe, lines = report.recipe, report.lines
-    words = [f"# {recipe.name}", _intro(report), markdown(lines).rstrip()]
+    what = f"student {recipe.student}" if recipe.student else f"`{' '.join(recipe.command)}`"
+    words = [
+        f"# {recipe.name}",
+        f"`{recipe.verb}` of {what}; {recipe.repeats} repeats of each group in turns, each a "
+        f"process of its own. Rate: {RATES[recipe.verb]}, the median over repeats, and its 95 % "
+        "bootstrap interval. Between repeats, within a run: coefficients of variation. x baseline, "
+        "effect (Cliff's delta, + is faster), p (Mann-Whitney) and verdict: against "
+        f"{report.baseline!r}; a verdict needs 3 % and intervals apart.",
+        markdown_table(*cells(lines)).rstrip(),
+    ]
     unranked = [line.group for line in lines if not line.is_ranked]
     if unranked:
         words.append(
@@ -402,68 +345,72 @@ def page(report: SweepReport) -> str:
             "is larger."
         )
     words += [f"{line.group}: {word}." for line in lines for word in line.warnings]
-    words += [f"{word}." for word in place_warnings(report.rows)]
+    for name in ("commit", "device", "host", "torch", "triton"):
+        values = sorted({str(row[name]) for row in report.rows if row.get(name) is not None})
+        if len(values) > 1:
+            words.append(f"Runs differ in {name}: {', '.join(values)}; do not compare them.")
     words += [f"Failed: {each['group']}: {each['message']}" for each in report.failures]
     if report.waiting:
         words.append(f"{report.waiting} runs have not run yet.")
     return "\n\n".join(words) + "\n"
 
 
-def place_warnings(rows: Sequence[Row]) -> list[str]:
-    """What runs of one sweep should have in common and do not, in words."""
-    found = []
-    for name in ("commit", "device", "host", "torch", "triton"):
-        values = {str(row[name]) for row in rows if row.get(name) is not None}
-        if len(values) > 1:
-            found.append(f"Runs differ in {name}: {', '.join(sorted(values))}; do not compare them")
-    return found
+def chart(lines: Sequence[SweepLine], unit: str) -> bytes | None:
+    """SVG of each group's rate, the first line on top: repeats as dots, the interval as a bar.
+
+    None if no group finished a run.
+    """
+    drawn = [line for line in lines if line.costs_s]
+    if not drawn:
+        return None
+    return Chart("sweep", "", "", partial(_paint, lines=drawn, unit=unit)).render(LIGHT, "svg")
 
 
-def rate_unit(recipe: SweepRecipe) -> str:
-    """What a rate counts."""
-    return {
-        "bench": "valid tokens a second",
-        "train": "tokens a second",
-        "command": "runs a second",
-    }[recipe.verb]
+def _paint(axes: Axes, *, lines: Sequence[SweepLine], unit: str) -> None:
+    for height, line in enumerate(reversed(lines)):
+        color = SERIES[0] if line.is_ranked else SERIES[1]
+        rates = [1 / cost for cost in line.costs_s]
+        if line.is_ranked:
+            axes.plot(
+                [1 / line.cost.high, 1 / line.cost.low], [height] * 2, color=color, lw=5, alpha=0.3
+            )
+        axes.plot(rates, [height] * len(rates), "o", color=color, markersize=4)
+    axes.set_yticks(range(len(lines)), [line.group for line in reversed(lines)], fontsize=7)
+    fit_scale(axes.xaxis, [1 / cost for line in lines for cost in line.costs_s])
+    axes.set_xlabel(unit)
+    axes.margins(0.08)
 
 
-def _intro(report: SweepReport) -> str:
-    recipe = report.recipe
-    what = f"student {recipe.student}" if recipe.student else f"`{' '.join(recipe.command)}`"
-    return (
-        f"`{recipe.verb}` of {what}; {recipe.repeats} repeats of each group in turns, each a "
-        f"process of its own. Rate: {rate_unit(recipe)}, the median over repeats, and its 95 % "
-        "bootstrap interval. Between repeats, within a run: coefficients of variation. x baseline, "
-        "effect (Cliff's delta, + is faster), p (Mann-Whitney) and verdict: against "
-        f"{report.baseline!r}; a verdict needs 3 % and intervals apart."
+def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | None) -> SweepLine:
+    costs = [row["cost_s"] for row in rows]
+    enough = base is not None and min(len(base), len(costs)) >= MIN_SAMPLES
+    within = [variation(row["samples"]) for row in rows if len(row["samples"]) > 1]
+    slopes = [row["memory_trend"]["slope_mib"] for row in rows if row.get("memory_trend")]
+
+    def middle(name: str) -> float | None:
+        known = [row[name] for row in rows if row.get(name) is not None]
+        return statistics.median(known) if known else None
+
+    return SweepLine(
+        group=group,
+        costs_s=tuple(costs),
+        failed=failed,
+        cost=median_interval(costs) if costs else None,
+        between=variation(costs) if len(costs) > 1 else None,
+        within=statistics.median(within) if within else None,
+        against=compare(base, costs) if enough else None,
+        step_s=middle("step_s"),
+        peak_gib=middle("peak_gib"),
+        slope_mib=max(slopes, default=None),
+        warnings=tuple(dict.fromkeys(word for row in rows for word in _warnings(row))),
     )
 
 
-def _check_place(out: Path, recipe: SweepRecipe) -> None:
-    file = out / MANIFEST
-    name = json.loads(file.read_text(encoding="utf-8"))["name"] if file.exists() else recipe.name
-    if name != recipe.name:
-        raise ConfigError(
-            f"out={out} holds sweep {name!r}, expected {recipe.name!r} or an empty directory; "
-            "choose another --out"
-        )
-
-
-def _status(run: SweepRun) -> str:
-    if run.row.exists():
-        return DONE
-    if run.failure.exists():
-        return json.loads(run.failure.read_text(encoding="utf-8"))["status"]
-    return WAITING
-
-
-def _row(run: SweepRun) -> Row:
-    row = json.loads(run.row.read_text(encoding="utf-8"))
-    telemetry = summarise_telemetry(read_samples(run.telemetry))
-    return {**row, "telemetry": telemetry, "machine_warnings": machine_warnings(telemetry)}
-
-
-def _failure(run: SweepRun) -> Row:
-    found = json.loads(run.failure.read_text(encoding="utf-8"))
-    return {"group": run.group, "repeat": run.repeat, **found}
+def _warnings(row: Row) -> list[str]:
+    """What is doubtful about a run, in words."""
+    found = [*row.get("machine_warnings", ()), *row.get("fallbacks", ())]
+    if len(row["samples"]) > 1 and variation(row["samples"]) > NOISY:
+        found.append(f"steps of a run vary by more than {NOISY:.0%}")
+    if row.get("is_leaking"):
+        found.append(f"memory grows by {row['memory_trend']['slope_mib']:.3g} MiB a step")
+    return found

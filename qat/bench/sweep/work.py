@@ -10,7 +10,6 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.batches import make_batches
 from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
 from qat.bench.stats import FIRST_LOOK, leak_found_after, memory_trend
@@ -32,7 +31,7 @@ class Diary:
         self._subject = subject
         self._backend = backend
         self._by_step = by_step
-        """What the steps train on, in turns; nothing for what they are given."""
+        """What the steps train on in turns, in place of what they are given."""
         self.held_mib: list[float] = []
         self.valid_tokens: list[Tensor] = []
 
@@ -79,7 +78,9 @@ def time_bench(run: SweepRun) -> Facts:
         "layout": config.layout,
         "valid_tokens_per_s": sum(valid) / sum(timing.steps_s),
         # steps of one shape: the median, which a hiccup does not move; of several: all of them
-        "cost_s": timing.step_s / valid[0] if len(set(valid)) == 1 else _mean_cost(timing, valid),
+        "cost_s": timing.step_s / valid[0]
+        if len(set(valid)) == 1
+        else sum(timing.steps_s) / max(sum(valid), 1),
         **ran,
         **leak_facts(subject.held_mib),
         **_environment(config, setting.backend),
@@ -147,10 +148,6 @@ def _laid_out(config: StepsConfig, setting: Setting) -> list[Batch]:
         )
     made = make_batches(setting.data, config.layout, config.batch_size, setting.backend)
     return [Batch(*map(setting.backend.pinned, batch)) for batch in made]
-
-
-def _mean_cost(timing: Timing, valid: Sequence[int]) -> float:
-    return sum(timing.steps_s) / max(sum(valid), 1)
 
 
 def _environment(config: StepConfig, backend: Backend) -> Facts:
