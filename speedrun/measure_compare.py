@@ -36,8 +36,7 @@ from qat.bench.config import MeasureConfig
 from qat.bench.results import ROWS, Results, environment
 from qat.bench.stats import MIN_SAMPLES
 from qat.kernels.lut_weight import form
-from qat.quant.pack import Packed, packed_width
-from qat.quant.weight import Scales
+from qat.quant.weight import PackedIndices, Scales, packed_width
 
 app = App(help=__doc__)
 GROUP_SIZE, BITS, PIECES = 32, 2, 20
@@ -146,7 +145,7 @@ def different(found: list[Comparison]) -> int:
 def kernel(scale: Scale, backend: Backend, extra: int) -> Kernel:
     """Forming a weight of random codes, piece by piece, of so many more pieces."""
     octets = torch.randint(256, (scale.O, packed_width(scale.I, BITS)), dtype=torch.uint8)
-    source = Packed(octets.to(backend.device), BITS, scale.I)
+    source = PackedIndices(octets.to(backend.device), BITS, scale.I)
     codebook = torch.tensor([-1.0, -0.3, 0.3, 1.0], device=backend.device)
     groups = torch.rand(scale.O, scale.I // GROUP_SIZE, device=backend.device)
     scales = Scales(scales=groups + 0.5)

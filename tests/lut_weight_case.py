@@ -4,9 +4,8 @@ import torch
 from quantized import SPECS, nearest_e5m3, random_codebook, random_scales
 from torch import Tensor
 
-from qat.quant.pack import Packed, pack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import Scales
+from qat.quant.weight import PackedIndices, Scales, pack
 
 ODD_SPECS = {
     "lut1_odd": LutSpec(bits=1, group_size=7),
@@ -30,7 +29,7 @@ SOURCES = ("packed", "float32", "bfloat16")
 
 def random_parts(
     O: int, I: int, spec: LutSpec, source: str
-) -> tuple[Packed | Tensor, Tensor, Scales]:
+) -> tuple[PackedIndices | Tensor, Tensor, Scales]:
     """Source, codebook and scales: scales not rounded yet, some zero; a latent source has ties.
 
     Levels lie as training may leave them, in any order.
@@ -40,7 +39,7 @@ def random_parts(
     next(iter(scales.present().values())).view(-1)[::5] = 0
     if source == "packed":
         indices = torch.randint(spec.num_levels, (O, I), dtype=torch.uint8)
-        return Packed(pack(indices, spec.bits), spec.bits, I), codebook, scales
+        return PackedIndices(pack(indices, spec.bits), spec.bits, I), codebook, scales
     latent = torch.randn(O, I) * 0.1
     if spec.scale == "group":
         levels = codebook.sort().values
@@ -50,12 +49,12 @@ def random_parts(
     return latent.to(getattr(torch, source)), codebook, scales
 
 
-def chosen(source: Packed | Tensor, codebook: Tensor, scales: Scales) -> Tensor:
+def chosen(source: PackedIndices | Tensor, codebook: Tensor, scales: Scales) -> Tensor:
     """The index of each weight, `(O, I)` int64, by trying every level for a latent source.
 
     The lower of two levels that are equally near: with `float32` division, as is defined.
     """
-    if isinstance(source, Packed):
+    if isinstance(source, PackedIndices):
         return source.indices().long()
     S = textbook_scale({n: t.float() for n, t in stored(scales).items()}, source.shape[1])
     scaled = torch.where(S == 0, torch.zeros(()), source.float() / S)

@@ -27,8 +27,8 @@ from qat.export.parts import (
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
-from qat.quant.pack import pack
 from qat.quant.spec import LutSpec
+from qat.quant.weight import pack
 
 COMPARED = "sums"
 HOLDS_ADAPTERS = False

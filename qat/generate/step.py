@@ -40,8 +40,7 @@ from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, replace_module
-from qat.quant.pack import Packed
-from qat.quant.weight import Scales, from_stored, round_scales
+from qat.quant.weight import PackedIndices, Scales, from_stored, round_scales
 
 # Linear layer for inference alone: its weight stays packed, scales and all.
 #
@@ -81,7 +80,7 @@ class PackedLinear(nn.Module):
         """`W`, `(O, I)` in `dtype`, until another layer of the model forms its own."""
         rows, bits = self.rows, self.spec.scale_bits
         scales = Scales(from_stored("scales", rows.scales, bits), bits=bits)
-        source = Packed(rows.octets, rows.bits, self.in_features)
+        source = PackedIndices(rows.octets, rows.bits, self.in_features)
         codebook = rows.codebooks[0, : self.spec.num_levels]
         out = self._scratch.room(rows.shape, dtype, rows.octets.device)
         return form(source, codebook, scales, dtype, out=out)
@@ -343,6 +342,6 @@ def _head_rows(head: nn.Module, dtype: torch.dtype) -> Rows:
     table = head.table if isinstance(head, TiedLutHead) else head
     if not reads(table.spec):
         return table.weight_in(dtype)
-    source = Packed(table.packed, table.spec.bits, table.in_features)
+    source = PackedIndices(table.packed, table.spec.bits, table.in_features)
     scales = round_scales(Scales(table.scales, bits=table.spec.scale_bits))
     return LutRows.of(source, table.codebook, scales, is_short=dtype != torch.float32)

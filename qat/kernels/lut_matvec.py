@@ -30,9 +30,8 @@ from qat.kernels.dispatch import (
 )
 from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots
 from qat.kernels.tuned import chosen
-from qat.quant.pack import Packed, unpack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import Scales, from_stored, to_stored
+from qat.quant.weight import PackedIndices, Scales, from_stored, to_stored, unpack
 
 UNIT = 16
 """Weights of a row that are read as one."""
@@ -68,7 +67,7 @@ class LutRows(NamedTuple):
 
     @classmethod
     def of(
-        cls, source: Packed, codebook: Tensor, scales: Scales, *, is_short: bool = False
+        cls, source: PackedIndices, codebook: Tensor, scales: Scales, *, is_short: bool = False
     ) -> Self:
         """One packed weight with group scales, which are encoded as a checkpoint stores them.
 
@@ -263,7 +262,7 @@ def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
     return octets.T.contiguous().view(torch.int32).view(1, -1), factor.view(1)
 
 
-def _has_mma(source: Packed, device: torch.device) -> bool:
+def _has_mma(source: PackedIndices, device: torch.device) -> bool:
     """Whether tensor cores can read a matrix of that format there."""
     is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
     return is_format and (device.type != "cuda" or on(device).has_bf16())

@@ -20,10 +20,10 @@ from torch import Tensor
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 from qat.quant.codebook import latent_indices
-from qat.quant.pack import Packed
 from qat.quant.weight import (
     LARGEST,
     SCALE_NAMES,
+    PackedIndices,
     QuantizedWeight,
     Scales,
     chosen_levels,
@@ -36,7 +36,7 @@ MOST_LEVELS = 16
 
 
 def form(
-    source: Packed | Tensor,
+    source: PackedIndices | Tensor,
     codebook: Tensor,
     scales: Scales,
     dtype: torch.dtype,
@@ -58,7 +58,7 @@ def form(
 
 def pull_back(
     dW: Tensor,
-    source: Packed | Tensor,
+    source: PackedIndices | Tensor,
     codebook: Tensor,
     scales: Scales,
     *,
@@ -96,7 +96,7 @@ def _by_kernel(codebook: Tensor) -> bool:
 
 def _reduce(
     dW: Tensor,
-    source: Packed | Tensor,
+    source: PackedIndices | Tensor,
     codebook: Tensor,
     scales: Scales,
     *,
@@ -117,11 +117,11 @@ def _reduce(
 
 
 def _weight_and_scale(
-    source: Packed | Tensor, codebook: Tensor, scales: Scales
+    source: PackedIndices | Tensor, codebook: Tensor, scales: Scales
 ) -> tuple[QuantizedWeight, Tensor]:
     scales = round_scales(scales)
     S = expand_scales(scales, source.shape[1])
-    is_packed = isinstance(source, Packed)
+    is_packed = isinstance(source, PackedIndices)
     indices = source.indices() if is_packed else latent_indices(source, S, codebook)
     return QuantizedWeight(indices, codebook, scales), S
 
@@ -175,9 +175,11 @@ WORDS = {2: torch.int16, 4: torch.int32}
 """The word that holds the indices of a unit, by bits of one."""
 
 
-def _form_by_kernel(out: Tensor, source: Packed | Tensor, codebook: Tensor, scales: Scales) -> None:
+def _form_by_kernel(
+    out: Tensor, source: PackedIndices | Tensor, codebook: Tensor, scales: Scales
+) -> None:
     """Write `codebook[indices] * S` into `out`, in its dtype, to the bit as the reference does."""
-    bits = source.bits if isinstance(source, Packed) else 0
+    bits = source.bits if isinstance(source, PackedIndices) else 0
     cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
     tiling = _Tiling.of(source, scales, cut.weights)
     _form_kernel[(tiling.num_tiles,)](
@@ -188,7 +190,7 @@ def _form_by_kernel(out: Tensor, source: Packed | Tensor, codebook: Tensor, scal
 
 def _reduce_by_kernel(
     dW: Tensor,
-    source: Packed | Tensor,
+    source: PackedIndices | Tensor,
     codebook: Tensor,
     scales: Scales,
     *,
@@ -253,7 +255,7 @@ class _Tiling(NamedTuple):
     E: int
 
     @classmethod
-    def of(cls, source: Packed | Tensor, scales: Scales, weights: int) -> Self:
+    def of(cls, source: PackedIndices | Tensor, scales: Scales, weights: int) -> Self:
         """Tiles of about `weights` weights; a group is never cut."""
         O, I = source.shape
         if scales.scales is not None:
@@ -275,9 +277,9 @@ class _Tiling(NamedTuple):
         """More where one group alone is larger than a tile should be."""
         return min(max(self.N * self.U * self.E // 1024, WARPS), 32)
 
-    def constants(self, source: Packed | Tensor, codebook: Tensor) -> dict[str, int]:
+    def constants(self, source: PackedIndices | Tensor, codebook: Tensor) -> dict[str, int]:
         """The kernels' arguments that are no tensors."""
-        is_packed = isinstance(source, Packed)
+        is_packed = isinstance(source, PackedIndices)
         return {
             "num_runs": self.num_runs,
             "in_features": source.shape[1],
@@ -295,9 +297,9 @@ class _Tiling(NamedTuple):
 
 
 def _operands(
-    source: Packed | Tensor, codebook: Tensor, scales: Scales, E: int
+    source: PackedIndices | Tensor, codebook: Tensor, scales: Scales, E: int
 ) -> tuple[Tensor | None, ...]:
-    if isinstance(source, Packed):
+    if isinstance(source, PackedIndices):
         octets = source.octets.contiguous()
         tensor = octets if E == 1 else octets.view(WORDS.get(source.bits, torch.uint8))
     else:

@@ -18,8 +18,7 @@ from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, table_names
 from qat.nsa.swap import nsa_config
-from qat.quant.pack import packed_width
-from qat.quant.weight import STORED_DTYPES, dtype_as_stored
+from qat.quant.weight import STORED_DTYPES, dtype_as_stored, packed_width
 
 
 def parameter_count(model: nn.Module) -> int:

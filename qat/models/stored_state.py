@@ -10,13 +10,14 @@ from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import quant_linears
-from qat.quant.pack import pack, unpack
 from qat.quant.weight import (
     STORED_DTYPES,
     dtype_as_stored,
+    pack,
     round_as_stored,
     round_levels,
     to_stored,
+    unpack,
 )
 
 PACKED = "packed"

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form
-from qat.quant.pack import Packed, pack
 from qat.quant.spec import LutSpec
-from qat.quant.weight import SCALE_NAMES, QuantizedWeight, Scales
+from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
 
 PIECE = 2**24
 """Weights of a table that are formed at a time."""
@@ -87,8 +86,8 @@ class FrozenLutTable(nn.Module):
             self.formed = formed = self.quantized_weight(dtype)
         return formed
 
-    def _source(self, which: slice | Tensor) -> Packed:
-        return Packed(self.packed[which], self.spec.bits, self.in_features)
+    def _source(self, which: slice | Tensor) -> PackedIndices:
+        return PackedIndices(self.packed[which], self.spec.bits, self.in_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype

@@ -26,13 +26,14 @@ from qat.quant.lora import (
     random_lora,
     round_lora,
 )
-from qat.quant.pack import Packed, pack
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     SCALE_NAMES,
+    PackedIndices,
     QuantizedWeight,
     Scales,
     expand_scales,
+    pack,
     rms,
     round_levels,
     round_scales,
@@ -97,7 +98,7 @@ class QuantLinear(nn.Module):
         self._joined: tuple[Any, slice] = (None, slice(0))
         self.set_lora(None)
 
-    def source(self) -> Packed | Tensor:
+    def source(self) -> PackedIndices | Tensor:
         """Packed indices, or the latent weight that they follow; no gradient."""
         raise NotImplementedError
 
@@ -318,9 +319,9 @@ class FrozenLutLinear(QuantLinear):
         order = codebook.argsort(stable=True).to(self.packed.device, torch.uint8)
         self.packed.copy_(pack(order[self.indices().int()], self.spec.bits))
 
-    def source(self) -> Packed:
+    def source(self) -> PackedIndices:
         """The packed indices."""
-        return Packed(self.packed, self.spec.bits, self.in_features)
+        return PackedIndices(self.packed, self.spec.bits, self.in_features)
 
     def indices(self) -> Tensor:
         """The stored index of each weight: `(O, I)` uint8."""

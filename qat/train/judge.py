@@ -31,7 +31,7 @@ from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears
 from qat.nsa.health import attention_health, health_numbers
 from qat.nsa.swap import nsa_modules
-from qat.quant.pack import pack, unpack
+from qat.quant.weight import pack, unpack
 from qat.train.config import TrainConfig
 
 SAMPLE_TOKENS = 32

@@ -43,7 +43,7 @@ WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
 """The step that records comes after those that run as written."""
 
 
-class Prediction(NamedTuple):
+class RunPrediction(NamedTuple):
     """What two steps and two evaluations tell of a run, on one device."""
 
     step_s: float
@@ -84,7 +84,7 @@ class Prediction(NamedTuple):
 
 def predict(
     config: TrainConfig, student: str, cache: TeacherCache, *, world: int = 1
-) -> Prediction:
+) -> RunPrediction:
     """Take a few steps as the run will, on one device, and put everything back.
 
     Args:
@@ -111,7 +111,7 @@ def _measure(
     student: str,
     cache: TeacherCache,
     ranks: Ranks,
-) -> Prediction:
+) -> RunPrediction:
     backend = backends.select(config.device)
     model = load_model(student, device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config, ranks=ranks)
@@ -132,7 +132,7 @@ def _measure(
         take_step.close()
     state_bytes = optimizer.state_bytes() + _bytes(CodeWatch(model.model).state())
     dtype = backend.dtype(config.dtype)
-    return Prediction(
+    return RunPrediction(
         step_s=step_s,
         tokens_per_s=result.positions / ranks.size / step_s,
         eval_s=eval_s,
@@ -247,7 +247,7 @@ class RunPlan(NamedTuple):
     """Of the student's hidden states."""
     world: int = 1
     """Devices that train."""
-    prediction: Prediction | None = None
+    prediction: RunPrediction | None = None
     has_run_out: bool = False
     """Whether memory ran out in the attempt to predict."""
     problems: tuple[str, ...] = ()
@@ -466,7 +466,7 @@ def _less_memory(config: TrainConfig, plan: RunPlan) -> str:
     return f"{LESS_MEMORY}, or --shard-latents"
 
 
-def _memory(config: TrainConfig, plan: RunPlan, prediction: Prediction) -> Iterator[RunFinding]:
+def _memory(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
     if prediction.peak_gib is None or plan.memory_gib is None:
         return
     share = prediction.peak_gib / plan.memory_gib
@@ -479,7 +479,7 @@ def _memory(config: TrainConfig, plan: RunPlan, prediction: Prediction) -> Itera
     yield RunFinding("memory", severity, found, reason, _less_memory(config, plan))
 
 
-def _disk(config: TrainConfig, plan: RunPlan, prediction: Prediction) -> Iterator[RunFinding]:
+def _disk(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
     need = prediction.disk_bytes(config)
     found = f"{need / GIB:.3g} GiB of checkpoints, {plan.free_bytes / GIB:.3g} GiB free"
     if need <= DISK_WARNING * plan.free_bytes:
@@ -499,7 +499,7 @@ class Checked(NamedTuple):
     """What the preflight found, and what it measured."""
 
     findings: list[RunFinding]
-    prediction: Prediction | None
+    prediction: RunPrediction | None
     is_long: bool
 
     def errors(self) -> list[RunFinding]:

@@ -36,8 +36,8 @@ from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
 from qat.nn.step import quant_linears
 from qat.nn.swap import with_tables
-from qat.quant.pack import pack
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.quant.weight import pack
 
 # coremltools leaves temporary directories to their finalizers
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")

@@ -8,9 +8,8 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
 from qat.kernels.lut_weight import form, pull_back
-from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
-from qat.quant.weight import Scales, round_to_e5m3
+from qat.quant.weight import PackedIndices, Scales, round_to_e5m3
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +22,13 @@ TRAINED = {
     "lut2_r32": LutSpec(bits=2, scale="low_rank", rank=32),
 }
 
-Parts = tuple[Packed | Tensor, Tensor, Scales]
+Parts = tuple[PackedIndices | Tensor, Tensor, Scales]
 
 
 def on_cuda(parts: Parts) -> Parts:
     source, codebook, scales = parts
     moved = scales._replace(**{name: t.cuda() for name, t in scales.present().items()})
-    is_packed = isinstance(source, Packed)
+    is_packed = isinstance(source, PackedIndices)
     source = source._replace(octets=source.octets.cuda()) if is_packed else source.cuda()
     return source, codebook.cuda(), moved
 
@@ -75,7 +74,7 @@ def test_every_scale_of_8_bits_is_rounded_as_on_the_cpu(source: str) -> None:
     assert torch.equal(round_to_e5m3(there).cpu(), round_to_e5m3(scales.scales))
     assert torch.equal(round_to_e5m3(there).cpu(), nearest_e5m3(scales.scales.clamp_min(0)))
     O = len(there)
-    packed = Packed(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
+    packed = PackedIndices(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
     parts = packed if source == "packed" else torch.randn(O, 8), torch.tensor([-1.0, 1.0]), scales
     assert torch.equal(form(*on_cuda(parts), torch.float32).cpu(), form(*parts, torch.float32))
 

@@ -8,9 +8,8 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
 from qat.kernels import lut_weight
-from qat.quant.pack import Packed
 from qat.quant.spec import LutSpec
-from qat.quant.weight import Scales
+from qat.quant.weight import PackedIndices, Scales
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -154,7 +153,7 @@ def test_every_scale_of_8_bits_is_rounded_as_the_reference_does(source: str, mon
     others += [65520.0, torch.inf] if source == "packed" else []  # a latent one has no index there
     scales = Scales(torch.cat([halves[::7], halves[-300:], torch.tensor(others)])[:, None], bits=8)
     O, codebook = len(scales.scales), torch.tensor([-1.0, 1.0])
-    packed = Packed(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
+    packed = PackedIndices(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
     parts = packed if source == "packed" else torch.randn(O, 8), codebook, scales
     weight = lut_weight.form(*parts, torch.float32)
     by_kernel(monkeypatch)

@@ -8,7 +8,7 @@ from torch import nn
 from qat.models.stored_state import packed_state_dict, raw_state, stored_state
 from qat.nn.step import quant_linears
 from qat.nn.swap import ascending, to_latent
-from qat.quant.pack import pack
+from qat.quant.weight import pack
 
 
 def shuffled(spec_name: str, *, is_latent: bool) -> nn.Module:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat.quant.pack import pack, packed_width, unpack
+from qat.quant.weight import pack, packed_width, unpack
 
 WIDTHS = [1, 2, 3, 5, 7, 8, 9, 13, 16, 31, 64, 100]
 

@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     script = importlib.import_module("measure_mutants")
     for name, text in {
         "qat/__init__.py": "",
-        "qat/quant/pack.py": SOURCE,
+        "qat/quant/weight.py": SOURCE,
         "tests/quant/test_pack.py": TESTS,
         "pytest.ini": "[pytest]\n",
     }.items():
@@ -45,7 +45,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def mutant(script: ModuleType, line: int, before: str, after: str) -> object:
-    return script.Mutant("m", "qat/quant/pack.py", line, "kind", f"{before}\n", f"{after}\n")
+    return script.Mutant("m", "qat/quant/weight.py", line, "kind", f"{before}\n", f"{after}\n")
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it forks among threads
@@ -79,7 +79,7 @@ def test_outcomes(  # noqa: PLR0917
     found = script.judge(script.located(mutant(script, line, before, after)), tests)
     assert found["outcome"] == outcome
     assert found["by"] == "" or next(iter(tests)).startswith(found["by"])
-    assert (tmp_path / "qat/quant/pack.py").read_text() == SOURCE
+    assert (tmp_path / "qat/quant/weight.py").read_text() == SOURCE
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_tests_that_run_the_line_are_chosen_mirrored_ones_first(
         "tests/quant/test_pack.py::in_pack|setup": [5, 7],
     }.items():
         data.set_context(context)
-        data.add_lines({str(tmp_path / "qat/quant/pack.py"): lines})
+        data.add_lines({str(tmp_path / "qat/quant/weight.py"): lines})
     data.set_context("")
-    data.add_lines({str(tmp_path / "qat/quant/pack.py"): [1, 4, 6]})
+    data.add_lines({str(tmp_path / "qat/quant/weight.py"): [1, 4, 6]})
     data.write()
     (tmp_path / "map.xml").write_text(
         "<testsuites><testsuite>"

@@ -8,9 +8,9 @@ import pytest
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
 from qat.train.preflight import (
-    Prediction,
     RunFinding,
     RunPlan,
+    RunPrediction,
     SparsePlan,
     codes_forced,
     is_long,
@@ -21,7 +21,7 @@ from qat.train.preflight import (
 
 GIB = 2**30
 
-FAST = Prediction(
+FAST = RunPrediction(
     step_s=0.1,
     tokens_per_s=80_000.0,
     eval_s=0.5,

@@ -49,8 +49,7 @@ from qat.kernels.lut_matvec import (
 from qat.kernels.lut_weight import form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
-from qat.quant.pack import Packed, packed_width
-from qat.quant.weight import Scales
+from qat.quant.weight import PackedIndices, Scales, packed_width
 
 EPS = 1e-6
 ATTENTION_SLACK = 2e-2
@@ -459,9 +458,9 @@ def _weight(room: Room, size: Size, source: str, bits: int) -> tuple:
     return _packed(room, O, I, bits), codebook, scales
 
 
-def _packed(room: Room, O: int, I: int, bits: int) -> Packed:
+def _packed(room: Room, O: int, I: int, bits: int) -> PackedIndices:
     octets = room.integers(256, O, packed_width(I, bits), dtype=torch.uint8)
-    return Packed(octets, bits, I)
+    return PackedIndices(octets, bits, I)
 
 
 def _factors(room: Room, size: Size, bits: int, *, is_short: bool) -> Inputs:
