@@ -56,7 +56,7 @@ PHASES = {
     "Cholesky (of it)": "qat.quant.error_feedback.feedback_coupling",
     "levels": "qat.quant.error_feedback.refit_levels",
     "descent": "qat.quant.error_feedback.descend",
-    "packing": "qat.convert.quantize._Conversion._put",
+    "packing": "qat.convert.quantize._Conversion.put",
     "report": "qat.convert.quantize._Conversion.reports",
 }
 """What `--phases` times. A phase "of it" is part of the one before."""

@@ -13,10 +13,10 @@ import numpy as np
 import tomli_w
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
+from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.plan import read_plan
@@ -75,10 +75,25 @@ def convert_checkpoint(
     with atomic_directory(out) as partial:
         write_model(student.model, tokenizer, partial)
         check_written(partial, student.model)
-        values = {"source": source, "trust_remote_code": config.trust_remote_code}
-        values["attention_fit"] = [asdict(fit) for fit in done.fits]
-        values["calibration"] = _drawn(calibration, config)
-        _write_report(student.model, done.report, partial, values)
+        sparse, ids = nsa_config(student.model), [batch.input_ids for batch in calibration]
+        # enough to draw the same calibration again
+        drawn = {
+            "data": config.calibration,
+            "seed": config.calibration_seed,
+            "sequences": sum(map(len, ids)),
+            "tokens": sum(each.numel() for each in ids),
+        }
+        values = {
+            "source": source,
+            "trust_remote_code": config.trust_remote_code,
+            "attention_fit": [asdict(fit) for fit in done.fits],
+            "calibration": drawn if calibration else None,
+            "nsa": None if sparse is None else sparse.model_dump(mode="json"),
+            **asdict(done.report),
+        }
+        if math.isnan(done.report.bits_per_weight):
+            values["bits_per_weight"] = None
+        (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
         if done.report.budget is not None:
             rules = tomli_w.dumps(done.plan.model_dump(exclude_none=True))
             (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
@@ -118,7 +133,10 @@ def convert_model(
     fits = [] if attention is None else _fitted(student, attention, calibration, config)
     budget = None
     if config.bits_budget is not None:
-        plan, budget = _budgeted(plan, config, base or student, calibration, shipping=shipping)
+        bend = None if shipping is None else shipping.bend
+        plan, budget = plan_within_budget(
+            base or student, plan, config.bits_budget, calibration, **_room(config), bend=bend
+        )
     if config.embedding_bits in {4, 8}:
         plan = with_tables(plan, student.model, config.embedding_bits)
     if shipping is not None:
@@ -190,50 +208,6 @@ def _fitted(
     )
     logger.info("attention differs from dense by %.4f, before the fit by %.4f", after, before)
     return fits
-
-
-def _budgeted(
-    plan: QuantPlan,
-    config: ConvertConfig,
-    teacher: LanguageModel,
-    calibration: Sequence[TokenBatch],
-    *,
-    shipping: Shipping | None,
-) -> tuple[QuantPlan, BudgetReport]:
-    """A plan of the linears of `plan` that keeps to `config`'s bits, and how they were spent."""
-    return plan_within_budget(
-        teacher,
-        plan,
-        config.bits_budget,
-        calibration,
-        **_room(config),
-        bend=None if shipping is None else shipping.bend,
-    )
-
-
-def _drawn(calibration: Sequence[TokenBatch], config: ConvertConfig) -> dict[str, object] | None:
-    """What a conversion was calibrated on, for its report: enough to draw it again."""
-    if not calibration:
-        return None
-    ids = [batch.input_ids for batch in calibration]
-    return {
-        "data": config.calibration,
-        "seed": config.calibration_seed,
-        "sequences": sum(map(len, ids)),
-        "tokens": sum(each.numel() for each in ids),
-    }
-
-
-def _write_report(
-    model: PreTrainedModel, report: QuantizeReport, directory: Path, values: dict[str, object]
-) -> None:
-    """`values` and what the conversion did, as JSON."""
-    sparse = nsa_config(model)
-    values["nsa"] = None if sparse is None else sparse.model_dump(mode="json")
-    values |= asdict(report)
-    if math.isnan(report.bits_per_weight):
-        values["bits_per_weight"] = None
-    (directory / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
 
 
 def check_budget(config: ConvertConfig) -> None:

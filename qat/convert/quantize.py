@@ -4,10 +4,11 @@ Shapes: O out_features, I in_features.
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from qat.models.cost import (
 from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
+from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
 from qat.quant.error_feedback import aim_all, fit_all_to_inputs
 from qat.quant.fit import fit_weight
@@ -104,37 +105,44 @@ def quantize_model(
     Raises:
         ConfigError: the plan or the base does not fit the model.
     """
-    began = time.perf_counter()
-    tables = table_names(student.model)
-    check_experts(plan, student.model)
-    specs = plan.assign(linear_names(student.model), tables)
+    began, model = time.perf_counter(), student.model
+    tables = table_names(model)
+    check_experts(plan, model)
+    specs = plan.assign(linear_names(model), tables)
     _say_others(plan, [name for name in specs if name not in tables])
     for name, spec in specs.items():
-        spec.check_shape(name, *weight_shape(student.model.get_submodule(name)))
+        spec.check_shape(name, *weight_shape(model.get_submodule(name)))
     if base is not None:
-        _check_base(student.model, base.model, list(specs))
-    todo = {n: s for n, s in specs.items() if not _has_format(student.model.get_submodule(n), s)}
+        _check_base(model, base.model, list(specs))
+    # a quantized module has a `spec`, and a float one has none
+    todo = {n: s for n, s in specs.items() if getattr(model.get_submodule(n), "spec", None) != s}
+    linears = [name for name in todo if name not in tables]
     if base is None:
-        _say_requantized(student.model, todo)
+        _say_requantized(model, todo)
     description = f"quantizing to {plan.name}"
     with progress(description, len(todo), "linears") as ticker, matmul_precision("medium"):
-        job = _Conversion(student.model, todo, base and base.model, workers=workers, ticker=ticker)
-        linears = [name for name in todo if name not in tables]
+        job = _Conversion(model, todo, base and base.model, ticker)
         # before the tables change: the teacher reads its own
         teacher = Walk(base or student, calibration) if calibration and linears else None
-        job.quantize_alone([name for name in todo if name in tables])
+        alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
+
+        def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
+            began, weight = time.perf_counter(), job.weight(name)
+            return weight, fit_weight(weight, todo[name]), time.perf_counter() - began
+
+        with ThreadPoolExecutor(workers or on(student.device).workers()) as pool:
+            for name, (weight, quantized, seconds) in zip(alone, pool.map(fit, alone), strict=True):
+                job.put(name, weight, quantized, output_error=None, seconds=seconds)
         if teacher:
             quantize_in_order(student, calibration, linears, job.quantize_stage, teacher=teacher)
-        else:
-            job.quantize_alone(linears)
     reports = job.reports()
     return QuantizeReport(
         plan=plan.name,
         seconds=time.perf_counter() - began,
-        bits_per_weight=model_bits_per_weight(student.model),
-        whole_bits_per_weight=whole_model_bits(student.model),
-        megabytes=tensor_bytes(student.model) / 1e6,
-        float_tables_frac=float_table_bytes(student.model) / tensor_bytes(student.model),
+        bits_per_weight=model_bits_per_weight(model),
+        whole_bits_per_weight=whole_model_bits(model),
+        megabytes=tensor_bytes(model) / 1e6,
+        float_tables_frac=float_table_bytes(model) / tensor_bytes(model),
         kept=len(specs) - len(todo),
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
@@ -208,71 +216,36 @@ def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
             )
 
 
-@dataclass
-class _Fitted:
-    """One linear or table in its place, and what its report needs."""
-
-    module: FrozenLutLinear | FrozenLutTable
-    error: Tensor
-    """`|W - W_q| / |W|`, still on the device."""
-    output_error: float | None
-    seconds: float
-
-
 class _Conversion:
     """Fits linears and tables and puts the results in their place."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        specs: dict[str, LutSpec],
-        base: nn.Module | None,
-        *,
-        workers: int,
-        ticker: Ticker,
+        self, model: nn.Module, specs: dict[str, LutSpec], base: nn.Module | None, ticker: Ticker
     ) -> None:
         self.model = model
         self.specs = specs
         self.base = base
-        self.workers = workers or on(next(model.parameters()).device).workers()
         self.ticker = ticker
-        self.fitted: dict[str, _Fitted] = {}
-
-    def quantize_alone(self, names: list[str]) -> None:
-        """Replace the modules called `names`, each fitted to its weight, some at a time."""
-
-        def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
-            began, weight = time.perf_counter(), self._weight(name)
-            return weight, fit_weight(weight, self.specs[name]), time.perf_counter() - began
-
-        with ThreadPoolExecutor(self.workers) as pool:
-            for name, (weight, quantized, seconds) in zip(names, pool.map(fit, names), strict=True):
-                self._put(name, weight, quantized, output_error=None, seconds=seconds)
+        self._reports: dict[str, ModuleReport] = {}
+        self._errors: list[Tensor] = []
+        """Their relative errors, read from the device all at once."""
 
     def quantize_stage(self, names: list[str], inputs: StageInputs) -> None:
         """Replace the linears called `names`, aimed at the teacher's and fitted to `inputs`."""
         for spec in dict.fromkeys(self.specs[name] for name in names):
             began = time.perf_counter()
             own = [name for name in names if self.specs[name] == spec]
-            weights = [self._weight(name) for name in own]
+            weights = [self.weight(name) for name in own]
             aims = weights if inputs.input_gap is None else aim_all(weights, *inputs)
             fits = fit_all_to_inputs(aims, spec, inputs.second_moment, COLUMN_OPS)
             per_weight = (time.perf_counter() - began) / sum(weight.numel() for weight in weights)
             for name, weight, fit in zip(own, weights, fits, strict=True):
                 seconds = per_weight * weight.numel()
-                self._put(
+                self.put(
                     name, weight, fit.quantized, output_error=fit.output_error, seconds=seconds
                 )
 
-    def reports(self) -> dict[str, ModuleReport]:
-        """Report of each module that was replaced, by name."""
-        if not self.fitted:
-            return {}
-        names, errors = zip(*((n, fitted.error) for n, fitted in self.fitted.items()), strict=True)
-        pairs = zip(names, torch.stack(errors).tolist(), strict=True)
-        return {name: _report(name, self.fitted[name], error) for name, error in pairs}
-
-    def _put(
+    def put(
         self,
         name: str,
         weight: Tensor,
@@ -281,15 +254,35 @@ class _Conversion:
         output_error: float | None,
         seconds: float,
     ) -> None:
-        levels = round_levels(quantized.codebook, self.specs[name].level_bits)
-        quantized = quantized._replace(codebook=levels)
-        put_quantized(self.model, name, quantized, self.specs[name])
+        """Replace the module called `name`, whose float weight was `weight`."""
+        spec = self.specs[name]
+        quantized = quantized._replace(codebook=round_levels(quantized.codebook, spec.level_bits))
+        put_quantized(self.model, name, quantized, spec)
         error = (weight - dequantize(quantized)).norm() / weight.norm().clamp_min(TINY)
-        self.fitted[name] = _Fitted(self.model.get_submodule(name), error, output_error, seconds)
+        self._errors.append(error)
+        self._reports[name] = ModuleReport(
+            name=name,
+            bits=spec.bits,
+            codebook=spec.codebook,
+            scale=spec.scale,
+            group_size=spec.group_size,
+            rank=spec.rank,
+            scale_bits=spec.scale_bits,
+            relative_error=math.nan,
+            weighted_error=output_error,
+            bits_per_weight=bits_per_weight(self.model.get_submodule(name)),
+            seconds=seconds,
+        )
         self.ticker.advance()
         self.ticker.note(name)
 
-    def _weight(self, name: str) -> Tensor:
+    def reports(self) -> dict[str, ModuleReport]:
+        """Report of each module that was replaced, by name."""
+        errors = torch.stack(self._errors).tolist() if self._errors else []
+        found = zip(self._reports.items(), errors, strict=True)
+        return {name: replace(report, relative_error=error) for (name, report), error in found}
+
+    def weight(self, name: str) -> Tensor:
         """The float weight to imitate, on the device of the one it replaces."""
         own = self.model.get_submodule(name)
         module = own if self.base is None else self.base.get_submodule(name)
@@ -298,24 +291,3 @@ class _Conversion:
         is_quantized = isinstance(own, QuantLinear | FrozenLutTable)
         device = own.codebook.device if is_quantized else own.weight.device
         return module.weight.detach().float().to(device)
-
-
-def _report(name: str, fitted: _Fitted, error: float) -> ModuleReport:
-    spec = fitted.module.spec
-    return ModuleReport(
-        name=name,
-        bits=spec.bits,
-        codebook=spec.codebook,
-        scale=spec.scale,
-        group_size=spec.group_size,
-        rank=spec.rank,
-        scale_bits=spec.scale_bits,
-        relative_error=error,
-        weighted_error=fitted.output_error,
-        bits_per_weight=bits_per_weight(fitted.module),
-        seconds=fitted.seconds,
-    )
-
-
-def _has_format(module: nn.Module, spec: LutSpec) -> bool:
-    return isinstance(module, QuantLinear | FrozenLutTable) and module.spec == spec
