@@ -1,11 +1,16 @@
 """Bits per module from measured sensitivity: the least KL that a budget of bits can buy.
 
-Shapes: O out_features, I in_features.
+Sensitivity is how much a model's output changes when one of its weights is quantized and nothing
+else. Each weight is fitted to each format as a conversion would fit it, put in place, judged, and
+taken out again; what lies before its decoder layer is not computed anew.
+
+Shapes: O out_features, I in_features, T tokens, V vocabulary.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +33,6 @@ from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import QuantizedWeight, dequantize
-
-# How much a model's output changes when one of its weights is quantized and nothing else.
-#
-# Each weight is fitted to each format as a conversion would fit it, put in place, judged, and taken
-# out again. What lies before its decoder layer is not computed anew.
-#
-# Shapes: T tokens, V vocabulary, D model width.
 
 JUDGED_TOKENS = 1024
 """Tokens that changed models are judged on, or half of a shorter calibration."""
@@ -125,25 +123,18 @@ class _Judge:
 
     def divergence(self, module: nn.Module, weight: Tensor) -> float:
         """KL(model || model whose `module` has that weight), nats per token."""
-        with _holding(module, weight), self._skipping(self._first_changed(module)):
+        # layers whose input and weights another weight of `module` leaves alone give what they gave
+        number = self.layer_of(module)
+        if module is self._model.model.get_input_embeddings():
+            number = 0
+        skipped = self._layers[:number]  # all of them for a head
+        given = self._gave[len(skipped) - 1] if skipped else None
+        stand_ins = {layer: lambda *_args, **_named: given for layer in skipped}
+        with _holding(module, weight), patched_forwards(stand_ins):
             logits_TV = self._logits()
         # sum p (log p - log q), where log q is the logits less their log-sum-exp
         crossed = logits_TV.logsumexp(-1) - _row_dots(self._p_TV, logits_TV)
         return (self._negative_entropy + crossed).double().mean().item()
-
-    def _first_changed(self, module: nn.Module) -> int:
-        """The first layer whose input or weights another weight of `module` changes."""
-        if module is self._model.model.get_input_embeddings():
-            return 0
-        number = self.layer_of(module)
-        return len(self._layers) if number is None else number
-
-    def _skipping(self, count: int) -> AbstractContextManager[None]:
-        """Let the first `count` layers give what they gave, without computing it."""
-        given = self._gave[count - 1] if count else None
-        return patched_forwards(
-            {layer: lambda *_args, **_named: given for layer in self._layers[:count]}
-        )
 
     def _noting(self, forward: Callable) -> Callable:
         def call(*args: object, **named: object) -> object:
@@ -242,10 +233,21 @@ def formats_to_try(
     kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
     linears = {n: spec for n, spec in planned.items() if n not in tables}
     formats |= _linear_formats(model, linears, wider_groups)
-    if bend is not None:
-        formats = {n: _bent(model, n, specs, bend) for n, specs in formats.items()}
-    bits = {n: [_stored_bits(model, n, spec) for spec in specs] for n, specs in formats.items()}
-    _check_reach(bits_budget, list(bits.values()), sum(_num_weights(model, n) for n in formats))
+    shapes = {name: weight_shape(model.model.get_submodule(name)) for name in formats}
+    if bend is not None:  # what a target makes of the formats of one module, each once
+        formats = {
+            name: list(dict.fromkeys(bend(name, spec, shapes[name]) for spec in specs))
+            for name, specs in formats.items()
+        }
+    with torch.device("meta"):
+        bits = {
+            name: [
+                stored_bits(FrozenLutLinear(empty_weight(spec, *shapes[name]), None, spec))
+                for spec in specs
+            ]
+            for name, specs in formats.items()
+        }
+    _check_reach(bits_budget, list(bits.values()), sum(map(math.prod, shapes.values())))
     return kept, formats, bits
 
 
@@ -279,7 +281,7 @@ def plan_within_budget(
     kept, formats, bits = formats_to_try(
         model, plan, bits_budget, with_tables=with_tables, wider_groups=wider_groups, bend=bend
     )
-    sizes = {name: _num_weights(model, name) for name in formats}
+    sizes = {name: math.prod(weight_shape(model.model.get_submodule(name))) for name in formats}
     with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
         nats = measure_sensitivities(model, calibration, formats, ticker)
     options = {
@@ -335,12 +337,6 @@ def _linear_formats(
     return formats
 
 
-def _bent(model: LanguageModel, name: str, specs: Sequence[LutSpec], bend: Bend) -> list[LutSpec]:
-    """What a target makes of the formats of one module, each once."""
-    shape = weight_shape(model.model.get_submodule(name))
-    return list(dict.fromkeys(bend(name, spec, shape) for spec in specs))
-
-
 def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list[LutSpec]]:
     formats = {}
     for name in names:
@@ -369,14 +365,3 @@ def _check_reach(bits_budget: float, bits: Sequence[Sequence[int]], num_weights:
             f"{most:.4f} bits per weight, scales and codebooks included; give a budget between, or "
             "another --group-size"
         )
-
-
-def _stored_bits(model: LanguageModel, name: str, spec: LutSpec) -> int:
-    with torch.device("meta"):
-        weight = empty_weight(spec, *weight_shape(model.model.get_submodule(name)))
-        return stored_bits(FrozenLutLinear(weight, None, spec))
-
-
-def _num_weights(model: LanguageModel, name: str) -> int:
-    O, I = weight_shape(model.model.get_submodule(name))
-    return O * I

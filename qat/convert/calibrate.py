@@ -105,9 +105,13 @@ def quantize_in_order(
         block, kind = walk.block(), (type(layer), mine)
         if kind not in plans:
             plans[kind] = block.stages(mine)
-        taught = _pass(teacher, plans[kind]) if teacher else [None for _ in plans[kind]]
-        for stage in plans[kind]:
-            inputs = _stage_inputs(block.run_to(stage), taught.pop(0))
+        taught: Iterable[Sequence[_Reading] | None] = [None] * len(plans[kind])
+        if teacher:
+            readings, outputs = zip(*teacher.block().run_through(plans[kind]), strict=True)
+            teacher.go_on(list(outputs))
+            taught = list(zip(*readings, strict=True))
+        for stage, aims in zip(plans[kind], taught, strict=True):
+            inputs = _stage_inputs(block.run_to(stage), aims)
             quantize_stage([prefix + name for name in stage.names], inputs)
         walk.go_on(block.outputs())
 
@@ -247,7 +251,9 @@ class _Block:
         def once(name: str, module: nn.Module) -> Callable:
             compute = module.forward
             if isinstance(module, nn.Linear | QuantLinear):
-                compute = partial(self._multiply, name, module)
+
+                def compute(x: Tensor) -> Tensor:
+                    return nn.functional.linear(x, self._weight(name, module), module.bias)
 
             def forward(*args: object, **named: object) -> object:
                 key = name, counts[name]
@@ -268,22 +274,12 @@ class _Block:
         with patched_forwards(kept):
             return _output(self._layer(hidden, **call))
 
-    def _multiply(self, name: str, linear: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self._weight(name, linear), linear.bias)
-
     def _weight(self, name: str, linear: nn.Module) -> Tensor:
         if not isinstance(linear, QuantLinear):
             return linear.weight
         if name not in self._formed:
             self._formed[name] = linear.quantized_weight()
         return self._formed[name]
-
-
-def _pass(teacher: Walk, stages: Sequence[_Stage]) -> list[list[_Reading]]:
-    """What each stage reads in each batch of the teacher, which goes on to its next layer."""
-    readings, outputs = zip(*teacher.block().run_through(stages), strict=True)
-    teacher.go_on(list(outputs))
-    return [list(batches) for batches in zip(*readings, strict=True)]
 
 
 def _stage_inputs(student: Iterable[_Reading], teacher: Sequence[_Reading] | None) -> StageInputs:
@@ -295,7 +291,13 @@ def _stage_inputs(student: Iterable[_Reading], teacher: Sequence[_Reading] | Non
             continue
         second.add(seen.x, seen.x)
         aim = teacher[number] if is_taught else None
-        is_taught = aim is not None and _comparable(aim.x, seen.x)
+        # both hold all tokens in order, `(B, S, I)`: experts get lists of some of them
+        is_taught = (
+            aim is not None
+            and aim.x is not None
+            and seen.x.dim() == 3
+            and aim.x.shape == seen.x.shape
+        )
         if is_taught:
             gap.add(aim.x - seen.x, seen.x)
             if seen.stream is not None:
@@ -320,11 +322,6 @@ class _MeanOuter:
 
     def mean(self) -> Tensor | None:
         return None if self._total is None else self._total / self._count
-
-
-def _comparable(aim: Tensor | None, x: Tensor) -> bool:
-    """Whether both hold all tokens in order, `(B, S, I)`: experts get lists of some of them."""
-    return aim is not None and x.dim() == 3 and aim.shape == x.shape
 
 
 def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | None:
