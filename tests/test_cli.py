@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 import qat.cli
 from qat.bench.quality.plan import read_quality
@@ -266,7 +265,7 @@ def test_no_file_has_code_of_others_run(text: str, tmp_path: Path) -> None:
         lambda: check_recipe(recipe, FLAGS),
         lambda: read_quality(recipe),
         lambda: read_sweep(recipe, tiny=True),
-        lambda: Pipeline("run", tmp_path, Console()),  # what another call recorded
+        lambda: Pipeline("run", tmp_path),  # what another call recorded
     ]
     for read in readers:
         with pytest.raises(ConfigError, match="runs code of others.* type --t.* yourself"):

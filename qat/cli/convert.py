@@ -21,60 +21,12 @@ if TYPE_CHECKING:
     from qat.anemll.checkpoint import ImportReport
     from qat.convert.bits_budget import BudgetReport
     from qat.convert.quantize import ModuleReport, QuantizeReport
-    from qat.convert.shipping import Shipping
     from qat.logs import Terminal
+
 Foreign = Literal["anemll"]
 """Whose checkpoints can be read."""
 MEANT = {"base"}
 """The settings of `qat convert` that an import reads."""
-
-
-def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, object]:
-    """Import the checkpoint at `source` into `out`; what the last line says of it.
-
-    Raises:
-        ConfigError: a setting is given that an import does not read.
-        CheckpointError: see `qat.anemll.checkpoint.import_checkpoint`.
-    """
-    given = sorted(config.model_fields_set - MEANT)
-    if given:
-        raise ConfigError(
-            f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
-            "checkpoint's own format; drop it, and convert or judge the result afterwards"
-        )
-    from qat.anemll.checkpoint import import_checkpoint
-
-    report = import_checkpoint(Path(source), config.base, out)
-    _show_import(report)
-    return dict(
-        out=out,
-        version=report.version,
-        linears=report.linears,
-        adapters=report.adapters,
-        floored=report.floored,
-        bits_per_weight=round(report.bits_per_weight, 4),
-        megabytes=round(report.megabytes, 3),
-    )
-
-
-def _show_import(report: "ImportReport") -> None:
-    from rich.table import Table
-
-    from qat.logs import Terminal
-
-    title = f"version {report.version}: {report.bits_per_weight:.3f} bits per weight"
-    table = Table("format", "linears", title=title)
-    for name, count in report.formats.items():
-        table.add_row(name, str(count))
-    console = Terminal()
-    console.print(table)
-    if report.adapters:
-        console.print(f"{report.adapters} linears have a LoRA, which is kept")
-    if report.floored:
-        console.print(
-            f"{report.floored} weights, whose scale version 1 raises to 1e-8, became zero; their "
-            "linears took an entry more in their codebook"
-        )
 
 
 MUCH_OF_A_FILE = 0.3
@@ -140,17 +92,27 @@ def convert(
     )
     check_free(out)
     from qat.convert.convert import convert_checkpoint
+    from qat.convert.shipping import Shipping
     from qat.evaluate.judge import held_out_divergence
+    from qat.export.targets import load_target
 
     verdicts = {}
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
-    report = convert_checkpoint(source, config, out, _shipping(targets))
+    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    report = convert_checkpoint(source, config, out, shipping)
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
     _show(report, verdicts)
     is_packed = not math.isnan(report.bits_per_weight)
+    budget = report.budget
+    spending = budget and dict(
+        bits_budget=budget.bits_budget,
+        budget_bits_per_weight=round(budget.bits_per_weight, 4),
+        predicted_kl_nats=round(budget.predicted_kl_nats, 6),
+        seconds_to_choose=round(budget.seconds, 2),
+    )
     return dict(
         out=out,
         plan=report.plan,
@@ -158,38 +120,13 @@ def convert(
         linears=len(report.modules) - report.num_tables,
         tables=report.num_tables,
         kept=report.kept,
-        bits_per_weight=_rounded(report.bits_per_weight),
+        bits_per_weight=round(report.bits_per_weight, 4) if is_packed else None,
         whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
         megabytes=round(report.megabytes, 3),
-        **_spending(report),
+        **(spending or {}),
         seconds=round(report.seconds, 2),
         ships_to=show_targets(out) if is_packed else [],
         **verdicts,
-    )
-
-
-def _rounded(bits: float) -> float | None:
-    """Bits a weight, rounded for the last line of output; None if nothing is quantized."""
-    return None if math.isnan(bits) else round(bits, 4)
-
-
-def _shipping(names: Sequence[TargetName]) -> "Shipping | None":
-    """The targets of `--for`."""
-    from qat.convert.shipping import Shipping
-    from qat.export.targets import load_target
-
-    return Shipping({name: load_target(name) for name in names}) if names else None
-
-
-def _spending(report: "QuantizeReport") -> dict[str, object]:
-    """What the last line says about a budget."""
-    if report.budget is None:
-        return {}
-    return dict(
-        bits_budget=report.budget.bits_budget,
-        budget_bits_per_weight=round(report.budget.bits_per_weight, 4),
-        predicted_kl_nats=round(report.budget.predicted_kl_nats, 6),
-        seconds_to_choose=round(report.budget.seconds, 2),
     )
 
 
@@ -267,3 +204,51 @@ def _show_budget(budget: "BudgetReport", console: "Terminal") -> None:
         kl = f"{taken[1].kl_nats:.5f}"
         table.add_row(name.removeprefix("model.layers."), taken[0], kl, "  ".join(others))
     console.print(table)
+
+
+def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, object]:
+    """Import the checkpoint at `source` into `out`; what the last line says of it.
+
+    Raises:
+        ConfigError: a setting is given that an import does not read.
+        CheckpointError: see `qat.anemll.checkpoint.import_checkpoint`.
+    """
+    given = sorted(config.model_fields_set - MEANT)
+    if given:
+        raise ConfigError(
+            f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
+            "checkpoint's own format; drop it, and convert or judge the result afterwards"
+        )
+    from qat.anemll.checkpoint import import_checkpoint
+
+    report = import_checkpoint(Path(source), config.base, out)
+    _show_import(report)
+    return dict(
+        out=out,
+        version=report.version,
+        linears=report.linears,
+        adapters=report.adapters,
+        floored=report.floored,
+        bits_per_weight=round(report.bits_per_weight, 4),
+        megabytes=round(report.megabytes, 3),
+    )
+
+
+def _show_import(report: "ImportReport") -> None:
+    from rich.table import Table
+
+    from qat.logs import Terminal
+
+    title = f"version {report.version}: {report.bits_per_weight:.3f} bits per weight"
+    table = Table("format", "linears", title=title)
+    for name, count in report.formats.items():
+        table.add_row(name, str(count))
+    console = Terminal()
+    console.print(table)
+    if report.adapters:
+        console.print(f"{report.adapters} linears have a LoRA, which is kept")
+    if report.floored:
+        console.print(
+            f"{report.floored} weights, whose scale version 1 raises to 1e-8, became zero; their "
+            "linears took an entry more in their codebook"
+        )

@@ -30,8 +30,6 @@ def demo(
         teacher: the float model to start from.
         steps: training steps of the 2-bit student.
     """
-    from qat.logs import Terminal
-
     if not (teacher / "config.json").exists():
         raise ConfigError(
             f"teacher={teacher} holds no model; expected a model directory; run from a clone of "
@@ -39,7 +37,7 @@ def demo(
         )
     began = time.perf_counter()
     with held(out):
-        pipeline = Pipeline("demo", out, Terminal())
+        pipeline = Pipeline("demo", out)
         settings = {"teacher": str(teacher), "steps": steps}
         pipeline.check_same("demo", settings, pipeline.recorded.get("demo", settings))
         pipeline.record({"demo": settings})

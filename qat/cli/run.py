@@ -1,6 +1,11 @@
 """`qat run`: from a model and a text to a trained, measured, exported student, in one command.
 
 DIR/  recipe.toml  cache/  converted/  trained/  eval.json  export/TARGET/  report.html
+
+It is a pipeline, as `qat demo` is another: verbs one after the other in one directory, each as a
+user would call it, none twice. A stage is done when what it makes is there, whole: every verb gives
+its directory a name, or its last file, only then. So a pipeline that was killed anywhere goes on by
+asking the disk.
 """
 
 import json
@@ -8,7 +13,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tomli_w
 from cyclopts import CycloptsError, Parameter
@@ -21,20 +26,9 @@ from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError, QatError, Stopped
 from qat.files import check_free, parse_toml, write_atomically
 from qat.lock import held
-from qat.logs import EXAM, RECIPE, SUMMARY
+from qat.logs import EXAM, RECIPE, SUMMARY, Terminal
 
-if TYPE_CHECKING:
-    Table = dict[str, object]
-if TYPE_CHECKING:
-    from qat.logs import Terminal
-
-
-# Verbs one after the other in one directory: each as a user would call it, none twice.
-#
-# A stage is done when what it makes is there, whole: every verb gives its directory a name, or its
-# last file, only then. So a pipeline that was killed anywhere goes on by asking the disk.
-
-Tables = Mapping[str, Mapping[str, object]]
+Table = dict[str, object]
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
 """What is there once a verb is done, in the directory that it makes; a cache says so itself."""
 FREE_TO_CHANGE = {"device", "xla_cache_dir"}
@@ -44,7 +38,7 @@ FREE_TO_CHANGE = {"device", "xla_cache_dir"}
 class Pipeline:
     """The stages of one directory, `DIR/recipe.toml` with their settings, `DIR/eval.json`."""
 
-    def __init__(self, verb: str, out: Path, console: "Terminal") -> None:
+    def __init__(self, verb: str, out: Path) -> None:
         """`verb` is whose directory it is: the recipe has a table of that name.
 
         Raises:
@@ -52,14 +46,21 @@ class Pipeline:
         """
         self.verb = verb
         self.out = out
-        self.console = console
+        self.console = Terminal()
         self.recorded: dict[str, dict[str, object]] = {}
         """The tables that an earlier call wrote."""
         self.has_news = False
         """Whether this call has made or measured anything."""
         recipe = out / RECIPE
         if recipe.is_file():
-            self.recorded = _read(recipe)
+            try:
+                self.recorded = parse_toml(recipe.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{recipe} is not TOML ({error}), expected the settings that this directory "
+                    "was begun with; restore it or choose another --out"
+                ) from None
+            refuse_code(self.recorded, str(recipe))
         if verb not in self.recorded:
             check_free(
                 out,
@@ -67,7 +68,7 @@ class Pipeline:
                 mend=f"choose another --out ('qat {verb}' made nothing in this one)",
             )
 
-    def record(self, tables: Tables) -> None:
+    def record(self, tables: Mapping[str, Table]) -> None:
         """Write the settings of all stages, for the next call and for the reader."""
         self.out.mkdir(parents=True, exist_ok=True)
         kept = {name: dict(values) for name, values in tables.items()}
@@ -192,18 +193,6 @@ def _megabytes(model: Path) -> float | None:
     return model_bytes(path) / 1e6 if path.is_dir() else None
 
 
-def _read(recipe: Path) -> dict[str, dict[str, object]]:
-    try:
-        tables = parse_toml(recipe.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"{recipe} is not TOML ({error}), expected the settings that this directory was begun "
-            "with; restore it or choose another --out"
-        ) from None
-    refuse_code(tables, str(recipe))
-    return tables
-
-
 DEFAULT_PLAN, PACKED = "q2a4", ("packed",)
 STAGES = ("cache", "convert", "train", "eval", "export")
 PLACES = {"convert": "converted", "train": "trained"}
@@ -216,8 +205,6 @@ FOUND = {
     "export": {"model", "to"},
 }
 """What `qat run` itself tells a stage, beside `out`: no recipe may."""
-CHOSEN = ("num_sequences", "held_out")
-"""Settings of a cache that `choices` may make."""
 FEW_DOCUMENTS, FEW_HELD_OUT, SHARE_OF_FEW = 400, 64, 0.2
 """Of fewer documents, or if fewer sequences came of it, more than the default share is held out."""
 PASSES, SHORTEST = 10, 20
@@ -248,7 +235,7 @@ class RunConfig(Settings):
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"] | None] = None
     """What cache, train and eval compute in."""
 
-    def tables(self) -> "dict[str, Table]":
+    def tables(self) -> dict[str, Table]:
         """The flags that were given, as recipe keys by stage."""
         everywhere = {"device": self.device}
         computed = {**everywhere, "dtype": self.dtype}
@@ -261,7 +248,10 @@ class RunConfig(Settings):
             "eval": computed,
             "export": {},
         }
-        return {name: _given(table) for name, table in found.items()}
+        return {
+            stage: {name: value for name, value in table.items() if value is not None}
+            for stage, table in found.items()
+        }
 
 
 def run(
@@ -284,12 +274,10 @@ def run(
         targets: what the student is to be exported to: formats become what that holds without
             loss. `packed`, the checkpoint itself, if not given.
     """
-    from qat.logs import Terminal
-
     recipes, app.config = app.config, None  # from here its tables are read by `Road`, once
     tables = parse_toml(recipes[0].path.read_text(encoding="utf-8")) if recipes else {}
     with held(out):
-        pipeline = Pipeline("run", out, Terminal())
+        pipeline = Pipeline("run", out)
         road = Road(pipeline, model, config=config, targets=targets or PACKED, tables=tables)
         return road.go()
 
@@ -304,7 +292,7 @@ class Road:
         *,
         config: RunConfig,
         targets: tuple[str, ...],
-        tables: "Mapping[str, Table]",
+        tables: Mapping[str, Table],
     ) -> None:
         """Every stage's settings are checked here, before the first one works.
 
@@ -320,7 +308,11 @@ class Road:
         run = {"model": model, **config.model_dump(exclude_none=True), "for": list(targets)}
         self.settings: dict[str, Table] = {"run": run}
         """Of each stage all that was or is to be set, for `recipe.toml`."""
-        self._check_what_it_is_of()
+        # what is done was made of the same model and text
+        for stage in self.done:
+            was = pipeline.recorded["run"]
+            for key in {"cache": ("data", "teacher", "model"), "convert": ("for",)}.get(stage, ()):
+                pipeline.check_same("run", {key: run.get(key)}, {key: was.get(key)})
         flags = config.tables()
         self.tables: dict[str, Table] = {}
         """Of each stage what somebody has set, or was set before."""
@@ -373,18 +365,10 @@ class Road:
         place = f"export/{self.targets[0]}" if stage == "export" else PLACES.get(stage, stage)
         return self.pipeline.is_done(stage, place)
 
-    def _check_what_it_is_of(self) -> None:
-        """Refuse another model or text than what is done was made of."""
-        keys = {"cache": ("data", "teacher", "model"), "convert": ("for",)}
-        for stage in self.done:
-            now, was = self.settings["run"], self.pipeline.recorded["run"]
-            for key in keys.get(stage, ()):
-                self.pipeline.check_same("run", {key: now.get(key)}, {key: was.get(key)})
-
-    def _choices(self) -> "Table":
+    def _choices(self) -> Table:
         """What was chosen for a cache that is not done yet, or is to be chosen for it."""
         recorded = self.pipeline.recorded.get("cache", {})
-        known = {key: recorded[key] for key in CHOSEN if key in recorded}
+        known = {k: recorded[k] for k in ("num_sequences", "held_out") if k in recorded}
         wished = {**_defaults("train"), **self.tables.get("train", {})}
         read = wished["max_steps"] * wished["batch_size"] * wished["grad_accum_steps"]
         wanted = self.tables["cache"].get("num_sequences") or read
@@ -461,7 +445,7 @@ class Road:
         self._resolve("train")
 
 
-def choices(data: str, num_sequences: int) -> "Table":
+def choices(data: str, num_sequences: int) -> Table:
     """Settings of a cache of `data`: no more than is read, and enough held out to judge by."""
     from itertools import islice
 
@@ -474,7 +458,7 @@ def choices(data: str, num_sequences: int) -> "Table":
     return {"num_sequences": num_sequences, "held_out": held_out}
 
 
-def _defaults(stage: str) -> "Table":
+def _defaults(stage: str) -> Table:
     """The default of every setting of a verb."""
     from qat.convert.config import ConvertConfig
     from qat.data.config import CacheConfig
@@ -491,7 +475,3 @@ def _defaults(stage: str) -> "Table":
     }
     fields = kinds[stage].model_fields.items()
     return {name: field.default for name, field in fields if not field.is_required()}
-
-
-def _given(table: "Mapping[str, object | None]") -> "Table":
-    return {name: value for name, value in table.items() if value is not None}

@@ -20,14 +20,12 @@ from qat.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from qat.ranks import Ranks
-if TYPE_CHECKING:
-    from qat.train.start import TrainReport
-if TYPE_CHECKING:
     from qat.train.preflight import Checked
+    from qat.train.start import TrainReport
 
+logger = logging.getLogger(__name__)
 
-# What a run came to and how it fared, told at its end.
-
+UNTRACKED = TrackConfig()
 STATE_COLOURS = {"look": "yellow", "bad": "bold red"}
 MEASURES = (
     ("kl_tail_nats", "KL, nats (top-K and tail)", "{:.4f}"),
@@ -36,123 +34,7 @@ MEASURES = (
     ("top1_frac", "top-1 agreement", "{:.1%}"),
     ("ppl", "perplexity", "{:,.2f}"),
 )
-
-
-def show_end(run: Path, report: "TrainReport", config: "TrainConfig") -> None:
-    """Print on stdout what training changed, where the student lies, and what may come next.
-
-    A run that has its student does not fail for it.
-    """
-    from qat.models.cost import model_bytes
-    from qat.observe.runs import read_directory, score
-
-    try:
-        found = read_directory(run)
-    except (OSError, QatError) as error:
-        logger.warning("no numbers of %s: %s", run, error)
-        return
-    console = Terminal()
-    if any(row["step"] > 0 for row in found.evals):
-        first, best = found.evals[0], found.best()
-        console.print(_before_and_after(first, best))
-        if score(best) >= score(first):
-            console.print("training made the student no better: lower the rates, or train longer")
-    size = model_bytes(report.final) / 1e6
-    lines = [f"the student, {size:.2f} MB: {report.final}", "next:"]
-    lines += [f"  {shlex.join(words)}" for words in _next(report.final, config, found.info)]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
-
-
-def show_health(run: Path) -> None:
-    """Print the answers to the questions of `qat.observe.health` about `run` that are not ok.
-
-    A run that has its student does not fail for it.
-    """
-    from qat.observe.health import health
-    from qat.observe.runs import read_directory
-
-    try:
-        checks = health(read_directory(run))
-    except (OSError, QatError) as error:
-        logger.warning("no table of the run's health: %s", error)
-        return
-    table = Table("Health", "Found", "Limit", "")
-    for check in checks:
-        if check.state != "ok":
-            state = Text(check.state, STATE_COLOURS[check.state])
-            table.add_row(check.name, check.found, check.limit, state)
-    if table.rows:
-        Terminal().print(table)
-
-
-def _before_and_after(first: dict, best: dict) -> Table:
-    """What the held-out split says of the untrained student and of the one that is kept."""
-    titles = ("before" if first["step"] == 0 else f"step {first['step']}", f"step {best['step']}")
-    table = Table("on the held-out split", title_justify="left")
-    for title in titles:
-        table.add_column(title, justify="right")
-    for key, label, form in MEASURES:
-        if first.get(key) is not None and best.get(key) is not None:
-            table.add_row(label, form.format(first[key]), form.format(best[key]))
-    return table
-
-
-def _next(final: Path, config: "TrainConfig", facts: dict) -> list[list[str]]:
-    """Commands for the finished student: judge it beside its teacher, let it write, ship it."""
-    from qat.export.targets import ships_to
-
-    teacher = facts.get("teacher")
-    beside = ["--teacher", teacher] if teacher else []
-    lacks = ships_to(final)
-    to = next((name for name in ("gguf", "dense") if lacks[name] is None), "packed")
-    return [
-        ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
-        ["qat", "generate", str(final), "--prompt", config.sample_prompt],
-        ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
-    ]
-
-
-# What the preflight found, as a table and as the numbers of the last line.
-
 SEVERITIES = {"error": "bold red", "warning": "yellow", "note": "dim"}
-
-
-def show_findings(checked: "Checked") -> None:
-    """Print the findings on stdout, the worst first; lines break between words, never in a flag."""
-    words = [word for finding in checked.findings for word in finding.mend.split()]
-    table = Table("", expand=True)
-    table.add_column("Finding", no_wrap=True)
-    table.add_column("Found", ratio=1, overflow="fold")
-    table.add_column("Why it matters", ratio=1, overflow="fold")
-    table.add_column("What to do", ratio=1, width=max(map(len, words), default=None))
-    for finding in checked.findings:
-        code, severity, *words = finding
-        table.add_row(severity, code, *words, style=SEVERITIES[severity])
-    Terminal().print(table)
-
-
-def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:
-    """What a dry run found: how many findings, and what the run would take."""
-    counts = {f"{each}s": 0 for each in SEVERITIES}
-    for finding in checked.findings:
-        counts[f"{finding.severity}s"] += 1
-    found: dict[str, object] = {"run": out, **counts}
-    if (prediction := checked.prediction) is not None:
-        found |= {
-            "hours": prediction.hours(config),
-            "step_s": prediction.step_s,
-            "eval_s": prediction.eval_s,
-            "tokens_per_s": prediction.tokens_per_s,
-            "peak_gib": prediction.peak_gib,
-            "disk_bytes": prediction.disk_bytes(config),
-            "checkpoint_bytes": prediction.checkpoint_bytes,
-        }
-    return found
-
-
-logger = logging.getLogger(__name__)
-
-UNTRACKED = TrackConfig()
 Flag = Annotated[bool, Parameter(negative=())]
 
 
@@ -261,3 +143,110 @@ def _write_page(run: Path) -> None:
         write_report([run], run / "report.html")
     except (OSError, QatError) as error:
         logger.warning("no report of %s: %s", run, error)
+
+
+def show_findings(checked: "Checked") -> None:
+    """Print the findings on stdout, the worst first; lines break between words, never in a flag."""
+    words = [word for finding in checked.findings for word in finding.mend.split()]
+    table = Table("", expand=True)
+    table.add_column("Finding", no_wrap=True)
+    table.add_column("Found", ratio=1, overflow="fold")
+    table.add_column("Why it matters", ratio=1, overflow="fold")
+    table.add_column("What to do", ratio=1, width=max(map(len, words), default=None))
+    for finding in checked.findings:
+        code, severity, *words = finding
+        table.add_row(severity, code, *words, style=SEVERITIES[severity])
+    Terminal().print(table)
+
+
+def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:
+    """What a dry run found: how many findings, and what the run would take."""
+    counts = {f"{each}s": 0 for each in SEVERITIES}
+    for finding in checked.findings:
+        counts[f"{finding.severity}s"] += 1
+    found: dict[str, object] = {"run": out, **counts}
+    if (prediction := checked.prediction) is not None:
+        found |= {
+            "hours": prediction.hours(config),
+            "step_s": prediction.step_s,
+            "eval_s": prediction.eval_s,
+            "tokens_per_s": prediction.tokens_per_s,
+            "peak_gib": prediction.peak_gib,
+            "disk_bytes": prediction.disk_bytes(config),
+            "checkpoint_bytes": prediction.checkpoint_bytes,
+        }
+    return found
+
+
+def show_end(run: Path, report: "TrainReport", config: TrainConfig) -> None:
+    """Print on stdout what training changed, where the student lies, and what may come next.
+
+    A run that has its student does not fail for it.
+    """
+    from qat.models.cost import model_bytes
+    from qat.observe.runs import read_directory, score
+
+    try:
+        found = read_directory(run)
+    except (OSError, QatError) as error:
+        logger.warning("no numbers of %s: %s", run, error)
+        return
+    console = Terminal()
+    if any(row["step"] > 0 for row in found.evals):
+        first, best = found.evals[0], found.best()
+        console.print(_before_and_after(first, best))
+        if score(best) >= score(first):
+            console.print("training made the student no better: lower the rates, or train longer")
+    size = model_bytes(report.final) / 1e6
+    lines = [f"the student, {size:.2f} MB: {report.final}", "next:"]
+    lines += [f"  {shlex.join(words)}" for words in _next(report.final, config, found.info)]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def show_health(run: Path) -> None:
+    """Print the answers to the questions of `qat.observe.health` about `run` that are not ok.
+
+    A run that has its student does not fail for it.
+    """
+    from qat.observe.health import health
+    from qat.observe.runs import read_directory
+
+    try:
+        checks = health(read_directory(run))
+    except (OSError, QatError) as error:
+        logger.warning("no table of the run's health: %s", error)
+        return
+    table = Table("Health", "Found", "Limit", "")
+    for check in checks:
+        if check.state != "ok":
+            state = Text(check.state, STATE_COLOURS[check.state])
+            table.add_row(check.name, check.found, check.limit, state)
+    if table.rows:
+        Terminal().print(table)
+
+
+def _before_and_after(first: dict, best: dict) -> Table:
+    """What the held-out split says of the untrained student and of the one that is kept."""
+    titles = ("before" if first["step"] == 0 else f"step {first['step']}", f"step {best['step']}")
+    table = Table("on the held-out split", title_justify="left")
+    for title in titles:
+        table.add_column(title, justify="right")
+    for key, label, form in MEASURES:
+        if first.get(key) is not None and best.get(key) is not None:
+            table.add_row(label, form.format(first[key]), form.format(best[key]))
+    return table
+
+
+def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
+    """Commands for the finished student: judge it beside its teacher, let it write, ship it."""
+    from qat.export.targets import ships_to
+
+    teacher = facts.get("teacher")
+    beside = ["--teacher", teacher] if teacher else []
+    lacks = ships_to(final)
+    to = next((name for name in ("gguf", "dense") if lacks[name] is None), "packed")
+    return [
+        ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
+        ["qat", "generate", str(final), "--prompt", config.sample_prompt],
+        ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
+    ]

@@ -20,13 +20,9 @@ from qat.errors import ConfigError, how_to_install
 from qat.logs import FACTS
 from qat.observe import trackers
 from qat.observe.trackers import Curves, Tracker, TrackerStart
-from qat.observe.upload import Upload, check_folder
-
-# Settings of what follows a run: trackers and uploads. They are no part of its recipe.
-
 
 class TrackConfig(Settings):
-    """Who reads the run directory while a student trains."""
+    """Who reads the run directory while a student trains; no part of the run's recipe."""
 
     wandb: Trackers[bool] = False
     """Follow the run with Weights & Biases; offline where nobody is logged in."""
@@ -108,6 +104,9 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
         for flag in wanted
     ]
     if config.gdrive_dir is not None:
+        # imported here: what reaches for archives takes a tenth of the time that --help may
+        from qat.observe.upload import Upload, check_folder
+
         check_folder(run, config.gdrive_dir)
         found.append(Upload(run, config.gdrive_dir, config.gdrive_state_gib))
     return found
