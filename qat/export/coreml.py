@@ -22,6 +22,8 @@ from qat.export.parts import (
     DTYPE_NAMES,
     DtypeError,
     exact,
+    lost_by_rank,
+    refuse_low_rank,
     require,
     unquantized_state,
     write_config,
@@ -64,9 +66,7 @@ The program has a fixed length and no state: it reads a prompt and gives the log
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """Core ML holds any levels under a scale for each group, but no scale of low rank."""
-    if spec.scale != "group":
-        return f"its scale is of low rank ({spec.rank}), expected one for each group"
-    return None
+    return lost_by_rank(spec)
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
@@ -75,9 +75,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: scales are of low rank.
     """
-    reason = lost(spec, shape)
-    if reason is not None:
-        raise ExportError(f"{reason}; name a plan with groups")
+    refuse_low_rank(spec)
     return spec.model_copy(update={"scale_bits": 8, "level_bits": 16})
 
 
@@ -138,9 +136,11 @@ def write(
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Those that coremltools infers from the saved program; its weights are ours to the bit."""
-
-    program = read_program(directory / FILE_NAME)
-    modules = {file_name(f"{n}.weight"): m for n, m in quantized_modules(model).items()}
+    package = MLModel(str(directory / FILE_NAME), skip_model_load=True)
+    spec = package.get_spec()
+    program = load(spec, spec.specificationVersion, file_weights_dir=package.weights_dir)
+    # coremltools writes names with underscores for dots
+    modules = {f"{n}.weight".replace(".", "_"): m for n, m in quantized_modules(model).items()}
     for name, found in read_weights(program).items():
         ours = modules[name].quantized_weight(embedding_dtype(model))
         if not torch.equal(torch.from_numpy(found), ours):
@@ -324,11 +324,6 @@ class _Graph:
         return mb.reshape(x=tiled, shape=[1, count * times, length, width])
 
 
-def file_name(name: str) -> str:
-    """What coremltools calls the weight `name` in a file."""
-    return name.replace(".", "_")
-
-
 def lookup(weight: Lookup, name: str) -> Var:
     """A look-up table of the whole tensor under a scale for each block."""
     bits = int(np.log2(len(weight.lut)))
@@ -343,13 +338,6 @@ def lookup(weight: Lookup, name: str) -> Var:
 #
 # Weights are decompressed by coremltools in the dtype that they are stored in; the rest runs in
 # float32.
-
-
-def read_program(package: Path) -> Program:
-    """The MIL program of an .mlpackage, its weights included."""
-    model = MLModel(str(package), skip_model_load=True)
-    spec = model.get_spec()
-    return load(spec, spec.specificationVersion, file_weights_dir=model.weights_dir)
 
 
 def read_weights(program: Program) -> dict[str, np.ndarray]:

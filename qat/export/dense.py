@@ -40,40 +40,32 @@ def check(model: PreTrainedModel) -> None:
 
 
 def write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model with ordinary linears in the dtype that it computes in.
+    """Write the model with ordinary linears, in the dtype that it computes in if none is given.
 
     Raises:
         ExportError: a value does not fit into it.
     """
-    write_dense(model, tokenizer, directory, embedding_dtype(model))
-
-
-def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Logits of the model that transformers reads back."""
-    return reloaded_logits(model, directory, ids)
-
-
-def write_dense(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    directory: Path,
-    dtype: torch.dtype,
-) -> None:
-    """Write the files of a dense model into `directory`, which exists.
-
-    Raises:
-        ExportError: a value does not fit into `dtype`.
-    """
+    dtype = dtype or embedding_dtype(model)
     state = dense_state_dict(model, dtype)
-    dense = _without_values(model, dtype)
+    with torch.device("meta"):
+        dense = float_skeleton(model, dtype)
+    dense.generation_config = model.generation_config
     dense.load_state_dict(state, assign=True)
     dense.tie_weights()
     with quiet_transformers():
         dense.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Logits of the model that transformers reads back."""
+    return reloaded_logits(model, directory, ids)
 
 
 def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -95,11 +87,3 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         if isinstance(module, TiedLutHead):
             state[f"{name}.weight"] = module.table.quantized_weight()
     return {name: cast(name, tensor, dtype) for name, tensor in state.items()}
-
-
-def _without_values(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's unquantized skeleton on the meta device."""
-    with torch.device("meta"):
-        dense = float_skeleton(model, dtype)
-    dense.generation_config = model.generation_config
-    return dense

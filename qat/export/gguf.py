@@ -15,8 +15,10 @@ from qat.export.parts import (
     Affine,
     affine,
     exact,
+    float_model,
     group_size_near,
-    logits_of_weights,
+    logits_of,
+    lost_by_rank,
     refuse_low_rank,
     require,
     unquantized_state,
@@ -50,7 +52,12 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
         Whether the tokenizer was written.
     """
     values = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, pre = values["model"], _pre_tokenizer(values.get("pre_tokenizer"))
+    model, pre = values["model"], None
+    given = values.get("pre_tokenizer") or {}
+    parts = given.get("pretokenizers", [given] if given else [])
+    if any(part["type"] == "ByteLevel" for part in parts):
+        splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+        pre = PRE_TOKENIZERS.get(splits[0]) if len(splits) == 1 else None if splits else "gpt-2"
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
     if model["type"] == "BPE" and model.get("byte_fallback"):
         kind = "llama"
@@ -59,7 +66,8 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
     else:
         logger.warning("this tokenizer is none that GGUF files know: the file has none")
         return False
-    tokens = _tokens(tokenizer, vocab_size)
+    names = {number: text for text, number in tokenizer.get_vocab().items()}
+    tokens = [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
     writer.add_tokenizer_model(kind)
     if kind == "gpt2":
         writer.add_tokenizer_pre(pre)
@@ -72,21 +80,6 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
     writer.add_token_types(list(_types(values, tokens)))
     _add_special(writer, tokenizer)
     return True
-
-
-def _pre_tokenizer(values: dict | None) -> str | None:
-    """The name of a byte-level pre-tokenizer; None if llama.cpp has none."""
-    parts = (values or {}).get("pretokenizers", [values] if values else [])
-    if not any(part["type"] == "ByteLevel" for part in parts):
-        return None
-    splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
-    return PRE_TOKENIZERS.get(splits[0]) if len(splits) == 1 else None if splits else "gpt-2"
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
-    """The text of each id."""
-    names = {number: text for text, number in tokenizer.get_vocab().items()}
-    return [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
 
 
 def _types(values: dict, tokens: list[str]) -> Iterator[int]:
@@ -146,23 +139,17 @@ def block_type(spec: LutSpec) -> BlockType | None:
     if spec.scale != "group" or spec.codebook == "lut":
         return None
     if spec.group_size % LARGE == 0:
-        large = _large_type(spec)
-        if large is not None:
-            return large
+        if spec.codebook == "ternary":
+            return TQ2_0
+        if spec.bits == 2:
+            return Q2_K
+        if spec.bits == 3 and spec.codebook == "int":
+            return Q3_K
     if spec.group_size % SMALL:
         return None
     if spec.codebook == "seq":
         return Q4_1 if spec.bits <= 4 else None
     return next(kind for most, kind in ((4, Q4_0), (5, Q5_0), (8, Q8_0)) if spec.bits <= most)
-
-
-def _large_type(spec: LutSpec) -> BlockType | None:
-    """The type of blocks of 256 for that format."""
-    if spec.codebook == "ternary":
-        return TQ2_0
-    if spec.bits == 2:
-        return Q2_K
-    return Q3_K if spec.bits == 3 and spec.codebook == "int" else None
 
 
 def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
@@ -266,8 +253,9 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """ggml holds even levels: in groups of 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
-    if spec.scale != "group":
-        return f"its scale is of low rank ({spec.rank}), expected one for each group"
+    reason = lost_by_rank(spec)
+    if reason is not None:
+        return reason
     if spec.codebook == "lut":
         return "its codebook is lut, expected int, seq or ternary: ggml has no learned levels"
     if block_type(spec) is None:
@@ -307,7 +295,10 @@ def check(model: PreTrainedModel) -> None:
             f"model_type={config.model_type} cannot be written as GGUF, expected one of "
             f"{', '.join(ARCHITECTURES)}; export --to dense and use llama.cpp's own converter"
         )
-    kinds = {rope.get("rope_type", "default") for rope in _ropes(config)}
+    ropes = config.rope_parameters
+    is_nested = all(isinstance(value, dict) for value in ropes.values())  # one for a kind of layer
+    each_rope = ropes.values() if is_nested else [ropes]
+    kinds = {rope.get("rope_type", "default") for rope in each_rope}
     if kinds != {"default"}:
         raise ExportError(
             f"rope_type={', '.join(sorted(kinds))} is not written here, expected default; export "
@@ -367,7 +358,13 @@ def write(
         raw_type = gguf.GGMLQuantizationType[kind.name]
         writer.add_tensor(names[name] + ".weight", blocks.numpy(), raw_dtype=raw_type)
     for key, tensor in unquantized_state(model, embedding_dtype(model)).items():
-        _add_plain(writer, names, key, _to_file(key, tensor, model.config))
+        stem = key.rsplit(".", 1)[0]
+        rows = _row_order(stem, model.config)
+        if rows is not None:
+            tensor = tensor[rows]
+        elif _is_gemma_norm(stem, model.config):  # ggml's are the factors themselves
+            tensor = tensor.float() + 1
+        _add_plain(writer, names, key, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -377,7 +374,7 @@ def write(
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Those of `model` with the weights that gguf reads and dequantizes: it runs no model."""
     weights = read_weights(model, directory / FILE_NAME)
-    return logits_of_weights(model, weights, ids, embedding_dtype(model))
+    return logits_of(float_model(model, weights, embedding_dtype(model)), ids)
 
 
 def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
@@ -388,18 +385,15 @@ def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
     weights = {}
     for tensor in gguf.GGUFReader(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
-        key = f"{names[stem]}.{kind}"
         shape = tensor.shape[::-1].tolist()  # ggml counts from the fastest axis
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        weights[key] = _from_file(key, torch.from_numpy(values.copy()), model.config)
+        weight, rows = torch.from_numpy(values.copy()), _row_order(names[stem], model.config)
+        if rows is not None:
+            weight = weight[rows.argsort()]
+        elif _is_gemma_norm(names[stem], model.config):
+            weight = weight - 1
+        weights[f"{names[stem]}.{kind}"] = weight
     return weights
-
-
-def _ropes(config: PreTrainedConfig) -> list[dict]:
-    """The rotary embeddings of all kinds of layers."""
-    ropes = config.rope_parameters
-    is_nested = all(isinstance(value, dict) for value in ropes.values())
-    return list(ropes.values()) if is_nested else [ropes]
 
 
 def _add_metadata(writer: object, config: PreTrainedConfig) -> None:
@@ -443,24 +437,6 @@ def _row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return torch.arange(heads * head_dim).view(heads, 2, head_dim // 2).mT.reshape(-1)
-
-
-def _to_file(key: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
-    """A tensor as GGUF wants it: rows of q and k in its order, Gemma's norms with their one."""
-    stem = key.rsplit(".", 1)[0]
-    rows = _row_order(stem, config)
-    if rows is not None:
-        return tensor[rows]
-    return tensor.float() + 1 if _is_gemma_norm(stem, config) else tensor
-
-
-def _from_file(key: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
-    """The inverse of `_to_file`."""
-    stem = key.rsplit(".", 1)[0]
-    rows = _row_order(stem, config)
-    if rows is not None:
-        return tensor[rows.argsort()]
-    return tensor - 1 if _is_gemma_norm(stem, config) else tensor
 
 
 def _is_gemma_norm(stem: str, config: PreTrainedConfig) -> bool:

@@ -98,7 +98,10 @@ def check(model: PreTrainedModel) -> None:
             f"mlx-lm runs {kind} without the sliding window that this model has, expected layers "
             "of full_attention; export --to dense"
         )
-    if kind == "gemma3_text" and not _is_periodic(layers):
+    is_full = [layer == "full_attention" for layer in layers]
+    every = is_full.index(True) + 1 if any(is_full) else 0
+    is_periodic = every and is_full == [n % every == 0 for n in range(1, len(layers) + 1)]
+    if kind == "gemma3_text" and not is_periodic:
         raise ExportError(
             "mlx-lm knows Gemma-3 with full attention in every n-th layer, expected that, but "
             f"layer_types={layers}; export --to dense"
@@ -164,14 +167,6 @@ def _older_names(config: PreTrainedConfig) -> dict[str, object]:
         found["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
         found["sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
     return found
-
-
-def _is_periodic(layers: list[str]) -> bool:
-    """Whether full attention comes in every n-th layer, and in no other."""
-    if "full_attention" not in layers:
-        return False
-    every = layers.index("full_attention") + 1
-    return all((kind == "full_attention") == (n % every == 0) for n, kind in enumerate(layers, 1))
 
 
 def _format(size_and_bits: tuple[int, int]) -> dict[str, object]:

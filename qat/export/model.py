@@ -58,10 +58,7 @@ def float_base(checkpoint: str | Path) -> str:
         try:
             found = _made_from(Path(found)) or found
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{found}: what its run or its conversion wrote is damaged ({error}), expected "
-                "JSON; restore it, or copy the checkpoint to a directory of its own"
-            ) from None
+            raise _damaged(found, error) from None
     return found
 
 
@@ -145,6 +142,7 @@ def write_card(
     Raises:
         CheckpointError: a file of the run is damaged.
     """
+    specs = Counter(module.spec for module in quantized_modules(model).values())
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701
     text = environment.from_string(TEMPLATE).render(
         name=name,
@@ -155,20 +153,14 @@ def write_card(
         version=qat.__version__,
         linear_bits=model_bits_per_weight(model),
         whole_bits=whole_model_bits(model),
-        formats=_formats(model),
+        formats=[
+            f"{count} | {spec.bits} | {spec.codebook} | {_scale(spec)}"
+            for spec, count in specs.items()
+        ],
         **_history(source),
         **facts,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
-
-
-def _formats(model: PreTrainedModel) -> list[str]:
-    """A row for each format in use."""
-    counts = Counter(module.spec for module in quantized_modules(model).values())
-    return [
-        f"{count} | {spec.bits} | {spec.codebook} | {_scale(spec)}"
-        for spec, count in counts.items()
-    ]
 
 
 def _scale(spec: LutSpec) -> str:
@@ -180,32 +172,26 @@ def _scale(spec: LutSpec) -> str:
 def _history(checkpoint: Path) -> dict[str, object]:
     """Where a checkpoint comes from, and how it was judged."""
     run = checkpoint.resolve().parent.parent
-    try:
-        if (run / FACTS).is_file() and (run / METRICS).is_file():
-            return _of_run(run, checkpoint)
+    if not ((run / FACTS).is_file() and (run / METRICS).is_file()):
         return {"base": _base(checkpoint), "step": None, "commit": None, "measures": []}
+    try:
+        facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
+        student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
+        step = int(checkpoint.resolve().name.rpartition("-")[2])
+        rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
+        judged = next((row for row in rows if row["step"] == step), {})
+        measures = [(text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None]
+        commit = facts.get("commit")
+        return {"base": _base(Path(student)), "step": step, "commit": commit, "measures": measures}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: what its run or its conversion wrote is damaged ({error}), expected "
-            "JSON; restore it, or copy the checkpoint to a directory of its own"
-        ) from None
+        raise _damaged(checkpoint, error) from None
 
 
-def _of_run(run: Path, checkpoint: Path) -> dict[str, object]:
-    facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
-    student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
-    step = int(checkpoint.resolve().name.rpartition("-")[2])
-    rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
-    judged = next((row for row in rows if row["step"] == step), {})
-    measures = [
-        (text, judged[key]) for key, text in MEASURES.items() if judged.get(key) is not None
-    ]
-    return {
-        "base": _base(Path(student)),
-        "step": step,
-        "commit": facts.get("commit"),
-        "measures": measures,
-    }
+def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint}: what its run or its conversion wrote is damaged ({error}), expected JSON; "
+        "restore it, or copy the checkpoint to a directory of its own"
+    )
 
 
 def _base(checkpoint: Path) -> str:
@@ -350,17 +336,12 @@ def _report(name: TargetName, model: PreTrainedModel, directory: Path) -> Export
     dtype = str(embedding_dtype(model)).removeprefix("torch.")
     if config.is_file():
         dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype", dtype)
+    suffixes = {".safetensors", ".gguf", ".bin", ".pt"}
     return ExportReport(
         dtype=dtype,
         saved_dtype=dtype,
-        bytes=weight_bytes(directory),
+        bytes=sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in suffixes),
         bits_per_weight=dense_bits if name == "dense" else model_bits_per_weight(model),
         quantized_weights=quantized_parameter_count(model),
         logits_max_diff=0.0,
     )
-
-
-def weight_bytes(directory: Path) -> int:
-    """Bytes of the files that hold weights."""
-    suffixes = {".safetensors", ".gguf", ".bin", ".pt"}
-    return sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in suffixes)

@@ -12,7 +12,12 @@ from typing import NamedTuple
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from qat.errors import ExportError, how_to_install
 from qat.models.checkpoint import quiet_transformers
@@ -88,13 +93,18 @@ def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = Tr
     )
 
 
-def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
-    """Why integers times a scale of each group are not that weight; None if they are."""
+def lost_by_rank(spec: LutSpec) -> str | None:
+    """Why one scale for each group is not that weight's; None if it is."""
     if spec.scale != "group":
         return f"its scale is of low rank ({spec.rank}), expected one for each group"
-    if spec.codebook not in grids:
-        return f"its codebook is {spec.codebook}, expected {' or '.join(grids)}"
     return None
+
+
+def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
+    """Why integers times a scale of each group are not that weight; None if they are."""
+    if spec.scale == "group" and spec.codebook not in grids:
+        return f"its codebook is {spec.codebook}, expected {' or '.join(grids)}"
+    return lost_by_rank(spec)
 
 
 def refuse_low_rank(spec: LutSpec) -> None:
@@ -103,11 +113,9 @@ def refuse_low_rank(spec: LutSpec) -> None:
     Raises:
         ExportError: it is of low rank.
     """
-    if spec.scale != "group":
-        raise ExportError(
-            f"its scale is of low rank ({spec.rank}), expected one for each group; name a plan "
-            "with groups"
-        )
+    reason = lost_by_rank(spec)
+    if reason is not None:
+        raise ExportError(f"{reason}; name a plan with groups")
 
 
 def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> int:
@@ -152,9 +160,7 @@ def write_config(
     extra: dict[str, object],
 ) -> None:
     """Write config.json with `extra` keys and no quantization of ours, and the tokenizer."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config = _plain_config(model)
     values = {**config.to_diff_dict(), "dtype": str(dtype).removeprefix("torch."), **extra}
     values["architectures"] = [type(model).__name__]
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
@@ -171,21 +177,13 @@ def require(library: str, extra: str) -> None:
     Raises:
         ExportError: it is not installed, or does not load.
     """
-    failure = load_failure(library)
-    if failure is not None:
-        raise ExportError(
-            f"{library} does not load ({failure}), expected it to check what is written; "
-            f"run: {how_to_install(extra)}"
-        )
-
-
-def load_failure(library: str) -> str | None:
-    """Why a library cannot be imported; None if it can."""
     try:
         import_module(library)
     except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
-        return " ".join(str(error).split())[:160]
-    return None
+        raise ExportError(
+            f"{library} does not load ({' '.join(str(error).split())[:160]}), expected it to check "
+            f"what is written; run: {how_to_install(extra)}"
+        ) from None
 
 
 # Logits on a few tokens: how an export is compared with the model that it came from.
@@ -216,17 +214,6 @@ def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Ten
         return logits_of(reloaded.eval(), ids)  # some decompress at the first call
 
 
-def logits_of_weights(
-    model: PreTrainedModel, weights: dict[str, Tensor], ids: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Those of a float model like `model` with these weights, computing in `dtype`.
-
-    Raises:
-        RuntimeError: a weight is missing, or there is one too many.
-    """
-    return logits_of(float_model(model, weights, dtype), ids)
-
-
 def float_model(
     model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -249,7 +236,11 @@ def float_model(
 
 def float_skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A new model of the same class and configuration, without quantization."""
+    return type(model)._from_config(_plain_config(model), dtype=dtype)
+
+
+def _plain_config(model: PreTrainedModel) -> PreTrainedConfig:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return type(model)._from_config(config, dtype=dtype)
+    return config

@@ -15,7 +15,8 @@ from qat.backend.base import DTYPES
 from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export.config import ExportConfig
-from qat.export.dense import dense_state_dict, write_dense
+from qat.export.dense import dense_state_dict
+from qat.export.dense import write as write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.nn.step import quant_linears

@@ -29,7 +29,6 @@ from qat.export import model as exported
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.model import IMPORT, export_model, float_base
-from qat.export.parts import logits_of_weights
 from qat.export.targets import TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
@@ -446,9 +445,8 @@ def test_only_rounding_to_the_dtype_is_let_pass(
     model = load_checkpoint(students["coreml"], torch.float16)
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        rounded = logits_of_weights(
-            model, dense_state_dict(model, torch.float16), ids, torch.float32
-        )
+        weights = dense_state_dict(model, torch.float16)
+        rounded = parts.logits_of(parts.float_model(model, weights, torch.float32), ids)
     monkeypatch.setattr(exported, "probe_ids", lambda _: ids)
     monkeypatch.setattr(coreml, "read_logits", lambda *_: rounded)
     assert exported.check_equal("coreml", model, Path()) == 0
