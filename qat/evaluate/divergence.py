@@ -17,8 +17,6 @@ from qat.errors import ConfigError, DataError
 from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits
 from qat.models.language_model import LanguageModel, judging
 
-# The seam between the cache's batches and the losses' targets.
-
 
 def to_targets(batch: Batch) -> Targets:
     """A batch's targets, `(B, S)` flattened to `(T,)`: views where the batch is contiguous."""
@@ -88,7 +86,10 @@ def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Diver
     totals: Counter[str] = Counter()
     with judging(student):
         for batch in _of_one_shape(batches, student.device):
-            _add(totals, _cached_sums(student, batch), student.device)
+            targets, valid, has_tail = _valid_targets(batch, student.device)
+            chunks = zip(_logits(student, batch, valid), _split(targets), strict=True)
+            sums = [_sums_by_cache(logits, rows, has_tail) for logits, rows in chunks]
+            _add(totals, sums, student.device)
     num_tokens = _num_tokens(totals)
 
     def mean(name: str) -> float | None:
@@ -147,7 +148,10 @@ def exact_divergence(
     totals: Counter[str] = Counter()
     with judging(student), judging(teacher):
         for batch in _of_one_shape(batches, student.device):
-            _add(totals, _exact_sums(student, teacher, batch), student.device)
+            targets, valid, _ = _valid_targets(batch, student.device)
+            sides = _logits(student, batch, valid), _logits(teacher, batch, valid)
+            chunks = zip(*sides, _split(targets), strict=True)
+            _add(totals, [_sums_by_teacher(*chunk) for chunk in chunks], student.device)
     num_tokens = _num_tokens(totals)
     return ExactDivergence(
         num_tokens=num_tokens,
@@ -169,12 +173,6 @@ def _of_one_shape(batches: Iterable[Batch], device: torch.device) -> Iterator[Ba
         yield batch.filled(*shape)
 
 
-def _cached_sums(student: LanguageModel, batch: Batch) -> list[dict[str, Tensor]]:
-    targets, valid, has_tail = _valid_targets(batch, student.device)
-    chunks = zip(_logits(student, batch, valid), _split(targets), strict=True)
-    return [_sums_by_cache(logits, rows, has_tail) for logits, rows in chunks]
-
-
 def _sums_by_cache(logits: Tensor, rows: Targets, has_tail: bool) -> dict[str, Tensor]:
     sums = _label_sums(logits, rows, "label_ce")
     if rows.topk_ids.shape[1] > 0:
@@ -185,14 +183,6 @@ def _sums_by_cache(logits: Tensor, rows: Targets, has_tail: bool) -> dict[str, T
     if rows.sample_ids.shape[1] > 0:
         sums["sampled_ce"] = _loss("sampled", logits, rows)
     return sums
-
-
-def _exact_sums(
-    student: LanguageModel, teacher: LanguageModel, batch: Batch
-) -> list[dict[str, Tensor]]:
-    targets, valid, _ = _valid_targets(batch, student.device)
-    sides = _logits(student, batch, valid), _logits(teacher, batch, valid)
-    return [_sums_by_teacher(*chunk) for chunk in zip(*sides, _split(targets), strict=True)]
 
 
 def _sums_by_teacher(logits: Tensor, teacher_logits: Tensor, rows: Targets) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Everything that `qat eval` finds out about a student."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -156,37 +156,27 @@ def judge(source: str, config: EvalConfig) -> Verdict:
         check_fit(cache, student, tokenizer)
     if text is not None:
         check_context(student, config.context)
-    teacher = _teacher(config)
+    teacher = None
+    if config.teacher is not None:
+        teacher = load_teacher(config.teacher, device=config.device, dtype=config.dtype)
+    size = config.batch_size
+
+    def batches() -> Iterator[Batch]:
+        """What divergences are measured on, from its start."""
+        if cache is not None:
+            return split_batches(cache, config.split, size, config.max_sequences)
+        return text_batches(text, config.context, config.stride, size)
+
     has_texts = cache is not None or text is not None
-    batches = _batches(config, cache, text)
     return Verdict(
         cached=None if cache is None else cached_divergence(student, batches()),
         cached_teacher=None if cache is None else cached_teacher(batches()),
-        exact=None
-        if teacher is None or not has_texts
-        else exact_divergence(student, teacher, batches()),
+        exact=(exact_divergence(student, teacher, batches()) if teacher and has_texts else None),
         text=_on_text(student, text, config),
         teacher_text=_on_text(teacher, text, config),
         tasks=None if tasks is None else tasks.scores(student, tokenizer),
-        teacher_tasks=(
-            None if tasks is None or teacher is None else tasks.scores(teacher, tokenizer)
-        ),
+        teacher_tasks=tasks.scores(teacher, tokenizer) if tasks and teacher else None,
     )
-
-
-def _teacher(config: EvalConfig) -> LanguageModel | None:
-    if config.teacher is None:
-        return None
-    return load_teacher(config.teacher, device=config.device, dtype=config.dtype)
-
-
-def _batches(
-    config: EvalConfig, cache: TeacherCache | None, text: Text | None
-) -> Callable[[], Iterator[Batch]]:
-    """What divergences are measured on: each call starts anew."""
-    if cache is not None:
-        return lambda: split_batches(cache, config.split, config.batch_size, config.max_sequences)
-    return lambda: text_batches(text, config.context, config.stride, config.batch_size)
 
 
 def _on_text(

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from qat.data import packing
-from qat.data.chat import Document, Rendering, render
+from qat.data.chat import Document, render
 from qat.data.config import Targets, Thinking, chosen_targets
 from qat.data.packing import NO_LABEL, Batch
 from qat.data.sources import open_source
@@ -80,9 +80,12 @@ def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
         render(document, tokenizer, config.thinking, targets) for document in source.documents
     )
     renderings = list(chain.from_iterable(rendered))
-    text = Text(
-        encode(renderings, tokenizer), sum(map(_num_bytes, renderings)), special_tokens(tokenizer)
+    num_bytes = sum(
+        len(rendering.text[begin:end].encode())
+        for rendering in renderings
+        for begin, end in (((0, None),) if rendering.spoken is None else rendering.spoken)
     )
+    text = Text(encode(renderings, tokenizer), num_bytes, special_tokens(tokenizer))
     if targets == "assistant":
         counts = sum(int(_targets(tokens).sum()) for tokens in text.documents)
         total = sum(len(tokens.ids) for tokens in text.documents)
@@ -95,11 +98,6 @@ def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
             len(renderings),
         )
     return text
-
-
-def _num_bytes(rendering: Rendering) -> int:
-    spans = ((0, None),) if rendering.spoken is None else rendering.spoken
-    return sum(len(rendering.text[begin:end].encode()) for begin, end in spans)
 
 
 def _targets(tokens: Tokens) -> Tensor:

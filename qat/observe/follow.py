@@ -21,6 +21,7 @@ from qat.logs import FACTS
 from qat.observe import trackers
 from qat.observe.trackers import Curves, Tracker, TrackerStart
 
+
 class TrackConfig(Settings):
     """Who reads the run directory while a student trains; no part of the run's recipe."""
 

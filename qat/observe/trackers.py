@@ -76,17 +76,16 @@ NAMES = ("step", "rank", "pid")
 
 def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
     """Lines of `metrics.jsonl` and of the heartbeat (which have no `kind`), in their order."""
-    return [_event(line) for line in lines]
-
-
-def _event(line: Mapping[str, Any]) -> Event:
-    kind = line.get("kind", "device")
-    numbers = {f"{kind}/{k}": v for k, v in line.items() if k not in NAMES and _is_number(v)}
-    return Event(kind, line["step"], numbers, line.get("sample"))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    found = []
+    for line in lines:
+        kind = line.get("kind", "device")
+        numbers = {
+            f"{kind}/{name}": value
+            for name, value in line.items()
+            if name not in NAMES and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        found.append(Event(kind, line["step"], numbers, line.get("sample")))
+    return found
 
 
 # A run as TensorBoard's event files.
@@ -245,13 +244,11 @@ def _open(start: TrackerStart, run_id: str) -> Any:
     return run
 
 
-# Tells a tracker what a run writes, each line once, over all resumptions of the run.
-
-# Reads a file of JSON lines while it grows.
-
-
 class Tail:
-    """Gives each whole line once. The file may not be there yet, and may only grow."""
+    """Gives each whole line of a file of JSON lines once.
+
+    The file may not be there yet, and may only grow.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,6 +1,9 @@
 """Brings a run's best checkpoint, its logs and its newest state to a folder that may fail any time.
 
 FOLDER/RUN/  best.tar.lz4 (at the end {quant}_{scope}_{loss}_{dtype}.tar.lz4), resume.tar.lz4, logs
+
+`resume.tar.lz4` is what a lost run comes back from: its files of numbers, its newest checkpoint
+with the trainer's state, and of its best one, where that is another, the student alone.
 """
 
 import logging
@@ -31,11 +34,6 @@ from qat.logs import (
 )
 from qat.models.source import pointed
 from qat.observe.trackers import FOLDER
-
-# What of a run goes on elsewhere, as one archive, and how a lost run comes back from it.
-#
-# A run needs its files of numbers, its newest checkpoint with the trainer's state, and of its best
-# one, where that is another, the student alone.
 
 STATE = "resume.tar.lz4"
 NUMBERS = (RECIPE, FACTS, METRICS, HEARTBEATS, EVENTS, TRAINING_CSV, VAL_CSV, f"{FOLDER}/*.json")
@@ -174,16 +172,16 @@ class Upload:
 
     def missing(self) -> str:
         """What the folder lacks, and the command that brings it there."""
-        commands, state = [], ""
+        commands, state, target = [], "", shlex.quote(str(self.target))
         if self._lacks_state():
             state = f"{named(self.run, 'latest')} cannot be gone on from there"
         if self._lacks_best():
             student = self.run / (self._final() or named(self.run, "best") or "")
-            commands.append(f"qat hub push {shlex.quote(str(student))} {self._quoted_target()}")
+            commands.append(f"qat hub push {shlex.quote(str(student))} {target}")
         logs = [str(self.run / name) for name in self._new_logs()]
         if logs:
-            commands.append(f"cp {shlex.join(logs)} {self._quoted_target()}")
-        mkdir = f"mkdir -p {self._quoted_target()}"
+            commands.append(f"cp {shlex.join(logs)} {target}")
+        mkdir = f"mkdir -p {target}"
         by_hand = "by hand: " + " && ".join([mkdir, *commands]) if commands else ""
         return "; ".join(filter(None, (state, by_hand))) or "nothing is missing"
 
@@ -200,16 +198,13 @@ class Upload:
             if with_state and self._lacks_state():
                 self._send_state()
         except (OSError, HubError) as error:
-            self._put_off(error)
+            if self._failures == 0:
+                logger.warning("--gdrive-dir: %s; trying again", " ".join(str(error).split()))
+            self._failures += 1
+            self._due = time.monotonic() + min(2.0**self._failures, LONGEST_PAUSE_S)
             return False
         self._failures = 0
         return True
-
-    def _put_off(self, error: Exception) -> None:
-        if self._failures == 0:
-            logger.warning("--gdrive-dir: %s; trying again", " ".join(str(error).split()))
-        self._failures += 1
-        self._due = time.monotonic() + min(2.0**self._failures, LONGEST_PAUSE_S)
 
     def _open_target(self) -> None:
         if not self.folder.is_dir():  # else a folder of that name would be made on the local disk
@@ -249,7 +244,9 @@ class Upload:
         with self._workshop() as place:
             student = Path(place, self.run.resolve().name)
             try:
-                stage(self.run / pointer, student)
+                # without the trainer's state, which lies in a directory of its own
+                for file in sorted(f for f in (self.run / pointer).iterdir() if f.is_file()):
+                    link(file, student / file.name)
             except FileNotFoundError:
                 if named(self.run, "best") != pointer:  # send the better one that took its place
                     return
@@ -288,15 +285,13 @@ class Upload:
         self._state = pointers[0]
 
     def _workshop(self) -> tempfile.TemporaryDirectory:
-        return tempfile.TemporaryDirectory(prefix=WORKSHOP, dir=_made(self.run / FOLDER))
+        (self.run / FOLDER).mkdir(exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=WORKSHOP, dir=self.run / FOLDER)
 
     def _final(self) -> str | None:
         """The name of the finished run's checkpoint."""
         found = sorted(self.run.glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime_ns)
         return found[-1].parent.name if found else None
-
-    def _quoted_target(self) -> str:
-        return shlex.quote(str(self.target))
 
 
 def check_folder(run: Path, folder: Path) -> None:
@@ -324,25 +319,8 @@ def check_folder(run: Path, folder: Path) -> None:
         )
 
 
-def stage(checkpoint: Path, student: Path) -> None:
-    """Fill the new directory `student` with a checkpoint's files, all but the trainer's state.
-
-    They are links where that is possible, so that nothing that is deleted later is lost.
-
-    Raises:
-        FileNotFoundError: the checkpoint is being deleted.
-    """
-    for file in sorted(path for path in checkpoint.iterdir() if path.is_file()):
-        link(file, student / file.name)
-
-
 def _stamp(path: Path) -> tuple[int, int] | None:
     if not path.exists():
         return None
     found = path.stat()
     return found.st_size, found.st_mtime_ns
-
-
-def _made(directory: Path) -> Path:
-    directory.mkdir(exist_ok=True)
-    return directory
