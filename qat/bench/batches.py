@@ -23,7 +23,7 @@ TAIL_MASS = 0.03
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchSource:
     """Where batches come from, and their sizes."""
 
     cache: TeacherCache | None
@@ -56,7 +56,7 @@ class Source:
         return random_batch(self, batch_size, generator).to(torch.device("cpu"))
 
 
-def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
+def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
     """The cache of `config`, or random batches where it names none.
 
     Raises:
@@ -75,7 +75,7 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
                 f"seq_len={length}, but the student reads at most {longest} positions; lower "
                 "--seq-len"
             )
-        return Source(None, length, top_k, draws, vocab_size, config.seed)
+        return BatchSource(None, length, top_k, draws, vocab_size, config.seed)
     cache = TeacherCache.open(config.cache_dir)
     settings = cache.manifest.settings
     _check_same("seq-len", config.seq_len, settings.sequence_length, config)
@@ -90,10 +90,10 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> Source:
             "documents"
         )
     length, top_k, draws = settings.sequence_length, settings.top_k, settings.draws
-    return Source(cache, length, top_k, draws, vocab_size, config.seed)
+    return BatchSource(cache, length, top_k, draws, vocab_size, config.seed)
 
 
-def check_batch_sizes(source: Source, sizes: tuple[int, ...], grad_accum_steps: int) -> None:
+def check_batch_sizes(source: BatchSource, sizes: tuple[int, ...], grad_accum_steps: int) -> None:
     """Refuse a batch with more sequences than the cache has: it would repeat some.
 
     Raises:
@@ -108,7 +108,7 @@ def check_batch_sizes(source: Source, sizes: tuple[int, ...], grad_accum_steps: 
         )
 
 
-def random_batch(source: Source, batch_size: int, generator: torch.Generator) -> Batch:
+def random_batch(source: BatchSource, batch_size: int, generator: torch.Generator) -> Batch:
     """Uniform tokens, one document a row, every position counting, on the generator's device.
 
     The teacher's log-probabilities fall like a power of the rank and sum to `1 - TAIL_MASS`.
@@ -167,7 +167,9 @@ STEPS = 16
 """Steps before the batches repeat: as many as it takes for each bucket to have its share."""
 
 
-def make_batches(source: Source, layout: str, batch_size: int, backend: Backend) -> list[Batch]:
+def make_batches(
+    source: BatchSource, layout: str, batch_size: int, backend: Backend
+) -> list[Batch]:
     """A batch for each of `STEPS` steps, in host memory; all have `batch_size * seq_len` positions.
 
     `packed`: documents end to end, cut where a row is full. `slices`: one document a row, cut or
@@ -226,7 +228,7 @@ def _rows(lengths: Tensor, edges: list[int], batch_size: int, S: int) -> list[tu
     return found
 
 
-def _padded(source: Source, lengths_B: Tensor, edge: int, generator: torch.Generator) -> Batch:
+def _padded(source: BatchSource, lengths_B: Tensor, edge: int, generator: torch.Generator) -> Batch:
     batch = random_batch(replace(source, seq_len=edge), len(lengths_B), generator)
     places = torch.arange(edge, device=lengths_B.device)
     is_text = places < lengths_B[:, None]
@@ -238,7 +240,7 @@ def _padded(source: Source, lengths_B: Tensor, edge: int, generator: torch.Gener
     )
 
 
-def _packed(source: Source, batch_size: int, generator: torch.Generator) -> Batch:
+def _packed(source: BatchSource, batch_size: int, generator: torch.Generator) -> Batch:
     S, batch = source.seq_len, random_batch(source, batch_size, generator)
     total = batch_size * S
     lengths = document_lengths(total // SHORTEST, S, generator)

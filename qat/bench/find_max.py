@@ -95,7 +95,7 @@ REACH = 8
 
 
 @dataclass(frozen=True)
-class Trial:
+class BatchTrial:
     """One optimizer step at one batch size."""
 
     batch_size: int
@@ -132,14 +132,14 @@ class Trials:
     def __init__(self, step: Callable[[int], None], backend: Backend) -> None:
         self._step = step
         self._backend = backend
-        self.done: dict[int, Trial] = {}
+        self.done: dict[int, BatchTrial] = {}
 
     def fits(self, batch_size: int) -> bool:
         """Whether one optimizer step of `batch_size` stays within memory."""
         if batch_size not in self.done:
             found = unless_out_of_memory(lambda: self._peak_gib(batch_size), self._backend)
             peak = None if found is None else found[0]
-            self.done[batch_size] = Trial(batch_size, found is not None, peak)
+            self.done[batch_size] = BatchTrial(batch_size, found is not None, peak)
             outcome = "out of memory" if found is None else "fits"
             logger.info("batch %d: %s", batch_size, outcome)
         return self.done[batch_size].fits
@@ -183,7 +183,7 @@ class Search:
     """None where even two sequences do not fit, or where nobody counts memory."""
     predicted: int | None
     """The model's answer, before the search."""
-    trials: tuple[Trial, ...]
+    trials: tuple[BatchTrial, ...]
 
 
 def find_max_batch(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.batches import Source, check_batch_sizes, open_source
+from qat.bench.batches import BatchSource, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
 from qat.bench.effective import Watched, check_strictly, what_ran
 from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
@@ -55,7 +55,7 @@ TYPICAL_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Prediction:
+class DevicePrediction:
     """PREDICTED numbers of one device."""
 
     device: str
@@ -88,7 +88,7 @@ class Measured:
         return 1 / self.tokens_per_s - self.matmul_s
 
 
-def predict(measured: Measured, device: Device) -> Prediction:
+def predict(measured: Measured, device: Device) -> DevicePrediction:
     """What `device` would do at the same settings in its own best dtype."""
     own, roofline = measured.device, measured.roofline
     matmul_share = copy_share = TYPICAL_SHARE
@@ -104,7 +104,7 @@ def predict(measured: Measured, device: Device) -> Prediction:
     if measured.memory is not None:
         largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
         peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
-    return Prediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))
+    return DevicePrediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))
 
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Setting:
     """Its weights, embeddings among them."""
     config: MeasureConfig
     backend: Backend
-    data: Source
+    data: BatchSource
     roofline: Roofline
     flops: TokenFlops
 
@@ -196,7 +196,7 @@ class BenchReport:
     load_s: float
     fit: CostFit | None
     search: Search | None
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[DevicePrediction, ...]
     planned: tuple[Planned, ...]
     """TPUs that the step was compiled for."""
 
@@ -312,7 +312,7 @@ class _Bench:
             logger.warning("batch %d took one step but not all of them; going down", size)
         raise ConfigError("no batch size survives several steps; lower --seq-len")
 
-    def plan(self, devices: tuple, search: Search | None) -> tuple[Prediction, ...]:
+    def plan(self, devices: tuple, search: Search | None) -> tuple[DevicePrediction, ...]:
         """Other devices, predicted from the fastest row of this run."""
         setting = self.setting
         model = search.model if search else self._trials.memory_model(setting.data.seq_len)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.run import BenchReport, Prediction
+    from qat.bench.quality.run import QualityReport
+    from qat.bench.run import BenchReport, DevicePrediction
     from qat.bench.tpu_plan.run import Planned
 if TYPE_CHECKING:
     from qat.bench.kernels.run import KernelsReport
@@ -321,7 +322,7 @@ def _findings(report: "BenchReport") -> list[str]:
     return lines
 
 
-def _predicted(predictions: "Sequence[Prediction]", planned: "Sequence[Planned]") -> "Table":
+def _predicted(predictions: "Sequence[DevicePrediction]", planned: "Sequence[Planned]") -> "Table":
     from rich.table import Table
 
     titles = ("dtype", "Checkpointing", "Max batch", "Memory", "t/s", "How")

@@ -13,7 +13,7 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
 from qat.bench.kernels.gates import (
-    Case,
+    KernelCase,
     Clock,
     Inputs,
     Outputs,
@@ -54,9 +54,9 @@ def work(inputs: Inputs, size: Size) -> Outputs:
     return {"y": inputs["x"] * 2 + 1}
 
 
-def planted(kernel: object = work, **changed: object) -> Case:
+def planted(kernel: object = work, **changed: object) -> KernelCase:
     """A case of plain PyTorch, whose kernel may be another."""
-    case = Case(
+    case = KernelCase(
         "planted",
         inputs=lambda room, size: {"x": room.normal(size["N"], dtype=torch.float32)},
         kernel=kernel,
@@ -221,7 +221,7 @@ def spins(inputs: Inputs, size: Size) -> Outputs:
     return {"y": y + 1 if chosen.is_wrong else y}
 
 
-def tunable(*others: Stops) -> Case:
+def tunable(*others: Stops) -> KernelCase:
     space = Space("planted", (40,), Stops(20), others)
     return planted(spins, space=lambda size: space)
 

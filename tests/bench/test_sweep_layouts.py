@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from qat.backend.device import select
-from qat.bench.batches import STEPS, Source, bucket_edges, document_lengths, make_batches
+from qat.bench.batches import STEPS, BatchSource, bucket_edges, document_lengths, make_batches
 from qat.bench.run import prepare
 from qat.bench.sweep.plan import StepsConfig
 from qat.bench.sweep.work import _laid_out
 from qat.data.packing import NO_LABEL
 from qat.errors import ConfigError
 
-SOURCE = Source(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)
+SOURCE = BatchSource(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)
 BACKEND = select("cpu")
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("torchax", exc_type=ImportError)
 import torch
 
 from qat.backend.device import select
-from qat.bench.batches import Source
+from qat.bench.batches import BatchSource
 from qat.bench.config import TOPOLOGIES, BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.bench.tpu_plan.pieces import Traceable
@@ -38,7 +38,7 @@ def test_the_step_in_jax_is_the_step_in_torch(learn: str, recomputes: bool) -> N
     layers = [list(tensors(layer).values()) for layer in decoder_layers(model)]
     inside = {id(tensor) for layer in layers for tensor in layer}
     outside = [t for t in tensors(model).values() if id(t) not in inside]
-    source = Source(None, S, 8, 0, ours.student.config.vocab_size, 0)
+    source = BatchSource(None, S, 8, 0, ours.student.config.vocab_size, 0)
     batch = source.batch(B, 0, select("cpu"))
 
     def array(tensor: torch.Tensor) -> object:

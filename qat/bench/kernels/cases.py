@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qat.bench.kernels.gates import (
-    Case,
+    KernelCase,
     Inputs,
     Outputs,
     Room,
@@ -58,7 +58,7 @@ ODD = ({"B": 2, "S": 17, "H": 4, "J": 2, "D": 32}, {"B": 1, "S": 50, "H": 3, "J"
 WIDE = ({"B": 3, "S": 100, "H": 16, "J": 8, "D": 128}, {"B": 65, "S": 64, "H": 6, "J": 2, "D": 64})
 
 
-def layer_cases() -> Iterator[Case]:
+def layer_cases() -> Iterator[KernelCase]:
     """Forward and backward of everything in a layer, then one step of decoding."""
     yield from attention_cases()
     yield from joined_cases()
@@ -66,7 +66,7 @@ def layer_cases() -> Iterator[Case]:
     yield decode_case()
 
 
-def attention_cases() -> Iterator[Case]:
+def attention_cases() -> Iterator[KernelCase]:
     """Attention alone, heads apart."""
     common = {
         "inputs": _attention_inputs,
@@ -75,7 +75,7 @@ def attention_cases() -> Iterator[Case]:
         "wide": WIDE,
         "slack": ATTENTION_SLACK,
     }
-    yield Case(
+    yield KernelCase(
         "attention, forward",
         kernel=lambda i, s: {"out": tile_attention(*_qkv(i), _scale(s))},
         reference=lambda i, s: {"out": packed_attention(*_qkv(i), _scale(s))},
@@ -83,7 +83,7 @@ def attention_cases() -> Iterator[Case]:
         flops=lambda s: 2 * product_flops(s),
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "attention, backward",
         kernel=lambda i, s: _named(
             torch.ops.qat.tile_attention_backward(i["grad"], *_qkv(i), _scale(s)), "qkv"
@@ -99,7 +99,7 @@ def attention_cases() -> Iterator[Case]:
     )
 
 
-def joined_cases() -> Iterator[Case]:
+def joined_cases() -> Iterator[KernelCase]:
     """Norms, rotary embedding and attention of heads that lie side by side."""
     common = {
         "inputs": _joined_inputs,
@@ -108,7 +108,7 @@ def joined_cases() -> Iterator[Case]:
         "wide": WIDE,
         "slack": ATTENTION_SLACK,
     }
-    yield Case(
+    yield KernelCase(
         "joined attention, forward",
         kernel=lambda i, s: {"out": joined_tile_attention(i["qkv"], *_rest(i, s))},
         reference=lambda i, s: {"out": joined_attention(i["qkv"], *_rest(i, s))},
@@ -116,7 +116,7 @@ def joined_cases() -> Iterator[Case]:
         flops=lambda s: 2 * product_flops(s),
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "joined attention, backward",
         kernel=_joined_backward,
         reference=lambda i, s: _named(
@@ -128,7 +128,7 @@ def joined_cases() -> Iterator[Case]:
     )
 
 
-def gated_cases() -> Iterator[Case]:
+def gated_cases() -> Iterator[KernelCase]:
     """`silu(gate) * up` and its gradient."""
     common = {
         "size": lambda c: {"T": c["sequences"] * c["length"], "F": c["intermediate_size"]},
@@ -136,7 +136,7 @@ def gated_cases() -> Iterator[Case]:
         "wide": ({"T": 1001, "F": 3071},),
         "slack": 2.0**-9,
     }
-    yield Case(
+    yield KernelCase(
         "gated unit, forward",
         inputs=lambda room, s: {"joined": room.normal(s["T"], 2 * s["F"])},
         kernel=lambda i, s: {"out": fused_silu_mul(i["joined"])},
@@ -144,7 +144,7 @@ def gated_cases() -> Iterator[Case]:
         **_reference(lambda i, s: {"out": silu_mul(i["joined"])}),
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "gated unit, backward",
         inputs=lambda room, s: {
             "joined": room.normal(s["T"], 2 * s["F"]),
@@ -157,9 +157,9 @@ def gated_cases() -> Iterator[Case]:
     )
 
 
-def decode_case() -> Case:
+def decode_case() -> KernelCase:
     """One new position against a full cache."""
-    return Case(
+    return KernelCase(
         "decode attention",
         inputs=_decode_inputs,
         **ways(_decode),
@@ -307,7 +307,7 @@ VECTOR_ODD = ({"O": 37, "I": 192}, {"O": 9, "I": 80})
 VECTOR_WIDE = ({"O": 333, "I": 1040},)
 
 
-def linear_cases() -> Iterator[Case]:
+def linear_cases() -> Iterator[KernelCase]:
     """Training's kernels by source and bits, then decoding's by kind of matrix."""
     for source, bits in (("packed", 2), ("packed", 4), ("latent", 2), ("latent", 4)):
         yield form_case(source, bits)
@@ -317,7 +317,7 @@ def linear_cases() -> Iterator[Case]:
     yield from decode_cases(mlp=16, attention=16, head=16)
 
 
-def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[Case]:
+def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]:
     """The five matrices of a decoding step, by bits of their indices; 16: dense ones."""
     yield matvec_case("queries, keys, values", attention, _joined_heads)
     yield matvec_add_case("attention out", attention, _attention_out)
@@ -326,7 +326,7 @@ def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[Case]:
     yield matvec_case("head", head, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
 
 
-def form_case(source: str, bits: int) -> Case:
+def form_case(source: str, bits: int) -> KernelCase:
     """The weight, which is the same bits on every device: nothing is allowed beyond eager."""
 
     def run(inputs: Inputs, size: Size) -> Outputs:
@@ -334,7 +334,7 @@ def form_case(source: str, bits: int) -> Case:
         return {"W": form(*weight, dtype)}
 
     both = ways(run)
-    return Case(
+    return KernelCase(
         f"form, {source} {bits}-bit",
         inputs=lambda room, s: {"weight": _weight(room, s, source, bits), "dtype": room.dtype},
         **both,
@@ -347,13 +347,13 @@ def form_case(source: str, bits: int) -> Case:
     )
 
 
-def pull_back_case(source: str, bits: int) -> Case:
+def pull_back_case(source: str, bits: int) -> KernelCase:
     """The gradients of scales and codebook."""
 
     def run(inputs: Inputs, size: Size) -> Outputs:
         return pull_back(inputs["dW"], *inputs["weight"], wanted=("codebook", "scales"))
 
-    return Case(
+    return KernelCase(
         f"pull back, {source} {bits}-bit",
         inputs=lambda room, s: {
             "weight": _weight(room, s, source, bits),
@@ -368,7 +368,7 @@ def pull_back_case(source: str, bits: int) -> Case:
 
 def matvec_case(
     name: str, bits: int, size: Callable[[Mapping[str, Any]], Size], *, is_gated: bool = False
-) -> Case:
+) -> KernelCase:
     """A product behind a norm, perhaps with a gated unit behind it."""
 
     def run(inputs: Inputs, size: Size) -> Outputs:
@@ -390,7 +390,7 @@ def matvec_case(
             "squares": room.uniform(1, PARTS),
         }
 
-    return Case(
+    return KernelCase(
         f"matvec, {name}, {bits}-bit",
         inputs=inputs,
         **ways(run),
@@ -410,7 +410,7 @@ def matvec_add_case(
     size: Callable[[Mapping[str, Any]], Size],
     *,
     has_exact_levels: bool = False,
-) -> Case:
+) -> KernelCase:
     """A product onto the residual stream."""
     is_short = bits in MMA_BITS and not has_exact_levels
 
@@ -432,7 +432,7 @@ def matvec_add_case(
             "gamma": room.uniform(size["O"], low=0.5, high=1.5),
         }
 
-    return Case(
+    return KernelCase(
         f"matvec, {name}, {bits}-bit",
         inputs=inputs,
         **ways(run),
@@ -511,7 +511,7 @@ HEAD_ODD = ({"T": 5, "K": 7, "V": 130, "D": 48}, {"T": 3, "K": 20, "V": 301, "D"
 HEAD_WIDE = ({"T": 131, "K": 64, "V": 10_007, "D": 1032},)
 
 
-def word_cases() -> Iterator[Case]:
+def word_cases() -> Iterator[KernelCase]:
     """Losses, cache, optimizer and converter."""
     yield from head_cases()
     yield from top_k_cases()
@@ -519,17 +519,17 @@ def word_cases() -> Iterator[Case]:
     yield from column_cases()
 
 
-def head_cases() -> Iterator[Case]:
+def head_cases() -> Iterator[KernelCase]:
     """The losses' passes over the head: chosen words, their gradient, and all others."""
     common = {"inputs": _head_inputs, "size": _head_size, "odd": HEAD_ODD, "wide": HEAD_WIDE}
-    yield Case(
+    yield KernelCase(
         "gather-dot",
         **ways(lambda i, s: {"logits": chosen_logits(i["hidden"], Head(i["weight"]), i["ids"])}),
         moved=lambda i, o, s: _gathered(i, s) + num_bytes(i["hidden"], i["ids"], o),
         space=lambda s: gather_space(s, "gather_dot"),
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "gather-sum",
         **ways(_gather_sum),
         moved=lambda i, o, s: _gathered(i, s) + num_bytes(i["g_chosen"], i["ids"], o),
@@ -537,7 +537,7 @@ def head_cases() -> Iterator[Case]:
         slack=2.0**-9,
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "other words",
         **ways(_other_words),
         # a logit is written, read, and its share written and read: four bytes, then two
@@ -549,7 +549,7 @@ def head_cases() -> Iterator[Case]:
     )
 
 
-def top_k_cases() -> Iterator[Case]:
+def top_k_cases() -> Iterator[KernelCase]:
     """The cache's pass over logits, and what picks the top K from its blocks."""
     common = {
         "size": lambda c: {"T": c["logit_rows"], "V": c["vocab_size"], "K": c["kept"]},
@@ -558,14 +558,14 @@ def top_k_cases() -> Iterator[Case]:
         "slack": 4e-6,
         "floor": 1.0,
     }
-    yield Case(
+    yield KernelCase(
         "top-k, block pass",
         inputs=lambda room, s: {"logits": room.normal(s["T"], s["V"])},
         **ways(lambda i, s: summarize(i["logits"])._asdict()),
         space=block_pass_space,
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "top-k, selection",
         inputs=_selection_inputs,
         **ways(lambda i, s: top_k_of_blocks(i["logits"], s["K"], i["blocks"])._asdict()),
@@ -578,9 +578,9 @@ def top_k_cases() -> Iterator[Case]:
     )
 
 
-def adamw_case() -> Case:
+def adamw_case() -> KernelCase:
     """AdamW on bfloat16: every result is a neighbour of the exact one."""
-    return Case(
+    return KernelCase(
         "AdamW, stochastic rounding",
         inputs=_adamw_inputs,
         **ways(_adamw),
@@ -592,7 +592,7 @@ def adamw_case() -> Case:
     )
 
 
-def column_cases() -> Iterator[Case]:
+def column_cases() -> Iterator[KernelCase]:
     """The two steps inside a block of a converter's sweep."""
     common = {
         "odd": ({"B": 20, "O": 129, "C": 4}, {"B": 7, "O": 40, "C": 16}),
@@ -600,7 +600,7 @@ def column_cases() -> Iterator[Case]:
         "counts": False,  # bound by walking columns one after the other
     }
     size = {"B": 16, "C": 4}
-    yield Case(
+    yield KernelCase(
         "columns, settle",
         inputs=_settle_inputs,
         **ways(_settle),
@@ -608,7 +608,7 @@ def column_cases() -> Iterator[Case]:
         slack=0.0,
         **common,
     )
-    yield Case(
+    yield KernelCase(
         "columns, refit",
         inputs=_refit_inputs,
         **ways(_refit),

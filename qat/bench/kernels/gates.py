@@ -80,7 +80,7 @@ class Space(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A kernel beside the plain-PyTorch reference of the same signature."""
 
     name: str
@@ -330,12 +330,12 @@ class Seeds:
         """Inputs of the seed `first + offset`."""
         return Room.seeded(self.device, self.first + offset, is_interpreted=self.is_interpreted)
 
-    def sizes(self, case: Case) -> tuple[Size, ...]:
+    def sizes(self, case: KernelCase) -> tuple[Size, ...]:
         """Shapes to check: wide ones too where kernels are compiled."""
         return case.odd if self.is_interpreted else (*case.odd, *case.wide)
 
 
-def compiles(case: Case, seeds: Seeds) -> Refusal | None:
+def compiles(case: KernelCase, seeds: Seeds) -> Refusal | None:
     """Build and launch the kernel once for every shape."""
     for offset, size in enumerate(seeds.sizes(case)):
         inputs = case.inputs(seeds.room(offset), size)
@@ -352,7 +352,7 @@ def compiles(case: Case, seeds: Seeds) -> Refusal | None:
     return None
 
 
-def is_correct(case: Case, seeds: Seeds) -> Refusal | None:
+def is_correct(case: KernelCase, seeds: Seeds) -> Refusal | None:
     """Compare with eager PyTorch and with float64, at every shape.
 
     What the kernel allocates is full of NaN before it writes; it runs twice, the second time on
@@ -372,7 +372,7 @@ def is_correct(case: Case, seeds: Seeds) -> Refusal | None:
     return None
 
 
-def worst_of(case: Case, found: Outputs, eager: Outputs, exact: Outputs) -> str | None:
+def worst_of(case: KernelCase, found: Outputs, eager: Outputs, exact: Outputs) -> str | None:
     """The first result in which the kernel is worse than eager PyTorch; None if there is none."""
     found, eager = case.compared(found), case.compared(eager)
     if found.keys() != exact.keys():
@@ -460,7 +460,7 @@ class Speed:
     flops: float
 
 
-def measure(case: Case, size: Size, seeds: Seeds, clock: Clock) -> Speed:
+def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
     """Interleaved times of the kernel, recorded as one graph of several calls, and the reference.
 
     The reference is called as eager PyTorch is, launches included: one may wait for the host.
@@ -485,7 +485,7 @@ def measure(case: Case, size: Size, seeds: Seeds, clock: Clock) -> Speed:
     )
 
 
-def spread_inputs(case: Case, size: Size, seeds: Seeds, *, is_spread: bool) -> list[Inputs]:
+def spread_inputs(case: KernelCase, size: Size, seeds: Seeds, *, is_spread: bool) -> list[Inputs]:
     """As many different inputs as hold `SPREAD_BYTES`, but one where all fit into no cache."""
     inputs = [case.inputs(seeds.room(0), size)]
     if is_spread:
@@ -495,7 +495,7 @@ def spread_inputs(case: Case, size: Size, seeds: Seeds, *, is_spread: bool) -> l
 
 
 def recorded(
-    case: Case, size: Size, inputs: list[Inputs], backend: Backend
+    case: KernelCase, size: Size, inputs: list[Inputs], backend: Backend
 ) -> Callable[[], object]:
     """A replay of the kernel's calls on all inputs; all results stay, each in memory of its own.
 

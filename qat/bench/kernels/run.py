@@ -13,7 +13,7 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig, shape_called
 from qat.bench.kernels.cases import layer_cases, linear_cases, word_cases
 from qat.bench.kernels.gates import (
-    Case,
+    KernelCase,
     Clock,
     Refusal,
     Row,
@@ -50,13 +50,13 @@ def work_of(shape: str) -> dict[str, Any]:
     return {**shape_called(shape), **(TRIAL if shape == "tiny" else TRAINING)}
 
 
-def all_cases() -> dict[str, Case]:
+def all_cases() -> dict[str, KernelCase]:
     """In the order in which they are run."""
     every = (*layer_cases(), *linear_cases(), *word_cases())
     return {case.name: case for case in every}
 
 
-def cases_named(only: str) -> list[Case]:
+def cases_named(only: str) -> list[KernelCase]:
     """Cases whose names hold one of the parts of `only`, joined by commas; all for none.
 
     Raises:
@@ -164,7 +164,7 @@ class Gates:
         """Whether kernels are compiled or interpreted here at all."""
         return self.clock.backend.records() or interprets()
 
-    def judge(self, case: Case) -> tuple[Row, Speed | None]:
+    def judge(self, case: KernelCase) -> tuple[Row, Speed | None]:
         """The row of one kernel; behind the gate that it fails none is run."""
         size = case.size(work_of(self.config.shape))
         row: Row = {
@@ -188,7 +188,7 @@ class Gates:
         verdict = refused(refusal) if refusal else {"status": status}
         return {**row, **numbers(speed, self.rates), **verdict}, speed
 
-    def tuned(self, cases: list[Case]) -> Iterator[Tuned]:
+    def tuned(self, cases: list[KernelCase]) -> Iterator[Tuned]:
         """The best configurations of all that can be tuned."""
         for case in cases:
             if case.space is None:
@@ -213,7 +213,7 @@ def interprets() -> bool:
 
 
 def run_kernels(
-    config: KernelsConfig, out: Path | None, cases: list[Case] | None = None
+    config: KernelsConfig, out: Path | None, cases: list[KernelCase] | None = None
 ) -> KernelsReport:
     """Put `cases`, by default those that `config` names, through their gates.
 
@@ -251,7 +251,7 @@ def run_kernels(
     return report
 
 
-def judged(gates: Gates, cases: list[Case], results: Results) -> Iterator[Row]:
+def judged(gates: Gates, cases: list[KernelCase], results: Results) -> Iterator[Row]:
     """A row for each case, written as it is found, the reference's own behind it."""
     for case in cases:
         tuned.forget_used()

@@ -18,7 +18,7 @@ import torch
 from qat.bench.kernels.gates import (
     FAULTS,
     MESSAGE,
-    Case,
+    KernelCase,
     Clock,
     Inputs,
     Outputs,
@@ -129,11 +129,11 @@ class Tuned:
         }
 
 
-def tune(case: Case, size: Size, *, seeds: Seeds, clock: Clock, keep: int) -> Tuned:
+def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int) -> Tuned:
     """Find the best configuration of a case's kernel at one size."""
     with torch.no_grad():
         inputs = spread_inputs(case, size, seeds, is_spread=clock.backend.records())
-        trial = Trial(case, size, case.space(size), inputs, clock)
+        trial = Tuning(case, size, case.space(size), inputs, clock)
         runs, refused = trial.runs()
         first = replace(clock, repeats=min(FIRST_ROUNDS, clock.repeats)).turns([*runs.values()])
         medians = dict(zip(runs, map(statistics.median, first), strict=True))
@@ -159,10 +159,10 @@ def tune(case: Case, size: Size, *, seeds: Seeds, clock: Clock, keep: int) -> Tu
 
 
 @dataclass(frozen=True)
-class Trial:
+class Tuning:
     """A case's kernel at one size, about to run with several configurations."""
 
-    case: Case
+    case: KernelCase
     size: Size
     space: Space
     inputs: list[Inputs]
