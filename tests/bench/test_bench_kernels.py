@@ -13,9 +13,9 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
 from qat.bench.kernels.gates import (
-    KernelCase,
     Clock,
     Inputs,
+    KernelCase,
     Outputs,
     Seeds,
     Size,

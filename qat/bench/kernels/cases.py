@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from qat.bench.kernels.gates import (
-    KernelCase,
     Inputs,
+    KernelCase,
     Outputs,
     Room,
     Size,

@@ -13,8 +13,8 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig, shape_called
 from qat.bench.kernels.cases import layer_cases, linear_cases, word_cases
 from qat.bench.kernels.gates import (
-    KernelCase,
     Clock,
+    KernelCase,
     Refusal,
     Row,
     Seeds,

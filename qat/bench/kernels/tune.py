@@ -18,9 +18,9 @@ import torch
 from qat.bench.kernels.gates import (
     FAULTS,
     MESSAGE,
-    KernelCase,
     Clock,
     Inputs,
+    KernelCase,
     Outputs,
     Row,
     Seeds,
