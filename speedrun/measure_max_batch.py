@@ -160,7 +160,7 @@ def several(place: Place, size: int) -> Timing:
     try:
         return place.setting.time(place.ours.subject(), size)
     finally:
-        place.ours.forget_gradients()
+        place.ours.optimizer.forget_gradients()
 
 
 def downwards(largest: int) -> Iterator[int]:

@@ -3,11 +3,13 @@
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import count, cycle, islice, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qat.backend.base import Backend
 from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, MeasureConfig
@@ -49,11 +51,22 @@ class BatchSource:
         A cache with fewer sequences repeats them. Random ones are made on the device, for speed.
         """
         if self.cache is not None:
-            total = self.cache.num_sequences("train")
-            indices = sequence_indices(self.seed, step, batch_size, total)
+            indices = sequence_indices(self.seed, step, batch_size, self.num_sequences)
             return self.cache.batch(indices)
         generator = backend.generator(self.seed + step)
         return random_batch(self, batch_size, generator).to(torch.device("cpu"))
+
+
+def random_source(config: MeasureConfig, vocab_size: int) -> BatchSource:
+    """Random batches of the sizes that `config` names, or the usual ones."""
+    return BatchSource(
+        cache=None,
+        seq_len=config.seq_len or DEFAULT_LENGTH,
+        top_k=min(config.top_k or DEFAULT_TOP_K, vocab_size - 1),
+        draws=DEFAULT_DRAWS if "sampled" in config.losses else 0,
+        vocab_size=vocab_size,
+        seed=config.seed,
+    )
 
 
 def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
@@ -66,22 +79,24 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
     """
     vocab_size = student.config.vocab_size
     if config.cache_dir is None:
-        top_k = min(config.top_k or DEFAULT_TOP_K, vocab_size - 1)
-        draws = DEFAULT_DRAWS if "sampled" in config.losses else 0
-        length = config.seq_len or DEFAULT_LENGTH
-        longest = student.longest
-        if length > longest:
+        source = random_source(config, vocab_size)
+        if source.seq_len > student.longest:
             raise ConfigError(
-                f"seq_len={length}, but the student reads at most {longest} positions; lower "
-                "--seq-len"
+                f"seq_len={source.seq_len}, but the student reads at most {student.longest} "
+                "positions; lower --seq-len"
             )
-        return BatchSource(None, length, top_k, draws, vocab_size, config.seed)
+        return source
     cache = TeacherCache.open(config.cache_dir)
-    settings = cache.manifest.settings
-    _check_same("seq-len", config.seq_len, settings.sequence_length, config)
-    _check_same("top-k", config.top_k, settings.top_k, config)
-    has_tail = cache.manifest.has_tail
-    check_targets(config.losses, settings.top_k, settings.draws, has_tail=has_tail)
+    settings, has_tail = cache.manifest.settings, cache.manifest.has_tail
+    length, top_k, draws = settings.sequence_length, settings.top_k, settings.draws
+    asked = {"seq-len": (config.seq_len, length), "top-k": (config.top_k, top_k)}
+    for flag, (wished, held) in asked.items():
+        if wished is not None and wished != held:
+            raise ConfigError(
+                f"--{flag} {wished}, but {config.cache_dir} holds {held}; leave out --{flag} or "
+                "choose another cache"
+            )
+    check_targets(config.losses, top_k, draws, has_tail=has_tail)
     # a shape has no tokenizer of its own: it takes any cache over its vocabulary
     cache.check_student(cache.manifest.tokenizer, vocab_size, student.longest)
     if cache.num_sequences("train") == 0:
@@ -89,7 +104,6 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
             f"{config.cache_dir} has no training sequences, expected some; rebuild it from more "
             "documents"
         )
-    length, top_k, draws = settings.sequence_length, settings.top_k, settings.draws
     return BatchSource(cache, length, top_k, draws, vocab_size, config.seed)
 
 
@@ -113,53 +127,38 @@ def random_batch(source: BatchSource, batch_size: int, generator: torch.Generato
 
     The teacher's log-probabilities fall like a power of the rank and sum to `1 - TAIL_MASS`.
     """
-    B, S, K, V = batch_size, source.seq_len, source.top_k, source.vocab_size
-    here = {"generator": generator, "device": generator.device}
+    B, S, V, device = batch_size, source.seq_len, source.vocab_size, generator.device
+    here = {"generator": generator, "device": device}
+
+    def distinct_ids(number: int) -> Tensor:
+        """`(B, S, number)`, distinct in each position: even strides through the vocabulary."""
+        first = torch.randint(V, (B, S, 1), **here)
+        stride = torch.randint(1, max(2, V // max(number, 1)), (B, S, 1), **here)
+        return (first + stride * torch.arange(number, device=device)) % V
+
     input_ids = torch.randint(V, (B, S), **here)
-    labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=NO_LABEL)
     slope = 1 + torch.rand(B, S, 1, **here)
-    ranks = torch.arange(1, K + 1, device=generator.device)
+    ranks = torch.arange(1, source.top_k + 1, device=device)
     logprobs = torch.log_softmax(-slope * ranks.log(), -1) + torch.tensor(1 - TAIL_MASS).log()
-    counts = torch.ones(B, S, source.draws, device=generator.device)
     return Batch(
         input_ids=input_ids,
-        position_ids=torch.arange(S, device=generator.device).expand(B, S).contiguous(),
-        mask=torch.ones(B, S, dtype=torch.bool, device=generator.device),
-        labels=labels,
-        topk_ids=_distinct_ids((B, S, K), V, generator),
+        position_ids=torch.arange(S, device=device).expand(B, S).contiguous(),
+        mask=torch.ones(B, S, dtype=torch.bool, device=device),
+        labels=pad(input_ids[:, 1:], (0, 1), value=NO_LABEL),
+        topk_ids=distinct_ids(source.top_k),
         topk_logprobs=logprobs,
-        tail_logprob=torch.full((B, S), TAIL_MASS, device=generator.device).log(),
-        sample_ids=_distinct_ids((B, S, source.draws), V, generator),
-        sample_counts=counts,
+        tail_logprob=torch.full((B, S), TAIL_MASS, device=device).log(),
+        sample_ids=distinct_ids(source.draws),
+        sample_counts=torch.ones(B, S, source.draws, device=device),
     )
 
 
-def _distinct_ids(shape: tuple[int, int, int], V: int, generator: torch.Generator) -> Tensor:
-    """Ids of that shape, distinct in each position: even strides through the vocabulary."""
-    B, S, count = shape
-    here = {"generator": generator, "device": generator.device}
-    first = torch.randint(V, (B, S, 1), **here)
-    stride = torch.randint(1, max(2, V // max(count, 1)), (B, S, 1), **here)
-    return (first + stride * torch.arange(count, device=generator.device)) % V
-
-
-def _check_same(flag: str, wished: int | None, held: int, config: MeasureConfig) -> None:
-    if wished is not None and wished != held:
-        raise ConfigError(
-            f"--{flag} {wished}, but {config.cache_dir} holds {held}; leave out --{flag} or "
-            "choose another cache"
-        )
-
-
 # How documents of varied lengths become rows: packed, in fixed slices, or in buckets of lengths.
-#
-# Caches are packed; this is for comparing what that is worth. Lengths are log-normal, as those of
-# text are, about; tokens and targets are random.
-#
-# Shapes: B sequences, S positions, N documents.
+# Caches are packed; this is for comparing what that is worth.
 
 MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
-"""Median of the lengths as a share of a row, and standard deviation of their logarithm."""
+"""Median of the lengths as a share of a row, and standard deviation of their logarithm: lengths are
+log-normal, as those of text are, about."""
 SHORTEST = 2
 BUCKETS = (8, 4, 2, 1)
 """A row of each bucket is a whole row divided by this."""
@@ -183,16 +182,14 @@ def make_batches(
     else:
         lengths = document_lengths(64 * batch_size * STEPS, S, generator).clamp(max=S)
         edges = bucket_edges(S) if layout == "buckets" else [S]
-        made = [
-            _padded(source, own, edge, generator)
-            for own, edge in _rows(lengths, edges, batch_size, S)
-        ]
+        rows = _rows(lengths, edges, batch_size * S)
+        made = [_padded(source, own, edge, generator) for own, edge in rows]
     return [batch.to(torch.device("cpu")) for batch in made]
 
 
-def document_lengths(count: int, S: int, generator: torch.Generator) -> Tensor:
-    """`(N,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
-    spread = torch.randn(count, generator=generator, device=generator.device) * LOG_SPREAD
+def document_lengths(number: int, S: int, generator: torch.Generator) -> Tensor:
+    """`(number,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
+    spread = torch.randn(number, generator=generator, device=generator.device) * LOG_SPREAD
     return (spread.exp() * S * MEDIAN_SHARE).long().clamp(min=SHORTEST)
 
 
@@ -201,31 +198,25 @@ def bucket_edges(S: int) -> list[int]:
     return [S // part for part in BUCKETS if S % part == 0 and S // part >= SHORTEST]
 
 
-def _rows(lengths: Tensor, edges: list[int], batch_size: int, S: int) -> list[tuple[Tensor, int]]:
-    """Lengths of the rows of each step, and what they are padded to."""
-    bounds = [0, *edges]
-    pools = [
-        lengths[(lengths > low) & (lengths <= edge)]
-        for low, edge in zip(bounds, edges, strict=False)
-    ]
-    sizes = [batch_size * S // edge for edge in edges]
+def _rows(lengths: Tensor, edges: list[int], positions: int) -> Iterator[tuple[Tensor, int]]:
+    """For each of `STEPS` steps the lengths of its rows, and what they are padded to."""
+
+    def endless(pool: Tensor, size: int) -> Iterator[Tensor]:
+        for start in count(step=size):
+            yield pool[torch.arange(start, start + size, device=pool.device) % len(pool)]
+
+    pools = {
+        edge: lengths[(lengths > below) & (lengths <= edge)]
+        for below, edge in pairwise([0, *edges])
+    }
     # a bucket's share of the steps is its share of all padded positions
-    positions = torch.tensor(
-        [float(len(pool) * edge) for pool, edge in zip(pools, edges, strict=True)]
-    )
-    counts = (positions / positions.sum() * STEPS).round().int().tolist()
-    order = [index for index, count in enumerate(counts) for _ in range(count)]
+    padded = torch.tensor([float(len(pool) * edge) for edge, pool in pools.items()])
+    counts = (padded / padded.sum() * STEPS).round().int().tolist()
+    order = [edge for edge, times in zip(edges, counts, strict=True) for _ in range(times)]
     order = order[::3] + order[1::3] + order[2::3]  # sizes alternate, as shuffled buckets do
-    steps = [0] * len(edges)
-    found = []
-    for index in islice(cycle(order), STEPS):
-        pool, size = pools[index], sizes[index]
-        start = steps[index] * size
-        steps[index] += 1
-        found.append(
-            (pool.repeat(1 + (start + size) // len(pool))[start : start + size], edges[index])
-        )
-    return found
+    rows = {edge: endless(pool, positions // edge) for edge, pool in pools.items()}
+    for edge in islice(cycle(order), STEPS):
+        yield next(rows[edge]), edge
 
 
 def _padded(source: BatchSource, lengths_B: Tensor, edge: int, generator: torch.Generator) -> Batch:
@@ -243,15 +234,14 @@ def _padded(source: BatchSource, lengths_B: Tensor, edge: int, generator: torch.
 def _packed(source: BatchSource, batch_size: int, generator: torch.Generator) -> Batch:
     S, batch = source.seq_len, random_batch(source, batch_size, generator)
     total = batch_size * S
-    lengths = document_lengths(total // SHORTEST, S, generator)
-    is_first = torch.zeros(total, dtype=torch.bool, device=lengths.device)
-    starts = torch.cumsum(lengths, 0)
+    starts = torch.cumsum(document_lengths(total // SHORTEST, S, generator), 0)
+    is_first = torch.zeros(total, dtype=torch.bool, device=starts.device)
     is_first[starts[starts < total]] = True
     is_first = is_first.view(batch_size, S)
     is_first[:, 0] = True
-    places = torch.arange(S, device=lengths.device).expand(batch_size, S)
+    places = torch.arange(S, device=starts.device).expand(batch_size, S)
     begun = places.where(is_first, 0).cummax(1).values
-    is_last = torch.nn.functional.pad(is_first[:, 1:], (0, 1), value=True)
+    is_last = pad(is_first[:, 1:], (0, 1), value=True)
     return batch._replace(
         position_ids=places - begun, labels=batch.labels.where(~is_last, NO_LABEL)
     )

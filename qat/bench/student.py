@@ -1,7 +1,4 @@
-"""The student that a benchmark trains: a packed checkpoint, or random codes in a published shape.
-
-Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
-"""
+"""The student that a benchmark trains: a checkpoint, or random codes in a published shape."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.backend.device import on, select
@@ -20,14 +16,14 @@ from qat.data.packing import Batch
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.nn.quant_linear import FrozenLutLinear, LutLinear
-from qat.nn.swap import add_adapters, linear_names, replace_module, to_latent
+from qat.nn.quant_linear import FrozenLutLinear
+from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import LutSpec, QuantPlan
+from qat.quant.spec import QuantPlan
 from qat.ranks import ALONE, Ranks
 from qat.train.config import StepConfig, TrainConfig
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.prepare import make_trainable
 from qat.train.step import StepResult, TrainingStep
 
 WEIGHT_RMS = 0.02
@@ -37,42 +33,53 @@ WEIGHT_RMS = 0.02
 def open_student(source: str, config: MeasureConfig) -> LanguageModel:
     """The quantized student that `source` names, on `config.device`, in float32 and eval mode.
 
-    A shape's name gives a model of that shape with random weights and codes in the formats of
-    preset `config.to`; nothing is fitted, so it is there at once. Either attends as
-    `config.attention` says.
+    Either kind attends as `config.attention` says.
 
     Raises:
         ConfigError: `source` or the preset has no such name.
         CheckpointError: the checkpoint is damaged.
     """
     attention = None if config.attention is None else read_attention(config.attention)
-    if Path(source).exists() or "/" in source:
-        model = load_model(source, device=config.device, dtype="fp32").model
-    else:
-        model = random_model(source, config).float()
-        quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
+    model = quantized_model(source, config)
     if config.attention is not None:
         change_attention(model, attention)
     return LanguageModel(model)
 
 
-def random_model(shape: str, config: MeasureConfig) -> PreTrainedModel:
-    """A bfloat16 model of a published shape with random weights, on `config.device`.
+def quantized_model(
+    source: str, config: MeasureConfig, device: str | torch.device | None = None
+) -> PreTrainedModel:
+    """A checkpoint's float32 model; or random codes in the formats of preset `config.to`.
+
+    A shape's model is made on `device`, which may be `meta`: nothing is fitted, so it is there at
+    once.
+    """
+    if Path(source).exists() or "/" in source:
+        return load_model(source, device=config.device, dtype="fp32").model
+    model = random_model(source, config, device).float()
+    quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
+    return model
+
+
+def random_model(
+    shape: str, config: MeasureConfig, device: str | torch.device | None = None
+) -> PreTrainedModel:
+    """A bfloat16 model of a published shape with random weights, by default on `config.device`.
 
     Raises:
         ConfigError: no shape has that name, or the device is not there.
     """
     settings = AutoConfig.for_model(**shape_called(shape))
     torch.manual_seed(config.seed)
-    with select(config.device).device:
+    with torch.device(device or select(config.device).device):
         return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
 
 
 def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
     """Put a `FrozenLutLinear` of random codes in the place of every linear that `plan` names."""
     for name, spec in plan.assign(linear_names(model)).items():
-        linear: nn.Linear = model.get_submodule(name)
-        frozen = empty_linear(model, name, spec).to_empty(device=linear.weight.device)
+        device = model.get_submodule(name).weight.device
+        frozen = empty_linear(model, name, spec).to_empty(device=device)
         fill_at_random_(frozen)
         replace_module(model, name, frozen.eval())
 
@@ -81,7 +88,8 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
 def fill_at_random_(linear: FrozenLutLinear) -> None:
     """Random codes over evenly spread levels in -1 ... 1, and scales that give `WEIGHT_RMS`."""
     O, I, spec = linear.out_features, linear.in_features, linear.spec
-    levels = _spread_levels(spec).to(linear.codebook)
+    grid = fixed_grid(spec)
+    levels = (torch.linspace(-1, 1, spec.num_levels) if grid is None else grid).to(linear.codebook)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()
     linear.packed.random_(0, 256)  # any bits are indices: the presets' codebooks are full
     linear.codebook.copy_(levels)
@@ -90,19 +98,9 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
     else:
         linear.scale_out.uniform_(0.5, 1.5).mul_(O**-0.5)
         linear.scale_in.uniform_(0.5, 1.5).mul_(I**-0.5)
-        linear.rank_gain.fill_(scale.item() * (O * I) ** 0.5 / spec.rank)
+        linear.rank_gain.fill_(scale * (O * I) ** 0.5 / spec.rank)
     if linear.bias is not None:
         linear.bias.zero_()
-
-
-def _spread_levels(spec: LutSpec) -> torch.Tensor:
-    grid = fixed_grid(spec)
-    return torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
-
-
-# What a benchmark measures: anything that takes optimizer steps, ours first of all.
-
-FOREVER = 2**31
 
 
 class Subject(Protocol):
@@ -135,29 +133,20 @@ class Ours:
     ) -> None:
         self.student = student
         self.config = config
-        self.names = linears_in_scope(student.model, config.scope)
-        if "weights" in config.kinds:
-            frozen = [n for n in self.names if not _is_latent(student, n)]
-            to_latent(student.model, frozen, ranks if is_sharded else ALONE)
-        if "lora" in config.kinds:
-            add_adapters(student.model, self.names, config.lora_rank, config.seed)
-        by_kind = learnable(student.model, self.names, config.kinds)
-        torch.manual_seed(config.seed)
-        self.optimizer = Optimizer(student.model, by_kind, standing_still(config), ranks=ranks)
-        self._make_moments()
+        settings = standing_still(config, shard_latents=is_sharded)
+        self.optimizer = make_trainable(student.model, settings, ranks=ranks)
+        # moments are made now, so that the first step holds what all others do
+        for parameter in self.optimizer.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step(0)
         backend = on(student.device)
         state = self.optimizer.state().values()
         self._undo = backend.undoing(state) if backend.fixed_shapes() else None
 
     def subject(self) -> TrainingStep:
         """A training step that has compiled and recorded nothing yet."""
-        self.forget_gradients()
+        self.optimizer.forget_gradients()
         return TrainingStep(self.student, self.optimizer, self.config)
-
-    def forget_gradients(self) -> None:
-        """Drop the parameters' gradients."""
-        for parameter in self.optimizer.parameters.values():
-            parameter.grad = None
 
     @contextmanager
     def mended(self) -> Iterator[None]:
@@ -172,29 +161,19 @@ class Ours:
                 self._undo()
             raise
         finally:
-            self.forget_gradients()
-
-    def _make_moments(self) -> None:
-        """Let the optimizer make its state now, so that the first step holds what all others do."""
-        for parameter in self.optimizer.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step(0)
+            self.optimizer.forget_gradients()
 
 
-def standing_still(config: MeasureConfig) -> TrainConfig:
-    """The settings of a training run with these steps, whose learning rates are zero."""
+def standing_still(config: MeasureConfig, *, shard_latents: bool = False) -> TrainConfig:
+    """The settings of an endless training run with these steps, whose learning rates are zero."""
     shared = {name: getattr(config, name) for name in StepConfig.model_fields}
     rates = {name: 0.0 for name in TrainConfig.model_fields if f"{name}_".startswith("lr_")}
-    cache_dir = config.cache_dir or Path("synthetic")
     return TrainConfig(
-        cache_dir=cache_dir,
-        max_steps=FOREVER,
+        cache_dir=config.cache_dir or Path("synthetic"),
+        max_steps=2**31,
         schedule="constant",
         warmup_steps=0,
+        shard_latents=shard_latents,
         **rates,
         **shared,
     )
-
-
-def _is_latent(student: LanguageModel, name: str) -> bool:
-    return isinstance(student.model.get_submodule(name), LutLinear)

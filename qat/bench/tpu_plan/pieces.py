@@ -6,8 +6,6 @@ Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws, L lay
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,24 +16,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, BenchConfig, shape_called
-from qat.bench.student import Ours, standing_still
-from qat.convert.config import ConvertConfig
-from qat.convert.plan import read_plan
+from qat.bench.batches import random_batch, random_source
+from qat.bench.config import BenchConfig
+from qat.bench.student import Ours, quantized_model, standing_still
 from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.evaluate.divergence import to_targets
 from qat.kernels import head as head_kernels
 from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
-from qat.models.hf_quantizer import empty_linear
+from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model
 from qat.models.regions import SLICE_TOKENS
 from qat.nn.step import quant_linears
-from qat.nn.swap import decoder_layers, linear_names, replace_module
+from qat.nn.swap import decoder_layers
 from qat.train.adamw import TorchAdamW
 
 # Parts of our training step as graphs of plain operators, traced on tensors without values.
@@ -92,20 +88,26 @@ def trace(
 
     The graph takes as many tensors as `inputs` has, and gives what `run` gives.
     """
-    table = core_aten_decompositions()
-    make = {"tracing_mode": "real", "decomposition_table": table}
+
+    def graph_of(function: Callable, given: Sequence[Tensor]) -> fx.GraphModule:
+        table = core_aten_decompositions()
+        return make_fx(function, tracing_mode="real", decomposition_table=table)(*given)
 
     def traced(*_: Tensor) -> list[Tensor]:
         with AnyNumber(), sdpa_kernel(SDPBackend.MATH):
             return list(run())
 
     with fake:
-        written = make_fx(traced, **make)(*inputs)
+        written = graph_of(traced, inputs)
         plain = [torch.empty_like(tensor, requires_grad=False) for tensor in inputs]
         functional = torch.func.functionalize(written, remove="mutations_and_views")
         with torch.no_grad():
-            graph = make_fx(functional, **make)(*plain)
-    _drop_profiler(graph)
+            graph = graph_of(functional, plain)
+    for node in reversed(list(graph.graph.nodes)):
+        if "profiler" in str(node.target):
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
     return graph
 
 
@@ -160,14 +162,6 @@ def _copied(
     return fx.GraphModule(joint, graph)
 
 
-def _drop_profiler(graph: fx.GraphModule) -> None:
-    for node in reversed(list(graph.graph.nodes)):
-        if "profiler" in str(node.target):
-            graph.graph.erase_node(node)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-
-
 LR = 1e-4
 """A learning rate above zero, so that no compiler leaves the update out."""
 
@@ -206,12 +200,13 @@ class Traceable:
     def __init__(self, config: BenchConfig, source: str) -> None:
         self.config = config
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = _with_fakes(_model(config, source), self.fake)
+        model = _with_fakes(quantized_model(source, config, "meta"), self.fake)
         with tracing(self.fake):
             ours = Ours(LanguageModel(model), config)
             self.step = ours.subject()
         self.student, self.dtype = ours.student, self.step.dtype
-        self.clip_grad_norm = standing_still(config).clip_grad_norm
+        self._source = random_source(config, self.student.config.vocab_size)
+        self.settings = standing_still(config)
         self._traced: dict[tuple[str, int], object] = {}
         self.learners = [
             learner for mover in ours.optimizer._movers for learner in mover._learners.values()
@@ -219,60 +214,35 @@ class Traceable:
         self.layers = list(decoder_layers(model))
         check_alike(self.layers)
         self.layer = self.layers[0]
-        self.names, self.tensors = map(list, zip(*_tensors(self.layer).items(), strict=True))
+        self.tensors = list(_tensors(self.layer).values())
         inside = {id(t) for layer in self.layers for t in _tensors(layer).values()}
-        every = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.outside = [tensor for tensor in every.values() if id(tensor) not in inside]
+        self.outside = [t for t in _tensors(model).values() if id(t) not in inside]
         self.linears = list(quant_linears(self.layer).values())
         of_linears = {id(p) for linear in self.linears for p in linear.weight_parameters().values()}
         learned = [tensor for tensor in self.tensors if tensor.requires_grad]
         self.learned_formed = [t for t in learned if id(t) in of_linears]
         self.learned_plain = [t for t in learned if id(t) not in of_linears]
+        self.learned = [*self.learned_formed, *self.learned_plain]
+        """What learns of a layer: what weights are formed of, then the rest."""
+        place = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self.learned_places = [place[id(tensor)] for tensor in self.learned]
+        """Where `learned` lie among `tensors`."""
         if any(tensor.requires_grad for tensor in self.outside):
             raise ConfigError(
                 "plan: something outside the layers learns, which is not planned for a TPU; drop "
                 "norms from --learn"
             )
 
-    @property
-    def learned(self) -> list[Tensor]:
-        """What learns of a layer: what weights are formed of, then the rest."""
-        return [*self.learned_formed, *self.learned_plain]
-
-    @property
-    def learned_places(self) -> list[int]:
-        """Where `learned` lie among `tensors`."""
-        place = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        return [place[id(tensor)] for tensor in self.learned]
-
     def batch(self, batch_size: int) -> Batch:
         """A batch without values."""
-        config, B, S = self.config, batch_size, self.config.seq_len or DEFAULT_LENGTH
-        K = min(config.top_k or DEFAULT_TOP_K, self.student.config.vocab_size - 1)
-        D = DEFAULT_DRAWS if "sampled" in config.losses else 0
-        kinds = {"mask": torch.bool}
-        kinds |= dict.fromkeys(("topk_logprobs", "tail_logprob", "sample_counts"), torch.float32)
-        widths = {
-            "topk_ids": (K,),
-            "topk_logprobs": (K,),
-            "sample_ids": (D,),
-            "sample_counts": (D,),
-        }
         with self.fake:
-            return Batch(
-                **{
-                    name: torch.empty(
-                        B, S, *widths.get(name, ()), dtype=kinds.get(name, torch.int64)
-                    )
-                    for name in Batch._fields
-                }
-            )
+            return random_batch(self._source, batch_size, torch.Generator())
 
     def rows(self, batch_size: int) -> int:
         """Sequences that a recomputed layer takes at a time."""
         if not self.config.gradient_checkpointing:
             return batch_size
-        return min(batch_size, max(1, SLICE_TOKENS // (self.config.seq_len or DEFAULT_LENGTH)))
+        return min(batch_size, max(1, SLICE_TOKENS // self._source.seq_len))
 
     def pieces(self, batch_size: int) -> Pieces:
         """The step at one batch size; what another size shares with it is traced once."""
@@ -282,7 +252,7 @@ class Traceable:
         forward, backward = self._once("halves", rows, lambda: split(layer))
         return Pieces(
             prelude=self._prelude(self.batch(batch_size)),
-            form=self._once("form", 0, lambda: self._trace(self._formed, self.tensors)),
+            form=self._once("form", 0, self._form),
             layer=layer,
             forward=forward,
             backward=backward,
@@ -299,8 +269,11 @@ class Traceable:
     def _trace(self, run: object, inputs: Sequence[Tensor]) -> fx.GraphModule:
         return trace(run, inputs, self.fake)
 
-    def _formed(self) -> list[Tensor]:
-        return [linear.quantized_weight(self.dtype) for linear in self.linears]
+    def _form(self) -> fx.GraphModule:
+        def run() -> list[Tensor]:
+            return [linear.quantized_weight(self.dtype) for linear in self.linears]
+
+        return self._trace(run, self.tensors)
 
     def _reach(self, batch: Batch) -> tuple[tuple, dict]:
         """What the first layer gets."""
@@ -324,13 +297,6 @@ class Traceable:
             return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
         return self._trace(run, [*self.outside, batch.input_ids, batch.position_ids])
-
-    def context(self, batch_size: int) -> list[Tensor]:
-        """What all layers share at such a batch."""
-        batch = self.batch(batch_size)
-        with tracing(self.fake):
-            leaves = pytree.tree_leaves(self._reach(batch))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)][1:]
 
     def _layer(self, batch: Batch) -> fx.GraphModule:
         with tracing(self.fake):
@@ -376,12 +342,14 @@ class Traceable:
 
     def _head(self, tokens: int) -> fx.GraphModule:
         config, norm = self.config, self.student.model.base_model.norm
+        batch = self.batch(1)
+        with tracing(self.fake):
+            stream = self._reach(batch)[0][0]
         with self.fake:
             width = self.student.config.hidden_size
-            hidden = torch.empty(1, tokens, width, dtype=self._stream()).requires_grad_()
+            hidden = torch.empty(1, tokens, width, dtype=stream.dtype).requires_grad_()
             valid = torch.empty((), dtype=torch.int64)
-            whole = to_targets(self.batch(1))
-            targets = Targets(*(t.new_empty(tokens, *t.shape[1:]) for t in whole))
+            targets = Targets(*(t.new_empty(tokens, *t.shape[1:]) for t in to_targets(batch)))
 
         def run() -> list[Tensor]:
             with self.step.backend.autocast(self.dtype):
@@ -396,14 +364,12 @@ class Traceable:
             (g_hidden,) = torch.autograd.grad(parts["loss"] / valid, [hidden])
             return [*(part.detach() for part in parts.values()), g_hidden]
 
-        with _whole_vocabulary(self.student.config.vocab_size):
+        # the second matmul runs over all words at once: TPUs need no smaller tiles
+        before, head_kernels.BLOCK_WORDS = head_kernels.BLOCK_WORDS, self.student.config.vocab_size
+        try:
             return self._trace(run, [*self.outside, hidden, *targets, valid])
-
-    def _stream(self) -> torch.dtype:
-        """The dtype of the residual stream."""
-        batch = self.batch(1)
-        with tracing(self.fake):
-            return self._reach(batch)[0][0].dtype
+        finally:
+            head_kernels.BLOCK_WORDS = before
 
     def _move(self) -> fx.GraphModule:
         """AdamW over each tensor of all layers at once: it treats every element alike."""
@@ -417,7 +383,7 @@ class Traceable:
                 str(i): by_id[id(t)]._replace(parameter=stack, lr=LR)
                 for i, (t, stack) in enumerate(zip(self.learned, stacks, strict=True))
             }
-            mover = TorchAdamW(learners, SimpleNamespace(beta2=self._beta2()), is_fused=False)
+            mover = TorchAdamW(learners, self.settings, is_fused=False)
             state = {f"step.{i}": torch.zeros(()) for i in learners}
             for i in range(len(stacks)):
                 state |= {f"exp_avg.{i}": moments[2 * i], f"exp_avg_sq.{i}": moments[2 * i + 1]}
@@ -432,9 +398,6 @@ class Traceable:
 
         return self._trace(run, [*stacks, *moments, *gradients, factor])
 
-    def _beta2(self) -> float:
-        return standing_still(self.config).beta2
-
 
 def check_alike(layers: Sequence[nn.Module]) -> None:
     """Refuse layers that differ in more than their values.
@@ -442,9 +405,8 @@ def check_alike(layers: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: naming the first that differs.
     """
-    first = _kind(layers[0])
     for number, layer in enumerate(layers):
-        if _kind(layer) != first:
+        if _kind(layer) != _kind(layers[0]):
             raise ConfigError(
                 f"plan: layer {number} differs from layer 0 in shapes or formats, expected equal "
                 "layers for a TPU; choose a shape or preset that treats all alike"
@@ -452,6 +414,7 @@ def check_alike(layers: Sequence[nn.Module]) -> None:
 
 
 def _kind(layer: nn.Module) -> tuple:
+    """What must be the same of all layers."""
     tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in _tensors(layer).items()]
     kinds = [getattr(m, "attention_type", None) for m in layer.modules()]
     return tensors, [linear.spec for linear in quant_linears(layer).values()], kinds
@@ -459,18 +422,6 @@ def _kind(layer: nn.Module) -> tuple:
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
-
-
-def _model(config: BenchConfig, source: str) -> PreTrainedModel:
-    """The quantized model: a checkpoint's, or a published shape's on the meta device."""
-    if Path(source).exists() or "/" in source:
-        return load_model(source, device="cpu", dtype="fp32").model
-    settings = AutoConfig.for_model(**shape_called(source))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
-    for name, spec in read_plan(ConvertConfig(to=config.to)).assign(linear_names(model)).items():
-        replace_module(model, name, empty_linear(model, name, spec).eval())
-    return model
 
 
 def _with_fakes(model: PreTrainedModel, fake: FakeTensorMode) -> PreTrainedModel:
@@ -490,13 +441,3 @@ def _with_fakes(model: PreTrainedModel, fake: FakeTensorMode) -> PreTrainedModel
             for store in (module._parameters, module._buffers):
                 store.update({n: replaced(t) for n, t in store.items() if t is not None})
     return model
-
-
-@contextmanager
-def _whole_vocabulary(size: int) -> Iterator[None]:
-    """Let the head's second matmul run over all words at once: TPUs need no smaller tiles."""
-    before, head_kernels.BLOCK_WORDS = head_kernels.BLOCK_WORDS, size
-    try:
-        yield
-    finally:
-        head_kernels.BLOCK_WORDS = before

@@ -334,7 +334,7 @@ def build(student: Traceable, batch_size: int) -> Callable:
 
     def step(layers: list, moments: list, outside: list, batch: list) -> tuple:
         losses, found = gradients(layers, outside, Batch(*batch))
-        norm, factor = _clip(found, student.clip_grad_norm)
+        norm, factor = _clip(found, student.settings.clip_grad_norm)
         places = student.learned_places
         moved = run["move"]([*(layers[n] for n in places), *moments, *found, factor])
         new = dict(zip(places, moved, strict=False))
