@@ -15,8 +15,7 @@ from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, 
 from qat.backend.device import select
 from qat.bench.attention import Work, measured, ways_of
 from qat.bench.config import AttentionConfig
-from qat.bench.kernels.gates import Clock
-from qat.bench.measure import Timing
+from qat.bench.measure import Clock, Timing
 from qat.bench.results import Results
 from qat.bench.run import prepare, time_ours
 from qat.bench.student import Ours

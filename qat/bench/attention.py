@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.config import AttentionConfig, parse_sizes
-from qat.bench.kernels.gates import Clock, Row, times
+from qat.bench.measure import Clock, Row, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 from qat.kernels.nsa import decode, reference, router

@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 from qat.backend.base import Backend
 from qat.errors import ConfigError
 
-# Runs something that may run out of memory, so that failing leaves nothing behind.
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SLACK_GIB = 1 / 8
@@ -27,27 +27,21 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
     """
     backend.free_memory()
     before = backend.held_memory_gib()
-    result = _attempt(run, backend)
-    backend.free_memory()
-    if result is None and before is not None:
-        left = backend.held_memory_gib() - before
-        assert left <= SLACK_GIB, f"running out of memory left {left:.3f} GiB behind"
-    return result
-
-
-def _attempt(run: Callable[[], T], backend: Backend) -> T | None:
+    result = None
     try:
-        return run()
+        result = run()
     except (RuntimeError, MemoryError) as error:
         if not backend.is_out_of_memory(error):
             raise
         while error is not None:  # frames hold tensors, of the errors behind it as well
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
-        return None
+    backend.free_memory()
+    if result is None and before is not None:
+        left = backend.held_memory_gib() - before
+        assert left <= SLACK_GIB, f"running out of memory left {left:.3f} GiB behind"
+    return result
 
-
-# The search for the largest size that fits.
 
 FIRST_STRIDES = 128
 """The first stride is one part in so many of the guess."""
@@ -83,8 +77,6 @@ def largest_that_fits(fits: Callable[[int], bool], guess: int, most: int | None 
             size, stride = max(1, failing - stride), 2 * stride
     return fitting
 
-
-logger = logging.getLogger(__name__)
 
 PROBES = (1, 8)
 """The smaller trial of the memory model has the tokens that keep a device busy, or the eighth part
@@ -140,9 +132,15 @@ class Trials:
             found = unless_out_of_memory(lambda: self._peak_gib(batch_size), self._backend)
             peak = None if found is None else found[0]
             self.done[batch_size] = BatchTrial(batch_size, found is not None, peak)
-            outcome = "out of memory" if found is None else "fits"
-            logger.info("batch %d: %s", batch_size, outcome)
+            logger.info("batch %d: %s", batch_size, "fits" if found else "out of memory")
         return self.done[batch_size].fits
+
+    def _peak_gib(self, batch_size: int) -> tuple[float | None]:
+        """In a tuple: None is what running out of memory gives, not a device that counts none."""
+        self._backend.reset_peak_memory()
+        self._step(batch_size)
+        self._backend.synchronize()
+        return (self._backend.peak_memory_gib(),)
 
     def memory_model(self, seq_len: int) -> MemoryModel | None:
         """The line through two small batches' peaks; None if they do not fit or tell nothing."""
@@ -164,12 +162,6 @@ class Trials:
         if peaks[high] <= peaks[low]:
             return model
         return MemoryModel.through((low, peaks[low]), (high, peaks[high]))
-
-    def _peak_gib(self, batch_size: int) -> tuple[float | None]:
-        self._backend.reset_peak_memory()
-        self._step(batch_size)
-        self._backend.synchronize()
-        return (self._backend.peak_memory_gib(),)
 
 
 @dataclass(frozen=True)
@@ -203,9 +195,7 @@ def find_max_batch(
         ConfigError: not even the smallest size fits.
     """
     model = trials.memory_model(seq_len)
-    predicted = None
-    if model is not None and memory_gib is not None:
-        predicted = model.largest(memory_gib)
+    predicted = model.largest(memory_gib) if model and memory_gib is not None else None
     guess = predicted or 1
     if predicted and not sizes:
         guess = trials.nearer(model, memory_gib).largest(memory_gib)

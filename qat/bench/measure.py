@@ -1,16 +1,22 @@
-"""Times steps: the compiler and the first steps outside the clock, then each step on its own."""
+"""Clocks of the benchmarks: of steps, of calls that take turns, and of the device itself."""
 
-import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 
 from qat.backend.base import DTYPES, Backend
+from qat.bench.stats import median_interval, percentiles, variation
 from qat.bench.student import Subject
 from qat.data.packing import Batch
 from qat.models.cost import device_called
+
+Row = dict[str, object]
+"""Of results."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,15 @@ class Timing:
         """Positions per second, padding included, at the median step."""
         return self.positions / self.step_s
 
-    def numbers(self) -> dict[str, object]:
+    def numbers(self) -> Row:
         """The fields of a row of results."""
-        low, high = spread(self.steps_s)
+        around = percentiles(self.steps_s)
         return {
             "unit": "s",
             "samples": list(self.steps_s),
             "step_s": self.step_s,
-            "step_p10_s": low,
-            "step_p90_s": high,
+            "step_p10_s": around.p10,
+            "step_p90_s": around.p90,
             "step_mean_s": statistics.fmean(self.steps_s),
             "timed_steps": len(self.steps_s),
             "warmup_s": self.warmup_s,
@@ -80,11 +86,10 @@ def time_steps(
         result = subject(batches, step)
         marks.append(backend.mark(result.grad_norm))
     backend.synchronize()
-    pairs = zip(marks, marks[1:], strict=False)
     valid, loss = backend.read([result.valid_tokens, result.sums["loss"]])
     return Timing(
         warmup_s=backend.seconds_between(began, marks[0]),
-        steps_s=tuple(backend.seconds_between(first, last) for first, last in pairs),
+        steps_s=tuple(backend.seconds_between(first, last) for first, last in pairwise(marks)),
         peak_gib=backend.peak_memory_gib(),
         loss_nats=loss / max(valid, 1),
         valid_tokens=valid,
@@ -96,14 +101,6 @@ def time_steps(
 def compile_anew() -> None:
     """Forget what was compiled for other shapes: a run of one shape compiles for that shape."""
     torch.compiler.reset()
-
-
-def spread(seconds: Sequence[float]) -> tuple[float, float]:
-    """The 10th and 90th percentile, between the nearest ranks."""
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return tenths[0], tenths[-1]
 
 
 @dataclass(frozen=True)
@@ -138,9 +135,59 @@ def fit_cost(tokens: Sequence[int], seconds: Sequence[float]) -> CostFit | None:
     return CostFit(fixed.item(), per_token.item(), errors.max().item())
 
 
+# Calls that take turns, each time on data that no cache holds.
+
+SPREAD_BYTES = 2**28
+"""What is written before each call on a GPU: several times the last cache of any."""
+LEAST_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How calls are timed: on which device, how often, and for how long at most."""
+
+    backend: Backend
+    repeats: int
+    limit_s: float
+    """Of one case; at least `LEAST_ROUNDS` rounds are taken all the same."""
+
+    def turns(self, runs: list[Callable[[], object]]) -> list[list[float]]:
+        """Device seconds of every run, one after the other, in rounds of alternating direction.
+
+        Before each one memory is written until no cache holds anything else.
+        """
+        backend, began = self.backend, time.perf_counter()
+        size = SPREAD_BYTES if backend.records() else 0
+        flushed = torch.empty(size, dtype=torch.uint8, device=backend.device)
+        found: list[list[float]] = [[] for _ in runs]
+        for index in range(max(self.repeats, LEAST_ROUNDS) if self.repeats > 1 else 1):
+            if index >= LEAST_ROUNDS and time.perf_counter() - began > self.limit_s:
+                break
+            order = range(len(runs)) if index % 2 == 0 else reversed(range(len(runs)))
+            for which in order:
+                flushed.zero_()
+                found[which].append(backend.seconds_of(runs[which]))
+        return found
+
+
+def times(seconds: list[float]) -> Row:
+    """Percentiles, the median's interval and the variation of some times, and themselves."""
+    interval = median_interval(seconds)
+    return {
+        "unit": "s",
+        "samples": seconds,
+        **{f"{name}_s": value for name, value in asdict(percentiles(seconds)).items()},
+        "low_s": interval.low,
+        "high_s": interval.high,
+        "variation": variation(seconds),
+    }
+
+
 # How fast this device really is: the rates that every benchmark measures before its cases.
 
-LARGEST, SHORTEST_S, REPEATS = 8192, 2e-3, 10
+SHORTEST_S, REPEATS = 2e-3, 10
+"""Sizes grow until one call takes so long; of so many the fastest counts."""
+LARGEST_SIDE, LARGEST_COUNT = 8192, 2**28
 
 
 @dataclass(frozen=True)
@@ -165,38 +212,24 @@ class Roofline:
 
 def measure_roofline(backend: Backend, dtype: str) -> Roofline:
     """Peaks of the device for the compute dtype called `dtype`."""
-    device = device_called(backend.name())
-    with backend.matmul_precision(dtype):
-        matmul = _measure_matmul(backend, DTYPES[dtype])
-    sheet = None if device is None else device.peak_flops(dtype)
-    return Roofline(sheet, matmul, _measure_copy(backend))
 
+    def fastest(run: Callable[[], object]) -> float:
+        run()
+        return min(backend.seconds_of(run) for _ in range(REPEATS))
 
-def _measure_matmul(backend: Backend, dtype: torch.dtype) -> float:
-    n, best = 256, math.inf
-    while True:
-        a, b = (torch.randn(n, n, device=backend.device).to(dtype) for _ in range(2))
-        out = a @ b
-        best = _fastest(backend, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
-        if best >= SHORTEST_S or n >= LARGEST:
-            return 2 * n**3 / best
-        n *= 2
-
-
-def _measure_copy(backend: Backend) -> float:
-    count = 2**20
-    while True:
-        source = torch.ones(count, device=backend.device)
-        target = torch.empty_like(source)
-        best = _fastest(backend, lambda t=target, s=source: t.copy_(s))
-        if best >= SHORTEST_S or count >= 2**28:
-            return 2 * source.nbytes / best
+    seconds, side = 0.0, 128
+    while seconds < SHORTEST_S and side < LARGEST_SIDE:
+        side *= 2
+        a, b = (torch.randn(side, side, device=backend.device) for _ in range(2))
+        a, b = a.to(DTYPES[dtype]), b.to(DTYPES[dtype])
+        with backend.matmul_precision(dtype):
+            seconds = fastest(partial(torch.mm, a, b, out=a @ b))
+    matmul_flops = 2 * side**3 / seconds
+    seconds, count = 0.0, 2**18
+    while seconds < SHORTEST_S and count < LARGEST_COUNT:
         count *= 4
-
-
-def _fastest(backend: Backend, run: object) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        times.append(backend.seconds_of(run))
-    return min(times)
+        source = torch.ones(count, device=backend.device)
+        seconds = fastest(partial(torch.empty_like(source).copy_, source))
+    device = device_called(backend.name())
+    sheet = None if device is None else device.peak_flops(dtype)
+    return Roofline(sheet, matmul_flops, 2 * source.nbytes / seconds)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -47,6 +48,8 @@ from qat.train.step import EAGER_STEPS, check_dtype
 # which is taken to be bound by memory traffic. The first scales with the peak of the device's own
 # dtype, the second with its bandwidth; both peaks count for what the measuring device reached of
 # its own (or `TYPICAL_SHARE` where that one is not in the table).
+
+logger = logging.getLogger(__name__)
 
 RESERVED_GIB = 0.8
 """Memory that a driver's context and libraries take."""
@@ -106,8 +109,6 @@ def predict(measured: Measured, device: Device) -> DevicePrediction:
         peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
     return DevicePrediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))
 
-
-logger = logging.getLogger(__name__)
 
 FACTS = (*(name for name in StepConfig.model_fields if name != "xla_cache_dir"), "to", "attention")
 """Settings that every row repeats."""
@@ -226,7 +227,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
                 bench.measure_all(config.sizes or (config.batch_size,))
             if devices:
                 predictions = bench.plan(devices, search)
-        planned = plan_tpus(asked, student, asked.topologies, results)
+        planned = plan_tpus(asked, student, results)
         fit = bench.fit()
         found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
         results.finish(**found, roofline=asdict(setting.roofline))
@@ -304,7 +305,10 @@ class _Bench:
             row = setting.row("trial", "ours", trial.batch_size)
             status = "OK" if trial.fits else "OOM"
             self.results.add(**row, peak_gib=trial.peak_gib, status=status)
-        for size in _downwards(search.largest, sizes):
+        down: Iterable[int] = range(search.largest, 0, -max(1, search.largest // 64))
+        if sizes:
+            down = [size for size in reversed(sizes) if size <= search.largest]
+        for size in down:
             timing = time_ours(self.setting, self.ours, size)
             if timing is not None:
                 self._add("max", size, timing, "MAX", predicted_max_batch=search.predicted)
@@ -356,10 +360,3 @@ class _Bench:
         self.results.add(**row, **numbers, **more, status=status)
         if setting.config.strict and timing is not None:
             check_strictly(ran["fallbacks"])
-
-
-def _downwards(largest: int, sizes: tuple[int, ...]) -> list[int]:
-    """The largest batch, then smaller ones in strides of a sixty-fourth, or those named."""
-    if sizes:
-        return [size for size in reversed(sizes) if size <= largest]
-    return list(range(largest, 0, -max(1, largest // 64)))

@@ -174,9 +174,9 @@ def bench(
     from qat.bench.tpu_plan.run import run_tpu_plan
 
     if config.topologies and config.planned is None:
-        plan = run_tpu_plan(config, student, config.topologies, out)
-        wide_console(FILE_WIDTH).print(_predicted((), plan.planned))
-        return dict(out=plan.path, planned=_planned(plan.planned))
+        path, planned = run_tpu_plan(config, student, out)
+        wide_console(FILE_WIDTH).print(_predicted((), planned))
+        return dict(out=path, planned=_planned(planned))
     with select(config.device).session(config.xla_cache_dir):
         report = run_bench(config, student, out)
     console = wide_console(FILE_WIDTH)

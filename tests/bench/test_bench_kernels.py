@@ -13,7 +13,6 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
 from qat.bench.kernels.gates import (
-    Clock,
     Inputs,
     KernelCase,
     Outputs,
@@ -32,7 +31,7 @@ from qat.bench.kernels.gates import (
 )
 from qat.bench.kernels.run import all_cases, cases_named, record_figures, run_kernels, work_of
 from qat.bench.kernels.tune import tune, write_table
-from qat.bench.measure import Roofline
+from qat.bench.measure import Clock, Roofline
 from qat.errors import BenchError, ConfigError
 from qat.kernels import tuned
 
@@ -124,7 +123,7 @@ def test_what_passes_is_timed_and_a_slow_kernel_is_not_fast(tmp_path, monkeypatc
     assert reference["case"] == "planted, reference" and len(reference["samples"]) >= 3
     assert reference["kind"] == "reference" and reference["unit"] == "s"
     assert "interpreted" in report.note and report.least is None and report.figures() == []
-    slow = Speed(SIZE, [2.0, 2.1, 2.0], [1.0, 1.01, 1.0], 1, 320, 0.0)
+    slow = Speed([2.0, 2.1, 2.0], [1.0, 1.01, 1.0], 1, 320, 0.0)
     assert is_fast(slow).gate == "fast" and "separated" in is_fast(slow).difference
     assert is_fast(replace(slow, kernel_s=[0.5, 0.5, 0.5])) is None
     found = numbers(replace(slow, kernel_s=[1e-7] * 3), RATES)

@@ -7,7 +7,7 @@ from qat.backend import device as backend
 from qat.backend.base import Backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
-from qat.bench.measure import fit_cost, measure_roofline, spread, time_steps
+from qat.bench.measure import fit_cost, measure_roofline, time_steps
 from qat.bench.student import open_student
 from qat.models.cost import token_flops
 from qat.train.optim import linears_in_scope
@@ -42,12 +42,7 @@ def test_the_first_steps_stay_outside_the_clock(monkeypatch) -> None:
     assert numbers["step_s"] == 3.0 and numbers["tokens_per_s"] == 8 / 3
     assert numbers["valid_tokens_per_s"] == 2.0 and numbers["loss_nats"] == 2.0
     assert numbers["graphs"] == 2
-
-
-def test_spread_is_the_tenth_and_ninetieth_percentile() -> None:
-    assert spread([5.0]) == (5.0, 5.0)
-    low, high = spread([float(n) for n in range(11)])
-    assert (low, high) == (1.0, 9.0)
+    assert numbers["step_p10_s"] == pytest.approx(2.2) and numbers["step_p90_s"] == 3.8
 
 
 def test_a_line_is_found_exactly() -> None:

@@ -2,24 +2,21 @@
 
 import gc
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qat.backend.base import Backend
-from qat.bench.measure import Roofline
-from qat.bench.stats import compare, median_interval, percentiles, variation
+from qat.bench.measure import SPREAD_BYTES, Clock, Roofline, Row, times
+from qat.bench.stats import compare
 from qat.kernels.dispatch import HAS_TRITON, computing_by
 from qat.kernels.tuned import Key
-
-# What the kernel bench knows of a kernel: its inputs, its two ways, what a call must move.
 
 Size = Mapping[str, int]
 """Dimensions by letter, as the kernel's own module names them."""
@@ -32,21 +29,13 @@ Way = Callable[[Inputs, Size], Outputs]
 
 @dataclass(frozen=True)
 class Room:
-    """Where inputs are made: a device, its compute dtypes and a seed."""
+    """Where inputs are made: a device, its compute dtypes and a generator."""
 
     device: torch.device
     dtype: torch.dtype
     half: torch.dtype
     """For kernels that take half precision alone."""
     generator: torch.Generator
-
-    @classmethod
-    def seeded(cls, device: torch.device, seed: int, *, is_interpreted: bool) -> "Room":
-        """bfloat16; the interpreter rounds that wrongly, so there float32 and float16."""
-        dtype, half = torch.bfloat16, torch.bfloat16
-        if is_interpreted:
-            dtype, half = torch.float32, torch.float16
-        return cls(device, dtype, half, torch.Generator(device).manual_seed(seed))
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Standard normal numbers."""
@@ -113,7 +102,8 @@ class KernelCase:
         """The exact results."""
         if self.exact is not None:
             return self.exact(copied(inputs), size)
-        return self.compared(self.reference(doubled(inputs), size))
+        wide = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
+        return self.compared(self.reference(copied(wide), size))
 
     def num_bytes(self, inputs: Inputs, outputs: Outputs, size: Size) -> int:
         """What a call reads and writes."""
@@ -135,124 +125,14 @@ def ways(function: Way) -> dict[str, Way]:
     return {"kernel": by(True), "reference": by(False)}
 
 
-def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - any tree
-    """`value` with every tensor of its dicts, tuples and lists changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: mapped(change, item) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(change, item) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(change, item) for item in value)
-    return value
-
-
 def copied(inputs: Inputs) -> Inputs:
     """Inputs that a call may write into."""
-    return mapped(torch.clone, inputs)
-
-
-def doubled(inputs: Inputs) -> Inputs:
-    """A copy whose floats are float64."""
-    return mapped(lambda t: t.double() if t.is_floating_point() else t.clone(), inputs)
+    return tree_map_only(Tensor, torch.clone, inputs)
 
 
 def num_bytes(*values: object) -> int:
     """Bytes that tensors hold, at any depth."""
-    total = 0
-
-    def add(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    mapped(add, values)
-    return total
-
-
-# The configurations that tuning tries, by kernel; each is one of `qat.kernels.tuned`.
-#
-# Triton is imported where a space is asked for: without it there is nothing to tune.
-
-PACKED = (
-    (16, 32, 1, 4, 64),
-    (16, 32, 1, 4, 96),
-    (8, 32, 1, 2, 96),
-    (32, 32, 1, 4, 128),
-    (4, 128, 1, 4, 64),
-    (4, 128, 1, 4, 128),
-    (2, 128, 1, 2, 96),
-    (8, 128, 1, 8, 96),
-)
-"""Rows, units, depth, warps and registers."""
-DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 1024, 2, 4))
-
-
-def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
-    """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
-    from qat.kernels.lut_matvec import MMA_BITS, MMA_INPUTS, UNIT, Tile, tile_for
-
-    I, is_dense = size["I"], bits == 16
-    key = (size["O"], I, bits)
-    if is_short and bits in MMA_BITS and I % MMA_INPUTS == 0:
-        return _mma_space(key)
-    listed = DENSE if is_dense else PACKED
-    tiles = [Tile(*t[:4], registers=0 if is_dense else t[4]) for t in listed]
-    # not those of which more than a third would lie outside the row
-    widths = [tile.units * tile.depth * (1 if is_dense else UNIT) for tile in tiles]
-    fitting = [t for t, w in zip(tiles, widths, strict=True) if I % w == 0 or I > 2 * w]
-    return _space("lut_matvec", key, tile_for(*key), fitting)
-
-
-def _mma_space(key: tuple[int, int, int]) -> Space:
-    from qat.kernels.lut_matvec import UNIT, MmaTile, mma_tile_for
-
-    units = key[1] // UNIT
-    cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
-    fitting = [cut for cut in cuts if 4 * cut.units * cut.warps <= units]
-    return _space("lut_mma", key, mma_tile_for(*key), fitting)
-
-
-def form_space(size: Size, bits: int, *, is_packed: bool) -> Space:
-    """Tiles of a weight that is formed."""
-    from qat.kernels.lut_weight import FormTile
-
-    key = (size["O"], size["I"], bits if is_packed else 0, 2**bits)
-    return _space("lut_form", key, FormTile(), [FormTile(w) for w in (1024, 2048, 8192)])
-
-
-def gated_space(size: Size, kernel: str) -> Space:
-    """Columns of a gated unit's program."""
-    from triton import next_power_of_2
-
-    from qat.kernels.glu import LARGEST_BLOCK, Cut
-
-    most = next_power_of_2(size["F"])
-    cuts = [Cut(block, w) for block, w in product((512, 1024, 2048, 4096), (2, 4, 8))]
-    fitting = [cut for cut in cuts if cut.block <= most]
-    return _space(kernel, (size["F"],), Cut(min(LARGEST_BLOCK, most)), fitting)
-
-
-def gather_space(size: Size, kernel: str) -> Space:
-    """Pieces of chosen words' weights."""
-    from qat.kernels.head import Gather
-
-    listed = product((4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8))
-    pieces = [Gather(*one) for one in listed if 1024 <= one[0] * one[1] / (one[2] / 4) <= 8192]
-    return _space(kernel, (size["K"], size["D"]), Gather(), pieces)
-
-
-def block_pass_space(size: Size) -> Space:
-    """Blocks of a program of the pass over logits."""
-    from qat.kernels.topk import BlockPass
-
-    listed = [BlockPass(*one) for one in product((16, 32, 64, 128), (2, 4, 8))]
-    return _space("top_k_blocks", (size["V"],), BlockPass(), listed)
-
-
-def _space(kernel: str, key: tuple[int, ...], default: tuple, listed: list) -> Space:
-    return Space(kernel, key, default, tuple(c for c in dict.fromkeys(listed) if c != default))
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 # Three-way comparison of a kernel: against float64, and against eager PyTorch in its dtype.
@@ -272,29 +152,16 @@ def difference(kernel: Tensor, eager: Tensor, exact: Tensor, slack: float = 0.0)
         return "the kernel gave NaN or infinity"
     if not bool((kernel == exact)[~finite].all()):
         return "the kernel misses an infinity"
-    worst, allowed = (_largest((found - exact)[finite]) for found in (kernel, eager))
+    worst, allowed = (
+        (found - exact)[finite].abs().max().item() if finite.any() else 0.0
+        for found in (kernel, eager)
+    )
     if worst <= allowed + slack:
         return None
     return f"errs by {worst:.3g}, eager PyTorch by {allowed:.3g}"
 
 
-def _largest(errors: Tensor) -> float:
-    return errors.abs().max().item() if errors.numel() else 0.0
-
-
-Gate = Literal["compile", "correct", "fast"]
-
-
-def _faults_of_triton() -> tuple[type[Exception], ...]:
-    if not HAS_TRITON:
-        return ()
-    from triton.runtime.errors import TritonError
-
-    return (TritonError,)
-
-
-FAULTS = (
-    *_faults_of_triton(),
+FAULTS: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -307,6 +174,10 @@ FAULTS = (
     ValueError,
 )
 """What a kernel that does not compile or launch may raise, through Triton or PyTorch."""
+if HAS_TRITON:
+    from triton.runtime.errors import TritonError
+
+    FAULTS += (TritonError,)
 MESSAGE = 300
 
 
@@ -314,7 +185,7 @@ MESSAGE = 300
 class Refusal:
     """Which gate a kernel failed, and how."""
 
-    gate: Gate
+    gate: Literal["compile", "correct", "fast"]
     difference: str
 
 
@@ -327,8 +198,13 @@ class Seeds:
     is_interpreted: bool
 
     def room(self, offset: int) -> Room:
-        """Inputs of the seed `first + offset`."""
-        return Room.seeded(self.device, self.first + offset, is_interpreted=self.is_interpreted)
+        """Inputs of the seed `first + offset`: bfloat16.
+
+        The interpreter rounds that wrongly, so there float32 and float16.
+        """
+        dtypes = (torch.float32, torch.float16) if self.is_interpreted else (torch.bfloat16,) * 2
+        seed = self.first + offset
+        return Room(self.device, *dtypes, torch.Generator(self.device).manual_seed(seed))
 
     def sizes(self, case: KernelCase) -> tuple[Size, ...]:
         """Shapes to check: wide ones too where kernels are compiled."""
@@ -407,50 +283,14 @@ def _shown(size: Size) -> str:
 
 # Times a kernel and its reference in turns, each time on data that no cache holds.
 
-SPREAD_BYTES = 2**28
-"""What a recorded run reads: several times the last cache of any GPU."""
 MOST_CALLS = 64
 REFERENCE_CALLS = 4
-LEAST_ROUNDS = 5
-
-Row = dict[str, object]
-
-
-@dataclass(frozen=True)
-class Clock:
-    """How measurements are taken: a device, how often, and for how long at most."""
-
-    backend: Backend
-    repeats: int
-    limit_s: float
-    """Of one case; at least `LEAST_ROUNDS` rounds are taken all the same."""
-
-    def turns(self, runs: list[Callable[[], object]]) -> list[list[float]]:
-        """Device seconds of every run, one after the other, in rounds of alternating direction.
-
-        Before each one memory is written until no cache holds anything else.
-        """
-        backend, began = self.backend, time.perf_counter()
-        size = SPREAD_BYTES if backend.records() else 0
-        flushed = torch.empty(size, dtype=torch.uint8, device=backend.device)
-        found: list[list[float]] = [[] for _ in runs]
-        for index in range(max(self.repeats, LEAST_ROUNDS) if self.repeats > 1 else 1):
-            if index >= LEAST_ROUNDS and time.perf_counter() - began > self.limit_s:
-                break
-            order = range(len(runs)) if index % 2 == 0 else reversed(range(len(runs)))
-            for which in order:
-                flushed.zero_()
-                first = backend.mark()
-                runs[which]()
-                found[which].append(backend.seconds_between(first, backend.mark()))
-        return found
 
 
 @dataclass(frozen=True)
 class Speed:
     """What the turns took, per call."""
 
-    size: Size
     kernel_s: list[float]
     """Empty where no kernel is compiled."""
     reference_s: list[float]
@@ -476,7 +316,6 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
             runs.append(recorded(case, size, inputs, backend))
         reference, *kernel = clock.turns(runs)
     return Speed(
-        size,
         [seconds / len(inputs) for seconds in kernel[0]] if kernel else [],
         [seconds / len(few) for seconds in reference],
         len(inputs),
@@ -544,17 +383,4 @@ def numbers(speed: Speed, rates: Roofline) -> Row:
         "tflops": speed.flops / median / 1e12 if speed.flops else None,
         "bound": "memory" if by_memory >= by_matmul else "matmul",
         "roofline_frac": max(by_memory, by_matmul) / median,
-    }
-
-
-def times(seconds: list[float]) -> Row:
-    """Percentiles, the median's interval and the variation of some times, and themselves."""
-    interval = median_interval(seconds)
-    return {
-        "unit": "s",
-        "samples": seconds,
-        **{f"{name}_s": value for name, value in asdict(percentiles(seconds)).items()},
-        "low_s": interval.low,
-        "high_s": interval.high,
-        "variation": variation(seconds),
     }

@@ -13,10 +13,8 @@ from qat.backend.device import select
 from qat.bench.config import KernelsConfig, shape_called
 from qat.bench.kernels.cases import layer_cases, linear_cases, word_cases
 from qat.bench.kernels.gates import (
-    Clock,
     KernelCase,
     Refusal,
-    Row,
     Seeds,
     Speed,
     compiles,
@@ -24,10 +22,9 @@ from qat.bench.kernels.gates import (
     is_fast,
     measure,
     numbers,
-    times,
 )
 from qat.bench.kernels.tune import Tuned, tune, write_table
-from qat.bench.measure import Roofline, measure_roofline
+from qat.bench.measure import Clock, Roofline, Row, measure_roofline, times
 from qat.bench.results import Results, environment
 from qat.errors import BenchError, ConfigError
 from qat.files import write_atomically

@@ -18,11 +18,9 @@ import torch
 from qat.bench.kernels.gates import (
     FAULTS,
     MESSAGE,
-    Clock,
     Inputs,
     KernelCase,
     Outputs,
-    Row,
     Seeds,
     Size,
     Space,
@@ -31,6 +29,7 @@ from qat.bench.kernels.gates import (
     spread_inputs,
     worst_of,
 )
+from qat.bench.measure import Clock, Row
 from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned

@@ -1,8 +1,10 @@
-"""`qat bench --plan v6e`: what a student's step takes on TPUs that nobody has rented yet."""
+"""`qat bench --plan v6e`: what a student's step takes on TPUs that nobody has rented yet.
+
+The largest batch is found by compiling: every size that is named was compiled.
+"""
 
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +16,26 @@ from qat.bench.find_max import largest_that_fits
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError, how_to_install
 
-# TPUs that a step is compiled for, by the names that users know; nothing heavy is imported here.
-#
-# Memory is one chip's HBM as its maker states it (Google Cloud's documentation); what the compiler
-# lets a program have is a little less.
+logger = logging.getLogger(__name__)
 
-# What a compiler says of a step's memory.
+MARGIN = 0.1
+"""Share of the memory left free: a runtime's own buffers, and another version's schedule."""
+OCTAVES, STEPS = 16, 4
+"""Sizes tried are 1 ... 2**16, so many in each octave."""
 
-_UNITS = "KMGT"
+
+def check_installed() -> None:
+    """Refuse to plan without the extra.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    missing = [name for name in ("jax", "torchax", "libtpu") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
+            f"{how_to_install('tpu-plan')}"
+        )
 
 
 @dataclass(frozen=True)
@@ -41,41 +55,12 @@ def used_gib(message: str) -> float | None:
 
     `Used 48.66G of 15.75G hbm`, or `(16.34G) exceeds available HBM (14.40G)`.
     """
-    size = rf"([\d.]+)([{_UNITS}])"
+    size = r"([\d.]+)([KMGT])"
     found = re.search(rf"Used {size} of {size} hbm|\({size}\) exceeds available HBM", message)
     if found is None:
         return None
     number, unit = (found[1], found[2]) if found[1] else (found[5], found[6])
-    return float(number) * 1024.0 ** (_UNITS.index(unit) - 2)
-
-
-# Whether the extra for planning TPUs is there.
-
-NEEDED = ("jax", "torchax", "libtpu")
-
-
-def check_installed() -> None:
-    """Refuse to plan without the extra.
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
-            f"{how_to_install('tpu-plan')}"
-        )
-
-
-# The largest batch that fits a TPU, found by compiling: every size that is named was compiled.
-
-logger = logging.getLogger(__name__)
-
-MARGIN = 0.1
-"""Share of the memory left free: a runtime's own buffers, and another version's schedule."""
-OCTAVES, STEPS = 16, 4
-"""Sizes tried are 1 ... 2**16, so many in each octave."""
+    return float(number) * 1024.0 ** ("KMGT".index(unit) - 2)
 
 
 @dataclass(frozen=True)
@@ -117,10 +102,8 @@ class Planned:
 
 def sizes() -> list[int]:
     """The batch sizes that a search considers, ascending."""
-    found = {
-        2**octave * (STEPS + part) // STEPS for octave in range(OCTAVES) for part in range(STEPS)
-    }
-    return sorted(found)
+    parts = range(STEPS, 2 * STEPS)
+    return sorted({2**octave * part // STEPS for octave in range(OCTAVES) for part in parts})
 
 
 def memory_for(topology: Topology, config: BenchConfig) -> float:
@@ -146,17 +129,20 @@ def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
     Raises:
         ConfigError: the extra is absent, or the step is one that cannot be planned.
     """
-
     memory_gib = memory_for(topology, config)
     planner = Planner(config, source, topology, memory_gib)
     trials: dict[int, PlanTrial] = {}
 
     def fits(size: int) -> bool:
-        trials[size] = _trial(planner.compile, size, memory_gib)
-        found = trials[size]
-        peak = "out of memory" if found.peak_gib is None else f"{found.peak_gib:.2f} GiB"
-        logger.info("%s, batch %d: %s (%.0f s)", topology.name, size, peak, found.compile_s)
-        return found.fits
+        began = perf_counter()
+        found = planner.compile(size)
+        trace_s = perf_counter() - began - found.seconds
+        peak = found.peak_gib
+        is_within = peak is not None and peak <= memory_gib
+        trials[size] = PlanTrial(size, is_within, peak, found.needed_gib, trace_s, found.seconds)
+        said = "out of memory" if peak is None else f"{peak:.2f} GiB"
+        logger.info("%s, batch %d: %s (%.0f s)", topology.name, size, said, found.seconds)
+        return is_within
 
     if config.find_max_batch:
         considered = list(config.sizes) or sizes()
@@ -170,48 +156,30 @@ def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
     return Planned(f"TPU-{topology.name}", planner.dtype, recomputes, memory_gib, ordered)
 
 
-def _trial(compile_at: Callable, size: int, memory_gib: float) -> PlanTrial:
-    began = perf_counter()
-    found = compile_at(size)
-    trace_s = perf_counter() - began - found.seconds
-    fits = found.peak_gib is not None and found.peak_gib <= memory_gib
-    return PlanTrial(size, fits, found.peak_gib, found.needed_gib, trace_s, found.seconds)
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What was compiled, for whoever shows it."""
-
-    path: Path
-    planned: tuple[Planned, ...]
-
-
 def run_tpu_plan(
-    config: BenchConfig, student: str, topologies: tuple[Topology, ...], out: Path | None
-) -> PlanReport:
-    """Compile the step for TPUs alone; nothing is measured on this machine.
+    config: BenchConfig, student: str, out: Path | None
+) -> tuple[Path, tuple[Planned, ...]]:
+    """Compile the step for TPUs alone, measuring nothing; also gives the directory of results.
 
     Raises:
         ConfigError: the extra is absent, or the step is one that cannot be planned.
     """
     with Results(out, environment(select("cpu"), config)) as results:
-        planned = plan_tpus(config, student, topologies, results)
+        planned = plan_tpus(config, student, results)
         results.finish(margin=MARGIN)
-    return PlanReport(results.path, planned)
+    return results.path, planned
 
 
-def plan_tpus(
-    config: BenchConfig, student: str, topologies: tuple[Topology, ...], results: Results
-) -> tuple[Planned, ...]:
-    """Each topology without and with gradient checkpointing; a row for every size compiled.
+def plan_tpus(config: BenchConfig, student: str, results: Results) -> tuple[Planned, ...]:
+    """Each TPU named without and with gradient checkpointing; a row for every size compiled.
 
     Raises:
         ConfigError: see `run_tpu_plan`.
     """
-    if topologies:
+    if config.topologies:
         check_installed()
     planned = []
-    for topology in topologies:
+    for topology in config.topologies:
         for recomputes in (False, True):
             setting = config.model_copy(update={"gradient_checkpointing": recomputes})
             found = plan_tpu(setting, student, topology)
@@ -230,11 +198,8 @@ def plan_tpus(
     return tuple(planned)
 
 
-# One student's step, compiled for one TPU at any batch size.
-
-
 class Planner:
-    """Traces the student once; `compile` takes it from there."""
+    """One student's step, traced once, to be compiled for one TPU at any batch size."""
 
     def __init__(
         self, config: BenchConfig, source: str, topology: Topology, memory_gib: float
@@ -251,14 +216,9 @@ class Planner:
 
     def compile(self, batch_size: int) -> Compiled:
         """The whole step at `batch_size`, in no more than the memory that it was given."""
-        from qat.bench.tpu_plan.xla import arguments, build, compile_for, shape_of
+        from qat.bench.tpu_plan.xla import compile_step
 
-        step = build(self._student, batch_size)
-        parts = vars(arguments(self._student, batch_size)).values()
-        shapes = tuple([shape_of(tensor) for tensor in part] for part in parts)
-        return compile_for(
-            self._topology, step, shapes, donated=(0, 1), memory_gib=self._memory_gib
-        )
+        return compile_step(self._student, batch_size, self._topology, self._memory_gib)
 
 
 def _check(config: BenchConfig) -> None:

@@ -1,16 +1,15 @@
-"""Traced graphs as jax functions, and steps made of them compiled for a TPU that is not there.
+"""The whole optimizer step in jax, made of traced graphs and compiled for a TPU that is not there.
 
 The one place where jax and torchax are imported; whoever imports this has the extra. jax computes
 on the CPU; libtpu compiles for a TPU that is only described, and asks no network.
+
+Shapes: B sequences, S positions, T = B * S tokens, L layers.
 """
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -62,7 +61,11 @@ DTYPES = {
 """What a TPU holds a tensor in: 64 bits become 32."""
 
 
-def take(table: jnp.ndarray, indices: jnp.ndarray) -> jnp.ndarray:
+def _is_small(table: jax.Array) -> bool:
+    return table.ndim == 1 and table.shape[0] <= SMALL_TABLE
+
+
+def take(table: jax.Array, indices: jax.Array) -> jax.Array:
     """`table[indices]`, level by level."""
     found = jnp.broadcast_to(table[0], indices.shape)
     for level in range(1, table.shape[0]):
@@ -70,12 +73,12 @@ def take(table: jnp.ndarray, indices: jnp.ndarray) -> jnp.ndarray:
     return found
 
 
-def index_select(x: jnp.ndarray, dim: int, i: jnp.ndarray) -> jnp.ndarray:
+def index_select(x: jax.Array, dim: int, i: jax.Array) -> jax.Array:
     """`aten.index_select`."""
     return take(x, i) if _is_small(x) else jnp.take(x, i, axis=dim)
 
 
-def index(x: jnp.ndarray, indices: Sequence[jnp.ndarray | None]) -> jnp.ndarray:
+def index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     """`aten.index`."""
     if _is_small(x) and len(indices) == 1:
         return take(x, indices[0])
@@ -83,16 +86,16 @@ def index(x: jnp.ndarray, indices: Sequence[jnp.ndarray | None]) -> jnp.ndarray:
 
 
 def bucketize(
-    x: jnp.ndarray, edges: jnp.ndarray, *, out_int32: bool = False, right: bool = False
-) -> jnp.ndarray:
+    x: jax.Array, edges: jax.Array, *, out_int32: bool = False, right: bool = False
+) -> jax.Array:
     """`aten.bucketize`: how many edges lie below."""
     above = (x >= edge if right else x > edge for edge in edges)
     return sum((found.astype(jnp.int32) for found in above), jnp.zeros(x.shape, jnp.int32))
 
 
 def sort(
-    x: jnp.ndarray, *, stable: bool = True, dim: int = -1, descending: bool = False
-) -> tuple[jnp.ndarray, jnp.ndarray]:
+    x: jax.Array, *, stable: bool = True, dim: int = -1, descending: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """`aten.sort` of a codebook: every entry's rank, by comparison.
 
     Raises:
@@ -106,7 +109,7 @@ def sort(
     return jnp.where(is_here, x[None], 0).sum(1), jnp.where(is_here, i[None], 0).sum(1)
 
 
-def scatter_add(x: jnp.ndarray, dim: int, i: jnp.ndarray, values: jnp.ndarray) -> jnp.ndarray:
+def scatter_add(x: jax.Array, dim: int, i: jax.Array, values: jax.Array) -> jax.Array:
     """`aten.scatter_add` along rows."""
     if x.shape[1] > SMALL_TABLE:
         return x.at[jnp.arange(x.shape[0])[:, None], i].add(values)
@@ -114,50 +117,37 @@ def scatter_add(x: jnp.ndarray, dim: int, i: jnp.ndarray, values: jnp.ndarray) -
     return x + jnp.stack(parts, 1)
 
 
-def scatter_value(x: jnp.ndarray, dim: int, i: jnp.ndarray, value: float) -> jnp.ndarray:
+def scatter_value(x: jax.Array, dim: int, i: jax.Array, value: float) -> jax.Array:
     """`aten.scatter` of one value along rows, column after column of `i`."""
     places = jnp.arange(x.shape[1])[None]
 
-    def mark(k: int, found: jnp.ndarray) -> jnp.ndarray:
+    def mark(k: int, found: jax.Array) -> jax.Array:
         column = lax.dynamic_slice_in_dim(i, k, 1, axis=1)
         return jnp.where(places == column, jnp.asarray(value, x.dtype), found)
 
     return lax.fori_loop(0, i.shape[1], mark, x)
 
 
-def bits_as(x: jnp.ndarray, dtype: torch.dtype) -> jnp.ndarray:
-    """`aten.view` as another dtype of the same width."""
-    return lax.bitcast_convert_type(x, DTYPES[dtype])
-
-
-def teach_torchax() -> None:
-    """Register all of these."""
-    known = {
-        torch.ops.qat.end_of_forward.default: lambda x: x,
-        aten.bucketize.Tensor: bucketize,
-        aten.index.Tensor: index,
-        aten.index_select.default: index_select,
-        aten.scatter.value: scatter_value,
-        aten.scatter_add.default: scatter_add,
-        aten.sort.stable: sort,
-        aten.view.dtype: bits_as,
-        aten.view_copy.dtype: bits_as,
-        aten._foreach_mul.Tensor: lambda xs, factor: [x * factor for x in xs],
-    }
-    log = logging.getLogger()
-    before, log.disabled = log.disabled, True  # it warns of names that it has already
-    try:
-        for operator, function in known.items():
-            register_torch_dispatch_op(operator, function, is_jax_function=True)
-    finally:
-        log.disabled = before
-
-
-def _is_small(table: jnp.ndarray) -> bool:
-    return table.ndim == 1 and table.shape[0] <= SMALL_TABLE
-
-
-teach_torchax()
+OPERATORS = {
+    torch.ops.qat.end_of_forward.default: lambda x: x,
+    aten.bucketize.Tensor: bucketize,
+    aten.index.Tensor: index,
+    aten.index_select.default: index_select,
+    aten.scatter.value: scatter_value,
+    aten.scatter_add.default: scatter_add,
+    aten.sort.stable: sort,
+    # a view as another dtype of the same width
+    aten.view.dtype: lambda x, dtype: lax.bitcast_convert_type(x, DTYPES[dtype]),
+    aten.view_copy.dtype: lambda x, dtype: lax.bitcast_convert_type(x, DTYPES[dtype]),
+    aten._foreach_mul.Tensor: lambda xs, factor: [x * factor for x in xs],
+}
+log = logging.getLogger()
+was_disabled, log.disabled = log.disabled, True  # torchax warns of names that it has already
+try:
+    for operator, function in OPERATORS.items():
+        register_torch_dispatch_op(operator, function, is_jax_function=True)
+finally:
+    log.disabled = was_disabled
 
 
 def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[object]]:
@@ -171,57 +161,15 @@ def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[obj
     environment = torchax.default_env()
 
     def run(arrays: Sequence[object]) -> list[object]:
-        with _narrowing(), environment:
+        with warnings.catch_warnings(), environment:
+            # jax says each time that 64 bits become 32
+            warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
             known = {name: interop.torch_view(jnp.asarray(v)) for name, v in constants.items()}
             inputs = [interop.torch_view(array) for array in arrays]
             found = _Interpreter(graph, known).run(*inputs)
             return [interop.jax_view(value) for value in found]
 
     return run
-
-
-def shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
-    """What stands for a tensor while a step is compiled."""
-    return jax.ShapeDtypeStruct(tuple(tensor.shape), DTYPES[tensor.dtype])
-
-
-def compile_for(
-    topology: Topology,
-    step: Callable,
-    shapes: tuple,
-    *,
-    donated: tuple[int, ...],
-    memory_gib: float,
-) -> Compiled:
-    """Compile `step` for one chip of a TPU.
-
-    Args:
-        topology: what to compile for.
-        step: takes trees of arrays.
-        shapes: for each of its arguments a tree of `shape_of`.
-        donated: numbers of the arguments whose memory the results may take.
-        memory_gib: what the compiler may use; near it, it gives up speed for memory, as it does on
-            a chip of that size.
-    """
-    bounds = topology.host_bounds
-    chips = {} if bounds is None else {"chips_per_host_bounds": bounds}
-    described = topologies.get_topology_desc(topology.described, platform="tpu", **chips)
-    place = SingleDeviceSharding(described.devices[0])
-
-    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-    lowered = jax.jit(step, donate_argnums=donated).lower(*jax.tree.map(placed, shapes))
-    options = {"xla_tpu_max_hbm_size_mib": int(memory_gib * 1024)}
-    began = perf_counter()
-    try:
-        memory = lowered.compile(compiler_options=options).memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return Compiled(None, used_gib(str(error)), perf_counter() - began)
-    peak = memory.peak_memory_in_bytes / GIB
-    return Compiled(peak, peak, perf_counter() - began)
 
 
 class _Interpreter(fx.Interpreter):
@@ -255,59 +203,56 @@ def _prepare(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-@contextmanager
-def _narrowing() -> Iterator[None]:
-    """Inside, jax says nothing when 64 bits become 32."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
-        yield
-
-
-# The whole optimizer step in jax, from traced pieces: the layers are a loop, as is the head.
-#
-# Shapes: B sequences, S positions, T = B * S tokens, L layers.
-
 Run = dict[str, Callable[[list], list]]
 """The pieces as jax functions, by name."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What a step is called with, by argument: lists of tensors without values."""
+def compile_step(
+    student: Traceable, batch_size: int, topology: Topology, memory_gib: float
+) -> Compiled:
+    """Compile the whole step at `batch_size` for one chip of a TPU.
 
-    layers: list[Tensor]
-    """Every tensor of a layer, for all layers: `(L, ...)`."""
-    moments: list[Tensor]
-    """Two of each tensor that learns, `(L, ...)`."""
-    outside: list[Tensor]
-    """Everything else of the model."""
-    batch: list[Tensor]
+    The compiler may use `memory_gib`; near it, it gives up speed for memory, as it does on a chip
+    of that size.
+    """
+    step, L = build(student, batch_size), len(student.layers)
+    bounds = topology.host_bounds
+    chips = {} if bounds is None else {"chips_per_host_bounds": bounds}
+    described = topologies.get_topology_desc(topology.described, platform="tpu", **chips)
+    place = SingleDeviceSharding(described.devices[0])
 
+    def shape_of(tensor: Tensor, *stacked: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*stacked, *tensor.shape), DTYPES[tensor.dtype], sharding=place)
 
-class Inside(NamedTuple):
-    """What a layer reads beside its hidden state."""
-
-    context: list
-    """What all layers share: mask and rotary tables."""
-    formed: list
-    tensors: list
-
-
-def arguments(student: Traceable, batch_size: int) -> Arguments:
-    """Arguments of a compiled step at `batch_size`."""
-    L = len(student.layers)
-    with student.fake:
-        stacks = [t.detach().new_empty(L, *t.shape) for t in student.tensors]
-        moments = [t.detach().new_empty(L, *t.shape) for t in student.learned for _ in range(2)]
-    return Arguments(stacks, moments, student.outside, list(student.batch(batch_size)))
+    arguments = (
+        [shape_of(tensor, L) for tensor in student.tensors],
+        [shape_of(tensor, L) for tensor in student.learned for _ in range(2)],
+        [shape_of(tensor) for tensor in student.outside],
+        [shape_of(tensor) for tensor in student.batch(batch_size)],
+    )
+    # layers and moments give their memory to the results
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments)
+    options = {"xla_tpu_max_hbm_size_mib": int(memory_gib * 1024)}
+    began = perf_counter()
+    try:
+        memory = lowered.compile(compiler_options=options).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Compiled(None, used_gib(str(error)), perf_counter() - began)
+    peak = memory.peak_memory_in_bytes / GIB
+    return Compiled(peak, peak, perf_counter() - began)
 
 
 def build(student: Traceable, batch_size: int) -> Callable:
-    """`step(layers, moments, outside, batch) -> losses, norm, layers, moments`, over jax arrays."""
-    pieces = student.pieces(batch_size)
-    run = {name: jax_function(graph) for name, graph in vars(pieces).items()}
-    rows = student.rows(batch_size)
+    """`step(layers, moments, outside, batch) -> losses, norm, layers, moments`, over jax arrays.
+
+    `layers` are the tensors of a layer, each for all layers, `(L, ...)`; `moments` two of each that
+    learns, `(L, ...)`; `outside` everything else of the model.
+    """
+    run = {name: jax_function(graph) for name, graph in vars(student.pieces(batch_size)).items()}
     recomputes = student.config.gradient_checkpointing
+    rows = student.rows(batch_size)
     layer = _Recomputing(run, rows, batch_size) if recomputes else _Keeping(run)
     num_formed = sum(linear.learns() for linear in student.linears)
 
@@ -317,15 +262,15 @@ def build(student: Traceable, batch_size: int) -> Callable:
         hidden, *context = run["prelude"]([*outside, ids, positions])
 
         def upwards(hidden: jax.Array, this: tuple) -> tuple:
-            return layer.forward(hidden, Inside(context, *this))
+            formed, tensors = this
+            return layer.forward(hidden, context, [*formed, *tensors])
 
         hidden, kept = lax.scan(upwards, hidden, (formed, layers))
         losses, g_hidden = _head(run["head"], outside, hidden, batch)
 
         def downwards(g_out: jax.Array, this: tuple) -> tuple:
             kept, formed, tensors = this
-            inside = Inside(context, formed, tensors)
-            g_hidden, *found = layer.backward(g_out, inside, kept)
+            g_hidden, *found = layer.backward(g_out, context, [*formed, *tensors], kept)
             g_formed, g_plain = found[:num_formed], found[num_formed:]
             return g_hidden, [*run["pull_back"]([*tensors, *g_formed]), *g_plain]
 
@@ -334,7 +279,10 @@ def build(student: Traceable, batch_size: int) -> Callable:
 
     def step(layers: list, moments: list, outside: list, batch: list) -> tuple:
         losses, found = gradients(layers, outside, Batch(*batch))
-        norm, factor = _clip(found, student.settings.clip_grad_norm)
+        # the norm of all gradients and what to multiply them by, as `Optimizer.step` has it
+        norm = jnp.sqrt(sum(jnp.square(g.astype(jnp.float32)).sum() for g in found))
+        factor = jnp.minimum(student.settings.clip_grad_norm / (norm + 1e-6), 1.0)
+        factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
         places = student.learned_places
         moved = run["move"]([*(layers[n] for n in places), *moments, *found, factor])
         new = dict(zip(places, moved, strict=False))
@@ -345,21 +293,25 @@ def build(student: Traceable, batch_size: int) -> Callable:
 
 
 class _Keeping:
-    """A layer that keeps what its backward reads."""
+    """A layer that keeps what its backward reads.
+
+    `context` is what all layers share, mask and rotary tables; `own` the layer's formed weights,
+    then its tensors.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def forward(self, hidden: jax.Array, inside: Inside) -> tuple:
+    def forward(self, hidden: jax.Array, context: list, own: list) -> tuple:
         """The next hidden state, and what `backward` needs."""
         unread = jnp.zeros_like(hidden)
-        out, *kept = self._run["forward"]([hidden, *_flat(inside), unread])
+        out, *kept = self._run["forward"]([hidden, *context, *own, unread])
         return out, (hidden, kept)
 
-    def backward(self, g_out: jax.Array, inside: Inside, kept: tuple) -> list:
+    def backward(self, g_out: jax.Array, context: list, own: list, kept: tuple) -> list:
         """The gradients of the hidden state, then of what learns."""
         hidden, saved = kept
-        return self._run["backward"]([hidden, *_flat(inside), g_out, *saved])
+        return self._run["backward"]([hidden, *context, *own, g_out, *saved])
 
 
 class _Recomputing:
@@ -371,24 +323,23 @@ class _Recomputing:
         self._batch = batch_size
         self._count = -(-batch_size // rows)
 
-    def forward(self, hidden: jax.Array, inside: Inside) -> tuple:
+    def forward(self, hidden: jax.Array, context: list, own: list) -> tuple:
         """The next hidden state, and what `backward` needs."""
-        slices = self._slices((hidden, *inside.context))
 
         def one(this: tuple) -> jax.Array:
-            part, *context = this
-            here = _flat(inside._replace(context=self._whole(inside.context, context)))
+            part, *cut = this
+            here = [*self._whole(context, cut), *own]
             return self._run["forward"]([part, *here, jnp.zeros_like(part)])[0]
 
-        return self._joined(lax.map(one, slices)), hidden
+        return self._joined(lax.map(one, self._slices((hidden, *context)))), hidden
 
-    def backward(self, g_out: jax.Array, inside: Inside, hidden: jax.Array) -> list:
+    def backward(self, g_out: jax.Array, context: list, own: list, hidden: jax.Array) -> list:
         """The gradients of the hidden state, then of what learns."""
-        slices = self._slices((hidden, g_out, *inside.context))
+        slices = self._slices((hidden, g_out, *context))
 
         def one(this: tuple) -> list:
-            part, g_part, *context = this
-            here = _flat(inside._replace(context=self._whole(inside.context, context)))
+            part, g_part, *cut = this
+            here = [*self._whole(context, cut), *own]
             # nothing of forward may be taken for this, nor this begin before the gradient is there
             given = lax.optimization_barrier([part, *here, g_part])
             return self._run["layer"](given)[1:]
@@ -407,50 +358,35 @@ class _Recomputing:
 
     def _slices(self, tensors: tuple) -> list:
         """Each tensor with a row a sequence as `(count, rows, ...)`, filled up with zeros."""
-        missing = self._count * self._rows - self._batch
-        found = []
-        for x in filter(self._is_cut, tensors):
-            padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-            found.append(padded.reshape(self._count, self._rows, *x.shape[1:]))
-        return found
+        return [_blocks(x, self._count, self._rows) for x in filter(self._is_cut, tensors)]
 
-    def _whole(self, context: list, part: list) -> list:
+    def _whole(self, context: list, cut: list) -> list:
         """The context of one slice."""
-        left = iter(part)
+        left = iter(cut)
         return [next(left) if self._is_cut(x) else x for x in context]
 
     def _joined(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:])[: self._batch]
 
 
-def _flat(inside: Inside) -> list:
-    return [*inside.context, *inside.formed, *inside.tensors]
-
-
-def _clip(gradients: list, most: float) -> tuple:
-    """The norm of all gradients and what to multiply them by, as `Optimizer.step` has it."""
-    norm = jnp.sqrt(sum(jnp.square(g.astype(jnp.float32)).sum() for g in gradients))
-    factor = jnp.minimum(most / (norm + 1e-6), 1.0)
-    return norm, jnp.where(jnp.isfinite(norm), factor, jnp.nan)
+def _blocks(x: jax.Array, count: int, size: int) -> jax.Array:
+    """`(count, size, ...)`: the rows of `x`, filled up with zeros."""
+    padded = jnp.pad(x, [(0, count * size - len(x))] + [(0, 0)] * (x.ndim - 1))
+    return padded.reshape(count, size, *x.shape[1:])
 
 
 def _head(head: Callable, outside: list, hidden: jax.Array, batch: Batch) -> tuple:
     """The losses and the gradient of the last hidden state, a block of tokens at a time."""
     T, D = batch.mask.size, hidden.shape[-1]
     tokens = min(BLOCK_TOKENS, T)
-    count = -(-T // tokens)
     valid = jnp.maximum(batch.mask.sum(), 1)
-
-    def blocks(x: jax.Array) -> jax.Array:
-        flat = x.reshape(T, *x.shape[2:])
-        padded = jnp.pad(flat, [(0, count * tokens - T)] + [(0, 0)] * (flat.ndim - 1))
-        return padded.reshape(count, tokens, *flat.shape[1:])
 
     def one(this: tuple) -> tuple:
         part, targets = this
         *losses, g_hidden = head([*outside, part[None], *targets, valid])
         return losses, g_hidden[0]
 
-    targets = [blocks(getattr(batch, name)) for name in Targets._fields]
-    losses, g_hidden = lax.map(one, (blocks(hidden), targets))
+    of_tokens = [hidden, *(getattr(batch, name) for name in Targets._fields)]
+    blocks = [_blocks(x.reshape(T, *x.shape[2:]), -(-T // tokens), tokens) for x in of_tokens]
+    losses, g_hidden = lax.map(one, (blocks[0], blocks[1:]))
     return [part.sum() for part in losses], g_hidden.reshape(-1, D)[:T].reshape(hidden.shape)
