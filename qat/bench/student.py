@@ -23,7 +23,7 @@ from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan
 from qat.ranks import ALONE, Ranks
 from qat.train.config import StepConfig, TrainConfig
-from qat.train.prepare import make_trainable
+from qat.train.start import make_trainable
 from qat.train.step import StepResult, TrainingStep
 
 WEIGHT_RMS = 0.02

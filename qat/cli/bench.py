@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.quality.run import QualityReport
     from qat.bench.run import BenchReport, DevicePrediction
     from qat.bench.tpu_plan.run import Planned
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def kernels(
     for line in _remarks(report):
         console.print(line, markup=False, highlight=False)
     report.check()
-    figures = {name: value for name, value, *_ in report.figures()}
+    figures = {each["figure"]: each["value"] for each in report.figures()}
     return dict(out=report.path, kernels=len(report.rows), **figures)
 
 

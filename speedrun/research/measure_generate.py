@@ -28,9 +28,8 @@ from transformers import PreTrainedModel
 from qat.backend.base import Backend
 from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig
-from qat.bench.kernels.cases import decode_cases
+from qat.bench.kernels.cases import decode_cases, work_of
 from qat.bench.kernels.gates import Seeds
-from qat.bench.kernels.run import work_of
 from qat.bench.kernels.tune import Timed, Tuned, tune
 from qat.bench.measure import Clock, measure_roofline
 from qat.bench.student import quantize_at_random_, random_model

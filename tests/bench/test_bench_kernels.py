@@ -12,6 +12,7 @@ import torch
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig
 from qat.bench.kernels import run as module
+from qat.bench.kernels.cases import all_cases, cases_named, work_of
 from qat.bench.kernels.gates import (
     Inputs,
     KernelCase,
@@ -29,7 +30,7 @@ from qat.bench.kernels.gates import (
     num_bytes,
     numbers,
 )
-from qat.bench.kernels.run import all_cases, cases_named, record_figures, run_kernels, work_of
+from qat.bench.kernels.run import record_figures, run_kernels
 from qat.bench.kernels.tune import tune, write_table
 from qat.bench.measure import Clock, Roofline
 from qat.errors import BenchError, ConfigError

@@ -1,7 +1,8 @@
-"""The kernels inside a decoder layer: attention, its joined form, the gated unit, decoding.
+"""Every kernel as a case of the gates: its inputs, both its ways, the sizes that are timed.
 
-Shapes: B sequences, S positions, H query heads, J key-value heads, D head width, F width of gates,
-N positions of a cache, T tokens.
+Shapes: B sequences or columns of a block, S positions, T tokens, H query heads, J key-value heads,
+D width of a head or of the model, F width of gates, N positions of a cache, O out_features, I
+in_features, K teacher tokens kept, V vocabulary, C codebook entries.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,29 +12,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qat.bench.kernels.gates import (
-    Inputs,
-    KernelCase,
-    Outputs,
-    Room,
-    Size,
-    Way,
+from qat.bench.config import shape_called
+from qat.bench.kernels.gates import Inputs, KernelCase, Outputs, Room, Size, num_bytes, ways
+from qat.bench.kernels.tune import (
     block_pass_space,
     form_space,
     gated_space,
     gather_space,
     matvec_space,
-    num_bytes,
-    ways,
 )
+from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.attention import packed_attention, tile_attention
 from qat.kernels.column_sweep import refit_scale, settle_columns
-from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
-from qat.kernels.joined_attention import joined_attention, joined_tile_attention
-from qat.kernels.joined_attention import joined_tile_operator as joined_operator
+from qat.kernels.joined_attention import (
+    joined_attention,
+    joined_tile_attention,
+    joined_tile_operator,
+)
 from qat.kernels.lut_matvec import (
     MMA_BITS,
     UNIT,
@@ -49,82 +48,151 @@ from qat.kernels.lut_matvec import (
 from qat.kernels.lut_weight import form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
-from qat.quant.weight import PackedIndices, Scales, packed_width
+from qat.quant.weight import Scales, packed_width
 
+Work = Mapping[str, Any]
+"""A shape's configuration, and the sizes of a batch."""
+TRAINING = {"sequences": 512, "length": 64, "kept": 64, "logit_rows": 8192, "context": 2048}
+TRIAL = {"sequences": 2, "length": 8, "kept": 8, "logit_rows": 16, "context": 32}
+"""Of the smallest shape, for a look at whether everything runs."""
 EPS = 1e-6
-ATTENTION_SLACK = 2e-2
-"""Half-precision weights are rounded between two products, in eager PyTorch elsewhere than here."""
-ODD = ({"B": 2, "S": 17, "H": 4, "J": 2, "D": 32}, {"B": 1, "S": 50, "H": 3, "J": 1, "D": 64})
-WIDE = ({"B": 3, "S": 100, "H": 16, "J": 8, "D": 128}, {"B": 65, "S": 64, "H": 6, "J": 2, "D": 64})
 
 
-def layer_cases() -> Iterator[KernelCase]:
-    """Forward and backward of everything in a layer, then one step of decoding."""
-    yield from attention_cases()
-    yield from joined_cases()
-    yield from gated_cases()
-    yield decode_case()
+def work_of(shape: str) -> dict[str, Any]:
+    """A published shape's dimensions, and those of a batch, the cache's pass and a context.
+
+    Raises:
+        ConfigError: no shape has that name.
+    """
+    return {**shape_called(shape), **(TRIAL if shape == "tiny" else TRAINING)}
+
+
+def all_cases() -> dict[str, KernelCase]:
+    """By name, in the order in which they are run."""
+    every = (
+        *attention_cases(),
+        *joined_cases(),
+        *gated_cases(),
+        decode_case(),
+        *linear_cases(),
+        *head_cases(),
+        *top_k_cases(),
+        adamw_case(),
+        *column_cases(),
+    )
+    return {case.name: case for case in every}
+
+
+def cases_named(only: str) -> list[KernelCase]:
+    """Cases whose names hold one of the parts of `only`, joined by commas; all for none.
+
+    Raises:
+        ConfigError: a part is in no name.
+    """
+    every, parts = all_cases(), [part.strip() for part in only.split(",")]
+    for part in parts:
+        if not any(part in name for name in every):
+            raise ConfigError(
+                f"only={part!r} is in no kernel's name; choose parts of {'; '.join(every)}"
+            )
+    return [case for name, case in every.items() if any(part in name for part in parts)]
+
+
+# Inside a decoder layer: attention, its joined form, the gated unit, decoding.
+
+ATTENTION = {
+    "size": lambda c: {"B": c["sequences"], "S": c["length"], **_heads(c)},
+    "odd": ({"B": 2, "S": 17, "H": 4, "J": 2, "D": 32}, {"B": 1, "S": 50, "H": 3, "J": 1, "D": 64}),
+    "wide": (
+        {"B": 3, "S": 100, "H": 16, "J": 8, "D": 128},
+        {"B": 65, "S": 64, "H": 6, "J": 2, "D": 64},
+    ),
+    # half-precision weights are rounded between two products, in eager PyTorch elsewhere than here
+    "slack": 2e-2,
+}
 
 
 def attention_cases() -> Iterator[KernelCase]:
     """Attention alone, heads apart."""
-    common = {
-        "inputs": _attention_inputs,
-        "size": _attention_size,
-        "odd": ODD,
-        "wide": WIDE,
-        "slack": ATTENTION_SLACK,
-    }
+
+    def inputs(room: Room, size: Size) -> Inputs:
+        B, S, H, J, D = (size[name] for name in "BSHJD")
+        q, k, v = (room.normal(B, S, n, D, dtype=room.half).transpose(1, 2) for n in (H, J, J))
+        positions, grad = room.positions(B, S), room.normal(B, S, H, D, dtype=room.half)
+        return {"qkvp": (q, k, v, positions), "grad": grad}
+
+    def backward(i: Inputs, s: Size) -> Outputs:
+        found = torch.ops.qat.tile_attention_backward(i["grad"], *i["qkvp"], _scale(s))
+        return dict(zip(("d_q", "d_k", "d_v"), found, strict=True))
+
+    def plain_backward(i: Inputs, s: Size) -> Outputs:
+        *qkv, positions = i["qkvp"]
+        found = gradients(lambda *x: packed_attention(*x, positions, _scale(s)), i["grad"], *qkv)
+        return dict(zip(("d_q", "d_k", "d_v"), found, strict=True))
+
     yield KernelCase(
         "attention, forward",
-        kernel=lambda i, s: {"out": tile_attention(*_qkv(i), _scale(s))},
-        reference=lambda i, s: {"out": packed_attention(*_qkv(i), _scale(s))},
-        moved=lambda i, o, s: num_bytes(_qkv(i), o),
+        inputs=inputs,
+        kernel=lambda i, s: {"out": tile_attention(*i["qkvp"], _scale(s))},
+        reference=lambda i, s: {"out": packed_attention(*i["qkvp"], _scale(s))},
+        moved=lambda i, o, s: num_bytes(i["qkvp"], o),
         flops=lambda s: 2 * product_flops(s),
-        **common,
+        **ATTENTION,
     )
     yield KernelCase(
         "attention, backward",
-        kernel=lambda i, s: _named(
-            torch.ops.qat.tile_attention_backward(i["grad"], *_qkv(i), _scale(s)), "qkv"
-        ),
-        reference=lambda i, s: _named(
-            gradients(
-                lambda *qkv: packed_attention(*qkv, i["p"], _scale(s)), i["grad"], *_qkv(i)[:3]
-            ),
-            "qkv",
-        ),
+        inputs=inputs,
+        kernel=backward,
+        reference=plain_backward,
         flops=lambda s: 5 * product_flops(s),
-        **common,
+        **ATTENTION,
     )
 
 
 def joined_cases() -> Iterator[KernelCase]:
     """Norms, rotary embedding and attention of heads that lie side by side."""
-    common = {
-        "inputs": _joined_inputs,
-        "size": _attention_size,
-        "odd": ODD,
-        "wide": WIDE,
-        "slack": ATTENTION_SLACK,
-    }
+
+    def inputs(room: Room, size: Size) -> Inputs:
+        B, S, H, J, D = (size[name] for name in "BSHJD")
+        angle = room.uniform(B, S, D // 2, high=6.0).repeat(1, 1, 2)
+        return {
+            "qkv": room.normal(B, S, (H + 2 * J) * D, dtype=room.half),
+            "cos": angle.cos().to(room.half),
+            "sin": angle.sin().to(room.half),
+            "norms": [room.uniform(D, low=0.5, high=1.5) for _ in range(2)],
+            "p": room.positions(B, S),
+            "grad": room.normal(B, S, H, D, dtype=room.half),
+        }
+
+    def rest(i: Inputs, s: Size) -> tuple:
+        return i["cos"], i["sin"], *i["norms"], i["p"], _scale(s), EPS, s["H"]
+
+    def backward(i: Inputs, s: Size) -> Outputs:
+        if "turned" not in i:  # kept from forward: made once, outside the clock
+            i["turned"] = joined_tile_operator(i["qkv"], *rest(i, s))[1]
+        operator = torch.ops.qat.joined_tile_attention_backward
+        return {"d_qkv": operator(i["grad"], i["turned"], i["qkv"], *rest(i, s)[:-1], False)[0]}
+
+    def plain_backward(i: Inputs, s: Size) -> Outputs:
+        found = gradients(lambda qkv: joined_attention(qkv, *rest(i, s)), i["grad"], i["qkv"])
+        return {"d_qkv": found[0]}
+
     yield KernelCase(
         "joined attention, forward",
-        kernel=lambda i, s: {"out": joined_tile_attention(i["qkv"], *_rest(i, s))},
-        reference=lambda i, s: {"out": joined_attention(i["qkv"], *_rest(i, s))},
-        moved=lambda i, o, s: num_bytes({k: v for k, v in i.items() if k not in {"grad"}}, o),
+        inputs=inputs,
+        kernel=lambda i, s: {"out": joined_tile_attention(i["qkv"], *rest(i, s))},
+        reference=lambda i, s: {"out": joined_attention(i["qkv"], *rest(i, s))},
+        moved=lambda i, o, s: num_bytes(i, o) - num_bytes(i["grad"]),
         flops=lambda s: 2 * product_flops(s),
-        **common,
+        **ATTENTION,
     )
     yield KernelCase(
         "joined attention, backward",
-        kernel=_joined_backward,
-        reference=lambda i, s: _named(
-            gradients(lambda qkv: joined_attention(qkv, *_rest(i, s)), i["grad"], i["qkv"]),
-            ["qkv"],
-        ),
+        inputs=inputs,
+        kernel=backward,
+        reference=plain_backward,
         flops=lambda s: 5 * product_flops(s),
-        **common,
+        **ATTENTION,
     )
 
 
@@ -136,12 +204,16 @@ def gated_cases() -> Iterator[KernelCase]:
         "wide": ({"T": 1001, "F": 3071},),
         "slack": 2.0**-9,
     }
+
+    def plain_backward(i: Inputs, s: Size) -> Outputs:
+        return {"d_joined": gradients(silu_mul, i["grad"], i["joined"])[0]}
+
     yield KernelCase(
         "gated unit, forward",
         inputs=lambda room, s: {"joined": room.normal(s["T"], 2 * s["F"])},
         kernel=lambda i, s: {"out": fused_silu_mul(i["joined"])},
+        reference=ways(lambda i, s: {"out": silu_mul(i["joined"])})["reference"],
         space=lambda s: gated_space(s, "gated_unit"),
-        **_reference(lambda i, s: {"out": silu_mul(i["joined"])}),
         **common,
     )
     yield KernelCase(
@@ -151,19 +223,58 @@ def gated_cases() -> Iterator[KernelCase]:
             "grad": room.normal(s["T"], s["F"]),
         },
         kernel=lambda i, s: {"d_joined": torch.ops.qat.silu_mul_backward(i["grad"], i["joined"])},
+        reference=ways(plain_backward)["reference"],
         space=lambda s: gated_space(s, "gated_unit_backward"),
-        **_reference(lambda i, s: _named(gradients(silu_mul, i["grad"], i["joined"]), ["joined"])),
         **common,
     )
 
 
 def decode_case() -> KernelCase:
     """One new position against a full cache."""
+
+    def inputs(room: Room, size: Size) -> Inputs:
+        B, H, J, D, N = (size[name] for name in "BHJDN")
+        angle = room.uniform(N, D // 2, high=6.0).repeat(1, 2)
+        caches = (room.normal(B, J, N, D) for _ in range(2))
+        return {
+            "qkv": room.normal(B, (H + 2 * J) * D, dtype=torch.float32),
+            "cache": Cache(*caches),
+            "position": torch.tensor([N - 1], device=room.device),
+            "angles": Angles(angle.cos(), angle.sin()),
+            "gains": [room.uniform(D, low=0.5, high=1.5) for _ in range(2)],
+        }
+
+    def run(i: Inputs, s: Size) -> Outputs:
+        cache, heads = i["cache"], Heads(_scale(s), *i["gains"], EPS)
+        out = decode_attention(i["qkv"], cache, i["position"], i["angles"], heads)
+        return {"out": out, "new_key": cache.keys[:, :, -1], "new_value": cache.values[:, :, -1]}
+
+    def exact(i: Inputs, s: Size) -> Outputs:
+        H, J, D = (s[name] for name in "HJD")
+        query, key, value = i["qkv"].double().view(s["B"], -1, D).split([H, J, J], 1)
+        cos, sin = (angle[-1].double() for angle in i["angles"])
+
+        def turned(x: Tensor, gain: Tensor) -> Tensor:
+            x = functional.rms_norm(x, (D,), gain.double(), EPS)
+            low, high = x.chunk(2, -1)
+            return x * cos + torch.cat([-high, low], -1) * sin
+
+        query, key = (turned(x, g) for x, g in zip((query, key), i["gains"], strict=True))
+        seen = []
+        for cache, new in zip(i["cache"], (key, value), strict=True):
+            # rounded to float32 first, as both ways do: then to what the cache holds
+            kept = new.float().to(cache.dtype).double()
+            seen.append(torch.cat([cache[:, :, :-1].double(), kept[:, :, None]], 2))
+        keys, values = (cache.repeat_interleave(H // J, 1) for cache in seen)
+        weights = ((keys @ query[..., None])[..., 0] * _scale(s)).softmax(-1)
+        out = (weights[..., None] * values).sum(2).flatten(1)
+        return {"out": out, "new_key": key, "new_value": value}
+
     return KernelCase(
         "decode attention",
-        inputs=_decode_inputs,
-        **ways(_decode),
-        exact=_decode_exactly,
+        inputs=inputs,
+        **ways(run),
+        exact=exact,
         size=lambda c: {**_heads(c), "B": 1, "N": c["context"]},
         odd=(
             {"B": 2, "H": 4, "J": 2, "D": 16, "N": 71},
@@ -188,130 +299,31 @@ def product_flops(size: Size) -> float:
     return size["B"] * size["H"] * size["D"] * S * (S + 1)
 
 
-def _reference(function: Way) -> dict[str, Way]:
-    """The plain way of a function that chooses, whose kernel is called by its operator."""
-    return {"reference": ways(function)["reference"]}
-
-
-def _named(found: Any, names: Any) -> Outputs:  # noqa: ANN401 - an operator's tuple
-    return {f"d_{name}": tensor for name, tensor in zip(names, found, strict=True)}
-
-
-def _heads(config: Mapping[str, Any]) -> dict[str, int]:
-    return {
-        "H": config["num_attention_heads"],
-        "J": config["num_key_value_heads"],
-        "D": config["head_dim"],
-    }
-
-
-def _attention_size(config: Mapping[str, Any]) -> Size:
-    return {"B": config["sequences"], "S": config["length"], **_heads(config)}
+def _heads(work: Work) -> dict[str, int]:
+    names = {"H": "num_attention_heads", "J": "num_key_value_heads", "D": "head_dim"}
+    return {letter: work[name] for letter, name in names.items()}
 
 
 def _scale(size: Size) -> float:
     return size["D"] ** -0.5
 
 
-def _attention_inputs(room: Room, size: Size) -> Inputs:
-    B, S, H, J, D = (size[name] for name in "BSHJD")
-    heads = zip("qkv", (H, J, J), strict=True)
-    made = {n: room.normal(B, S, count, D, dtype=room.half).transpose(1, 2) for n, count in heads}
-    return {**made, "p": room.positions(B, S), "grad": room.normal(B, S, H, D, dtype=room.half)}
-
-
-def _qkv(inputs: Inputs) -> tuple[Tensor, ...]:
-    return inputs["q"], inputs["k"], inputs["v"], inputs["p"]
-
-
-def _joined_inputs(room: Room, size: Size) -> Inputs:
-    B, S, H, J, D = (size[name] for name in "BSHJD")
-    angle = room.uniform(B, S, D // 2, high=6.0).repeat(1, 1, 2)
-    return {
-        "qkv": room.normal(B, S, (H + 2 * J) * D, dtype=room.half),
-        "cos": angle.cos().to(room.half),
-        "sin": angle.sin().to(room.half),
-        "norms": [room.uniform(D, low=0.5, high=1.5) for _ in range(2)],
-        "p": room.positions(B, S),
-        "grad": room.normal(B, S, H, D, dtype=room.half),
-    }
-
-
-def _rest(inputs: Inputs, size: Size) -> tuple:
-    angles = inputs["cos"], inputs["sin"]
-    return *angles, *inputs["norms"], inputs["p"], _scale(size), EPS, size["H"]
-
-
-def _joined_backward(inputs: Inputs, size: Size) -> Outputs:
-    if "turned" not in inputs:  # kept from forward: made once, outside the clock
-        inputs["turned"] = joined_operator(inputs["qkv"], *_rest(inputs, size))[1]
-    grad, turned, rest = inputs["grad"], inputs["turned"], _rest(inputs, size)[:-1]
-    backward = torch.ops.qat.joined_tile_attention_backward
-    return {"d_qkv": backward(grad, turned, inputs["qkv"], *rest, False)[0]}
-
-
-def _decode_inputs(room: Room, size: Size) -> Inputs:
-    B, H, J, D, N = (size[name] for name in "BHJDN")
-    angle = room.uniform(N, D // 2, high=6.0).repeat(1, 2)
-    caches = (room.normal(B, J, N, D) for _ in range(2))
-    return {
-        "qkv": room.normal(B, (H + 2 * J) * D, dtype=torch.float32),
-        "cache": Cache(*caches),
-        "position": torch.tensor([N - 1], device=room.device),
-        "angles": Angles(angle.cos(), angle.sin()),
-        "gains": [room.uniform(D, low=0.5, high=1.5) for _ in range(2)],
-    }
-
-
-def _decode(inputs: Inputs, size: Size) -> Outputs:
-    heads = Scoring(_scale(size), *inputs["gains"], EPS)
-    qkv, cache, position, angles = (inputs[n] for n in ("qkv", "cache", "position", "angles"))
-    out = decode_attention(qkv, cache, position, angles, heads)
-    return {"out": out, "new_key": cache.keys[:, :, -1], "new_value": cache.values[:, :, -1]}
-
-
-def _decode_exactly(inputs: Inputs, size: Size) -> Outputs:
-    B, H, J, D, _ = (size[name] for name in "BHJDN")
-    kept = inputs["cache"].keys.dtype
-    query, key, value = inputs["qkv"].double().view(B, -1, D).split([H, J, J], 1)
-    cos, sin = (angle[-1].double() for angle in inputs["angles"])
-
-    def turned(x: Tensor, gain: Tensor) -> Tensor:
-        x = functional.rms_norm(x, (D,), gain.double(), EPS)
-        low, high = x.chunk(2, -1)
-        return x * cos + torch.cat([-high, low], -1) * sin
-
-    query, key = (turned(x, g) for x, g in zip((query, key), inputs["gains"], strict=True))
-    # rounded to float32 first, as both ways do: then to what the cache holds
-    new = [x.float().to(kept).double() for x in (key, value)]
-    seen = [t.double().clone() for t in inputs["cache"]]
-    for cache, added in zip(seen, new, strict=True):
-        cache[:, :, -1] = added
-    keys, values = (cache.repeat_interleave(H // J, 1) for cache in seen)
-    weights = ((keys @ query[..., None])[..., 0] * _scale(size)).softmax(-1)
-    out = (weights[..., None] * values).sum(2).flatten(1)
-    return {"out": out, "new_key": key, "new_value": value}
-
-
-# The kernels of quantized linears: form and pull back in training, matrix-vector in decoding.
-#
-# Shapes: O out_features, I in_features, bits of an index (16: a dense matrix), group weights that
-# share a scale.
+# Quantized linears: form and pull back in training, matrix-vector in decoding. Bits are of an
+# index; 16 are a dense matrix.
 
 GROUP, PARTS = 16, 640
 SHORT_SLACK = 5e-4
 """Levels of 16 bits (`short_levels`) err by at most that of themselves."""
-FORM_ODD = ({"O": 37, "I": 80}, {"O": 5, "I": 112})
-FORM_WIDE = ({"O": 1031, "I": 1040}, {"O": 129, "I": 3056})
-VECTOR_ODD = ({"O": 37, "I": 192}, {"O": 9, "I": 80})
-VECTOR_WIDE = ({"O": 333, "I": 1040},)
+FORM = {
+    "odd": ({"O": 37, "I": 80}, {"O": 5, "I": 112}),
+    "wide": ({"O": 1031, "I": 1040}, {"O": 129, "I": 3056}),
+}
 
 
 def linear_cases() -> Iterator[KernelCase]:
     """Training's kernels by source and bits, then decoding's by kind of matrix."""
     for source, bits in (("packed", 2), ("packed", 4), ("latent", 2), ("latent", 4)):
-        yield form_case(source, bits)
-        yield pull_back_case(source, bits)
+        yield from form_cases(source, bits)
     yield from decode_cases(mlp=2, attention=4, head=4)
     yield matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True)
     yield from decode_cases(mlp=16, attention=16, head=16)
@@ -319,69 +331,47 @@ def linear_cases() -> Iterator[KernelCase]:
 
 def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]:
     """The five matrices of a decoding step, by bits of their indices; 16: dense ones."""
+
+    def attention_out(c: Work) -> Size:
+        return {"O": c["hidden_size"], "I": c["num_attention_heads"] * c["head_dim"]}
+
     yield matvec_case("queries, keys, values", attention, _joined_heads)
-    yield matvec_add_case("attention out", attention, _attention_out)
+    yield matvec_add_case("attention out", attention, attention_out)
     yield matvec_case("gates and ups", mlp, _mlp_in, is_gated=True)
     yield matvec_add_case("down", mlp, _mlp_out)
     yield matvec_case("head", head, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
 
 
-def form_case(source: str, bits: int) -> KernelCase:
-    """The weight, which is the same bits on every device: nothing is allowed beyond eager."""
-
-    def run(inputs: Inputs, size: Size) -> Outputs:
-        weight, dtype = inputs["weight"], inputs["dtype"]
-        return {"W": form(*weight, dtype)}
-
-    both = ways(run)
-    return KernelCase(
+def form_cases(source: str, bits: int) -> Iterator[KernelCase]:
+    """A weight formed of its parts, and the gradients of scales and codebook."""
+    size = _mlp_in if bits == 2 else _joined_heads
+    both = ways(lambda i, s: {"W": form(*i["weight"], i["dtype"])})
+    yield KernelCase(
         f"form, {source} {bits}-bit",
         inputs=lambda room, s: {"weight": _weight(room, s, source, bits), "dtype": room.dtype},
         **both,
         exact=both["reference"],
-        size=_mlp_in if bits == 2 else _joined_heads,
-        odd=FORM_ODD,
-        wide=FORM_WIDE,
-        slack=0.0,
+        size=size,
+        slack=0.0,  # the same bits on every device
         space=lambda s: form_space(s, bits, is_packed=source == "packed"),
+        **FORM,
     )
-
-
-def pull_back_case(source: str, bits: int) -> KernelCase:
-    """The gradients of scales and codebook."""
-
-    def run(inputs: Inputs, size: Size) -> Outputs:
-        return pull_back(inputs["dW"], *inputs["weight"], wanted=("codebook", "scales"))
-
-    return KernelCase(
+    yield KernelCase(
         f"pull back, {source} {bits}-bit",
         inputs=lambda room, s: {
             "weight": _weight(room, s, source, bits),
             "dW": room.normal(s["O"], s["I"]),
         },
-        **ways(run),
-        size=_mlp_in if bits == 2 else _joined_heads,
-        odd=FORM_ODD,
-        wide=FORM_WIDE,
+        **ways(lambda i, s: pull_back(i["dW"], *i["weight"], wanted=("codebook", "scales"))),
+        size=size,
+        **FORM,
     )
 
 
 def matvec_case(
-    name: str, bits: int, size: Callable[[Mapping[str, Any]], Size], *, is_gated: bool = False
+    name: str, bits: int, size: Callable[[Work], Size], *, is_gated: bool = False
 ) -> KernelCase:
     """A product behind a norm, perhaps with a gated unit behind it."""
-
-    def run(inputs: Inputs, size: Size) -> Outputs:
-        norm = Norm(inputs["squares"], EPS)
-        return {"y": matvec(inputs["x"], inputs["rows"], norm=norm, is_gated=is_gated)}
-
-    def exact(inputs: Inputs, size: Size) -> Outputs:
-        y = _product(inputs["x"], inputs["rows"])
-        y = y * torch.rsqrt(inputs["squares"].double().sum(1, keepdim=True) / size["I"] + EPS)
-        if is_gated:
-            gate, up = y.chunk(2, 1)
-            y = functional.silu(gate) * up
-        return {"y": y}
 
     def inputs(room: Room, size: Size) -> Inputs:
         shape = {**size, "O": size["O"] * (2 if is_gated else 1)}
@@ -390,14 +380,25 @@ def matvec_case(
             "squares": room.uniform(1, PARTS),
         }
 
+    def run(i: Inputs, s: Size) -> Outputs:
+        return {"y": matvec(i["x"], i["rows"], norm=Norm(i["squares"], EPS), is_gated=is_gated)}
+
+    def exact(i: Inputs, s: Size) -> Outputs:
+        y = _product(i["x"], i["rows"])
+        y = y * torch.rsqrt(i["squares"].double().sum(1, keepdim=True) / s["I"] + EPS)
+        if is_gated:
+            gate, up = y.chunk(2, 1)
+            y = functional.silu(gate) * up
+        return {"y": y}
+
     return KernelCase(
         f"matvec, {name}, {bits}-bit",
         inputs=inputs,
         **ways(run),
         exact=exact,
         size=size,
-        odd=VECTOR_ODD,
-        wide=VECTOR_WIDE,
+        odd=({"O": 37, "I": 192}, {"O": 9, "I": 80}),
+        wide=({"O": 333, "I": 1040},),
         moved=_moved_rows,
         slack=SHORT_SLACK if bits in MMA_BITS else 2e-6,
         space=lambda s: matvec_space(s, bits, is_short=True),
@@ -405,25 +406,10 @@ def matvec_case(
 
 
 def matvec_add_case(
-    name: str,
-    bits: int,
-    size: Callable[[Mapping[str, Any]], Size],
-    *,
-    has_exact_levels: bool = False,
+    name: str, bits: int, size: Callable[[Work], Size], *, has_exact_levels: bool = False
 ) -> KernelCase:
     """A product onto the residual stream."""
     is_short = bits in MMA_BITS and not has_exact_levels
-
-    def run(inputs: Inputs, size: Size) -> Outputs:
-        stream = matvec_add(*(inputs[n] for n in ("x", "rows", "residual", "gamma")), order=UNIT)
-        return stream._asdict()
-
-    def exact(inputs: Inputs, size: Size) -> Outputs:
-        residual = inputs["residual"].double() + _product(inputs["x"], inputs["rows"])
-        squares = residual.square().sum(1)
-        scaled = residual * inputs["gamma"].double()
-        scaled = scaled.unflatten(1, (-1, UNIT)).transpose(1, 2).flatten(1)  # not to float32
-        return {"residual": residual, "scaled": scaled, "squares": squares}
 
     def inputs(room: Room, size: Size) -> Inputs:
         return {
@@ -431,6 +417,15 @@ def matvec_add_case(
             "residual": room.normal(1, size["O"], dtype=torch.float32),
             "gamma": room.uniform(size["O"], low=0.5, high=1.5),
         }
+
+    def run(i: Inputs, s: Size) -> Outputs:
+        return matvec_add(i["x"], i["rows"], i["residual"], i["gamma"], order=UNIT)._asdict()
+
+    def exact(i: Inputs, s: Size) -> Outputs:
+        residual = i["residual"].double() + _product(i["x"], i["rows"])
+        scaled = residual * i["gamma"].double()
+        scaled = scaled.unflatten(1, (-1, UNIT)).transpose(1, 2).flatten(1)  # not to float32
+        return {"residual": residual, "scaled": scaled, "squares": residual.square().sum(1)}
 
     return KernelCase(
         f"matvec, {name}, {bits}-bit",
@@ -455,12 +450,8 @@ def _weight(room: Room, size: Size, source: str, bits: int) -> tuple:
     scales = Scales(room.uniform(O, I // GROUP, low=0.05, high=1.5), bits=8)
     if source == "latent":
         return room.normal(O, I), codebook, scales
-    return _packed(room, O, I, bits), codebook, scales
-
-
-def _packed(room: Room, O: int, I: int, bits: int) -> PackedIndices:
     octets = room.integers(256, O, packed_width(I, bits), dtype=torch.uint8)
-    return PackedIndices(octets, bits, I)
+    return Packed(octets, bits, I), codebook, scales
 
 
 def _factors(room: Room, size: Size, bits: int, *, is_short: bool) -> Inputs:
@@ -484,62 +475,77 @@ def _moved_rows(inputs: Inputs, outputs: Outputs, size: Size) -> int:
     return num_bytes(read, inputs["x"], outputs)
 
 
-def _joined_heads(config: Mapping[str, Any]) -> Size:
-    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-    return {"O": heads * config["head_dim"], "I": config["hidden_size"]}
+def _joined_heads(work: Work) -> Size:
+    heads = work["num_attention_heads"] + 2 * work["num_key_value_heads"]
+    return {"O": heads * work["head_dim"], "I": work["hidden_size"]}
 
 
-def _attention_out(config: Mapping[str, Any]) -> Size:
-    return {"O": config["hidden_size"], "I": config["num_attention_heads"] * config["head_dim"]}
+def _mlp_in(work: Work) -> Size:
+    return {"O": work["intermediate_size"], "I": work["hidden_size"]}
 
 
-def _mlp_in(config: Mapping[str, Any]) -> Size:
-    return {"O": config["intermediate_size"], "I": config["hidden_size"]}
+def _mlp_out(work: Work) -> Size:
+    return {"O": work["hidden_size"], "I": work["intermediate_size"]}
 
 
-def _mlp_out(config: Mapping[str, Any]) -> Size:
-    return {"O": config["hidden_size"], "I": config["intermediate_size"]}
-
-
-# The kernels over the vocabulary, and those of optimizer and converter.
-#
-# Shapes: T tokens, K teacher tokens kept, V vocabulary, D width, O rows, B columns of a block, C
-# codebook entries.
-
-RATES = Rates(lr=1e-2, decay=1e-3, beta1=0.9, beta2=0.95, eps=1e-12)
-HEAD_ODD = ({"T": 5, "K": 7, "V": 130, "D": 48}, {"T": 3, "K": 20, "V": 301, "D": 40})
-HEAD_WIDE = ({"T": 131, "K": 64, "V": 10_007, "D": 1032},)
-
-
-def word_cases() -> Iterator[KernelCase]:
-    """Losses, cache, optimizer and converter."""
-    yield from head_cases()
-    yield from top_k_cases()
-    yield adamw_case()
-    yield from column_cases()
+# Over the vocabulary; then the optimizer and the converter.
 
 
 def head_cases() -> Iterator[KernelCase]:
     """The losses' passes over the head: chosen words, their gradient, and all others."""
-    common = {"inputs": _head_inputs, "size": _head_size, "odd": HEAD_ODD, "wide": HEAD_WIDE}
+
+    def inputs(room: Room, size: Size) -> Inputs:
+        T, K, V, D = (size[name] for name in "TKVD")
+        # ids of a row differ, as a teacher's do
+        ids = room.integers(V, T, 1) + torch.arange(K, device=room.device) * (V // K)
+        return {
+            "hidden": room.normal(T, D) * D**-0.5,
+            "weight": room.normal(V, D),
+            "ids": ids % V,
+            "g_chosen": room.normal(T, K, dtype=torch.float32),
+        }
+
+    def gather_sum(i: Inputs, s: Size) -> Outputs:
+        out = torch.empty_like(i["hidden"])
+        g_logits = LogitGradients(i["ids"], i["g_chosen"], s["K"])
+        hidden_gradient(g_logits, None, i["weight"], out=out)
+        return {"d_hidden": out}
+
+    def all_others(i: Inputs, s: Size) -> Outputs:
+        return other_words(i["hidden"], Head(i["weight"]), i["ids"], want_slope=True)._asdict()
+
+    def rows_read(i: Inputs, s: Size) -> int:
+        return s["T"] * s["K"] * s["D"] * i["weight"].element_size()
+
+    common = {
+        "inputs": inputs,
+        "size": lambda c: {
+            "T": c["sequences"] * c["length"],
+            "K": c["kept"],
+            "V": c["vocab_size"],
+            "D": c["hidden_size"],
+        },
+        "odd": ({"T": 5, "K": 7, "V": 130, "D": 48}, {"T": 3, "K": 20, "V": 301, "D": 40}),
+        "wide": ({"T": 131, "K": 64, "V": 10_007, "D": 1032},),
+    }
     yield KernelCase(
         "gather-dot",
         **ways(lambda i, s: {"logits": chosen_logits(i["hidden"], Head(i["weight"]), i["ids"])}),
-        moved=lambda i, o, s: _gathered(i, s) + num_bytes(i["hidden"], i["ids"], o),
+        moved=lambda i, o, s: rows_read(i, s) + num_bytes(i["hidden"], i["ids"], o),
         space=lambda s: gather_space(s, "gather_dot"),
         **common,
     )
     yield KernelCase(
         "gather-sum",
-        **ways(_gather_sum),
-        moved=lambda i, o, s: _gathered(i, s) + num_bytes(i["g_chosen"], i["ids"], o),
+        **ways(gather_sum),
+        moved=lambda i, o, s: rows_read(i, s) + num_bytes(i["g_chosen"], i["ids"], o),
         space=lambda s: gather_space(s, "gather_sum"),
         slack=2.0**-9,
         **common,
     )
     yield KernelCase(
         "other words",
-        **ways(_other_words),
+        **ways(all_others),
         # a logit is written, read, and its share written and read: four bytes, then two
         moved=lambda i, o, s: s["T"] * s["V"] * (4 + i["hidden"].element_size()),
         flops=lambda s: 4.0 * s["T"] * s["V"] * s["D"],
@@ -551,6 +557,18 @@ def head_cases() -> Iterator[KernelCase]:
 
 def top_k_cases() -> Iterator[KernelCase]:
     """The cache's pass over logits, and what picks the top K from its blocks."""
+
+    def with_blocks(room: Room, size: Size) -> Inputs:
+        logits = room.normal(size["T"], size["V"])
+        return {"logits": logits, "blocks": summarize(logits)}
+
+    def exact(i: Inputs, s: Size) -> Outputs:
+        logits = i["logits"].double()
+        values, ids = (t[:, : s["K"]] for t in logits.sort(dim=1, descending=True, stable=True))
+        total = logits.logsumexp(1)
+        tail = logits.scatter(1, ids, -torch.inf).logsumexp(1) - total
+        return {"values": values, "ids": ids, "log_sum_exp": total, "tail_logprob": tail}
+
     common = {
         "size": lambda c: {"T": c["logit_rows"], "V": c["vocab_size"], "K": c["kept"]},
         "odd": ({"T": 3, "V": 333, "K": 2}, {"T": 2, "V": 1000, "K": 7}),
@@ -567,12 +585,12 @@ def top_k_cases() -> Iterator[KernelCase]:
     )
     yield KernelCase(
         "top-k, selection",
-        inputs=_selection_inputs,
+        inputs=with_blocks,
         **ways(lambda i, s: top_k_of_blocks(i["logits"], s["K"], i["blocks"])._asdict()),
         moved=lambda i, o, s: (
             num_bytes(i["blocks"], o) + s["T"] * s["K"] * BLOCK * i["logits"].element_size()
         ),
-        exact=_select_exactly,
+        exact=exact,
         counts=False,  # the cache's, and bound by comparisons
         **common,
     )
@@ -580,12 +598,34 @@ def top_k_cases() -> Iterator[KernelCase]:
 
 def adamw_case() -> KernelCase:
     """AdamW on bfloat16: every result is a neighbour of the exact one."""
+    rates = Rates(lr=1e-2, decay=1e-3, beta1=0.9, beta2=0.95, eps=1e-12)
+
+    def inputs(room: Room, size: Size) -> Inputs:
+        p, g, m = (room.normal(size["O"], size["I"], dtype=torch.float32) for _ in range(3))
+        moving = Moving(*(t.bfloat16() for t in (p, g, 0.1 * m, 0.3 * m.square())))
+        factors = torch.tensor([0.5, 1 - 0.9**3, (1 - 0.95**3) ** 0.5], device=room.device)
+        return {"moving": moving, "shared": factors}
+
+    def run(i: Inputs, s: Size) -> Outputs:
+        moving = i["moving"]
+        stochastic_adamw_(moving, i["shared"], rates, Noise(seed=0, step=0, index=0))
+        return {"p": moving.parameter, "m": moving.exp_avg, "v": moving.exp_avg_sq}
+
+    def exact(i: Inputs, s: Size) -> Outputs:
+        p, g, m, v = (tensor.double() for tensor in i["moving"])
+        factor, bias1, root_bias2 = i["shared"].double()
+        g = g * factor
+        m = rates.beta1 * m + (1 - rates.beta1) * g
+        v = rates.beta2 * v + (1 - rates.beta2) * g.square()
+        change = (m / bias1) / (v.sqrt() / root_bias2 + rates.eps)
+        return {"p": p - rates.decay * p - rates.lr * change, "m": m, "v": v}
+
     return KernelCase(
         "AdamW, stochastic rounding",
-        inputs=_adamw_inputs,
-        **ways(_adamw),
-        exact=_adamw_exactly,
-        size=lambda c: {"O": c["intermediate_size"], "I": c["hidden_size"]},
+        inputs=inputs,
+        **ways(run),
+        exact=exact,
+        size=_mlp_in,
         odd=({"O": 37, "I": 11}, {"O": 2, "I": 2500}),
         wide=({"O": 1027, "I": 1025},),
         slack=2.0**-7,  # one last bit of bfloat16
@@ -594,150 +634,63 @@ def adamw_case() -> KernelCase:
 
 def column_cases() -> Iterator[KernelCase]:
     """The two steps inside a block of a converter's sweep."""
+
+    def to_settle(room: Room, size: Size) -> Inputs:
+        """Short binary fractions: every sum is exact, so that no choice hangs on a rounding."""
+        B, O, C = (size[name] for name in "BOC")
+
+        def fractions(*shape: int, high: int, unit: float) -> Tensor:
+            return (room.integers(2 * high + 1, *shape) - high).float() * unit
+
+        weight = fractions(B, O, high=32, unit=1 / 16) + 2.0**-10
+        coupling = fractions(B, B, high=2, unit=1 / 8).fill_diagonal_(0.0)
+        levels = torch.arange(C, device=room.device).float()[:, None] / 4 - C / 8
+        return {
+            "weight": weight,
+            "scales": 2.0 ** room.integers(3, 1, O).float(),
+            "levels": levels.expand(C, O).contiguous(),
+            "target": weight + fractions(B, O, high=8, unit=1 / 16),
+            "coupling": coupling,
+        }
+
+    def to_refit(room: Room, size: Size) -> Inputs:
+        B, O, C = (size[name] for name in "BOC")
+        levels = room.normal(C, O, dtype=torch.float32).sort(0).values
+        weight = room.normal(B, O, dtype=torch.float32)
+        return {
+            "weight": weight,
+            "scales": room.uniform(1, O, low=0.1, high=1.1).half().float(),
+            "levels": levels,
+            "chosen": levels.gather(0, room.integers(C, B, O)),
+            "target": weight + 0.3 * room.normal(B, O, dtype=torch.float32),
+            # the curvature of a real Hessian is positive
+            "coupling": 0.09 * room.normal(B, B, dtype=torch.float32).fill_diagonal_(0.0),
+            "diagonal": room.uniform(B, low=0.5, high=1.5),
+        }
+
+    def columns_of(i: Inputs) -> Columns:
+        """A block before its first choice: the lowest level everywhere, if nothing was chosen."""
+        weight, scales, levels = i["weight"], i["scales"], i["levels"]
+        chosen = i.get("chosen", levels[:1].expand_as(weight)).clone()
+        return Columns(weight, weight - chosen * scales, chosen, scales, levels)
+
+    def settle(i: Inputs, s: Size) -> Outputs:
+        columns = columns_of(i)
+        settle_columns(columns, i["target"].clone(), i["coupling"])
+        return {"chosen": columns.chosen, "residual": columns.residual}
+
+    def refit(i: Inputs, s: Size) -> Outputs:
+        columns, target = columns_of(i), i["target"].clone()
+        columns.scales = columns.scales.clone()
+        refit_scale(columns, target, i["coupling"], i["diagonal"])
+        return {"scales": columns.scales, "residual": columns.residual, "target": target}
+
     common = {
+        "size": lambda c: {"B": 16, "C": 4, "O": c["intermediate_size"]},
         "odd": ({"B": 20, "O": 129, "C": 4}, {"B": 7, "O": 40, "C": 16}),
         "wide": ({"B": 16, "O": 3071, "C": 4},),
         "counts": False,  # bound by walking columns one after the other
     }
-    size = {"B": 16, "C": 4}
-    yield KernelCase(
-        "columns, settle",
-        inputs=_settle_inputs,
-        **ways(_settle),
-        size=lambda c: {**size, "O": c["intermediate_size"]},
-        slack=0.0,
-        **common,
-    )
-    yield KernelCase(
-        "columns, refit",
-        inputs=_refit_inputs,
-        **ways(_refit),
-        size=lambda c: {**size, "O": c["intermediate_size"]},
-        slack=2e-3,  # scales are rounded to float16: a tie may go the other way
-        **common,
-    )
-
-
-def _head_size(config: Mapping[str, Any]) -> Size:
-    tokens, kept = config["sequences"] * config["length"], config["kept"]
-    return {"T": tokens, "K": kept, "V": config["vocab_size"], "D": config["hidden_size"]}
-
-
-def _head_inputs(room: Room, size: Size) -> Inputs:
-    T, K, V, D = (size[name] for name in "TKVD")
-    # ids of a row differ, as a teacher's do
-    ids = room.integers(V, T, 1) + torch.arange(K, device=room.device) * (V // K)
-    return {
-        "hidden": room.normal(T, D) * D**-0.5,
-        "weight": room.normal(V, D),
-        "ids": ids % V,
-        "g_chosen": room.normal(T, K, dtype=torch.float32),
-    }
-
-
-def _gathered(inputs: Inputs, size: Size) -> int:
-    return size["T"] * size["K"] * size["D"] * inputs["weight"].element_size()
-
-
-def _gather_sum(inputs: Inputs, size: Size) -> Outputs:
-    out = torch.empty_like(inputs["hidden"])
-    g_logits = LogitGradients(inputs["ids"], inputs["g_chosen"], size["K"])
-    hidden_gradient(g_logits, None, inputs["weight"], out=out)
-    return {"d_hidden": out}
-
-
-def _other_words(inputs: Inputs, size: Size) -> Outputs:
-    head = Head(inputs["weight"])
-    return other_words(inputs["hidden"], head, inputs["ids"], want_slope=True)._asdict()
-
-
-def _selection_inputs(room: Room, size: Size) -> Inputs:
-    logits = room.normal(size["T"], size["V"])
-    return {"logits": logits, "blocks": summarize(logits)}
-
-
-def _select_exactly(inputs: Inputs, size: Size) -> Outputs:
-    logits = inputs["logits"].double()
-    values, ids = (t[:, : size["K"]] for t in logits.sort(dim=1, descending=True, stable=True))
-    total = logits.logsumexp(1)
-    tail = logits.scatter(1, ids, -torch.inf).logsumexp(1) - total
-    return {"values": values, "ids": ids, "log_sum_exp": total, "tail_logprob": tail}
-
-
-def _adamw_inputs(room: Room, size: Size) -> Inputs:
-    half = torch.bfloat16
-    p, g, m = (room.normal(size["O"], size["I"], dtype=torch.float32) for _ in range(3))
-    moving = Moving(p.to(half), g.to(half), (0.1 * m).to(half), (0.3 * m.square()).to(half))
-    factors = torch.tensor([0.5, 1 - 0.9**3, (1 - 0.95**3) ** 0.5], device=room.device)
-    return {"moving": moving, "shared": factors}
-
-
-def _adamw(inputs: Inputs, size: Size) -> Outputs:
-    moving = inputs["moving"]
-    stochastic_adamw_(moving, inputs["shared"], RATES, Noise(seed=0, step=0, index=0))
-    return {"p": moving.parameter, "m": moving.exp_avg, "v": moving.exp_avg_sq}
-
-
-def _adamw_exactly(inputs: Inputs, size: Size) -> Outputs:
-    p, g, m, v = (tensor.double() for tensor in inputs["moving"])
-    factor, bias1, root_bias2 = inputs["shared"].double()
-    g = g * factor
-    m = RATES.beta1 * m + (1 - RATES.beta1) * g
-    v = RATES.beta2 * v + (1 - RATES.beta2) * g.square()
-    change = (m / bias1) / (v.sqrt() / root_bias2 + RATES.eps)
-    return {"p": p - RATES.decay * p - RATES.lr * change, "m": m, "v": v}
-
-
-def _settle_inputs(room: Room, size: Size) -> Inputs:
-    """Short binary fractions: every sum is exact, so that no choice hangs on a rounding."""
-    B, O, C = (size[name] for name in "BOC")
-
-    def fractions(*shape: int, high: int, unit: float) -> torch.Tensor:
-        return (room.integers(2 * high + 1, *shape) - high).float() * unit
-
-    weight = fractions(B, O, high=32, unit=1 / 16) + 2.0**-10
-    coupling = fractions(B, B, high=2, unit=1 / 8).fill_diagonal_(0.0)
-    levels = torch.arange(C, device=room.device).float()[:, None] / 4 - C / 8
-    return {
-        "weight": weight,
-        "scales": 2.0 ** room.integers(3, 1, O).float(),
-        "levels": levels.expand(C, O).contiguous(),
-        "target": weight + fractions(B, O, high=8, unit=1 / 16),
-        "coupling": coupling,
-    }
-
-
-def _columns(inputs: Inputs) -> Columns:
-    """A block before its first choice: the lowest level everywhere."""
-    weight, scales, levels = (inputs[name] for name in ("weight", "scales", "levels"))
-    chosen = inputs.get("chosen", levels[:1].expand_as(weight)).clone()
-    return Columns(weight, weight - chosen * scales, chosen, scales, levels)
-
-
-def _settle(inputs: Inputs, size: Size) -> Outputs:
-    columns = _columns(inputs)
-    settle_columns(columns, inputs["target"].clone(), inputs["coupling"])
-    return {"chosen": columns.chosen, "residual": columns.residual}
-
-
-def _refit_inputs(room: Room, size: Size) -> Inputs:
-    B, O, C = (size[name] for name in "BOC")
-    levels = room.normal(C, O, dtype=torch.float32).sort(0).values
-    weight = room.normal(B, O, dtype=torch.float32)
-    return {
-        "weight": weight,
-        "scales": room.uniform(1, O, low=0.1, high=1.1).half().float(),
-        "levels": levels,
-        "chosen": levels.gather(0, room.integers(C, B, O)),
-        "target": weight + 0.3 * room.normal(B, O, dtype=torch.float32),
-        # the curvature of a real Hessian is positive
-        "coupling": 0.09 * room.normal(B, B, dtype=torch.float32).fill_diagonal_(0.0),
-        "diagonal": room.uniform(B, low=0.5, high=1.5),
-    }
-
-
-def _refit(inputs: Inputs, size: Size) -> Outputs:
-    columns, target = _columns(inputs), inputs["target"].clone()
-    columns.scales = columns.scales.clone()
-    refit_scale(columns, target, inputs["coupling"], inputs["diagonal"])
-    return {"scales": columns.scales, "residual": columns.residual, "target": target}
+    yield KernelCase("columns, settle", inputs=to_settle, **ways(settle), slack=0.0, **common)
+    # scales are rounded to float16: a tie may go the other way
+    yield KernelCase("columns, refit", inputs=to_refit, **ways(refit), slack=2e-3, **common)

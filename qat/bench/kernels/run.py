@@ -3,18 +3,14 @@
 import json
 import logging
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.config import KernelsConfig, shape_called
-from qat.bench.kernels.cases import layer_cases, linear_cases, word_cases
+from qat.bench.config import KernelsConfig
+from qat.bench.kernels.cases import cases_named, work_of
 from qat.bench.kernels.gates import (
     KernelCase,
-    Refusal,
     Seeds,
     Speed,
     compiles,
@@ -30,65 +26,6 @@ from qat.errors import BenchError, ConfigError
 from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON
-
-# Every case of the kernel bench, by name, and the sizes of the work that is timed.
-
-TRAINING = {"sequences": 512, "length": 64, "kept": 64, "logit_rows": 8192, "context": 2048}
-TRIAL = {"sequences": 2, "length": 8, "kept": 8, "logit_rows": 16, "context": 32}
-"""Of the smallest shape, for a look at whether everything runs."""
-
-
-def work_of(shape: str) -> dict[str, Any]:
-    """A published shape's dimensions, and those of a batch, the cache's pass and a context.
-
-    Raises:
-        ConfigError: no shape has that name.
-    """
-    return {**shape_called(shape), **(TRIAL if shape == "tiny" else TRAINING)}
-
-
-def all_cases() -> dict[str, KernelCase]:
-    """In the order in which they are run."""
-    every = (*layer_cases(), *linear_cases(), *word_cases())
-    return {case.name: case for case in every}
-
-
-def cases_named(only: str) -> list[KernelCase]:
-    """Cases whose names hold one of the parts of `only`, joined by commas; all for none.
-
-    Raises:
-        ConfigError: a part is in no name.
-    """
-    every, parts = all_cases(), [part.strip() for part in only.split(",")]
-    for part in parts:
-        if not any(part in name for name in every):
-            raise ConfigError(
-                f"only={part!r} is in no kernel's name; choose parts of {'; '.join(every)}"
-            )
-    return [case for name, case in every.items() if any(part in name for part in parts)]
-
-
-# Figures of a run as records keep them: one JSON object a line, with what measures it again.
-
-
-class Figure(NamedTuple):
-    """A number that a goal is set for."""
-
-    figure: str
-    value: float
-    unit: str
-    goal: str
-
-
-def record_figures(path: Path, found: list[Figure], environment: dict[str, object]) -> None:
-    """Append figures to `path`, made if missing, with command, commit and device."""
-    common = {name: environment[name] for name in ("command", "commit", "device")}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for figure in found:
-            line = {**figure._asdict(), **common, "runs": 1, "spread": None}
-            file.write(json.dumps(line) + "\n")
-
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +46,15 @@ class KernelsReport:
     tuned: list[Tuned]
     """Empty without `tune`."""
 
-    def figures(self) -> list[Figure]:
-        """The figures that this run can give."""
-        found = []
+    def figures(self) -> list[Row]:
+        """The figures that this run can give, each with its goal."""
+        found: list[Row] = []
         if self.least is not None:
             share = round(self.least["roofline_frac"], 3)
-            found.append(Figure("kernel_roofline_min", share, "of the roofline", ">= 0.8"))
+            found.append(_figure("kernel_roofline_min", share, "of the roofline", ">= 0.8"))
         if self.worst_ratio is not None:
             ratio = round(self.worst_ratio, 3)
-            found.append(Figure("autotune_worst_ratio", ratio, "x the default", ">= 1.0"))
+            found.append(_figure("autotune_worst_ratio", ratio, "x the default", ">= 1.0"))
         return found
 
     @property
@@ -147,57 +84,46 @@ class KernelsReport:
             )
 
 
-@dataclass(frozen=True)
-class Gates:
-    """What all kernels are measured with."""
-
-    config: KernelsConfig
-    seeds: Seeds
-    clock: Clock
-    rates: Roofline
-
-    @property
-    def runs_kernels(self) -> bool:
-        """Whether kernels are compiled or interpreted here at all."""
-        return self.clock.backend.records() or interprets()
-
-    def judge(self, case: KernelCase) -> tuple[Row, Speed | None]:
-        """The row of one kernel; behind the gate that it fails none is run."""
-        size = case.size(work_of(self.config.shape))
-        row: Row = {
-            "kind": "kernel",
-            "case": case.name,
-            "shape": self.config.shape,
-            "size": dict(size),
-            "dtype": self.config.dtype_on(self.clock.backend),
-            "seed": self.seeds.first,
-            "counts": case.counts,
-        }
-        if self.runs_kernels:
-            for gate in (compiles, is_correct):
-                refusal = gate(case, self.seeds)
-                if refusal:
-                    return {**row, **refused(refusal)}, None
-        self.clock.backend.free_memory()
-        speed = measure(case, size, self.seeds, self.clock)
-        refusal = is_fast(speed)
-        status = "OK" if self.runs_kernels else "REFERENCE"
-        verdict = refused(refusal) if refusal else {"status": status}
-        return {**row, **numbers(speed, self.rates), **verdict}, speed
-
-    def tuned(self, cases: list[KernelCase]) -> Iterator[Tuned]:
-        """The best configurations of all that can be tuned."""
-        for case in cases:
-            if case.space is None:
-                continue
-            self.clock.backend.free_memory()
-            size, keep = case.size(work_of(self.config.shape)), self.config.keep
-            yield tune(case, size, seeds=self.seeds, clock=self.clock, keep=keep)
+def _figure(name: str, value: float, unit: str, goal: str) -> Row:
+    return {"figure": name, "value": value, "unit": unit, "goal": goal}
 
 
-def refused(refusal: Refusal) -> Row:
-    """A failed gate as a row holds it."""
-    return {"status": "FAILED", "gate": refusal.gate, "difference": refusal.difference}
+def record_figures(path: Path, found: list[Row], environment: dict[str, object]) -> None:
+    """Append figures to `path`, made if missing, with command, commit and device: one a line."""
+    common = {name: environment[name] for name in ("command", "commit", "device")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for figure in found:
+            file.write(json.dumps({**figure, **common, "runs": 1, "spread": None}) + "\n")
+
+
+def judge(
+    case: KernelCase, config: KernelsConfig, seeds: Seeds, clock: Clock, *, rates: Roofline
+) -> tuple[Row, Speed | None]:
+    """The row of one kernel; behind the gate that it fails none is run."""
+    backend = clock.backend
+    runs_kernels = backend.records() or interprets()
+    size = case.size(work_of(config.shape))
+    row: Row = {
+        "kind": "kernel",
+        "case": case.name,
+        "shape": config.shape,
+        "size": dict(size),
+        "dtype": config.dtype_on(backend),
+        "seed": seeds.first,
+        "counts": case.counts,
+    }
+    for gate in (compiles, is_correct) if runs_kernels else ():
+        refusal = gate(case, seeds)
+        if refusal:
+            return {**row, "status": "FAILED", **asdict(refusal)}, None
+    backend.free_memory()
+    speed = measure(case, size, seeds, clock)
+    row |= numbers(speed, rates)
+    refusal = is_fast(speed)
+    if refusal:
+        return {**row, "status": "FAILED", **asdict(refusal)}, speed
+    return {**row, "status": "OK" if runs_kernels else "REFERENCE"}, speed
 
 
 def interprets() -> bool:
@@ -218,60 +144,54 @@ def run_kernels(
         ConfigError: no such kernel, shape or device, or tuning without a GPU.
     """
     cases = cases_named(config.only) if cases is None else cases
-    work_of(config.shape)
-    backend = select(config.device)
+    work, backend = work_of(config.shape), select(config.device)
     if config.tune and not backend.records():
         raise ConfigError(
             f"tune=True on {backend.name()}, expected a GPU: interpreted kernels have no speed; "
             "leave --tune out"
         )
     seed = secrets.randbits(31) if config.seed is None else config.seed
+    rows: list[Row] = []
+    found: list[Tuned] = []
     with Results(out, environment(backend, config)) as results:
         rates = measure_roofline(backend, config.dtype_on(backend))
         seeds = Seeds(backend.device, seed, is_interpreted=not backend.records())
-        gates = Gates(config, seeds, Clock(backend, config.repeats, config.limit_s), rates)
-        rows = [*judged(gates, cases, results)]
-        passed = [c for c, row in zip(cases, rows, strict=True) if row["status"] == "OK"]
-        found = [*gates.tuned(passed)] if config.tune else []
+        clock = Clock(backend, config.repeats, config.limit_s)
+        for case in cases:
+            tuned.forget_used()
+            row, speed = judge(case, config, seeds, clock, rates=rates)
+            row["configurations"] = tuned.used()
+            results.add(**row)
+            if speed:  # the reference's own samples, as a case of its own
+                same = {name: row[name] for name in ("shape", "size", "dtype", "seed")}
+                of_reference = {**same, **times(speed.reference_s)}
+                results.add(kind="reference", case=f"{case.name}, reference", **of_reference)
+            logger.info("%s: %s", case.name, row["status"])
+            rows.append(row)
+        for case, row in zip(cases, rows, strict=True) if config.tune else ():
+            if row["status"] == "OK" and case.space is not None:
+                backend.free_memory()
+                size = case.size(work)
+                found.append(tune(case, size, seeds=seeds, clock=clock, keep=config.keep))
         for each in found:
             results.add(**each.row())
         copy_gb_per_s, matmul_tflops = rates.copy_bytes / 1e9, rates.matmul_flops / 1e12
         results.finish(copy_gb_per_s=copy_gb_per_s, matmul_tflops=matmul_tflops)
-    report = KernelsReport(results.path, rows, rates, note_on(backend), found)
+    note = ""
+    if not backend.records():
+        how = "were interpreted" if interprets() else "did not run"
+        note = f"no GPU: kernels {how}, and the times are their references' alone"
+    report = KernelsReport(results.path, rows, rates, note, found)
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)
     if found:
-        facts = {name: results.environment[name] for name in TABLE_FACTS}
-        path = tuned.table_path(backend.name())
-        write_table(path, found, facts)
-        write_atomically(results.path / path.name, path.read_text(encoding="utf-8"))
+        keep_tuned(found, results, backend.name())
     return report
 
 
-def judged(gates: Gates, cases: list[KernelCase], results: Results) -> Iterator[Row]:
-    """A row for each case, written as it is found, the reference's own behind it."""
-    for case in cases:
-        tuned.forget_used()
-        row, speed = gates.judge(case)
-        row["configurations"] = tuned.used()
-        results.add(**row)
-        if speed:
-            results.add(**reference_row(row, speed))
-        logger.info("%s: %s", case.name, row["status"])
-        yield row
-
-
-def reference_row(row: Row, speed: Speed) -> Row:
-    """The reference's own samples, as a case of its own."""
-    same = {name: row[name] for name in ("shape", "size", "dtype", "seed")}
-    name = f"{row['case']}, reference"
-    return {"kind": "reference", "case": name, **same, **times(speed.reference_s)}
-
-
-def note_on(backend: Backend) -> str:
-    """What this device leaves out."""
-    if backend.records():
-        return ""
-    if interprets():
-        return "no GPU: kernels were interpreted, and the times are their references' alone"
-    return "no GPU: kernels did not run, and the times are their references' alone"
+def keep_tuned(found: list[Tuned], results: Results, device: str) -> None:
+    """Put what was adopted into the device's table, and a copy of it beside the results."""
+    facts = {name: results.environment[name] for name in TABLE_FACTS}
+    path = tuned.table_path(device)
+    write_table(path, found, facts)
+    write_atomically(results.path / path.name, path.read_text(encoding="utf-8"))

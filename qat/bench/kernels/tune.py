@@ -5,12 +5,12 @@ was not slower: the 95 % interval of the median of its ratios must lie at or abo
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import TypeVar
 
 import tomli_w
 import torch
@@ -33,10 +33,88 @@ from qat.bench.measure import Clock, Row
 from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned
+from qat.kernels.lut_matvec import MMA_BITS, MMA_INPUTS, UNIT
 
-# Compiles kernels several at a time, before any of them runs.
+# The configurations that tuning tries, by kernel; each is one of `qat.kernels.tuned`. Triton is
+# imported where a space is asked for: without it there is nothing to tune.
+
+PACKED = (
+    (16, 32, 1, 4, 64),
+    (16, 32, 1, 4, 96),
+    (8, 32, 1, 2, 96),
+    (32, 32, 1, 4, 128),
+    (4, 128, 1, 4, 64),
+    (4, 128, 1, 4, 128),
+    (2, 128, 1, 2, 96),
+    (8, 128, 1, 8, 96),
+)
+"""Rows, units, depth, warps and registers."""
+DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 1024, 2, 4))
+
+
+def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
+    """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
+    from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for
+
+    I, is_dense = size["I"], bits == 16
+    key = (size["O"], I, bits)
+    if is_short and bits in MMA_BITS and I % MMA_INPUTS == 0:
+        cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
+        fitting = [cut for cut in cuts if 4 * cut.units * cut.warps <= I // UNIT]
+        return _space("lut_mma", key, mma_tile_for(*key), fitting)
+    listed = DENSE if is_dense else PACKED
+    tiles = [Tile(*t[:4], registers=0 if is_dense else t[4]) for t in listed]
+    # not those of which more than a third would lie outside the row
+    widths = [tile.units * tile.depth * (1 if is_dense else UNIT) for tile in tiles]
+    fitting = [t for t, w in zip(tiles, widths, strict=True) if I % w == 0 or I > 2 * w]
+    return _space("lut_matvec", key, tile_for(*key), fitting)
+
+
+def form_space(size: Size, bits: int, *, is_packed: bool) -> Space:
+    """Tiles of a weight that is formed."""
+    from qat.kernels.lut_weight import FormTile
+
+    key = (size["O"], size["I"], bits if is_packed else 0, 2**bits)
+    return _space("lut_form", key, FormTile(), map(FormTile, (1024, 2048, 8192)))
+
+
+def gated_space(size: Size, kernel: str) -> Space:
+    """Columns of a gated unit's program."""
+    from triton import next_power_of_2
+
+    from qat.kernels.glu import LARGEST_BLOCK, Cut
+
+    most = next_power_of_2(size["F"])
+    cuts = (Cut(block, w) for block, w in product((512, 1024, 2048, 4096), (2, 4, 8)))
+    fitting = [cut for cut in cuts if cut.block <= most]
+    return _space(kernel, (size["F"],), Cut(min(LARGEST_BLOCK, most)), fitting)
+
+
+def gather_space(size: Size, kernel: str) -> Space:
+    """Pieces of chosen words' weights."""
+    from qat.kernels.head import Gather
+
+    listed = product((4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8))
+    pieces = [Gather(*one) for one in listed if 1024 <= one[0] * one[1] / (one[2] / 4) <= 8192]
+    return _space(kernel, (size["K"], size["D"]), Gather(), pieces)
+
+
+def block_pass_space(size: Size) -> Space:
+    """Blocks of a program of the pass over logits."""
+    from qat.kernels.topk import BlockPass
+
+    listed = [BlockPass(*one) for one in product((16, 32, 64, 128), (2, 4, 8))]
+    return _space("top_k_blocks", (size["V"],), BlockPass(), listed)
+
+
+def _space(kernel: str, key: tuple[int, ...], default: tuple, listed: Iterable[tuple]) -> Space:
+    return Space(kernel, key, default, tuple(c for c in dict.fromkeys(listed) if c != default))
+
+
+# Tuning itself: kernels are compiled several at a time, before any of them runs.
 
 WORKERS = 12
+FIRST_ROUNDS = 5
 
 
 @contextmanager
@@ -51,11 +129,7 @@ def compiling_only() -> Iterator[None]:
     launch = JITFunction.run
 
     def compiled(
-        self: JITFunction,
-        *args: object,
-        grid: object,
-        warmup: bool,
-        **options: object,
+        self: JITFunction, *args: object, grid: object, warmup: bool, **options: object
     ) -> object:
         return launch(self, *args, grid=grid, warmup=True, **options)
 
@@ -67,8 +141,6 @@ def compiling_only() -> Iterator[None]:
             JITFunction.run = launch
 
 
-FIRST_ROUNDS = 5
-T = TypeVar("T")
 FACTS = "measured"
 """The part of a table that is no kernel's."""
 
@@ -80,7 +152,17 @@ class Timed:
     configuration: tuple
     seconds: tuple[float, ...]
     ratio: Interval
-    """The default's time over its own."""
+    """The default's time over its own, round by round, so that a drift of the device cancels."""
+
+    def row(self) -> Row:
+        """As a row of results holds it."""
+        return {
+            **self.configuration._asdict(),
+            "median_s": statistics.median(self.seconds),
+            "over_default": self.ratio.median,
+            "low": self.ratio.low,
+            "high": self.ratio.high,
+        }
 
 
 @dataclass(frozen=True)
@@ -123,7 +205,7 @@ class Tuned:
             "requested": self.space.default._asdict(),
             "effective": runs.configuration._asdict(),
             "over_default": self.ratio,
-            "best": [shown(each) for each in self.best],
+            "best": [each.row() for each in self.best],
             "refused": [[*c, why] for c, why in self.refused.items()],
         }
 
@@ -150,7 +232,11 @@ def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int)
         again = clock.turns([runs[configuration] for configuration in few])
         moved = case.num_bytes(inputs[0], trial.once(default), size)
     timed = [
-        Timed(configuration, tuple(s / len(inputs) for s in seconds), ratio_of(again[0], seconds))
+        Timed(
+            configuration,
+            tuple(s / len(inputs) for s in seconds),
+            median_interval([a / b for a, b in zip(again[0], seconds, strict=True)]),
+        )
         for configuration, seconds in zip(few, again, strict=True)
     ]
     timed.sort(key=lambda each: statistics.median(each.seconds))
@@ -194,44 +280,25 @@ class Tuning:
 
     def once(self, configuration: tuple) -> Outputs:
         """The results of one call with a configuration."""
-        return self._forced(
-            configuration, lambda: self.case.kernel(copied(self.inputs[0]), self.size)
-        )()
+        with self._forcing(configuration):
+            return self.case.kernel(copied(self.inputs[0]), self.size)
 
     def _run(self, configuration: tuple) -> Callable[[], object]:
         backend = self.clock.backend
         if backend.records():
-            with tuned.forcing(self.space.kernel, self.space.key, configuration):
+            with self._forcing(configuration):
                 return recorded(self.case, self.size, self.inputs, backend)
-        run = self._forced(
-            configuration, lambda: [self.case.kernel(each, self.size) for each in self.inputs]
-        )
+
+        def run() -> None:
+            with self._forcing(configuration):
+                for each in self.inputs:
+                    self.case.kernel(each, self.size)
+
         run()
         return run
 
-    def _forced(self, configuration: tuple, run: Callable[[], T]) -> Callable[[], T]:
-        def again() -> T:
-            with tuned.forcing(self.space.kernel, self.space.key, configuration):
-                return run()
-
-        return again
-
-
-def ratio_of(default: list[float], other: list[float]) -> Interval:
-    """Default over other, round by round, so that a drift of the device cancels."""
-    return median_interval([a / b for a, b in zip(default, other, strict=True)])
-
-
-def shown(timed: Timed) -> Row:
-    """A timed configuration as a row holds it."""
-    low, high = timed.ratio.low, timed.ratio.high
-    return {
-        **timed.configuration._asdict(),
-        "median_s": statistics.median(timed.seconds),
-        "over_default": timed.ratio.median,
-        "low": low,
-        "high": high,
-    }
+    def _forcing(self, configuration: tuple) -> AbstractContextManager[None]:
+        return tuned.forcing(self.space.kernel, self.space.key, configuration)
 
 
 def write_table(path: Path, found: list[Tuned], facts: dict[str, object]) -> None:

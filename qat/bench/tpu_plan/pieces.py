@@ -27,7 +27,6 @@ from qat.evaluate.divergence import to_targets
 from qat.kernels import head as head_kernels
 from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
-from qat.losses.targets import Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import SLICE_TOKENS
 from qat.nn.step import quant_linears
