@@ -25,7 +25,7 @@ from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.attention import packed_attention, tile_attention
 from qat.kernels.column_sweep import refit_scale, settle_columns
-from qat.kernels.decode_attention import Angles, Cache, decode_attention
+from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
 from qat.kernels.joined_attention import (
@@ -48,7 +48,7 @@ from qat.kernels.lut_matvec import (
 from qat.kernels.lut_weight import form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
-from qat.quant.weight import Scales, packed_width
+from qat.quant.weight import PackedIndices, Scales, packed_width
 
 Work = Mapping[str, Any]
 """A shape's configuration, and the sizes of a batch."""
@@ -245,7 +245,7 @@ def decode_case() -> KernelCase:
         }
 
     def run(i: Inputs, s: Size) -> Outputs:
-        cache, heads = i["cache"], Heads(_scale(s), *i["gains"], EPS)
+        cache, heads = i["cache"], Scoring(_scale(s), *i["gains"], EPS)
         out = decode_attention(i["qkv"], cache, i["position"], i["angles"], heads)
         return {"out": out, "new_key": cache.keys[:, :, -1], "new_value": cache.values[:, :, -1]}
 
@@ -451,7 +451,7 @@ def _weight(room: Room, size: Size, source: str, bits: int) -> tuple:
     if source == "latent":
         return room.normal(O, I), codebook, scales
     octets = room.integers(256, O, packed_width(I, bits), dtype=torch.uint8)
-    return Packed(octets, bits, I), codebook, scales
+    return PackedIndices(octets, bits, I), codebook, scales
 
 
 def _factors(room: Room, size: Size, bits: int, *, is_short: bool) -> Inputs:

@@ -33,10 +33,21 @@ from qat.bench.measure import Clock, Row
 from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned
-from qat.kernels.lut_matvec import MMA_BITS, MMA_INPUTS, UNIT
+from qat.kernels.glu import LARGEST_BLOCK, Cut
+from qat.kernels.head import Gather
+from qat.kernels.lut_matvec import (
+    MMA_BITS,
+    MMA_INPUTS,
+    UNIT,
+    MmaTile,
+    Tile,
+    mma_tile_for,
+    tile_for,
+)
+from qat.kernels.lut_weight import FormTile
+from qat.kernels.topk import BlockPass
 
-# The configurations that tuning tries, by kernel; each is one of `qat.kernels.tuned`. Triton is
-# imported where a space is asked for: without it there is nothing to tune.
+# The configurations that tuning tries, by kernel; each is one of `qat.kernels.tuned`.
 
 PACKED = (
     (16, 32, 1, 4, 64),
@@ -54,8 +65,6 @@ DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 102
 
 def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
     """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
-    from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for
-
     I, is_dense = size["I"], bits == 16
     key = (size["O"], I, bits)
     if is_short and bits in MMA_BITS and I % MMA_INPUTS == 0:
@@ -72,19 +81,13 @@ def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
 
 def form_space(size: Size, bits: int, *, is_packed: bool) -> Space:
     """Tiles of a weight that is formed."""
-    from qat.kernels.lut_weight import FormTile
-
     key = (size["O"], size["I"], bits if is_packed else 0, 2**bits)
     return _space("lut_form", key, FormTile(), map(FormTile, (1024, 2048, 8192)))
 
 
 def gated_space(size: Size, kernel: str) -> Space:
     """Columns of a gated unit's program."""
-    from triton import next_power_of_2
-
-    from qat.kernels.glu import LARGEST_BLOCK, Cut
-
-    most = next_power_of_2(size["F"])
+    most = 2 ** (size["F"] - 1).bit_length()
     cuts = (Cut(block, w) for block, w in product((512, 1024, 2048, 4096), (2, 4, 8)))
     fitting = [cut for cut in cuts if cut.block <= most]
     return _space(kernel, (size["F"],), Cut(min(LARGEST_BLOCK, most)), fitting)
@@ -92,8 +95,6 @@ def gated_space(size: Size, kernel: str) -> Space:
 
 def gather_space(size: Size, kernel: str) -> Space:
     """Pieces of chosen words' weights."""
-    from qat.kernels.head import Gather
-
     listed = product((4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8))
     pieces = [Gather(*one) for one in listed if 1024 <= one[0] * one[1] / (one[2] / 4) <= 8192]
     return _space(kernel, (size["K"], size["D"]), Gather(), pieces)
@@ -101,8 +102,6 @@ def gather_space(size: Size, kernel: str) -> Space:
 
 def block_pass_space(size: Size) -> Space:
     """Blocks of a program of the pass over logits."""
-    from qat.kernels.topk import BlockPass
-
     listed = [BlockPass(*one) for one in product((16, 32, 64, 128), (2, 4, 8))]
     return _space("top_k_blocks", (size["V"],), BlockPass(), listed)
 
