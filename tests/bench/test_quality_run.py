@@ -8,7 +8,7 @@ from quality_case import call, make_teacher_and_texts, write
 
 from qat.bench.quality import run
 from qat.bench.quality.job import heartbeat_facts, run_job
-from qat.bench.quality.plan import QualityConfig, QualityJob, QualityPlaces, read_quality
+from qat.bench.quality.plan import QualityConfig, QualityJob, read_quality
 from qat.bench.quality.prepare import resolve
 from qat.bench.quality.run import Failure, least_busy, run_jobs
 from qat.errors import QatError
@@ -123,13 +123,17 @@ def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
     seconds = {"slow": 3.0, "fast": 1.0}
-    monkeypatch.setattr(run, "time_plan", lambda _, plan: [[seconds[plan.name]]])
+    monkeypatch.setattr(
+        "qat.bench.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
+    )
     recipes = [{"name": "slow"}, {"name": "fast", "train": {"lr": 0.1}, "equal_time_to": "slow"}]
     write(*recipes, max_steps=1)
     assert call(monkeypatch) == 0
     rows = read_json_lines(Path("out/results.jsonl"))
     assert {row["recipe"]: row["steps"] for row in rows} == {"teacher": 0, "slow": 1, "fast": 3}
-    monkeypatch.setattr(run, "time_plan", lambda *_: pytest.fail("timed twice"))
+    monkeypatch.setattr(
+        "qat.bench.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
+    )
     assert call(monkeypatch) == 0
 
 
@@ -139,7 +143,7 @@ def test_step_times_are_those_of_training(place: Path) -> None:
 
     baseline = {"method": "reference", "train": {"group_size": 16}}
     write({"name": "a"}, {"name": "b", **baseline})
-    shop = Workshop(read_quality(Path("recipe.toml")), QualityPlaces(Path("out")), "cpu")
+    shop = Workshop(read_quality(Path("recipe.toml")), Path("out"), "cpu")
     ours, reference = plans = resolve(shop.recipe)
     shop.claim()
     shop.prepare(plans)

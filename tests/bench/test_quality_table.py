@@ -4,7 +4,8 @@ import statistics
 
 import pytest
 
-from qat.bench.quality.run import COMMON, best, cells, charts, markdown, stat, summarise
+from qat.bench.quality.run import COMMON, best, cells, charts, stat, summarise
+from qat.bench.results import markdown_table
 
 TEXTS = ("own", "other")
 
@@ -48,7 +49,7 @@ def test_the_page_shows_what_was_measured() -> None:
     shown = dict(zip(headings, body[2], strict=True))
     assert shown["KL own"] == "0.2000 +- 0.1000" and shown["KL other"] == "1.0000"
     assert shown["GiB"] == "-" and shown["Mtokens"] == "2.00"
-    text = markdown(summarise(rows(), TEXTS), TEXTS)
+    text = markdown_table(*cells(summarise(rows(), TEXTS), TEXTS))
     assert text.count("\n") == 6 and r"| a\|b | 3 |" in text
 
 

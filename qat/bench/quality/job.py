@@ -1,10 +1,10 @@
 """One job: a recipe and a seed, from the converted student to rows of results.
 
 `python -m qat.bench.quality.job JOB.json` runs one in a process of its own, which ends when its
-standard input does: no job outlives whoever started it.
+standard input does: no job outlives whoever started it. A student trains through the functions of
+`qat train`, and every student is judged by the same texts and samples.
 """
 
-import json
 import logging
 import statistics
 from collections import defaultdict
@@ -23,12 +23,12 @@ from qat.bench.quality.plan import (
     HELD_OUT,
     OURS,
     QualityJob,
-    QualityPlaces,
     QualityRecipe,
-    QualityStage,
     baseline_settings,
     cache_config,
+    cache_dir,
     convert_config,
+    student_dir,
     train_config,
 )
 from qat.bench.results import IN_EVERY_ROW, environment
@@ -41,7 +41,6 @@ from qat.data.sources import open_source
 from qat.evaluate.divergence import cached_divergence, exact_divergence
 from qat.evaluate.judge import split_batches
 from qat.evaluate.text import packed_batches
-from qat.files import write_atomically
 from qat.generate.text import (
     distinct_frac,
     encode_prompt,
@@ -55,125 +54,17 @@ from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
-from qat.train.run import MANIFEST, STATE
-from qat.train.saver import STATE_TENSORS
+from qat.train.saver import MANIFEST, STATE, STATE_TENSORS
 from qat.train.start import train_student
 
-# Measures one student against its teacher, every student by the same texts and samples.
-#
-# Shapes: B prompts, N tokens of a prompt.
-
+MB = 1e6
 BATCH = 32
+"""Sequences that are judged at once."""
 NUM_PROMPTS, PROMPT_TOKENS = 8, 8
 SAMPLE_SEED = 0
 
 Numbers = dict[str, float | int | None]
-
-
-@dataclass(frozen=True)
-class Exam:
-    """What every student of a recipe file is asked."""
-
-    texts: dict[str, list[Batch]]
-    """Batches of each text to judge on, without a teacher's word."""
-    cache: TeacherCache
-    """The file's own cache; KD is measured on its held-out split."""
-    kd_sequences: int
-    prompts: list[Tensor]
-    """`(B, N)` each, N differing between them."""
-    samples: int
-    """Samples of each prompt."""
-    sample_tokens: int
-
-
-def make_exam(
-    recipe: QualityRecipe, cache: TeacherCache, tokenizer: PreTrainedTokenizerBase
-) -> Exam:
-    """The exam of a recipe file.
-
-    Raises:
-        DataError, CacheError: a text cannot be read or holds nothing.
-        ConfigError: a prompt holds no token.
-    """
-    texts = {
-        name: _batches(recipe, text, cache, tokenizer) for name, text in recipe.texts.report.items()
-    }
-    return Exam(
-        texts=texts,
-        cache=cache,
-        kd_sequences=recipe.kd_sequences,
-        prompts=_prompts(recipe, next(iter(texts.values())), tokenizer),
-        samples=recipe.generate_samples,
-        sample_tokens=recipe.generate_tokens,
-    )
-
-
-def judge(student: LanguageModel, teacher: LanguageModel, exam: Exam) -> dict[str, Numbers]:
-    """What the exam says of a student, by text; KD and samples are the same for all texts.
-
-    Both should compute in float32, and quantized weights be formed.
-    """
-    batches = split_batches(exam.cache, "held_out", BATCH, exam.kd_sequences)
-    common = {"kd_nats": cached_divergence(student, batches).kd_nats, **_samples(student, exam)}
-    return {
-        name: {**exact_divergence(student, teacher, text)._asdict(), **common}
-        for name, text in exam.texts.items()
-    }
-
-
-def _samples(model: LanguageModel, exam: Exam) -> Numbers:
-    """Repetition and variety of what the model writes, means over all samples."""
-    with seeded(SAMPLE_SEED):
-        written = [
-            ids
-            for prompts in exam.prompts
-            for ids in sample_continuations(
-                model,
-                prompts.repeat_interleave(exam.samples, 0),
-                max_new_tokens=exam.sample_tokens,
-            )
-        ]
-    return {
-        "repeated_frac": statistics.fmean(map(repeated_frac, written)),
-        "distinct_frac": statistics.fmean(map(distinct_frac, written)),
-        "sample_tokens": statistics.fmean(map(len, written)),
-    }
-
-
-def _batches(
-    recipe: QualityRecipe, text: str, cache: TeacherCache, tokenizer: PreTrainedTokenizerBase
-) -> list[Batch]:
-    if text == HELD_OUT:
-        return list(split_batches(cache, "held_out", BATCH, recipe.report_sequences))
-    config, source = cache_config(recipe, recipe.cache), open_source(text)
-    plain = source.format == "plain"
-    return packed_batches(
-        source.documents,
-        tokenizer,
-        length=recipe.sequence_length,
-        max_sequences=recipe.report_sequences,
-        batch_size=BATCH,
-        thinking=config.thinking if tokenizer.chat_template else "none",
-        targets="all" if plain else chosen_targets(config.targets, source.format, text),
-    )
-
-
-def _prompts(
-    recipe: QualityRecipe, batches: list[Batch], tokenizer: PreTrainedTokenizerBase
-) -> list[Tensor]:
-    """The prompts named, those of equal length together; or beginnings of a text's sequences."""
-    if not recipe.generate_prompts:
-        return [batches[0].input_ids[:NUM_PROMPTS, :PROMPT_TOKENS]]
-    by_length = defaultdict(list)
-    for prompt in recipe.generate_prompts:
-        ids = encode_prompt(tokenizer, prompt, raw=True)
-        by_length[ids.shape[1]].append(ids)
-    return [torch.cat(group) for _, group in sorted(by_length.items())]
-
-
-# From a job to a student that can be judged, through the functions of `qat train`.
-
-MB = 1e6
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -194,6 +85,31 @@ class Trained:
     peak_gib: float | None = None
 
 
+def run_job(job: QualityJob) -> None:
+    """Train, judge, and leave the rows in the job's file; a job that was stopped goes on.
+
+    Raises:
+        QatError: see its message.
+    """
+    recipe = job.recipe
+    is_ours = job.plan is not None and job.plan.method == OURS
+    # before the teacher is loaded, which would count into the peak of memory
+    trained = train_ours(job) if is_ours else None
+    teacher = load_teacher(recipe.teacher, device=job.device, dtype="fp32")
+    if trained is None:
+        is_teacher = job.plan is None
+        trained = as_teacher(teacher) if is_teacher else train_baseline_student(job, teacher)
+    cache = TeacherCache.open(cache_dir(job.out, recipe.cache))
+    found = judge(trained.model, teacher, recipe, cache)
+    job.finish([_row(job, trained, text, numbers) for text, numbers in found.items()])
+    # optimizer states are many times the student, and only a run that goes on needs them
+    for checkpoint in job.directory.glob("stage*/checkpoints/step-*"):
+        for name in (STATE, STATE_TENSORS, MANIFEST):
+            (checkpoint / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, or holds what somebody else put there
+            (checkpoint / STATE).parent.rmdir()
+
+
 def as_teacher(teacher: LanguageModel) -> Trained:
     """The teacher as a student of itself; linears count in the dtype they are stored in."""
     model = teacher.model
@@ -206,28 +122,33 @@ def as_teacher(teacher: LanguageModel) -> Trained:
 
 def train_ours(job: QualityJob) -> Trained:
     """Convert and train through all stages; each stage is a run directory of its own."""
-    places, plan = QualityPlaces(job.out), job.plan
-    cache = places.cache(plan.cache)
-    student = str(places.student(plan.convert, plan.cache))
-    runs = []
+    plan = job.plan
+    cache = cache_dir(job.out, plan.cache)
+    student = str(student_dir(job.out, plan.convert, plan.cache))
+    sequences, times, peaks = 0, [], []
     for number, stage in enumerate(plan.stages, 1):
         if stage.convert is not None:
-            student = _converted(job, student, stage, number)
+            converted = job.directory / f"student{number}"
+            if not converted.exists():
+                settings = convert_config(stage.convert, cache, job.device)
+                convert_checkpoint(student, settings, converted)
+            student = str(converted)
         run = job.directory / f"stage{number}"
         config = train_config(stage, cache, job.seed, job.device)
-        report = train_student(config, student, run, resume=True)
-        runs.append((config.sequences_per_step * stage.steps, heartbeat_facts(run, stage.steps)))
-        student = str(report.final)
+        student = str(train_student(config, student, run, resume=True).final)
+        seconds, peak_gib = heartbeat_facts(run, stage.steps)
+        sequences += config.sequences_per_step * stage.steps
+        times.append(seconds)
+        peaks += [] if peak_gib is None else [peak_gib]
     model = load_model(student, device=job.device, dtype="fp32")
     form_weights(model.model, torch.float32)
-    peaks = [facts[1] for _, facts in runs if facts[1] is not None]
     return Trained(
         model=model,
         bits_per_weight=model_bits_per_weight(model.model),
         megabytes=tensor_bytes(model.model) / MB,
         steps=plan.steps,
-        tokens=job.recipe.sequence_length * sum(sequences for sequences, _ in runs),
-        seconds=sum(facts[0] for _, facts in runs),
+        tokens=job.recipe.sequence_length * sequences,
+        seconds=sum(times),
         peak_gib=max(peaks, default=None),
     )
 
@@ -245,19 +166,9 @@ def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
     return steps * statistics.median(line["step_s"] for line in later), max(peaks, default=None)
 
 
-def _converted(job: QualityJob, student: str, stage: QualityStage, number: int) -> str:
-    """The student of the stage before in another format."""
-    places = QualityPlaces(job.out)
-    out = job.directory / f"student{number}"
-    if not out.exists():
-        config = convert_config(stage.convert, places.cache(job.plan.cache), job.device)
-        convert_checkpoint(student, config, out)
-    return str(out)
-
-
 def train_baseline_student(job: QualityJob, teacher: LanguageModel) -> Trained:
     """Train by another method; its size is the teacher's with linears of so many bits."""
-    plan, cache = job.plan, QualityPlaces(job.out).cache(job.plan.cache)
+    plan, cache = job.plan, cache_dir(job.out, job.plan.cache)
     tokenizer = load_tokenizer(job.recipe.teacher)
     settings = baseline_settings(plan, job.seed, job.device)
     found = train_baseline(
@@ -296,30 +207,74 @@ def _calibration(
     return calibration_batches(config.calibration, config, teacher, tokenizer)
 
 
-logger = logging.getLogger(__name__)
+def judge(
+    student: LanguageModel, teacher: LanguageModel, recipe: QualityRecipe, cache: TeacherCache
+) -> dict[str, Numbers]:
+    """Numbers by text to judge on; KD on the held-out split and samples are the same for all.
 
-
-def run_job(job: QualityJob) -> list[dict[str, object]]:
-    """Train, judge, and leave the rows in the job's file; a job that was stopped goes on.
+    Both models should compute in float32, and quantized weights be formed.
 
     Raises:
-        QatError: see its message.
+        DataError, CacheError: a text cannot be read or holds nothing.
+        ConfigError: a prompt holds no token.
     """
-    places, recipe = QualityPlaces(job.out), job.recipe
-    is_ours = job.plan is not None and job.plan.method == OURS
-    # before the teacher is loaded, which would count into the peak of memory
-    trained = train_ours(job) if is_ours else None
-    teacher = load_teacher(recipe.teacher, device=job.device, dtype="fp32")
-    if trained is None:
-        is_teacher = job.plan is None
-        trained = as_teacher(teacher) if is_teacher else train_baseline_student(job, teacher)
-    cache, tokenizer = TeacherCache.open(places.cache(recipe.cache)), load_tokenizer(recipe.teacher)
-    found = judge(trained.model, teacher, make_exam(recipe, cache, tokenizer))
-    rows = [_row(job, trained, text, numbers) for text, numbers in found.items()]
-    job.row.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(job.row, json.dumps(rows, indent=1) + "\n")
-    _forget_training_state(job.directory)
-    return rows
+    tokenizer = load_tokenizer(recipe.teacher)
+    texts = {
+        name: _batches(recipe, text, cache, tokenizer) for name, text in recipe.texts.report.items()
+    }
+    prompts = _prompts(recipe, next(iter(texts.values())), tokenizer)
+    held_out = split_batches(cache, "held_out", BATCH, recipe.kd_sequences)
+    common: Numbers = {"kd_nats": cached_divergence(student, held_out).kd_nats}
+    with seeded(SAMPLE_SEED):
+        written = [
+            ids
+            for group in prompts
+            for ids in sample_continuations(
+                student,
+                group.repeat_interleave(recipe.generate_samples, 0),
+                max_new_tokens=recipe.generate_tokens,
+            )
+        ]
+    common |= {
+        "repeated_frac": statistics.fmean(map(repeated_frac, written)),
+        "distinct_frac": statistics.fmean(map(distinct_frac, written)),
+        "sample_tokens": statistics.fmean(map(len, written)),
+    }
+    return {
+        name: {**exact_divergence(student, teacher, text)._asdict(), **common}
+        for name, text in texts.items()
+    }
+
+
+def _batches(
+    recipe: QualityRecipe, text: str, cache: TeacherCache, tokenizer: PreTrainedTokenizerBase
+) -> list[Batch]:
+    if text == HELD_OUT:
+        return list(split_batches(cache, "held_out", BATCH, recipe.report_sequences))
+    config, source = cache_config(recipe, recipe.cache), open_source(text)
+    plain = source.format == "plain"
+    return packed_batches(
+        source.documents,
+        tokenizer,
+        length=recipe.sequence_length,
+        max_sequences=recipe.report_sequences,
+        batch_size=BATCH,
+        thinking=config.thinking if tokenizer.chat_template else "none",
+        targets="all" if plain else chosen_targets(config.targets, source.format, text),
+    )
+
+
+def _prompts(
+    recipe: QualityRecipe, batches: list[Batch], tokenizer: PreTrainedTokenizerBase
+) -> list[Tensor]:
+    """Prompts named, those of N tokens together `(B, N)`; or beginnings of a text's sequences."""
+    if not recipe.generate_prompts:
+        return [batches[0].input_ids[:NUM_PROMPTS, :PROMPT_TOKENS]]
+    by_length = defaultdict(list)
+    for prompt in recipe.generate_prompts:
+        ids = encode_prompt(tokenizer, prompt, raw=True)
+        by_length[ids.shape[1]].append(ids)
+    return [torch.cat(group) for _, group in sorted(by_length.items())]
 
 
 def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict[str, object]:
@@ -350,25 +305,12 @@ def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict
     }
 
 
-def _forget_training_state(run: Path) -> None:
-    """Delete what only a run that goes on needs: optimizer states are many times the student."""
-    for checkpoint in run.glob("stage*/checkpoints/step-*"):
-        for name in (STATE, STATE_TENSORS, MANIFEST):
-            (checkpoint / name).unlink(missing_ok=True)
-        with suppress(OSError):  # it is not there, or holds what somebody else put there
-            (checkpoint / STATE).parent.rmdir()
-
-
-def main() -> None:
-    """Run the job whose file is named on the command line; a user's mistake is one line."""
-    run_as_process(QualityJob, _do)
-
-
-def _do(job: QualityJob) -> None:
+def main(job: QualityJob) -> None:
+    """Do a job in a process of its own, with its share of the cores."""
     torch.set_num_threads(job.threads)
     logger.info("%s seed %d on %s", job.name, job.seed, select(job.device).name())
     run_job(job)
 
 
 if __name__ == "__main__":
-    main()
+    run_as_process(QualityJob, main)

@@ -1,7 +1,6 @@
-"""What a recipe comes down to: plans, jobs, and the settings that they hand to each verb."""
+"""What the recipes of `qat bench quality` come down to: plans, jobs, and settings of verbs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -18,8 +17,6 @@ from qat.data.config import CacheConfig
 from qat.data.sources import STDLIB
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
-
-# Settings of `qat bench quality`: its flags, and what a recipe file says.
 
 OURS = "qat"
 """The method that trains through `qat train`; every other one is a baseline."""
@@ -239,14 +236,8 @@ def cache_config(recipe: QualityRecipe, table: Table, device: str = "auto") -> C
     Raises:
         ConfigError: `qat cache` would refuse them.
     """
-    values = {
-        **table,
-        "data": recipe.texts.distil,
-        "teacher": recipe.teacher,
-        "sequence_length": recipe.sequence_length,
-        "device": device,
-    }
-    return CacheConfig.parse(values, "cache")
+    own = {"data": recipe.texts.distil, "teacher": recipe.teacher, "device": device}
+    return CacheConfig.parse({**table, **own, "sequence_length": recipe.sequence_length}, "cache")
 
 
 def convert_config(table: Table, cache: Path, device: str = "auto") -> ConvertConfig:
@@ -295,54 +286,26 @@ def content_of(text: str) -> str:
 
 def contents_of(table: Table | None) -> Table:
     """The hashes of all files that a table's values name."""
-    values = {} if table is None else table
     return {
         key: content_of(value)
-        for key, value in values.items()
+        for key, value in (table or {}).items()
         if isinstance(value, str) and Path(value).is_file()
     }
 
 
-def conversion_key(table: Table, cache: str) -> str:
-    """12 hex digits that change when a conversion's result may; `cache` is the cache's own key."""
-    calibrates_on = cache if "calibration" not in table else ""
-    return fingerprint([table, contents_of(table), calibrates_on])
+def cache_dir(out: Path, table: Table) -> Path:
+    """Where the teacher cache of these settings lies; its name changes when its content may."""
+    values = {key: value for key, value in table.items() if key != "batch_size"}
+    return out / "caches" / fingerprint([ROWS, values])
 
 
-def cache_key(table: Table) -> str:
-    """12 hex digits that change when a cache's content may, in one directory of results."""
-    return fingerprint([ROWS, {key: value for key, value in table.items() if key != "batch_size"}])
+def student_dir(out: Path, convert: Table, cache: Table) -> Path:
+    """Where the teacher converted by these settings lies, which may calibrate on that cache."""
+    calibrates_on = cache_dir(out, cache).name if "calibration" not in convert else ""
+    return out / "students" / fingerprint([convert, contents_of(convert), calibrates_on])
 
 
 def shared_out(steps: int, weights: Sequence[int]) -> list[int]:
     """`steps` in parts as `weights`, whole, at least one each; nothing for no weights."""
     ends = [round(steps * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [max(1, end - start) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-# Where things lie in a directory of results.
-
-
-@dataclass(frozen=True)
-class QualityPlaces:
-    """The parts of one directory of results."""
-
-    out: Path
-
-    @property
-    def shared(self) -> Path:
-        """What all its rows have in common."""
-        return self.out / "quality.json"
-
-    @property
-    def timing(self) -> Path:
-        """Step times that set budgets."""
-        return self.out / "timing.json"
-
-    def cache(self, table: Table) -> Path:
-        """The teacher cache of these settings."""
-        return self.out / "caches" / cache_key(table)
-
-    def student(self, convert: Table, cache: Table) -> Path:
-        """The teacher converted by these settings, which may calibrate on that cache."""
-        return self.out / "students" / conversion_key(convert, cache_key(cache))

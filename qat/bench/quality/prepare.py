@@ -1,11 +1,15 @@
-"""What jobs share, each made once: caches and first conversions."""
+"""All that happens before the first job: a recipe file becomes plans, and what jobs share is made.
+
+Every setting is checked before anything runs. A recipe that cannot be made is a row of the table
+with its reason; the others go on without it.
+"""
 
 import json
 import logging
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +24,6 @@ from qat.bench.quality.plan import (
     HELD_OUT,
     OURS,
     QualityEntry,
-    QualityPlaces,
     QualityPlan,
     QualityRecipe,
     QualityStage,
@@ -28,12 +31,14 @@ from qat.bench.quality.plan import (
     Texts,
     baseline_settings,
     cache_config,
+    cache_dir,
     content_of,
     convert_config,
     shared_out,
+    student_dir,
     train_config,
 )
-from qat.config import Settings, fingerprint
+from qat.config import fingerprint
 from qat.convert.convert import check_conversion, convert_checkpoint
 from qat.convert.plan import read_plan
 from qat.data.reader import TeacherCache
@@ -47,7 +52,7 @@ from qat.models.load import load_config, load_teacher, model_identity
 from qat.models.teacher_cache import build_teacher_cache
 from qat.train.start import train_student
 
-# From a recipe file to plans, every setting checked before anything runs.
+logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"
 """Written for a model in `base` or `teacher`: the teacher of the file."""
@@ -57,17 +62,18 @@ HELD_OUT_KEYS = {"seed", "held_out", "format", "text_field", "thinking", "target
 SHARED_TRAIN_KEYS = {"cache_dir", "seed", "device", "max_steps"}
 ANYWHERE = Path("cache")
 """Stands for a cache until there is one."""
+ROUNDS = 2
+"""Turns that each recipe takes when steps are timed."""
+STRETCH = 5
+"""Steps in a line of the heartbeat; the first line holds compiling and recording."""
+STRETCHES = 5
 
-
-class SharedFacts(Settings):
-    """What all rows of one directory have in common."""
-
-    name: str
-    teacher: str
-    """Its content's hash, or a hub id's revision."""
-    texts: dict[str, str]
-    """Hashes of the texts."""
-    settings: Table
+Unmade = dict[str, str]
+"""Why a recipe cannot be made, by its name."""
+StepTimer = Callable[[QualityPlan], list[list[float]]]
+"""Times a recipe alone: seconds of single steps, for each of its stages."""
+StepTimes = dict[str, list[float]]
+"""Median seconds of a step for each stage, by `time_key`."""
 
 
 def resolve(recipe: QualityRecipe) -> list[QualityPlan]:
@@ -77,20 +83,24 @@ def resolve(recipe: QualityRecipe) -> list[QualityPlan]:
         ConfigError: a setting that its verb refuses, or that is not a recipe's own to choose.
         DataError: a text that is missing or empty.
     """
-    check_disjoint(recipe.texts)
-    for text in text_sources(recipe.texts):
-        open_source(text)
+    _check_disjoint(recipe.texts)
+    for text in (recipe.texts.distil, *recipe.texts.report.values()):
+        if text != HELD_OUT:
+            open_source(text)
     plans = [_plan(recipe, entry) for entry in recipe.recipes]
-    _check_timed(plans)
+    steps = {plan.name: plan.steps for plan in plans}
+    for plan in plans:
+        other = plan.equal_time_to
+        if other and 0 in (plan.steps, steps[other]):
+            raise ConfigError(
+                f"recipe {plan.name!r}: equal_time_to={other!r}, but {plan.steps} and "
+                f"{steps[other]} steps; expected two that train; drop it"
+            )
     return plans
 
 
-def check_disjoint(texts: Texts) -> None:
-    """Refuse to judge on a text that is learned from or calibrated on.
-
-    Raises:
-        ConfigError: a text to judge on is one of those files, or lies in such a directory.
-    """
+def _check_disjoint(texts: Texts) -> None:
+    """Refuse to judge on a text that is learned from or calibrated on."""
     learned = {"distil": texts.distil, "calibration": texts.calibration or texts.distil}
     for name, text in texts.report.items():
         for role, other in learned.items():
@@ -101,36 +111,28 @@ def check_disjoint(texts: Texts) -> None:
                 )
 
 
-def shared_facts(recipe: QualityRecipe) -> SharedFacts:
-    """What decides whether a row belongs into the directory of this recipe.
-
-    Raises:
-        CheckpointError: there is no such teacher.
-    """
-    budget = recipe.model_dump(
-        mode="json", exclude={"recipes", "seeds", "name", "teacher", "texts", "convert", "train"}
-    )
-    files = {"distil": recipe.texts.distil, **recipe.texts.report}
-    return SharedFacts(
-        name=recipe.name,
-        teacher=model_identity(recipe.teacher),
-        texts={name: content_of(text) for name, text in files.items()},
-        settings=budget,
-    )
-
-
-def text_sources(texts: Texts) -> Iterable[str]:
-    """The texts that are read from somewhere."""
-    return [texts.distil, *(text for text in texts.report.values() if text != HELD_OUT)]
+def _is_within(text: str, other: str) -> bool:
+    if text == other:
+        return True
+    path, whole = Path(text), Path(other)
+    if not (path.exists() and whole.exists()):
+        return False
+    path, whole = path.resolve(), whole.resolve()
+    if path == whole or whole in path.parents or path in whole.parents:
+        return True
+    return path.is_file() and whole.is_file() and content_of(text) == content_of(other)
 
 
 def _plan(recipe: QualityRecipe, entry: QualityEntry) -> QualityPlan:
     where = f"recipe {entry.name!r}"
-    cache = _cache_table(recipe, entry, where)
+    _refuse(recipe.cache, SHARED_CACHE_KEYS, "cache")
+    of_all = SHARED_CACHE_KEYS | HELD_OUT_KEYS
+    _refuse(entry.cache, of_all, where, "it is the same for all recipes")
+    cache = recipe.cache | entry.cache
+    settings = cache_config(recipe, cache)
     is_ours = entry.method == OURS
     convert = _convert_table(recipe, recipe.convert | entry.convert, where) if is_ours else None
     stages = _stages(recipe, entry, where) if is_ours else ()
-    settings = cache_config(recipe, cache)
     for stage in stages:
         config = train_config(stage, ANYWHERE)
         if config.teacher is None:
@@ -138,26 +140,17 @@ def _plan(recipe: QualityRecipe, entry: QualityEntry) -> QualityPlan:
         else:
             check_with_teacher(config.losses)
     trains = entry.train is not False and entry.method not in PTQ
-    steps = (entry.max_steps or recipe.max_steps) if trains else 0
     return QualityPlan(
         name=entry.name,
         method=entry.method,
-        cache=cache,
+        cache={key: getattr(settings, key) for key in cache},
         convert=convert,
         stages=stages,
         baseline={} if is_ours else _baseline_table(recipe, entry, where),
-        steps=steps,
+        steps=(entry.max_steps or recipe.max_steps) if trains else 0,
         seeds=entry.seeds or (recipe.seeds if trains else recipe.seeds[:1]),
         equal_time_to=entry.equal_time_to,
     )
-
-
-def _cache_table(recipe: QualityRecipe, entry: QualityEntry, where: str) -> Table:
-    _refuse(recipe.cache, SHARED_CACHE_KEYS, "cache", "the file's own keys say it")
-    _refuse(entry.cache, SHARED_CACHE_KEYS | HELD_OUT_KEYS, where, "it is the same for all recipes")
-    table = recipe.cache | entry.cache
-    config = cache_config(recipe, table)
-    return {key: getattr(config, key) for key in table}
 
 
 def _convert_table(recipe: QualityRecipe, table: Table, where: str) -> Table:
@@ -212,7 +205,7 @@ def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Quali
     if convert is not None:
         convert = _convert_table(recipe, recipe.convert | convert, where)
     table = recipe.train | table
-    _refuse(table, SHARED_TRAIN_KEYS, where, "the file's own keys say it")
+    _refuse(table, SHARED_TRAIN_KEYS, where)
     parts = table.get("grad_accum_steps", 1)  # if it is no count, its verb says so
     micro_batch = recipe.batch_size // parts if _is_count(parts) else 1
     table = {"batch_size": max(1, micro_batch), **table}
@@ -233,25 +226,15 @@ def _baseline_table(recipe: QualityRecipe, entry: QualityEntry, where: str) -> T
             f"among {', '.join((OURS, *METHODS))}"
         )
     table = entry.train or {}
-    _refuse(table, SHARED_TRAIN_KEYS, where, "the file's own keys say it")
+    _refuse(table, SHARED_TRAIN_KEYS, where)
     table = {"batch_size": recipe.batch_size, **table}
     BaselineSettings.parse(table, where)
     return table
 
 
-def _check_timed(plans: Sequence[QualityPlan]) -> None:
-    """Refuse equal time where one of the two takes no step."""
-    steps = {plan.name: plan.steps for plan in plans}
-    for plan in plans:
-        other = plan.equal_time_to
-        if other and 0 in (plan.steps, steps[other]):
-            raise ConfigError(
-                f"recipe {plan.name!r}: equal_time_to={other!r}, but {plan.steps} and "
-                f"{steps[other]} steps; expected two that train; drop it"
-            )
-
-
-def _refuse(table: Table, keys: set[str], where: str, hint: str) -> None:
+def _refuse(
+    table: Table, keys: set[str], where: str, hint: str = "the file's own keys say it"
+) -> None:
     found = keys & table.keys()
     if found:
         raise ConfigError(
@@ -260,31 +243,10 @@ def _refuse(table: Table, keys: set[str], where: str, hint: str) -> None:
         )
 
 
-def _is_within(text: str, other: str) -> bool:
-    if text == other:
-        return True
-    path, whole = Path(text), Path(other)
-    if not (path.exists() and whole.exists()):
-        return False
-    path, whole = path.resolve(), whole.resolve()
-    if path == whole or whole in path.parents or path in whole.parents:
-        return True
-    return path.is_file() and whole.is_file() and content_of(text) == content_of(other)
-
-
-# Which recipes of a file can be made: asked of the teacher's shapes before any work.
-#
-# A recipe that cannot is a row of the table with its reason; the others go on without it.
-
-
-Unmade = dict[str, str]
-"""Why a recipe cannot be made, by its name."""
-
-
 def check_shapes(
     recipe: QualityRecipe, plans: Sequence[QualityPlan]
 ) -> tuple[list[QualityPlan], Unmade]:
-    """The plans whose formats and budgets fit the teacher; no weight is read.
+    """The plans whose formats and budgets fit the teacher's shapes; no weight is read.
 
     Raises:
         ConfigError: none does.
@@ -298,10 +260,10 @@ def check_shapes(
             if table is not None:
                 check_conversion(teacher, convert_config(table, ANYWHERE))
 
-    return made(plans, check)
+    return _made(plans, check)
 
 
-def made(
+def _made(
     plans: Sequence[QualityPlan], make: Callable[[QualityPlan], None]
 ) -> tuple[list[QualityPlan], Unmade]:
     """The plans that `make` takes, and why it refuses the others and those that follow them.
@@ -326,15 +288,12 @@ def made(
     return [plan for plan in plans if plan.name not in unmade], unmade
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Workshop:
-    """A recipe file, its directory, and the device to work on."""
+    """A recipe file, its directory of results, and the device to work on."""
 
     recipe: QualityRecipe
-    places: QualityPlaces
+    out: Path
     device: str
 
     def claim(self) -> None:
@@ -342,19 +301,30 @@ class Workshop:
 
         Raises:
             ConfigError: it holds another recipe's results, or something else.
+            CheckpointError: there is no such teacher.
         """
-        facts, out = shared_facts(self.recipe).model_dump(mode="json"), self.places.out
-        if not self.places.shared.exists():
+        recipe, out, file = self.recipe, self.out, self.out / "quality.json"
+        texts = {"distil": recipe.texts.distil, **recipe.texts.report}
+        facts = {
+            "name": recipe.name,
+            "teacher": model_identity(recipe.teacher),
+            "texts": {name: content_of(text) for name, text in texts.items()},
+            "settings": recipe.model_dump(
+                mode="json",
+                exclude={"recipes", "seeds", "name", "teacher", "texts", "convert", "train"},
+            ),
+        }
+        if not file.exists():
             check_free(out, in_place=True)
             out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.places.shared, json.dumps(facts, indent=1) + "\n")
+            write_atomically(file, json.dumps(facts, indent=1) + "\n")
             return
-        old = json.loads(self.places.shared.read_text())
+        old = json.loads(file.read_text())
         for key, value in facts.items():
             if old.get(key) != value:
                 raise ConfigError(
                     f"out={out} holds results of {old['name']!r} with another {key}, expected "
-                    f"those of {self.recipe.name!r}; choose another --out"
+                    f"those of {recipe.name!r}; choose another --out"
                 )
 
     def prepare(self, plans: Sequence[QualityPlan]) -> tuple[list[QualityPlan], Unmade]:
@@ -367,43 +337,51 @@ class Workshop:
             ConfigError: it was for none.
         """
         for table in [self.recipe.cache, *(plan.cache for plan in plans)]:
-            self._build_cache(table)
+            place = cache_dir(self.out, table)
+            try:
+                TeacherCache.open(place)
+            except CacheError:  # not there, or not finished
+                logger.info("building a cache: %s", table)
+                config = cache_config(self.recipe, table, self.device)
+                source = open_source(config.data, config.format, config.text_field)
+                build_teacher_cache(config, source, place)
 
         def convert(plan: QualityPlan) -> None:
             if plan.convert is not None:
-                self.convert(plan.convert, plan.cache)
+                self._convert(plan.convert, plan.cache)
 
-        found = made(plans, convert)
+        found = _made(plans, convert)
         select(self.device).free_memory()  # it is the jobs' now
         return found
 
-    def convert(self, convert: Table, cache: Table) -> None:
+    def _convert(self, convert: Table, cache: Table) -> None:
         """Convert the teacher, unless it was done; it may calibrate on that cache."""
-        out = self.places.student(convert, cache)
-        if not out.exists():
+        student = student_dir(self.out, convert, cache)
+        if not student.exists():
             logger.info("converting the teacher: %s", convert)
-            config = convert_config(convert, self.places.cache(cache), self.device)
-            convert_checkpoint(self.recipe.teacher, config, out)
+            config = convert_config(convert, cache_dir(self.out, cache), self.device)
+            convert_checkpoint(self.recipe.teacher, config, student)
 
-    def _build_cache(self, table: Table) -> None:
-        out = self.places.cache(table)
-        try:
-            TeacherCache.open(out)
-        except CacheError:  # not there, or not finished
-            logger.info("building a cache: %s", table)
-            config = cache_config(self.recipe, table, self.device)
-            source = open_source(config.data, config.format, config.text_field)
-            build_teacher_cache(config, source, out)
+    def known_times(self) -> StepTimes:
+        """The step times that were measured in this directory."""
+        file = self.out / "timing.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def step_times(self, plans: Sequence[QualityPlan]) -> StepTimes:
+        """Step times of the recipes that need them, measured once for a directory."""
+        known, needed = self.known_times(), to_time(plans)
+        if any(time_key(plan) not in known for plan in needed):
+            for plan in needed:
+                for stage in plan.stages:
+                    if stage.convert is not None:
+                        self._convert(_stand_in(stage.convert), plan.cache)
+            # steps that were measured stay: budgets of finished jobs rest on them
+            known = measure(needed, lambda plan: time_plan(self, plan)) | known
+            write_atomically(self.out / "timing.json", json.dumps(known, indent=1) + "\n")
+        return known
 
 
 # Equal time instead of equal steps: measured step times turn one recipe's clock into steps.
-
-ROUNDS = 2
-
-StepTimer = Callable[[QualityPlan], list[list[float]]]
-"""Times a recipe alone: seconds of single steps, for each of its stages."""
-StepTimes = dict[str, list[float]]
-"""Median seconds of a step for each stage, by `time_key`."""
 
 
 def time_key(plan: QualityPlan) -> str:
@@ -420,76 +398,62 @@ def to_time(plans: Sequence[QualityPlan]) -> list[QualityPlan]:
     return [plan for plan in plans if plan.equal_time_to or plan.name in followed]
 
 
-def measure(plans: Sequence[QualityPlan], timer: StepTimer, rounds: int = ROUNDS) -> StepTimes:
+def measure(plans: Sequence[QualityPlan], timer: StepTimer) -> StepTimes:
     """Let the recipes take turns, every second round backwards; the median of all their steps."""
-    found: dict[str, list[list[float]]] = defaultdict(list)
-    for number in range(rounds):
+    found: dict[str, list[list[list[float]]]] = defaultdict(list)
+    for number in range(ROUNDS):
         for plan in plans[:: -1 if number % 2 else 1]:
             found[time_key(plan)].append(timer(plan))
-    return {key: _medians(turns) for key, turns in found.items()}
+    return {
+        key: [
+            statistics.median(step for turn in stage for step in turn)
+            for stage in zip(*turns, strict=True)
+        ]
+        for key, turns in found.items()
+    }
 
 
 def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[QualityPlan]:
-    """The plans, those on equal time with as many steps as the other's training time allows."""
+    """The plans, those on equal time with as many steps as the other's training time allows.
+
+    A recipe's steps are shared out among its stages as before.
+    """
     by_name = {plan.name: plan for plan in plans}
+
+    def seconds(plan: QualityPlan) -> float:
+        steps = [stage.steps for stage in plan.stages] or [plan.steps]
+        pairs = zip(steps, times[time_key(plan)], strict=True)
+        return sum(count * step_s for count, step_s in pairs)
 
     def fitted(plan: QualityPlan) -> QualityPlan:
         if plan.equal_time_to is None:
             return plan
-        seconds = training_seconds(by_name[plan.equal_time_to], times)
-        own = training_seconds(plan, times) / plan.steps
-        return plan.with_steps(max(1, len(plan.stages), round(seconds / own)))
+        own = seconds(plan) / plan.steps
+        steps = round(seconds(by_name[plan.equal_time_to]) / own)
+        return plan.with_steps(max(1, len(plan.stages), steps))
 
     return [fitted(plan) for plan in plans]
 
 
-def training_seconds(plan: QualityPlan, times: StepTimes) -> float:
-    """What all steps of a recipe take."""
-    steps = [stage.steps for stage in plan.stages] or [plan.steps]
-    pairs = zip(steps, times[time_key(plan)], strict=True)
-    return sum(count * step_s for count, step_s in pairs)
-
-
-def to_json(times: StepTimes) -> str:
-    """The times as a file keeps them."""
-    return json.dumps(times, indent=1) + "\n"
-
-
-def _medians(turns: list[list[list[float]]]) -> list[float]:
-    """The median step of each stage over all turns."""
-    stages = zip(*turns, strict=True)
-    return [statistics.median(step for turn in stage for step in turn) for stage in stages]
-
-
-# Times a recipe's step by a short run of the very training that the recipe does.
-
-STRETCH = 5
-"""Steps in a line of the heartbeat; the first line holds compiling and recording."""
-STRETCHES = 5
-
-
-def conversions_to_time(plans: Sequence[QualityPlan]) -> Iterator[tuple[Table, Table]]:
-    """The conversions that stand for later stages: their format decides a step's time."""
-    for plan in plans:
-        for stage in plan.stages:
-            if stage.convert is not None:
-                yield _stand_in(stage.convert), plan.cache
-
-
 def time_plan(shop: Workshop, plan: QualityPlan) -> list[list[float]]:
-    """Seconds of steps of each stage, nothing else running; warm-up and compiler left out."""
+    """Seconds of steps of each stage, by a short run of the very training that the recipe does.
+
+    Nothing else runs; warm-up and compiler are left out.
+    """
+    cache = cache_dir(shop.out, plan.cache)
     if plan.method != OURS:
-        return [_time_baseline(shop, plan)]
+        return [_time_baseline(shop, plan, cache)]
     convert, found = plan.convert, []
     for stage in plan.stages:
         convert = convert if stage.convert is None else _stand_in(stage.convert)
-        student = shop.places.student(convert, plan.cache)
-        found.append(_time_stage(stage, student, shop.places.cache(plan.cache), shop.device))
+        found.append(
+            _time_stage(stage, student_dir(shop.out, convert, plan.cache), cache, shop.device)
+        )
     return found
 
 
 def _stand_in(convert: Table) -> Table:
-    """The settings of that conversion without its `base`: the teacher itself is converted."""
+    """A later stage's conversion without its `base`: its format decides a step's time."""
     return {key: value for key, value in convert.items() if key != "base"}
 
 
@@ -506,12 +470,13 @@ def _time_stage(stage: QualityStage, student: Path, cache: Path, device: str) ->
     return [line["step_s"] for line in lines[1:]]
 
 
-def _time_baseline(shop: Workshop, plan: QualityPlan) -> list[float]:
+def _time_baseline(shop: Workshop, plan: QualityPlan, cache: Path) -> list[float]:
     teacher = load_teacher(shop.recipe.teacher, device=shop.device, dtype="fp32")
-    cache = TeacherCache.open(shop.places.cache(plan.cache))
     settings = baseline_settings(plan, device=shop.device)
     steps = STRETCH * (STRETCHES - 1)
-    step_s = time_step(plan.method, teacher, cache, settings=settings, steps=steps)
+    step_s = time_step(
+        plan.method, teacher, TeacherCache.open(cache), settings=settings, steps=steps
+    )
     del teacher
     select(shop.device).free_memory()
     return [step_s]

@@ -1,4 +1,7 @@
-"""`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach."""
+"""`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach.
+
+A line of the table is a recipe, with mean and spread over its seeds.
+"""
 
 import json
 import logging
@@ -17,52 +20,40 @@ from qat.bench.jobs import Ended, run_processes
 from qat.bench.quality.plan import (
     QualityConfig,
     QualityJob,
-    QualityPlaces,
     QualityPlan,
     QualityRecipe,
     read_quality,
 )
-from qat.bench.quality.prepare import (
-    StepTimes,
-    Unmade,
-    Workshop,
-    check_shapes,
-    conversions_to_time,
-    measure,
-    resolve,
-    time_key,
-    time_plan,
-    to_json,
-    to_time,
-    with_equal_time,
-)
+from qat.bench.quality.prepare import Unmade, Workshop, check_shapes, resolve, with_equal_time
 from qat.bench.results import environment, fit_scale, markdown_table, write_comparison
 from qat.errors import TrainingError
-from qat.files import write_atomically
 from qat.observe.charts import LIGHT, SERIES, Chart
 from qat.process import cores
 
-# Rows of results as one table: a line a recipe, mean and spread over its seeds.
-
+PAGE = "quality.md"
 PER_TEXT = ("kl_nats", "top1_frac", "ppl")
 COMMON = (
-    "kd_nats",
-    "repeated_frac",
-    "distinct_frac",
-    "bits_per_weight",
-    "megabytes",
-    "steps",
-    "tokens",
-    "seconds",
-    "peak_gib",
+    *("kd_nats", "repeated_frac", "distinct_frac", "bits_per_weight", "megabytes"),
+    *("steps", "tokens", "seconds", "peak_gib"),
 )
 TEACHER = "teacher"
+SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 Row = dict[str, object]
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Stat:
+class Failure(NamedTuple):
+    """A job that ended without rows."""
+
+    name: str
+    seed: int
+    message: str
+    """The last line that it said."""
+    log: Path
+
+
+class Stat(NamedTuple):
     """A number over several seeds."""
 
     mean: float
@@ -81,171 +72,6 @@ class QualityLine:
     """Jobs side by side when it ran."""
     stats: dict[str, Stat | None]
     """By name; what is told of a text as `kl_nats.TEXT`. None where nothing was measured."""
-
-
-def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[QualityLine]:
-    """A line for each recipe, the teacher's first, then by KL on the first of `texts`."""
-    names = dict.fromkeys(row["recipe"] for row in rows)
-    lines = [_line([row for row in rows if row["recipe"] == name], texts) for name in names]
-    return sorted(lines, key=lambda line: (line.method != TEACHER, _kl(line, texts[0])))
-
-
-def stat(values: Sequence[float | None]) -> Stat | None:
-    """Mean and sample standard deviation of what was measured."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return Stat(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
-
-
-def columns(texts: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Heading, name in `QualityLine.stats`, and format of the mean."""
-    return [
-        ("bits/w", "bits_per_weight", "{:.3f}"),
-        ("MB", "megabytes", "{:.2f}"),
-        *((f"KL {text}", f"kl_nats.{text}", "{:.4f}") for text in texts),
-        *((f"top-1 {text}", f"top1_frac.{text}", "{:.4f}") for text in texts),
-        *((f"ppl {text}", f"ppl.{text}", "{:.3f}") for text in texts),
-        ("KD", "kd_nats", "{:.4f}"),
-        ("rep-4", "repeated_frac", "{:.3f}"),
-        ("distinct", "distinct_frac", "{:.3f}"),
-        ("steps", "steps", "{:,.0f}"),
-        ("Mtokens", "tokens", "{:.2f}"),
-        ("seconds", "seconds", "{:.1f}"),
-        ("GiB", "peak_gib", "{:.2f}"),
-    ]
-
-
-def cells(
-    lines: Sequence[QualityLine], texts: Sequence[str], unmade: Mapping[str, str] | None = None
-) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the words of each line; behind them what cannot be made, with its reason."""
-    found = columns(texts)
-    headings = ["recipe", "seeds", *(title for title, _, _ in found)]
-    body = [
-        [line.recipe, str(line.num_seeds), *(_cell(line, key, form) for _, key, form in found)]
-        for line in lines
-    ]
-    if unmade:
-        headings = [*headings, "cannot be made"]
-        nothing = ["-"] * (len(headings) - 3)
-        body = [[*words, ""] for words in body]
-        body += [[name, "0", *nothing, reason] for name, reason in unmade.items()]
-    return headings, body
-
-
-def markdown(
-    lines: Sequence[QualityLine], texts: Sequence[str], unmade: Mapping[str, str] | None = None
-) -> str:
-    """The table in Markdown."""
-    return markdown_table(*cells(lines, texts, unmade))
-
-
-def best(lines: Sequence[QualityLine]) -> QualityLine | None:
-    """The first line below the teacher's."""
-    return next((line for line in lines if line.method != TEACHER), None)
-
-
-def _line(rows: list[Row], texts: Sequence[str]) -> QualityLine:
-    firsts = [row for row in rows if row["text"] == texts[0]]
-    stats = {name: stat([row[name] for row in firsts]) for name in COMMON}
-    for text in texts:
-        own = [row for row in rows if row["text"] == text]
-        stats |= {f"{name}.{text}": stat([row[name] for row in own]) for name in PER_TEXT}
-    return QualityLine(
-        recipe=rows[0]["recipe"],
-        method=rows[0]["method"],
-        num_seeds=len(firsts),
-        workers=tuple(sorted({row["workers"] for row in firsts})),
-        stats=stats,
-    )
-
-
-def _kl(line: QualityLine, text: str) -> float:
-    return line.stats[f"kl_nats.{text}"].mean
-
-
-def _cell(line: QualityLine, key: str, form: str) -> str:
-    found = line.stats[key]
-    if found is None:
-        return "-"
-    unit = 1e6 if key == "tokens" else 1.0
-    text = form.format(found.mean / unit)
-    return f"{text} +- {form.format(found.std / unit)}" if found.std else text
-
-
-# Two pictures of a table: KL against bits, and KL against training time.
-
-SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
-
-
-def charts(lines: Sequence[QualityLine], text: str) -> dict[str, bytes]:
-    """SVG by file name, of the recipes below the teacher's line; KL is that on `text`."""
-    students = [line for line in lines if line.method != TEACHER]
-    trained = [line for line in students if line.stats["steps"].mean > 0]
-    if not students:
-        return {}
-    marks = {line.recipe: mark(number) for number, line in enumerate(students)}
-    pictures = {"kl_bits.svg": ("bits_per_weight", "bits a weight", students)}
-    if trained:
-        pictures["kl_seconds.svg"] = ("seconds", "training seconds", trained)
-    return {
-        name: Chart(
-            name, "", "", partial(_paint, lines=drawn, marks=marks, text=text, key=key, label=label)
-        ).render(LIGHT, "svg")
-        for name, (key, label, drawn) in pictures.items()
-    }
-
-
-def mark(number: int) -> dict[str, str]:
-    """Shape and colour of the recipe of that number, in both pictures."""
-    shape = SHAPES[number // len(SERIES) % len(SHAPES)]
-    return {"fmt": shape, "color": SERIES[number % len(SERIES)]}
-
-
-def _paint(
-    axes: Axes,
-    *,
-    lines: Sequence[QualityLine],
-    marks: dict[str, dict[str, str]],
-    text: str,
-    key: str,
-    label: str,
-) -> None:
-    for line in lines:
-        across, up = line.stats[key], line.stats[f"kl_nats.{text}"]
-        axes.errorbar(
-            across.mean,
-            up.mean,
-            yerr=up.std or 0.0,
-            markersize=6,
-            capsize=2,
-            label=line.recipe,
-            **marks[line.recipe],
-        )
-    fit_scale(axes.xaxis, [line.stats[key].mean for line in lines])
-    fit_scale(axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
-    axes.margins(0.12)
-    axes.set_xlabel(label)
-    axes.set_ylabel(f"KL on {text}, nats a token")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.figure.legend(handles, labels, loc="outside right upper", fontsize=8)
-
-
-TABLE = "quality.md"
-
-
-logger = logging.getLogger(__name__)
-
-
-class Failure(NamedTuple):
-    """A job that ended without rows."""
-
-    name: str
-    seed: int
-    message: str
-    """The last line that it said."""
-    log: Path
 
 
 @dataclass(frozen=True)
@@ -282,11 +108,11 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
         ConfigError, CacheError, CheckpointError, DataError: see their messages.
     """
     spread = devices(config.device)
-    shop = Workshop(read_quality(recipe), QualityPlaces(out), spread[0])
+    shop = Workshop(read_quality(recipe), out, spread[0])
     plans, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
     shop.claim()
     plans, later = shop.prepare(plans)
-    plans = with_equal_time(plans, _step_times(shop, plans))
+    plans = with_equal_time(plans, shop.step_times(plans))
     jobs = make_jobs(shop.recipe, plans, out, config, num_devices=len(spread))
     open_jobs = [job for job in jobs if not job.row.exists()]
     write = partial(write_results, shop, jobs, unmade | later)
@@ -361,18 +187,17 @@ def write_results(
     shop: Workshop, jobs: Sequence[QualityJob], unmade: Unmade, failures: list[Failure]
 ) -> QualityReport:
     """Write rows, table and pictures of all jobs that are finished, and what cannot be made."""
-    recipe, out = shop.recipe, shop.places.out
     files = [job.row for job in jobs]
     rows = [row for file in files if file.exists() for row in json.loads(file.read_text())]
-    texts = tuple(recipe.texts.report)
-    report = QualityReport(out, texts, summarise(rows, texts), failures, unmade)
+    texts = tuple(shop.recipe.texts.report)
+    report = QualityReport(shop.out, texts, summarise(rows, texts), failures, unmade)
     write_comparison(
-        out,
+        shop.out,
         rows,
-        page=(TABLE, _page(recipe, report)),
+        page=(PAGE, _page(shop.recipe, report)),
         whole={
-            "environment": environment(select(shop.device), recipe),
-            "step_times": _known_times(shop),
+            "environment": environment(select(shop.device), shop.recipe),
+            "step_times": shop.known_times(),
             "unmade": unmade,
             "failures": [failure._asdict() for failure in failures],
         },
@@ -381,21 +206,80 @@ def write_results(
     return report
 
 
-def _step_times(shop: Workshop, plans: Sequence[QualityPlan]) -> StepTimes:
-    """Step times of the recipes that need them, measured once for a directory."""
-    known, needed = _known_times(shop), to_time(plans)
-    if any(time_key(plan) not in known for plan in needed):
-        for convert, cache in conversions_to_time(needed):
-            shop.convert(convert, cache)
-        # steps that were measured stay: budgets of finished jobs rest on them
-        known = measure(needed, lambda plan: time_plan(shop, plan)) | known
-        write_atomically(shop.places.timing, to_json(known))
-    return known
+def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[QualityLine]:
+    """A line for each recipe, the teacher's first, then by KL on the first of `texts`."""
+    names = dict.fromkeys(row["recipe"] for row in rows)
+    lines = [_line([row for row in rows if row["recipe"] == name], texts) for name in names]
+    kl = f"kl_nats.{texts[0]}"
+    return sorted(lines, key=lambda line: (line.method != TEACHER, line.stats[kl].mean))
 
 
-def _known_times(shop: Workshop) -> StepTimes:
-    file = shop.places.timing
-    return json.loads(file.read_text()) if file.exists() else {}
+def _line(rows: list[Row], texts: Sequence[str]) -> QualityLine:
+    firsts = [row for row in rows if row["text"] == texts[0]]
+    stats = {name: stat([row[name] for row in firsts]) for name in COMMON}
+    for text in texts:
+        own = [row for row in rows if row["text"] == text]
+        stats |= {f"{name}.{text}": stat([row[name] for row in own]) for name in PER_TEXT}
+    return QualityLine(
+        recipe=rows[0]["recipe"],
+        method=rows[0]["method"],
+        num_seeds=len(firsts),
+        workers=tuple(sorted({row["workers"] for row in firsts})),
+        stats=stats,
+    )
+
+
+def stat(values: Sequence[float | None]) -> Stat | None:
+    """Mean and sample standard deviation of what was measured."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Stat(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def cells(
+    lines: Sequence[QualityLine], texts: Sequence[str], unmade: Mapping[str, str] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the words of each line; behind them what cannot be made, with its reason."""
+    columns = [  # heading, name in `QualityLine.stats`, format of the mean
+        ("bits/w", "bits_per_weight", "{:.3f}"),
+        ("MB", "megabytes", "{:.2f}"),
+        *((f"KL {text}", f"kl_nats.{text}", "{:.4f}") for text in texts),
+        *((f"top-1 {text}", f"top1_frac.{text}", "{:.4f}") for text in texts),
+        *((f"ppl {text}", f"ppl.{text}", "{:.3f}") for text in texts),
+        ("KD", "kd_nats", "{:.4f}"),
+        ("rep-4", "repeated_frac", "{:.3f}"),
+        ("distinct", "distinct_frac", "{:.3f}"),
+        ("steps", "steps", "{:,.0f}"),
+        ("Mtokens", "tokens", "{:.2f}"),
+        ("seconds", "seconds", "{:.1f}"),
+        ("GiB", "peak_gib", "{:.2f}"),
+    ]
+
+    def cell(line: QualityLine, key: str, form: str) -> str:
+        found = line.stats[key]
+        if found is None:
+            return "-"
+        unit = 1e6 if key == "tokens" else 1.0
+        text = form.format(found.mean / unit)
+        return f"{text} +- {form.format(found.std / unit)}" if found.std else text
+
+    headings = ["recipe", "seeds", *(title for title, _, _ in columns)]
+    body = [
+        [line.recipe, str(line.num_seeds), *(cell(line, key, form) for _, key, form in columns)]
+        for line in lines
+    ]
+    if unmade:
+        headings = [*headings, "cannot be made"]
+        nothing = ["-"] * (len(headings) - 3)
+        body = [[*words, ""] for words in body]
+        body += [[name, "0", *nothing, reason] for name, reason in unmade.items()]
+    return headings, body
+
+
+def best(lines: Sequence[QualityLine]) -> QualityLine | None:
+    """The first line below the teacher's."""
+    return next((line for line in lines if line.method != TEACHER), None)
 
 
 def _page(recipe: QualityRecipe, report: QualityReport) -> str:
@@ -411,7 +295,7 @@ def _page(recipe: QualityRecipe, report: QualityReport) -> str:
         "distinct tokens of samples at temperature 1, top-p 0.95. bits/w: quantized linears, "
         "everything counted; MB: the whole model. seconds: the training loop without compiling "
         "and evaluating. Means and standard deviations over seeds.",
-        markdown(report.lines, report.texts, report.unmade).rstrip(),
+        markdown_table(*cells(report.lines, report.texts, report.unmade)).rstrip(),
     ]
     workers = sorted({count for line in report.lines for count in line.workers})
     if workers and workers != [1]:
@@ -425,3 +309,59 @@ def _page(recipe: QualityRecipe, report: QualityReport) -> str:
     if found is not None:
         words.append(f"Least KL on {report.texts[0]}: {found.recipe}.")
     return "\n\n".join(words) + "\n"
+
+
+def charts(lines: Sequence[QualityLine], text: str) -> dict[str, bytes]:
+    """KL against bits and against training time, SVG by file name, without the teacher's line.
+
+    KL is that on `text`.
+    """
+    students = [line for line in lines if line.method != TEACHER]
+    trained = [line for line in students if line.stats["steps"].mean > 0]
+    if not students:
+        return {}
+    marks = {
+        line.recipe: {  # the same in both pictures
+            "fmt": SHAPES[number // len(SERIES) % len(SHAPES)],
+            "color": SERIES[number % len(SERIES)],
+        }
+        for number, line in enumerate(students)
+    }
+    pictures = {"kl_bits.svg": ("bits_per_weight", "bits a weight", students)}
+    if trained:
+        pictures["kl_seconds.svg"] = ("seconds", "training seconds", trained)
+    return {
+        name: Chart(
+            name, "", "", partial(_paint, lines=drawn, marks=marks, text=text, key=key, label=label)
+        ).render(LIGHT, "svg")
+        for name, (key, label, drawn) in pictures.items()
+    }
+
+
+def _paint(
+    axes: Axes,
+    *,
+    lines: Sequence[QualityLine],
+    marks: dict[str, dict[str, str]],
+    text: str,
+    key: str,
+    label: str,
+) -> None:
+    for line in lines:
+        across, up = line.stats[key], line.stats[f"kl_nats.{text}"]
+        axes.errorbar(
+            across.mean,
+            up.mean,
+            yerr=up.std or 0.0,
+            markersize=6,
+            capsize=2,
+            label=line.recipe,
+            **marks[line.recipe],
+        )
+    fit_scale(axes.xaxis, [line.stats[key].mean for line in lines])
+    fit_scale(axes.yaxis, [line.stats[f"kl_nats.{text}"].mean for line in lines])
+    axes.margins(0.12)
+    axes.set_xlabel(label)
+    axes.set_ylabel(f"KL on {text}, nats a token")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, labels, loc="outside right upper", fontsize=8)
