@@ -27,7 +27,7 @@ from qat.bench.baselines.training import (
 from qat.bench.baselines.uniform import efficientqat_lesson, gptq, round_to_nearest, uniform_bits
 from qat.bench.config import MeasureConfig
 from qat.bench.measure import compile_anew
-from qat.convert.calibrate import QuantizeStage, StageInputs, TokenBatch, quantize_in_order
+from qat.convert.calibrate import StageInputs, TokenBatch, quantize_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
@@ -42,19 +42,6 @@ GROUP_SIZE = 32
 def is_installed() -> bool:
     """Whether torchao can be imported."""
     return find_spec("torchao") is not None
-
-
-def check_installed() -> None:
-    """Refuse to go on without torchao.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    if not is_installed():
-        raise ConfigError(
-            "method=torchao_int2, but torchao is not installed; leave the method out, or: "
-            f"{how_to_install('adam8bit')}"
-        )
 
 
 def torchao_step(
@@ -91,7 +78,11 @@ def torchao_lesson(job: BaselineJob) -> Lesson:
     Raises:
         ConfigError: torchao is not installed.
     """
-    check_installed()
+    if not is_installed():
+        raise ConfigError(
+            "method=torchao_int2, but torchao is not installed; leave the method out, or: "
+            f"{how_to_install('adam8bit')}"
+        )
     settings = job.settings
     bits = {name: settings.bits_of(name) for name in job.names}
     fake_quantize(job.model, bits, settings.group_size)
@@ -165,7 +156,7 @@ def train_baseline(
         return _quantize(method, BaselineJob.of(teacher, cache, settings, calibration))
     job = BaselineJob.of(teacher, cache, settings.filled(method))
     lesson = LESSONS[method](job)
-    course = lesson.before.followed_by(distil(lesson, job))
+    course = distil(lesson, job)
     bits = put_plain(job.model, lesson.deploy())
     lesson.step.close()
     return BaselineStudent(_judgeable(job), bits, *course)
@@ -217,38 +208,30 @@ def _check(method: str, calibration: Sequence[TokenBatch] | None = None) -> None
 @torch.no_grad()
 def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
     """Round all linears, one by one or in the order of their inputs."""
-    settings, model = job.settings, job.model
+    settings, model, size = job.settings, job.model, job.settings.group_size
+    weights = {name: model.get_submodule(name).weight for name in job.names}
+
+    def by_gptq(names: list[str], inputs: StageInputs) -> None:
+        """As published: towards each weight itself, on the student's inputs."""
+        for name in names:
+            bits = settings.bits_of(name)
+            weights[name].copy_(gptq(weights[name], inputs.second_moment, bits, size))
+
     job.backend.reset_peak_memory()
     began = time.perf_counter()
     if method == "gptq":
-        quantize_in_order(LanguageModel(model), job.calibration, job.names, _gptq_stage(job))
+        quantize_in_order(LanguageModel(model), job.calibration, job.names, by_gptq)
     else:
-        for name in job.names:
-            weight = model.get_submodule(name).weight
-            weight.copy_(round_to_nearest(weight, settings.bits_of(name), settings.group_size))
+        for name, weight in weights.items():
+            weight.copy_(round_to_nearest(weight, settings.bits_of(name), size))
     job.backend.synchronize()
     seconds = time.perf_counter() - began
-    weights = {name: model.get_submodule(name).weight for name in job.names}
-    size = settings.group_size
     deployed = {
         n: Deployed(w, uniform_bits(w, settings.bits_of(n), size)) for n, w in weights.items()
     }
     bits = put_plain(model, deployed)
     peak = job.backend.peak_memory_gib() or 0.0
     return BaselineStudent(_judgeable(job), bits, 0, seconds, peak)
-
-
-def _gptq_stage(job: BaselineJob) -> QuantizeStage:
-    """GPTQ as published: towards each weight itself, on the student's inputs."""
-    settings = job.settings
-
-    def quantize(names: list[str], inputs: StageInputs) -> None:
-        for name in names:
-            weight = job.model.get_submodule(name).weight
-            bits, size = settings.bits_of(name), settings.group_size
-            weight.copy_(gptq(weight, inputs.second_moment, bits, size))
-
-    return quantize
 
 
 def _judgeable(job: BaselineJob) -> LanguageModel:

@@ -4,9 +4,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -208,7 +209,8 @@ class PlainStep:
         sums = []
         for batch in batches:
             positions = batch.position_ids if is_packed else None
-            with self._mixed_precision(device):
+            is_mixed = self._autocast is not None
+            with on(device).autocast(self._autocast) if is_mixed else nullcontext():
                 hidden = self._model.base_model(
                     input_ids=batch.input_ids, position_ids=positions, use_cache=False
                 ).last_hidden_state
@@ -217,9 +219,6 @@ class PlainStep:
             (loss / valid.clamp(min=1)).backward()
             sums.append(loss.detach())
         return valid, torch.stack(sums).sum()
-
-    def _mixed_precision(self, device: torch.device) -> AbstractContextManager:
-        return nullcontext() if self._autocast is None else on(device).autocast(self._autocast)
 
     def forget_gradients(self) -> None:
         """Drop the gradients."""
@@ -410,17 +409,6 @@ class BaselineJob:
         targets = {"topk"} | targets_read(parse_losses(settings.loss))
         return Batch(*map(self.backend.pinned, self.cache.batch(indices, targets=targets)))
 
-    def rate(self, peak: float, step: int, steps: int) -> float:
-        """The learning rate of step `step` of `steps`."""
-        share = lr_share(
-            step,
-            steps,
-            schedule="cosine",
-            warmup_steps=self.settings.warmup_steps,
-            min_ratio=self.settings.min_lr_ratio,
-        )
-        return peak * share
-
     def step(
         self,
         learning: Sequence[nn.Parameter],
@@ -431,13 +419,20 @@ class BaselineJob:
         is_checkpointed: bool = False,
     ) -> PlainStep:
         """A step that trains `learning` over a run of `steps`, compiled where that pays."""
+        settings = self.settings
+        share = partial(
+            lr_share,
+            schedule="cosine",
+            warmup_steps=settings.warmup_steps,
+            min_ratio=settings.min_lr_ratio,
+        )
         return PlainStep(
             self.model,
             learning,
             loss,
             is_compiled=is_compiled and self.backend.compiles(),
             is_checkpointed=is_checkpointed,
-            lr=lambda step: self.rate(self.settings.lr, step, steps),
+            lr=lambda step: settings.lr * share(step, steps),
             autocast=self.dtype,
         )
 
@@ -456,19 +451,11 @@ class BaselineJob:
 
 
 class Course(NamedTuple):
-    """What a stretch of training cost."""
+    """What training cost so far."""
 
     steps: int = 0
     seconds: float = 0.0
     peak_gib: float = 0.0
-
-    def followed_by(self, other: "Course") -> "Course":
-        """Both stretches as one."""
-        return Course(
-            self.steps + other.steps,
-            self.seconds + other.seconds,
-            max(self.peak_gib, other.peak_gib),
-        )
 
 
 class Lesson(NamedTuple):
@@ -484,30 +471,31 @@ class Lesson(NamedTuple):
 
 
 def distil(lesson: Lesson, job: BaselineJob) -> Course:
-    """Take the steps of a lesson; data goes on after what `lesson.before` has used.
+    """Take the steps of a lesson, after what `lesson.before` has used; the cost of both.
 
     Raises:
         TrainingError: the loss at the end is not a number.
     """
-    first, backend = lesson.before.steps, job.backend
+    before, backend = lesson.before, job.backend
     rehearse(lesson.step, job)
     backend.reset_peak_memory()
     began = time.perf_counter()
     with progress("training a baseline", lesson.steps, "steps") as ticker:
-        numbers = range(first, first + lesson.steps)
+        numbers = range(before.steps, before.steps + lesson.steps)
         with closing(computed_ahead(job.batch, numbers, backend.batches_ahead())) as stream:
             for step, batch in enumerate(stream):
                 result = lesson.step([batch], step)
                 ticker.advance()
     backend.synchronize()
-    seconds = time.perf_counter() - began
+    seconds = before.seconds + time.perf_counter() - began
     loss = result.sums["loss"].item() / max(int(result.valid_tokens), 1)
     if not math.isfinite(loss):
         raise TrainingError(
             f"the baseline's loss is {loss} after {lesson.steps} steps, expected a number; lower "
             f"lr={job.settings.lr}"
         )
-    return Course(lesson.steps, seconds, backend.peak_memory_gib() or 0.0)
+    peak_gib = max(before.peak_gib, backend.peak_memory_gib() or 0.0)
+    return Course(before.steps + lesson.steps, seconds, peak_gib)
 
 
 def rehearse(step: PlainStep, job: BaselineJob) -> None:

@@ -102,7 +102,8 @@ def gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int) -> Tensor:
     order = H.diagonal().argsort(descending=True)
     group_of = order // group_size
     each = Grid(grid.scales[:, group_of], grid.zeros[:, group_of])  # a group per column
-    U = inverse_factor(H[order][:, order])
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[order][:, order].double()))
+    U = torch.linalg.cholesky(inverse, upper=True).float()  # U^T U = H^-1
     found = sweep(weight.float()[:, order], U, each, bits)
     return found[:, order.argsort()]
 
@@ -116,12 +117,6 @@ def damped(hessian: Tensor) -> Tensor:
     return H
 
 
-def inverse_factor(H: Tensor) -> Tensor:
-    """The upper triangular `U` with `U^T U = H^-1`."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H.double()))
-    return torch.linalg.cholesky(inverse, upper=True).float()
-
-
 def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
     """Round the columns from left to right, each with the errors before it taken off.
 
@@ -132,17 +127,13 @@ def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
         end = min(start + BLOCK, weight.shape[1])
         errors = torch.empty_like(weight[:, start:end])
         for i in range(start, end):
-            found[:, i] = _nearest(rest[:, i], grid, i, bits=bits)
+            own = Grid(grid.scales[:, i : i + 1], grid.zeros[:, i : i + 1])
+            found[:, i] = values_of(codes_of(rest[:, i : i + 1], own, bits), own)[:, 0]
             error = (rest[:, i] - found[:, i]) / U[i, i]
             rest[:, i:end] -= error[:, None] * U[i, i:end]
             errors[:, i - start] = error
         rest[:, end:] -= errors @ U[start:end, end:]
     return found
-
-
-def _nearest(column: Tensor, grid: Grid, i: int, *, bits: int) -> Tensor:
-    own = Grid(grid.scales[:, i : i + 1], grid.zeros[:, i : i + 1])
-    return values_of(codes_of(column[:, None], own, bits), own)[:, 0]
 
 
 # EfficientQAT (arXiv:2407.11062) on a teacher cache: block by block first, then scales end to end.
@@ -327,8 +318,8 @@ class _Blocks:
     def rehearse(self, layer: nn.Module, index: int) -> None:
         """Compile the block outside the clock; it stays as it is."""
         layer.requires_grad_(False)
-        for parameter in _learning(layer):
-            parameter.requires_grad_(True)
+        for linear in _linears(layer):
+            linear.requires_grad_(True)
         if self._job.backend.compiles():
             layer.forward = torch.compile(layer.forward)
 
@@ -342,11 +333,16 @@ class _Blocks:
 
     def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
         """Train the block, then move all states behind it; returns the last step's error."""
+
+        def cosine(done: float) -> float:
+            rest = (1 + math.cos(math.pi * done)) / 2
+            return BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * rest
+
         self._targets = self._moved(float_layer, self._targets, index)
         adamw = self._optimizer(layer)
         for step in range(self._steps):
             for group in adamw.param_groups:
-                group["lr"] = group["peak"] * _block_share(step, self._steps)
+                group["lr"] = group["peak"] * cosine(step / max(1, self._steps - 1))
             error = self._error(layer, index, step % len(self._states))
             error.backward()
             adamw.step()
@@ -381,15 +377,5 @@ class _Blocks:
         return (output[0] if isinstance(output, tuple) else output).float()
 
 
-def _block_share(step: int, steps: int) -> float:
-    """A cosine from 1 to `BLOCK_MIN_LR_RATIO`."""
-    done = step / max(1, steps - 1)
-    return BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * (1 + math.cos(math.pi * done)) / 2
-
-
 def _linears(layer: nn.Module) -> list[BlockLinear]:
     return [module for module in layer.modules() if isinstance(module, BlockLinear)]
-
-
-def _learning(layer: nn.Module) -> list[nn.Parameter]:
-    return [parameter for linear in _linears(layer) for parameter in linear.parameters()]
