@@ -24,10 +24,6 @@ from qat.errors import CheckpointError, ComparisonError, ConfigError
 from qat.files import whole_directory, write_atomically
 from qat.logs import read_json_lines
 
-# Raw samples as files of results hold them: one `MeasuredCase` for all rows of one name.
-#
-# Rows of one case are its repeats: runs of one command, turns in one process, or several hosts.
-
 FIGURES = "figures.jsonl"
 SHAPE = (
     *("student", "parameters", "data", "seq_len", "top_k", "batch_size", "grad_accum_steps"),
@@ -48,7 +44,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """All that was measured of one case."""
+    """All rows of one name: runs of one command, turns in one process, or several hosts."""
 
     name: str
     rows: tuple[Row, ...]
@@ -110,10 +106,13 @@ def read_cases(path: Path) -> dict[str, MeasuredCase]:
     by_name: dict[str, list[Row]] = {}
     for row in timed:
         by_name.setdefault(str(row.get("case", "")), []).append(row)
-    cases = [MeasuredCase(name, tuple(_turns(found))) for name, found in by_name.items()]
-    for case in cases:
-        _check_alike(case, path)
-    return {case.name: case for case in cases}
+    cases = {}
+    for name, found in by_name.items():
+        # single turns where there are any: the other rows of such a case are their sum
+        turns = [row for row in found if str(row.get("kind")).endswith("round")]
+        cases[name] = MeasuredCase(name, tuple(turns or found))
+        _check_alike(cases[name], path)
+    return cases
 
 
 def files_of(path: Path) -> list[Path]:
@@ -164,11 +163,6 @@ def _rows(file: Path) -> list[Row]:
         return read_json_lines(file)
     except CheckpointError as error:
         raise ComparisonError(str(error)) from None
-
-
-def _turns(rows: list[Row]) -> list[Row]:
-    """Single turns where there are any: the other rows of such a case are their sum."""
-    return [row for row in rows if str(row.get("kind")).endswith("round")] or rows
 
 
 def _check_alike(case: MeasuredCase, path: Path) -> None:
@@ -361,9 +355,15 @@ def write_record(slug: str, source: Path, records: Path, day: str | None = None)
         lines = [file.read_text(encoding="utf-8") for file in files_of(source)]
         write_atomically(partial / ROWS, "".join(lines))
         write_atomically(partial / ENVIRONMENT, json.dumps(record.environment, indent=1) + "\n")
-        _write_recipe(record, partial)
-        lines = [json.dumps(figure) for figure in [*_earlier_figures(source), *figures(record)]]
-        write_atomically(partial / FIGURES, "\n".join(lines) + "\n")
+        recipes = sorted(source.glob("*.toml")) if source.is_dir() else []
+        for recipe in recipes:
+            shutil.copyfile(recipe, partial / recipe.name)
+        if not recipes:
+            write_atomically(partial / RECIPE, tomli_w.dumps(_without_none(record.settings)))
+        earlier = source / FIGURES
+        lines = earlier.read_text(encoding="utf-8").splitlines() if earlier.is_file() else []
+        found = [*map(json.loads, lines), *figures(record)]
+        write_atomically(partial / FIGURES, "".join(json.dumps(each) + "\n" for each in found))
         draw_medians(record.cases, partial / PLOT)
         write_atomically(partial / PAGE, page(record))
     return out
@@ -389,6 +389,9 @@ def figures(record: Record) -> list[dict[str, object]]:
 def page(record: Record) -> str:
     """The record's README: where it comes from, the table, and how much varies."""
     cases, runs = list(record.cases.values()), between_runs(record.cases.values())
+    timed = [row for case in cases for row in case.rows if row.get("unit", "s") == "s"]
+    hours = sum(sum(row["samples"]) for row in timed) / 3600
+    tokens = sum(sum(row["samples"]) * (row.get("tokens_per_s") or 0.0) for row in timed)
     noise = "not known, as no case has two runs" if runs is None else f"{runs:.1%}"
     return "\n".join(
         [
@@ -401,45 +404,33 @@ def page(record: Record) -> str:
             f"An interval is the bootstrap's, of the median over runs ({MIN_SAMPLES} or more), or "
             "over the samples of fewer runs, and then says nothing about the next run.\n",
             markdown_table(("environment", ""), _place(record)),
-            f"{_timed(cases)}\n",
+            f"Samples took {hours:.3g} hours and {tokens:,.0f} tokens, warm-up left out.\n",
             f"`{ROWS}` holds every row with its raw samples, `{RECIPE}` the settings, "
             f"`{ENVIRONMENT}` versions and device, `{FIGURES}` the numbers.\n",
         ]
     )
 
 
-def _timed(cases: Sequence[MeasuredCase]) -> str:
-    """How long was measured, and how many tokens went through meanwhile."""
-    rows = [row for case in cases for row in case.rows if row.get("unit", "s") == "s"]
-    hours = sum(sum(row["samples"]) for row in rows) / 3600
-    tokens = sum(sum(row["samples"]) * (row.get("tokens_per_s") or 0.0) for row in rows)
-    return f"Samples took {hours:.3g} hours and {tokens:,.0f} tokens, warm-up left out."
-
-
 def draw_medians(cases: dict[str, MeasuredCase], path: Path) -> None:
     """Each case's median with its interval, and every sample as a dot."""
-    with matplotlib.rc_context({"text.parse_math": False}):  # names are no formulas
-        _draw_medians(cases).savefig(path, metadata={"Date": None})
-
-
-def _draw_medians(cases: dict[str, MeasuredCase]) -> Figure:
+    every = {name: [x for run in case.runs for x in run] for name, case in cases.items()}
     figure = Figure(figsize=(7.5, 1.2 + 0.4 * len(cases)), layout="constrained")
-    axes = figure.subplots()
-    for place, case in enumerate(cases.values()):
-        interval = median_interval(case.samples)
-        every = [sample for run in case.runs for sample in run]
-        axes.plot(every, [place] * len(every), ".", color="#9aa5b4", alpha=0.5)
-        axes.plot([interval.low, interval.high], [place] * 2, color="#3b6fd4", linewidth=3)
-        axes.plot(interval.median, place, "o", color="#3b6fd4")
-    axes.set_yticks(range(len(cases)), list(cases))
-    axes.invert_yaxis()
-    every = [sample for case in cases.values() for run in case.runs for sample in run]
-    if max(every) > WIDE * min(every):
-        fit_scale(axes.xaxis, every)
-    else:
-        axes.set_xlim(left=0)
-    axes.set_xlabel(str(next(iter(cases.values())).rows[0].get("unit", "s")))
-    return figure
+    with matplotlib.rc_context({"text.parse_math": False}):  # names are no formulas
+        axes = figure.subplots()
+        for place, (name, case) in enumerate(cases.items()):
+            interval = median_interval(case.samples)
+            axes.plot(every[name], [place] * len(every[name]), ".", color="#9aa5b4", alpha=0.5)
+            axes.plot([interval.low, interval.high], [place] * 2, color="#3b6fd4", linewidth=3)
+            axes.plot(interval.median, place, "o", color="#3b6fd4")
+        axes.set_yticks(range(len(cases)), list(cases))
+        axes.invert_yaxis()
+        samples = [sample for found in every.values() for sample in found]
+        if max(samples) > WIDE * min(samples):
+            fit_scale(axes.xaxis, samples)
+        else:
+            axes.set_xlim(left=0)
+        axes.set_xlabel(str(next(iter(cases.values())).rows[0].get("unit", "s")))
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _gathered(slug: str, source: Path, day: str) -> Record:
@@ -461,22 +452,11 @@ def _gathered(slug: str, source: Path, day: str) -> Record:
             )
     path = source / WHOLE
     whole = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    environment = whole.get("environment") or _told_by_rows(cases)
+    row = next(iter(cases.values())).rows[0]
+    told = {name: row[name] for name in IN_EVERY_ROW if name in row}
+    environment = whole.get("environment") or told
     settings = whole.get("recipe") or {"bench": environment.get("config", {})}
     return Record(slug, day, source, cases, environment, settings)
-
-
-def _told_by_rows(cases: dict[str, MeasuredCase]) -> dict[str, object]:
-    row = next(iter(cases.values())).rows[0]
-    return {name: row[name] for name in IN_EVERY_ROW if name in row}
-
-
-def _write_recipe(record: Record, partial: Path) -> None:
-    recipes = sorted(record.source.glob("*.toml")) if record.source.is_dir() else []
-    for recipe in recipes:
-        shutil.copyfile(recipe, partial / recipe.name)
-    if not recipes:
-        write_atomically(partial / RECIPE, tomli_w.dumps(_without_none(record.settings)))
 
 
 def _without_none(values: object) -> Any:
@@ -484,13 +464,6 @@ def _without_none(values: object) -> Any:
     if isinstance(values, dict):
         return {k: _without_none(each) for k, each in values.items() if each is not None}
     return [_without_none(each) for each in values] if isinstance(values, list) else values
-
-
-def _earlier_figures(source: Path) -> list[dict[str, object]]:
-    path = source / FIGURES
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _figure(

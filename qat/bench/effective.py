@@ -119,11 +119,18 @@ def requested(config: StepConfig, attention: str) -> Facts:
 
 def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
     """Sentences about what was asked for and did not run; none if all did."""
-    found = [
-        _uncompiled(wished, effective, backend),
-        _other_dtype(wished, effective),
-        _not_recomputed(wished, effective),
-    ]
+    found = []
+    compiles = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles())
+    if compiles and not (effective["compiled"] and effective["graphs"]):
+        reason = effective["fallback"] or "no graph"
+        found.append(f"compile={wished['compile']} ran uncompiled ({reason})")
+    shares = effective.get("matmul_dtypes")
+    multiplied = SHOWN_AS.get(wished["dtype"], wished["dtype"])
+    if shares and shares.get(multiplied, 0.0) < LEAST_SHARE:
+        words = ", ".join(f"{dtype} {share:.0%}" for dtype, share in shares.items())
+        found.append(f"dtype={wished['dtype']} multiplied in {words}")
+    if wished["gradient_checkpointing"] and not effective["recomputed_layers"]:
+        found.append("gradient_checkpointing recomputed no layer")
     for name, count in effective.get("host_fallbacks", {}).items():
         found.append(f"operator {name} ran on the host, {count} times")
     if effective["graph_breaks"]:
@@ -134,7 +141,7 @@ def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
         if way.endswith("/pytorch/cuda"):
             kernel = way.partition("/")[0]
             found.append(f"kernel {kernel} ran as plain PyTorch on the GPU, {count} times")
-    return [sentence for sentence in found if sentence]
+    return found
 
 
 def check_strictly(found: Sequence[str]) -> None:
@@ -148,28 +155,6 @@ def check_strictly(found: Sequence[str]) -> None:
             f"{'; '.join(found)}; expected what was asked for (strict); mend the cause, ask for "
             "what can run, or leave out --strict"
         )
-
-
-def _uncompiled(wished: Facts, effective: Facts, backend: Backend) -> str | None:
-    is_wished = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles())
-    if not is_wished or (effective["compiled"] and effective["graphs"]):
-        return None
-    return f"compile={wished['compile']} ran uncompiled ({effective['fallback'] or 'no graph'})"
-
-
-def _other_dtype(wished: Facts, effective: Facts) -> str | None:
-    shares = effective.get("matmul_dtypes")
-    name = SHOWN_AS.get(wished["dtype"], wished["dtype"])
-    if not shares or shares.get(name, 0.0) >= LEAST_SHARE:
-        return None
-    words = ", ".join(f"{dtype} {share:.0%}" for dtype, share in shares.items())
-    return f"dtype={wished['dtype']} multiplied in {words}"
-
-
-def _not_recomputed(wished: Facts, effective: Facts) -> str | None:
-    if not wished["gradient_checkpointing"] or effective["recomputed_layers"]:
-        return None
-    return "gradient_checkpointing recomputed no layer"
 
 
 def _matmul(event, first: int, second: int) -> dict[str, int]:  # noqa: ANN001 - a kineto event
