@@ -73,7 +73,7 @@ def train(
     from qat.observe.follow import follow
     from qat.observe.upload import restore
     from qat.ranks import joined
-    from qat.train.start import train_student
+    from qat.train.start import finished, opened
 
     session = select(config.device).session(config.xla_cache_dir)
     with session, joined(config.device) as ranks:
@@ -87,7 +87,7 @@ def train(
                 lambda: _preflight(config, student, out, ranks=ranks, force=force)
             )
         with follow(out, tracking if ranks.is_first else UNTRACKED):
-            report = train_student(
+            run = opened(
                 config,
                 student,
                 out,
@@ -96,6 +96,9 @@ def train(
                 forced=forced,
                 ranks=ranks,
             )
+            with run as trainer:
+                trainer.train()
+                report = finished(trainer)
             if tracking.gdrive_dir is not None and ranks.is_first:
                 _write_page(out)
         if not ranks.is_first:

@@ -1,13 +1,15 @@
 """How a run stops and goes on: who asks it to stop, where it goes on, and by what it is judged."""
 
+import json
 import logging
 import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 import safetensors.torch
@@ -16,9 +18,13 @@ from torch import Tensor
 
 from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, ConfigError
-from qat.logs import STATE_TENSORS
+from qat.logs import FACTS, STATE_TENSORS
+from qat.models.source import CHECKPOINTS
+from qat.ranks import Ranks
+from qat.train.config import TrainConfig
 from qat.train.judge import Judged
-from qat.train.run import BEGIN_THERE, RunDirectory, read_state
+from qat.train.optim import lr_share
+from qat.train.run import BEGIN_THERE, RunDirectory, read_state, versions
 from qat.train.saver import problem
 
 logger = logging.getLogger(__name__)
@@ -72,12 +78,7 @@ class Stops:
                     self._handlers[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore(*self._handlers)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -110,6 +111,33 @@ class Choice(NamedTuple):
     """Names of newer checkpoints that are damaged."""
     is_best_lost: bool
     """Whether the best student so far is among them."""
+    step: int = 0
+    """Steps taken, once the checkpoint is read."""
+    best: float = math.inf
+    """The best score so far."""
+    grown: dict[str, Any] = {}
+    """By name in `run.json`, what is new of a cache that has more sequences than it had."""
+
+
+def choose_together(
+    run: RunDirectory,
+    config: TrainConfig,
+    student: str,
+    *,
+    resume: bool,
+    begins_anew: bool,
+    ranks: Ranks,
+) -> Choice:
+    """Where the run goes on, as the first rank finds it: the others go on there too."""
+
+    def choose_alone() -> Choice:
+        is_begun = ranks.is_first and run.is_begun(config, student, resume=resume)
+        return choose(run, begins_anew=begins_anew) if is_begun else Choice(None, [], False)
+
+    checkpoint, skipped, is_lost, *_ = ranks.together(choose_alone)
+    found = json.dumps([checkpoint.name if checkpoint else "", skipped, is_lost])
+    name, skipped, is_lost = json.loads(ranks.texts(found)[0])
+    return Choice(run.path / CHECKPOINTS / name if name else None, skipped, is_lost)
 
 
 def choose(run: RunDirectory, *, begins_anew: bool = False) -> Choice:
@@ -214,19 +242,23 @@ def cache_facts(cache: TeacherCache) -> dict[str, Any]:
     return {"cache_sequences": counts, "cache_settings": {**settings, **made}}
 
 
-def holds_more(cache: TeacherCache, content: str, run: RunDirectory) -> bool:
-    """Whether the cache has more sequences than the one that the run knows, and is made alike.
+def check_identity(
+    run: RunDirectory, checkpoint: Path | None, cache: TeacherCache, identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Make sure that a run goes on with what it began with; a cache may have more sequences.
 
-    Of a run from before its facts were kept nobody can know.
+    Gives by name in `run.json` what is new of such a cache. Of a run from before a cache's facts
+    were kept nobody can know whether it has more.
 
     Raises:
-        ConfigError: it has other content, and differs in more than that.
+        ConfigError: something has another value, or the cache differs in more than that.
     """
-    old, new = run.facts(), cache_facts(cache)
-    if old.get("cache_content", content) == content or "cache_settings" not in old:
-        return False
+    old, new, content = run.facts(), cache_facts(cache), identity["cache_content"]
+    is_other = old.get("cache_content", content) != content and "cache_settings" in old
+    if not is_other:
+        run.check_identity(checkpoint, **identity)
+        return {}
     known, made = old["cache_settings"], new["cache_settings"]
-    counts = [facts["cache_sequences"]["train"] for facts in (old, new)]
     for name in sorted(known.keys() | made.keys()):
         if known.get(name) != made.get(name):
             raise ConfigError(
@@ -234,13 +266,18 @@ def holds_more(cache: TeacherCache, content: str, run: RunDirectory) -> bool:
                 f"begun with {known.get(name)}: a cache may have more sequences, and differ in "
                 f"nothing else; restore it or choose another --out{BEGIN_THERE}"
             )
-    if counts[1] < counts[0]:
+    before, now = (facts["cache_sequences"]["train"] for facts in (old, new))
+    if now < before:
         raise ConfigError(
-            f"{cache.directory} has {counts[1]} training sequences, but the run in {run.path} "
-            f"learned from {counts[0]}, expected as many or more; restore it or choose another "
+            f"{cache.directory} has {now} training sequences, but the run in {run.path} "
+            f"learned from {before}, expected as many or more; restore it or choose another "
             f"--out{BEGIN_THERE}"
         )
-    return bool(counts[1] > counts[0])
+    if now == before:  # as many, and yet other ones
+        run.check_identity(checkpoint, **identity)
+        return {}
+    run.check_identity(checkpoint, **{**identity, "cache_content": None})
+    return {"cache_content": content, "cache_sequences": new["cache_sequences"]}
 
 
 def same_judged(cache: TeacherCache, count: int, run: RunDirectory) -> Judged:
@@ -261,3 +298,93 @@ def same_judged(cache: TeacherCache, count: int, run: RunDirectory) -> Judged:
             f"or choose another --out{BEGIN_THERE}"
         )
     return judged
+
+
+def record_beginning(
+    run: RunDirectory,
+    config: TrainConfig,
+    student: str,
+    *,
+    choice: Choice,
+    facts: dict[str, Any],
+    forced: Sequence[str],
+) -> None:
+    """Write what the run is, and cut what it wrote after the step that it goes on from."""
+    old = run.begun_as(choice.checkpoint)
+    resumed = old.get("resumed", [])
+    if choice.checkpoint is None:
+        run.begin(config, student)
+        run.set_aside()
+    else:
+        changed = run.changes(config, student)
+        changed |= {k: (old[k], v) for k, v in versions().items() if old.get(k, v) != v}
+        _say_changes(run, config, changed, choice=choice, facts=facts)
+        changed |= {name: (old[name], value) for name, value in choice.grown.items()}
+        entry = {
+            "step": choice.step,
+            "from": choice.checkpoint.name,
+            "world_size": facts["world_size"],
+            "skipped": choice.skipped,
+        }
+        if changed:
+            entry["changed"] = {name: list(values) for name, values in changed.items()}
+            run.begin(config, student)
+        resumed = [*resumed, entry]
+    run.remove_leavings()
+    if choice.is_best_lost and choice.checkpoint is not None:
+        run.point("best", choice.checkpoint)
+    if choice.checkpoint is not None and not run.has_pointer("latest"):
+        # killed between the first checkpoint and its pointers
+        if not run.has_pointer("best") and math.isfinite(choice.best):
+            run.point("best", choice.checkpoint)
+        run.point("latest", choice.checkpoint)
+    run.forget_after(choice.step)
+    forced = list(dict.fromkeys([*old.get("forced", []), *forced]))
+    run.write_facts(**facts, forced=forced, resumed=resumed)
+
+
+def _say_changes(
+    run: RunDirectory,
+    config: TrainConfig,
+    changed: dict[str, tuple[object, object]],
+    *,
+    choice: Choice,
+    facts: dict[str, Any],
+) -> None:
+    """Say with what else the run goes on, and what more steps do to the rates."""
+    if choice.grown:
+        logger.info(
+            "%s goes on with %d training sequences instead of %d, judged by the same %d",
+            run.path,
+            choice.grown["cache_sequences"]["train"],
+            run.facts()["cache_sequences"]["train"],
+            len(facts["judged"]),
+        )
+    if not run.facts():
+        logger.warning(
+            "%s is gone: what it said is taken from %s, or found out anew",
+            run.path / FACTS,
+            choice.checkpoint,
+        )
+    for name, (old, new) in changed.items():
+        logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
+    is_constant = config.schedule == "constant"
+    if "max_steps" in changed and not is_constant and choice.step < config.max_steps:
+        step, before = choice.step, run.begun_with()[0].max_steps
+        shares = [
+            lr_share(
+                at,
+                of,
+                schedule=config.schedule,
+                warmup_steps=config.warmup_steps,
+                min_ratio=config.min_lr_ratio,
+            )
+            for at, of in ((max(0, step - 1), before), (step, config.max_steps))
+        ]
+        logger.info(
+            "from here on the rates follow the %s schedule of %d steps: they were at %.2g of their "
+            "peak and go on at %.2g",
+            config.schedule,
+            config.max_steps,
+            *shares,
+        )

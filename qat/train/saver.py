@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -286,13 +285,8 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._behind.__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._behind.__exit__(None, None, None)
 
     def _copied(self, raw: RawState, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
         """Copies of the model's raw state, named `model.`, and of `state`.

@@ -86,15 +86,12 @@ class TrainingStep:
         self.dtype = self.backend.dtype(config.dtype)
         self.fallback: str | None = None
         """Why the layers run uncompiled although they should be compiled."""
-        is_compiled = config.compile == "on" or (
-            config.compile == "auto" and self.backend.compiles()
-        )
+        wish = self.backend.compiles() if config.compile == "auto" else config.compile == "on"
         every = config.checkpoint_every if config.gradient_checkpointing else None
-        self._is_compiled = is_compiled
-        self._regions = [Regions(student.model, is_compiled=is_compiled, recompute_every=every)]
+        self._is_compiled = wish
+        self._regions = [Regions(student.model, is_compiled=wish, recompute_every=every)]
         if teacher is not None:
-            beside = Regions(teacher.model, is_compiled=is_compiled, recompute_every=None)
-            self._regions.append(beside)
+            self._regions.append(Regions(teacher.model, is_compiled=wish, recompute_every=None))
         self._before = compile_facts()
         self._taken = 0
         self.trouble: Tensor | float = 0.0
@@ -172,17 +169,14 @@ class TrainingStep:
         return self._run(batches, valid, is_packed)
 
     def _run(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
-        parts = (self.run_micro_step(batch, valid, is_packed) for batch in batches)
-        return cast(Tensor, sum(parts))
+        return cast(Tensor, sum(self.run_micro_step(b, valid, is_packed) for b in batches))
 
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         """The first step, which compiles; if that fails, all layers run as they are written."""
+        dynamo = torch._dynamo.exc
         try:
             return self._run(batches, valid, is_packed)
-        except (
-            torch._dynamo.exc.TorchDynamoException,
-            torch._dynamo.exc.FailOnRecompileLimitHit,
-        ) as error:
+        except (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit) as error:
             self.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         logger.warning(
             "the layers cannot be compiled (%s): they run uncompiled, more slowly", self.fallback
