@@ -29,8 +29,8 @@ from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.run import RunDirectory
-from qat.train.saver import Saver, not_finite
-from qat.train.step import StepResult, TrainingStep, check_alike, rank_indices
+from qat.train.saver import Saver, check_alike, not_finite
+from qat.train.step import StepResult, TrainingStep, rank_indices
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.backend import device as backends
 from qat.backend.copying import Copying, KeptCopies
+from qat.config import fingerprint
 from qat.data.pipeline import Behind
-from qat.errors import CheckpointError
+from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file, sync
 from qat.logs import METRICS, STATE_TENSORS
 from qat.models.checkpoint import write_checkpoint
@@ -347,3 +348,32 @@ class Saver:
 
 def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """12 hex digits of the bits of float tensors, of their order and shapes; waits for the device.
+
+    Bits are summed as integers, so that what sums them in another order finds the same.
+    """
+    words = {4: torch.int32, 2: torch.int16}
+    tensors = [tensor.detach() for tensor in tensors]
+    sums = [tensor.view(words[tensor.itemsize]).sum() for tensor in tensors]
+    bits = torch.stack(sums).tolist() if sums else []
+    return fingerprint([[tuple(tensor.shape) for tensor in tensors], bits])
+
+
+def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
+    """Make sure that all ranks have learned the same, bit for bit.
+
+    Raises:
+        TrainingError: one has not: equal sums moved weights differently.
+    """
+    if ranks.size == 1:
+        return
+    said = ranks.texts(digest(tensors))
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise TrainingError(
+                f"after step {step} rank {rank} has other weights than rank 0, expected the same "
+                "bits; use devices of one kind and go on from the last checkpoint with --resume"
+            )

@@ -45,8 +45,8 @@ from qat.train.resume import (
     same_judged,
 )
 from qat.train.run import RunDirectory, git_commit, versions
-from qat.train.saver import not_finite
-from qat.train.step import check_dtype, digest
+from qat.train.saver import digest, not_finite
+from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)
 

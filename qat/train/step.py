@@ -11,7 +11,7 @@ of a micro-batch are recorded as one graph and replayed, where its size makes th
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -21,10 +21,8 @@ from torch import Tensor
 from qat.backend import device as backends
 from qat.backend.base import Backend
 from qat.backend.compiling import Steadiness
-from qat.config import fingerprint
 from qat.data.packing import Batch
 from qat.data.sampler import sequence_indices
-from qat.errors import TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.formulas import Targets
@@ -353,32 +351,3 @@ class Agreement:
         decided, wait = self._under_way.popleft()
         wait()
         return bool(decided)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """12 hex digits of the bits of float tensors, of their order and shapes; waits for the device.
-
-    Bits are summed as integers, so that what sums them in another order finds the same.
-    """
-    words = {4: torch.int32, 2: torch.int16}
-    tensors = [tensor.detach() for tensor in tensors]
-    sums = [tensor.view(words[tensor.itemsize]).sum() for tensor in tensors]
-    bits = torch.stack(sums).tolist() if sums else []
-    return fingerprint([[tuple(tensor.shape) for tensor in tensors], bits])
-
-
-def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
-    """Make sure that all ranks have learned the same, bit for bit.
-
-    Raises:
-        TrainingError: one has not: equal sums moved weights differently.
-    """
-    if ranks.size == 1:
-        return
-    said = ranks.texts(digest(tensors))
-    for rank, other in enumerate(said):
-        if other != said[0]:
-            raise TrainingError(
-                f"after step {step} rank {rank} has other weights than rank 0, expected the same "
-                "bits; use devices of one kind and go on from the last checkpoint with --resume"
-            )

@@ -8,7 +8,8 @@ import torch
 from train_case import config
 
 from qat.errors import TrainingError
-from qat.train.step import Agreement, check_alike, rank_indices
+from qat.train.saver import check_alike
+from qat.train.step import Agreement, rank_indices
 
 
 def test_ranks_share_what_one_would_see(tmp_path) -> None:

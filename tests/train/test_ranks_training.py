@@ -16,8 +16,9 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig, divide
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
+from qat.train.saver import digest
 from qat.train.start import train_student
-from qat.train.step import digest, rank_indices
+from qat.train.step import rank_indices
 
 FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
 
