@@ -54,13 +54,8 @@ class TorchAdamW:
     """`torch.optim.AdamW`; its fused kernel applies the factor and skips a step by itself."""
 
     def __init__(
-        self,
-        learners: dict[str, Learner],
-        config: TrainConfig,
-        *,
-        is_fused: bool,
+        self, learners: dict[str, Learner], config: TrainConfig, *, is_fused: bool
     ) -> None:
-        """See `Mover`."""
         self._learners = learners
         self._is_fused = is_fused
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -68,12 +63,7 @@ class TorchAdamW:
             groups.setdefault((lr, decay), []).append(parameter)
         self._adamw: Any = torch.optim.AdamW(
             [
-                {
-                    "params": parameters,
-                    "peak_lr": lr,
-                    "lr": lr,
-                    "weight_decay": decay,
-                }
+                {"params": parameters, "peak_lr": lr, "lr": lr, "weight_decay": decay}
                 for (lr, decay), parameters in groups.items()
             ],
             betas=(BETA1, config.beta2),
@@ -114,13 +104,10 @@ class TorchAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
-        for name, (parameter, *_) in self._learners.items():
-            device = parameter.device
-            self._adamw.state[parameter] = {
-                "step": state[f"step.{name}"].to(device if self._is_fused else "cpu"),
-                "exp_avg": state[f"exp_avg.{name}"].to(device),
-                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(device),
-            }
+        for name, (p, *_) in self._learners.items():
+            step = state[f"step.{name}"].to(p.device if self._is_fused else "cpu")
+            moments = {moment: state[f"{moment}.{name}"].to(p.device) for moment in MOMENTS}
+            self._adamw.state[p] = {"step": step, **moments}
 
 
 class StochasticAdamW:
@@ -158,19 +145,17 @@ class StochasticAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""
-        found = {}
-        for name, (exp_avg, exp_avg_sq) in zip(self._learners, self._moments, strict=True):
-            found[f"step.{name}"] = self._count.clone()
-            found[f"exp_avg.{name}"] = exp_avg
-            found[f"exp_avg_sq.{name}"] = exp_avg_sq
+        found = {f"step.{name}": self._count.clone() for name in self._learners}
+        for name, both in zip(self._learners, self._moments, strict=True):
+            found |= {f"{key}.{name}": t for key, t in zip(MOMENTS, both, strict=True)}
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
-        for name, (exp_avg, exp_avg_sq) in zip(self._learners, self._moments, strict=True):
+        for name, both in zip(self._learners, self._moments, strict=True):
             self._count.copy_(state[f"step.{name}"])
-            exp_avg.copy_(state[f"exp_avg.{name}"])
-            exp_avg_sq.copy_(state[f"exp_avg_sq.{name}"])
+            for key, tensor in zip(MOMENTS, both, strict=True):
+                tensor.copy_(state[f"{key}.{name}"])
 
 
 class EightBitAdamW:
@@ -183,11 +168,20 @@ class EightBitAdamW:
     def __init__(
         self, learners: dict[str, Learner], config: TrainConfig, *, may_overflow: bool
     ) -> None:
-        adamw8bit, self._kind = _torchao()
+        try:
+            with _quiet():
+                from torchao.optim import AdamW8bit
+                from torchao.optim.subclass_8bit import OptimState8bit
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "optimizer=adamw8bit needs torchao, which is not installed; use --optimizer adamw, "
+                f"or: {how_to_install('adam8bit')}"
+            ) from None
+        self._kind = OptimState8bit
         self._learners = learners
         self._may_overflow = may_overflow
         # rates that are tensors do not make each tensor's step another one to compile
-        self._adamw = adamw8bit(
+        self._adamw = AdamW8bit(
             [
                 {"params": [p], "lr": torch.tensor(lr), "weight_decay": torch.tensor(decay)}
                 for p, lr, decay in learners.values()
@@ -221,37 +215,16 @@ class EightBitAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
-        for name, (parameter, *_) in self._learners.items():
-            moments = {key: self._moment(key, name, parameter, state) for key in MOMENTS}
-            self._adamw.state[parameter] = {"step": state[f"step.{name}"].cpu(), **moments}
-
-    def _moment(
-        self, key: str, name: str, parameter: nn.Parameter, state: dict[str, Tensor]
-    ) -> Tensor:
-        """A moment from its parts; torchao leaves those of small tensors as they are."""
-        if f"{key}.{name}" in state:
-            return state[f"{key}.{name}"].to(parameter.device)
-        parts = [state[f"{key}_{part}.{name}"] for part in self._kind.tensor_attrs]
-        parts = [part.to(parameter.device) for part in parts]
-        return self._kind(*parts, signed=key == "exp_avg", dtype=parameter.dtype)
-
-
-def _torchao() -> tuple[Any, Any]:
-    """torchao's optimizer and the type of its moments: loaded where a run asks for them alone.
-
-    Raises:
-        ConfigError: torchao is not installed.
-    """
-    try:
-        with _quiet():
-            from torchao.optim import AdamW8bit
-            from torchao.optim.subclass_8bit import OptimState8bit
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "optimizer=adamw8bit needs torchao, which is not installed; use --optimizer adamw, or: "
-            f"{how_to_install('adam8bit')}"
-        ) from None
-    return AdamW8bit, OptimState8bit
+        for name, (p, *_) in self._learners.items():
+            restored = {"step": state[f"step.{name}"].cpu()}
+            for key in MOMENTS:
+                if f"{key}.{name}" in state:  # torchao leaves those of small tensors as they are
+                    restored[key] = state[f"{key}.{name}"].to(p.device)
+                    continue
+                parts = [state[f"{key}_{part}.{name}"] for part in self._kind.tensor_attrs]
+                parts = [part.to(p.device) for part in parts]
+                restored[key] = self._kind(*parts, signed=key == "exp_avg", dtype=p.dtype)
+            self._adamw.state[p] = restored
 
 
 @contextmanager

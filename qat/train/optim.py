@@ -148,6 +148,7 @@ class Optimizer:
         self._least_share = LEAST_SHARE if here.fixed_shapes() else 0.0
         self.loss_scale = LossScale(self._device) if dtype == torch.float16 else None
         self._movers = self._choose_movers(by_kind)
+        self._adamw = [mover for mover in self._movers if isinstance(mover, TorchAdamW)]
         if state:
             self._load(state)
             if config.shard_latents:
@@ -159,9 +160,14 @@ class Optimizer:
     def _choose_movers(self, by_kind: dict[str, list[str]]) -> list[Mover]:
         """One for the latent weights if they are kept in a way of their own, one for the rest."""
         config, has_scale = self._config, self.loss_scale is not None
-        rest = {
-            name: self._learner(kind, name) for kind, names in by_kind.items() for name in names
-        }
+        rest: dict[str, Learner] = {}
+        for kind, names in by_kind.items():
+            rate = config.lr if kind == "weights" else getattr(config, f"lr_{kind}")
+            for name in names:
+                size = self.sizes[name]
+                # AdamW multiplies the decay by the learning rate, which here holds the size
+                decay = config.weight_decay / size if kind == "weights" else 0.0
+                rest[name] = Learner(self.parameters[name], rate * size, decay)
         latents = {name: rest[name] for name in by_kind.get("weights", ())}
         movers: list[Mover] = []
         if latents and config.optimizer == "adamw8bit":
@@ -175,13 +181,6 @@ class Optimizer:
             is_fused = self._device.type == "cuda" or has_scale
             movers.append(TorchAdamW(rest, config, is_fused=is_fused))
         return movers
-
-    def _learner(self, kind: str, name: str) -> Learner:
-        size = self.sizes[name]
-        # AdamW multiplies the decay by the learning rate, which here holds the size
-        decay = self._config.weight_decay / size if kind == "weights" else 0.0
-        rate = self._config.lr if kind == "weights" else getattr(self._config, f"lr_{kind}")
-        return Learner(self.parameters[name], rate * size, decay)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """What to call `backward` on: `loss`, scaled if gradients pass through float16."""
@@ -216,7 +215,7 @@ class Optimizer:
     def _norm(self) -> Tensor:
         """The norm of all gradients, alike on all ranks."""
         norms = []
-        for parameters in (self.replicated(), self._rows()):
+        for parameters in (self.replicated(), [self.parameters[name] for name in self.sharded]):
             gradients = [p.grad for p in parameters if p.grad is not None]
             if gradients:
                 each = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -231,9 +230,6 @@ class Optimizer:
         """The parameters that every rank holds, all with the same bits."""
         return [p for name, p in self.parameters.items() if name not in self.sharded]
 
-    def _rows(self) -> list[nn.Parameter]:
-        return [self.parameters[name] for name in self.sharded]
-
     def num_learnable(self) -> int:
         """Numbers that learn, over all ranks."""
         rows = sum(owner.weight_count() for owner in self.sharded.values())
@@ -247,18 +243,16 @@ class Optimizer:
         behind the block, so their graphs are the same: the moments are made before. Such devices
         know AdamW alone as PyTorch has it (`Backend.check_optimizer`).
         """
-        here = backend.on(self._device)
-        for mover in self._adamw():
+        for mover in self._adamw:
             mover.begin()
         moments = (mover.state().values() for mover in self._movers)
-        undo = here.undoing([*self.parameters.values(), *chain.from_iterable(moments)])
+        undo = backend.on(self._device).undoing(
+            [*self.parameters.values(), *chain.from_iterable(moments)]
+        )
         try:
             yield
         finally:
             undo()
-
-    def _adamw(self) -> list[TorchAdamW]:
-        return [mover for mover in self._movers if isinstance(mover, TorchAdamW)]
 
     def age(self) -> bool:
         """Let as many steps have been taken as the moments remember, if the run takes so many.
@@ -266,10 +260,9 @@ class Optimizer:
         Then a correction of theirs is exactly one, which may be a constant of the step already: its
         graph becomes another one. Returns whether the run gets there.
         """
-        config = self._config
-        if config.beta2**config.max_steps > FORGOTTEN:
+        if self._config.beta2**self._config.max_steps > FORGOTTEN:
             return False
-        for mover in self._adamw():
+        for mover in self._adamw:
             mover.count_from(LATE)
         return True
 
@@ -294,9 +287,7 @@ class Optimizer:
 
         Without those of sharded parameters (`gathered`).
         """
-        return {
-            key: tensor for key, tensor in self._state().items() if not self._owner(key, tensor)
-        }
+        return {key: t for key, t in self._state().items() if not self._owner(key, t)}
 
     def gathered(self) -> dict[str, Tensor]:
         """What `state` lacks: whole, and on the first rank's host alone; all call it together.
@@ -320,9 +311,8 @@ class Optimizer:
 
     def state_bytes(self) -> int:
         """Bytes of `state` and `gathered`."""
-        owned = ((self._owner(key, rows), rows) for key, rows in self._state().items())
-        whole = (rows.itemsize * owner.weight_count() for owner, rows in owned if owner)
-        return sum(tensor.nbytes for tensor in self.state().values()) + sum(whole)
+        owned = ((self._owner(key, tensor), tensor) for key, tensor in self._state().items())
+        return sum(t.itemsize * owner.weight_count() if owner else t.nbytes for owner, t in owned)
 
     def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
         """Of which sharded parameter this part of the state holds rows."""
@@ -361,13 +351,9 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
         "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
         "gates": lambda name: natural_size(name, parameters[name]),
+        **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),
     }
-
-    def own(name: str) -> float:
-        return rms(parameters[name])
-
-    kinds = by_kind.items()
-    return {name: size_of.get(kind, own)(name) for kind, names in kinds for name in names}
+    return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}
 
 
 def lr_share(

@@ -54,7 +54,8 @@ from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
-from qat.train.saver import MANIFEST, STATE, STATE_TENSORS
+from qat.train.run import MANIFEST, STATE
+from qat.train.saver import STATE_TENSORS
 from qat.train.start import train_student
 
 MB = 1e6
