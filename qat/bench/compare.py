@@ -253,13 +253,19 @@ def compare_cases(
         )
     pairs = tuple(compare_pair(before[name], after[name], threshold) for name in shared)
     both = [case for pair in pairs for case in (pair.before, pair.after)]
+    changed = {}
+    for pair in pairs:
+        old, new = pair.before.facts(SETTINGS), pair.after.facts(SETTINGS)
+        for name in {**old, **new}:
+            if old.get(name) != new.get(name):
+                changed.setdefault(name, (old.get(name), new.get(name)))
     return Comparison(
         pairs,
         gone=tuple(name for name in before if name not in after),
         new=tuple(name for name in after if name not in before),
         between_cases=between_cases(pair.before for pair in pairs),
         between_runs=between_runs(both),
-        settings=_changed(pairs),
+        settings=changed,
         hosts=len(set().union(*(case.hosts for case in both))),
     )
 
@@ -282,16 +288,6 @@ def _difference_of(before: dict[str, object], after: dict[str, object]) -> str:
         if before.get(name) != after.get(name):
             return f"{name}: {before.get(name)} and {after.get(name)}"
     return ""
-
-
-def _changed(pairs: tuple[Pair, ...]) -> dict[str, tuple[object, object]]:
-    found = {}
-    for pair in pairs:
-        before, after = pair.before.facts(SETTINGS), pair.after.facts(SETTINGS)
-        for name in {**before, **after}:
-            if before.get(name) != after.get(name):
-                found.setdefault(name, (before.get(name), after.get(name)))
-    return found
 
 
 def _some(cases: dict[str, MeasuredCase]) -> str:

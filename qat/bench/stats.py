@@ -26,10 +26,6 @@ class Interval:
     low: float
     high: float
 
-    def is_apart_from(self, other: "Interval") -> bool:
-        """Whether the two share no value."""
-        return self.low > other.high or other.low > self.high
-
 
 @dataclass(frozen=True)
 class Percentiles:
@@ -123,7 +119,7 @@ def compare(
     second = median_interval(after, confidence=confidence)
     ratio = second.median / first.median
     verdict: Verdict = "same"
-    if first.is_apart_from(second):
+    if first.low > second.high or second.low > first.high:
         if ratio > 1 + threshold:
             verdict = "slower"
         elif 1 / ratio > 1 + threshold:

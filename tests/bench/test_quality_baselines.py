@@ -19,8 +19,8 @@ from qat.bench.baselines.reference import (
     convert,
     even_lut,
     fewer_entries,
-    from_scratch,
     more_ranks,
+    nearest_entries,
     svd_scale,
 )
 from qat.bench.baselines.training import BaselineJob, put_plain, rehearse
@@ -172,7 +172,8 @@ def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -
 def test_every_level_is_the_nearest_one() -> None:
     weight = torch.randn(8, 32)
     lut = even_lut(4)
-    Q, scale = from_scratch(weight, lut, 2, 16)
+    scale = svd_scale(weight, 2, 16)
+    Q = nearest_entries(weight, scale, lut)
     S = scale.formed()
     best = (weight[..., None] / S[..., None] - lut).abs().argmin(-1)
     assert torch.equal(Q, lut[best])

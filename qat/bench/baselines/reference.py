@@ -91,12 +91,6 @@ def convert(
     return LinearStart(nearest_entries(weight, scale, converted_lut(bits)), scale)
 
 
-def from_scratch(weight: Tensor, lut: Tensor, rank: int, group_size: int) -> LinearStart:
-    """A weight straight at the entries of `lut` and `rank`."""
-    scale = svd_scale(weight, rank, group_size)
-    return LinearStart(nearest_entries(weight, scale, lut), scale)
-
-
 def converted_lut(bits: int) -> Tensor:
     """The table of the 4-bit stage, cut to `2**bits` entries."""
     lut = even_lut(2**Q4_BITS)
@@ -282,7 +276,8 @@ def start_of(
     if settings.start == "q4":
         return convert(weight, bits, rank, size, generator=generator)
     lut = converted_lut(bits) if settings.start == "full_rank" else even_lut(2**bits)
-    return from_scratch(weight, lut, rank, size)
+    scale = svd_scale(weight, rank, size)
+    return LinearStart(nearest_entries(weight, scale, lut), scale)
 
 
 def _loss(job: BaselineJob) -> HiddenLoss:

@@ -60,9 +60,6 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
 
     Only the case whose turn it is lies on the device. Every second round runs backwards, so that
     a device which warms up or slows down favours nobody.
-
-    Raises:
-        ConfigError, CacheError, CheckpointError: see their messages.
     """
     if set(config.cases) - {"ours", "reference"}:
         check_losses(config.losses)

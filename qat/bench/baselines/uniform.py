@@ -333,16 +333,14 @@ class _Blocks:
 
     def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
         """Train the block, then move all states behind it; returns the last step's error."""
-
-        def cosine(done: float) -> float:
-            rest = (1 + math.cos(math.pi * done)) / 2
-            return BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * rest
-
         self._targets = self._moved(float_layer, self._targets, index)
         adamw = self._optimizer(layer)
         for step in range(self._steps):
+            # a cosine from 1 to its least
+            share = (1 + math.cos(math.pi * step / max(1, self._steps - 1))) / 2
+            share = BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * share
             for group in adamw.param_groups:
-                group["lr"] = group["peak"] * cosine(step / max(1, self._steps - 1))
+                group["lr"] = group["peak"] * share
             error = self._error(layer, index, step % len(self._states))
             error.backward()
             adamw.step()

@@ -87,11 +87,7 @@ class Trained:
 
 
 def run_job(job: QualityJob) -> None:
-    """Train, judge, and leave the rows in the job's file; a job that was stopped goes on.
-
-    Raises:
-        QatError: see its message.
-    """
+    """Train, judge, and leave the rows in the job's file; a job that was stopped goes on."""
     recipe = job.recipe
     is_ours = job.plan is not None and job.plan.method == OURS
     # before the teacher is loaded, which would count into the peak of memory

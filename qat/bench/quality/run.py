@@ -103,9 +103,6 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     """Train, judge and compare all recipes of the file; what is finished in `out` is kept.
 
     A job that fails is part of the report, and so is a recipe that cannot be made.
-
-    Raises:
-        ConfigError, CacheError, CheckpointError, DataError: see their messages.
     """
     spread = devices(config.device)
     shop = Workshop(read_quality(recipe), out, spread[0])

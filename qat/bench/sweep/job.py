@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_job(run: SweepRun) -> None:
-    """Do what the run says, and leave its row.
-
-    Raises:
-        QatError: see its message.
-    """
+    """Do what the run says, and leave its row."""
     logger.info("%s, repeat %d", run.group, run.repeat)
     began = time.perf_counter()
     if run.verb == "command":

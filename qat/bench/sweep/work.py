@@ -56,11 +56,7 @@ class Diary:
 
 
 def time_bench(run: SweepRun) -> Facts:
-    """The training step of the settings, its memory, and what ran in it.
-
-    Raises:
-        QatError: see its message.
-    """
+    """The training step of the settings, its memory, and what ran in it."""
     config = check_dtype(StepsConfig.parse(run.settings, run.group))
     setting, model = prepare(config, run.student)
     ours = Ours(model, config)
@@ -88,11 +84,7 @@ def time_bench(run: SweepRun) -> Facts:
 
 
 def time_training(run: SweepRun) -> Facts:
-    """A whole `qat train`, and the speed that its heartbeats tell.
-
-    Raises:
-        QatError: see its message.
-    """
+    """A whole `qat train`, and the speed that its heartbeats tell."""
     config = check_dtype(TrainConfig.parse(run.settings, run.group))
     report = train_student(config, run.student, run.directory, resume=run.directory.exists())
     beats = read_json_lines(run.directory / HEARTBEAT)
