@@ -84,11 +84,6 @@ class MeasuredCase:
         """Coefficient of variation of the samples within a row, mean over rows."""
         return statistics.fmean(variation(run) for run in self.runs)
 
-    @property
-    def hosts(self) -> set[object]:
-        """Where it ran, as far as rows say."""
-        return {row.get("host") for row in self.rows}
-
 
 def read_cases(path: Path) -> dict[str, MeasuredCase]:
     """The cases of a file of rows, of a directory of results, or of a record.
@@ -96,7 +91,10 @@ def read_cases(path: Path) -> dict[str, MeasuredCase]:
     Raises:
         ComparisonError: nothing is there, no row has raw samples, or a case has two shapes.
     """
-    rows = [row for file in files_of(path) for row in _rows(file)]
+    try:
+        rows = [row for file in files_of(path) for row in read_json_lines(file)]
+    except CheckpointError as error:
+        raise ComparisonError(str(error)) from None
     timed = [row for row in rows if row.get("samples")]
     if not timed:
         raise ComparisonError(
@@ -156,13 +154,6 @@ def between_runs(cases: Iterable[MeasuredCase]) -> float | None:
     """
     found = [variation(case.medians) for case in cases if len(case.rows) > 1]
     return statistics.fmean(found) if found else None
-
-
-def _rows(file: Path) -> list[Row]:
-    try:
-        return read_json_lines(file)
-    except CheckpointError as error:
-        raise ComparisonError(str(error)) from None
 
 
 def _check_alike(case: MeasuredCase, path: Path) -> None:
@@ -255,10 +246,8 @@ def compare_cases(
     both = [case for pair in pairs for case in (pair.before, pair.after)]
     changed = {}
     for pair in pairs:
-        old, new = pair.before.facts(SETTINGS), pair.after.facts(SETTINGS)
-        for name in {**old, **new}:
-            if old.get(name) != new.get(name):
-                changed.setdefault(name, (old.get(name), new.get(name)))
+        found = _differences(pair.before.facts(SETTINGS), pair.after.facts(SETTINGS))
+        changed |= {name: both for name, both in found.items() if name not in changed}
     return Comparison(
         pairs,
         gone=tuple(name for name in before if name not in after),
@@ -266,15 +255,15 @@ def compare_cases(
         between_cases=between_cases(pair.before for pair in pairs),
         between_runs=between_runs(both),
         settings=changed,
-        hosts=len(set().union(*(case.hosts for case in both))),
+        hosts=len({row.get("host") for case in both for row in case.rows}),
     )
 
 
 def compare_pair(before: MeasuredCase, after: MeasuredCase, threshold: float) -> Pair:
     """One case; the reason instead of a difference where shapes, devices or repeats forbid it."""
-    reason = _difference_of(before.facts(SHAPE), after.facts(SHAPE)) or _difference_of(
-        before.place, after.place
-    )
+    found = _differences(before.facts(SHAPE), after.facts(SHAPE))
+    found |= _differences(before.place, after.place)
+    reason = next((f"{name}: {old} and {new}" for name, (old, new) in found.items()), "")
     if not reason and not (has_repeats(before) and has_repeats(after)):
         fewest = min(len(before.samples), len(after.samples))
         reason = f"{fewest} samples, at least {MIN_SAMPLES} are needed"
@@ -283,11 +272,11 @@ def compare_pair(before: MeasuredCase, after: MeasuredCase, threshold: float) ->
     return Pair(before, after, compare(before.samples, after.samples, threshold=threshold))
 
 
-def _difference_of(before: dict[str, object], after: dict[str, object]) -> str:
-    for name in {**before, **after}:
-        if before.get(name) != after.get(name):
-            return f"{name}: {before.get(name)} and {after.get(name)}"
-    return ""
+def _differences(
+    before: dict[str, object], after: dict[str, object]
+) -> dict[str, tuple[object, object]]:
+    both = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    return {name: (old, new) for name, (old, new) in both.items() if old != new}
 
 
 def _some(cases: dict[str, MeasuredCase]) -> str:
@@ -302,9 +291,14 @@ SLUG = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 WIDE = 20
 """Samples that span so many times the least are drawn on a logarithmic axis."""
 HEADINGS = ("case", "median", "95 % interval", "tokens/s", "MFU", "peak GiB", "runs", "CV")
-FIELDS_OF_PLACE = (
-    *("device", "cpu", "dtype", "python", "torch", "triton", "transformers", "commit", "host"),
-)
+IN_PAGE = ("device", "cpu", "dtype", "python", "torch", "triton", "transformers", "commit", "host")
+"""What the page says of where it was measured."""
+STATES = {
+    None: "; whether the tree had changes besides is not known.",
+    True: ": **the tree had changes that are in no commit**.",
+    False: ", nothing changed besides.",
+}
+"""What the page says behind the commit, by whether rows came from changes in no commit."""
 
 
 @dataclass(frozen=True)
@@ -368,17 +362,31 @@ def write_record(slug: str, source: Path, records: Path, day: str | None = None)
 def figures(record: Record) -> list[dict[str, object]]:
     """A figure for the median of each case, and one for its tokens per second."""
     found = []
-    for case in record.cases.values():
+
+    def add(case: MeasuredCase, unit: str, values: list[float], **more: object) -> None:
         name = re.sub(r"[^a-z0-9]+", "_", case.name.lower()).strip("_")
-        interval = median_interval(case.samples)
-        unit = case.rows[0].get("unit", "s")
-        bounds = {"low": interval.low, "high": interval.high, "samples": len(case.samples)}
         found.append(
-            _figure(record, case, f"{name}_{unit}", values=case.medians, unit=unit) | bounds
+            {
+                "figure": f"{name}_{'tok_s' if unit == 'tokens/s' else unit}",
+                "value": statistics.median(values),
+                "unit": unit,
+                "goal": "stated",
+                "command": record.environment.get("command", ""),
+                "commit": record.commit,
+                "device": case.rows[0].get("device"),
+                "runs": len(values),
+                "spread": statistics.stdev(values) if len(values) > 1 else None,
+                **more,
+            }
         )
+
+    for case in record.cases.values():
+        interval = median_interval(case.samples)
+        bounds = {"low": interval.low, "high": interval.high, "samples": len(case.samples)}
+        add(case, case.rows[0].get("unit", "s"), case.medians, **bounds)
         speeds = [row["tokens_per_s"] for row in case.rows if row.get("tokens_per_s")]
         if speeds:
-            found.append(_figure(record, case, f"{name}_tok_s", values=speeds, unit="tokens/s"))
+            add(case, "tokens/s", speeds)
     return found
 
 
@@ -388,18 +396,20 @@ def page(record: Record) -> str:
     timed = [row for case in cases for row in case.rows if row.get("unit", "s") == "s"]
     hours = sum(sum(row["samples"]) for row in timed) / 3600
     tokens = sum(sum(row["samples"]) * (row.get("tokens_per_s") or 0.0) for row in timed)
+    known = {**cases[0].rows[0], **record.environment}
+    place = [[name, str(known[name])] for name in IN_PAGE if known.get(name) is not None]
     noise = "not known, as no case has two runs" if runs is None else f"{runs:.1%}"
     return "\n".join(
         [
             f"# {record.day}: {record.slug.replace('_', ' ').replace('-', ' ')}\n",
             f"    {record.environment.get('command', f'of {record.source.name}')}\n",
-            f"{_state(record)}\n",
+            f"Commit {record.commit}{STATES[record.is_dirty]}\n",
             markdown_table(HEADINGS, [_line(case) for case in cases]),
             f"![Medians with 95 % intervals]({PLOT})\n",
             f"Variation between cases {between_cases(cases):.1%}; between runs of a case {noise}. "
             f"An interval is the bootstrap's, of the median over runs ({MIN_SAMPLES} or more), or "
             "over the samples of fewer runs, and then says nothing about the next run.\n",
-            markdown_table(("environment", ""), _place(record)),
+            markdown_table(("environment", ""), place),
             f"Samples took {hours:.3g} hours and {tokens:,.0f} tokens, warm-up left out.\n",
             f"`{ROWS}` holds every row with its raw samples, `{RECIPE}` the settings, "
             f"`{ENVIRONMENT}` versions and device, `{FIGURES}` the numbers.\n",
@@ -462,22 +472,6 @@ def _without_none(values: object) -> Any:
     return [_without_none(each) for each in values] if isinstance(values, list) else values
 
 
-def _figure(
-    record: Record, case: MeasuredCase, name: str, *, values: list[float], unit: object
-) -> dict[str, object]:
-    return {
-        "figure": name,
-        "value": statistics.median(values),
-        "unit": unit,
-        "goal": "stated",
-        "command": record.environment.get("command", ""),
-        "commit": record.commit,
-        "device": case.rows[0].get("device"),
-        "runs": len(values),
-        "spread": statistics.stdev(values) if len(values) > 1 else None,
-    }
-
-
 def _line(case: MeasuredCase) -> list[str]:
     interval, row = median_interval(case.samples), case.rows[-1]
     forms = (("tokens_per_s", "{:,.0f}"), ("mfu_frac", "{:.3f}"), ("peak_gib", "{:.2f}"))
@@ -490,17 +484,3 @@ def _line(case: MeasuredCase) -> list[str]:
         str(len(case.rows)),
         f"{variation(case.samples):.1%}",
     ]
-
-
-def _state(record: Record) -> str:
-    if record.is_dirty is None:
-        return f"Commit {record.commit}; whether the tree had changes besides is not known."
-    if record.is_dirty:
-        return f"Commit {record.commit}: **the tree had changes that are in no commit**."
-    return f"Commit {record.commit}, nothing changed besides."
-
-
-def _place(record: Record) -> list[list[str]]:
-    row = next(iter(record.cases.values())).rows[0]
-    known = {**row, **record.environment}
-    return [[name, str(known[name])] for name in FIELDS_OF_PLACE if known.get(name) is not None]
