@@ -30,9 +30,6 @@ def check_inputs(
     """Refuse what is not there, or not what it should be, and an `out` that cannot be made.
 
     Each is None where the user names none; caches may be addresses, which are not asked here.
-
-    Raises:
-        CheckpointError, HubError, CacheError, DataError, ConfigError: see their messages.
     """
     if out is not None:
         _check_out(out)

@@ -211,11 +211,7 @@ def _fitted(
 
 
 def check_budget(config: ConvertConfig) -> None:
-    """Refuse settings that name nothing to do, or a budget without what it needs.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuse settings that name nothing to do, or a budget without what it needs (ConfigError)."""
     if config.to is None and config.bits_budget is None and config.attention is None:
         raise ConfigError(
             "neither a plan nor a budget is given, expected one of them; add --to PLAN or "

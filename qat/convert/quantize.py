@@ -152,8 +152,7 @@ def quantize_model(
 def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
     """Refuse a plan that means weights which are no linears: experts fused into one tensor.
 
-    Raises:
-        ConfigError: see above.
+    Raises ConfigError.
     """
     linears = (nn.Linear, QuantLinear, nn.Conv1d, nn.Conv2d)
     blocks = {id(module) for module in decoder_layers(model).modules()}

@@ -36,11 +36,7 @@ KEEPS_ATTENTION = "packed"
 
 
 def check_attention(name: str, model: PreTrainedModel) -> None:
-    """Refuse a model whose sparse attention the target called `name` would lose.
-
-    Raises:
-        ExportError: see above.
-    """
+    """Refuse a model whose sparse attention the target called `name` would lose (ExportError)."""
     if name != KEEPS_ATTENTION and nsa_config(model) is not None:
         raise ExportError(
             f"{name} cannot hold sparse attention, expected dense attention; swap it out with 'qat "

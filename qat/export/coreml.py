@@ -80,11 +80,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture that is not written as a graph here.
-
-    Raises:
-        ExportError: see above.
-    """
+    """Refuse an architecture that is not written as a graph here (ExportError)."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise ExportError(

@@ -284,11 +284,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture whose names or rotary embedding are not written here.
-
-    Raises:
-        ExportError: see above.
-    """
+    """Refuse an architecture whose names or rotary embedding are not written here (ExportError)."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise ExportError(

@@ -77,8 +77,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 def check(model: PreTrainedModel) -> None:
     """Refuse what mlx-lm, where it is installed, does not know or computes otherwise.
 
-    Raises:
-        ExportError: see above.
+    Raises ExportError.
     """
     config = model.config
     kind, layers = config.model_type, getattr(config, "layer_types", None) or []

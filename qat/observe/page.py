@@ -107,11 +107,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a file that is there and that no report wrote.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuse a file that is there and that no report wrote (ConfigError)."""
     if path.is_dir():
         raise ConfigError(f"out={path} is a directory, expected a file to write; name a .html file")
     if path.is_file() and not any(sign in path.read_bytes()[:SIGNED_BYTES] for sign in SIGNS):
