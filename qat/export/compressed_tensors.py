@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.parts import (
+    any_model,
     exact,
     lost_by_grid,
     refuse_low_rank,
@@ -25,6 +25,7 @@ from qat.quant.spec import LutSpec
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
+check, read_logits = any_model, reloaded_logits
 GRIDS = ("int", "ternary")
 HOW_TO_LOAD = """\
 ```python
@@ -56,10 +57,6 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=spec.group_size, scale_bits=8)
 
 
-def check(model: PreTrainedModel) -> None:
-    """Every model that transformers runs can be written."""
-
-
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
@@ -83,11 +80,6 @@ def write(
     extra = {"quantization_config": _config({name: m.spec for name, m in modules.items()})}
     write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Logits of the model that transformers reads through compressed-tensors."""
-    return reloaded_logits(model, directory, ids)
 
 
 def _config(specs: dict[str, LutSpec]) -> dict[str, object]:

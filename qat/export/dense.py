@@ -6,16 +6,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.export.parts import cast, float_skeleton, reloaded_logits
+from qat.export.parts import (
+    any_model,
+    as_it_is,
+    cast,
+    float_skeleton,
+    loses_nothing,
+    reloaded_logits,
+)
 from qat.models.checkpoint import quiet_transformers
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.step import quant_linears
 from qat.nn.swap import embedding_dtype
-from qat.quant.spec import LutSpec
 
 COMPARED = "bits"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
+lost, scheme, check, read_logits = loses_nothing, as_it_is, any_model, reloaded_logits
 HOW_TO_LOAD = """\
 ```python
 from transformers import AutoModelForCausalLM
@@ -23,20 +30,6 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
 ```
 """
-
-
-def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """None: a dense file holds every format; only the size is lost."""
-    return None
-
-
-def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """`spec` as it is."""
-    return spec
-
-
-def check(model: PreTrainedModel) -> None:
-    """Every model can be written."""
 
 
 def write(
@@ -61,11 +54,6 @@ def write(
         dense.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-
-
-def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Logits of the model that transformers reads back."""
-    return reloaded_logits(model, directory, ids)
 
 
 def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

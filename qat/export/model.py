@@ -37,46 +37,17 @@ from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
-# The model card of an export: README.md, from what the checkpoint and its run left behind.
+logger = logging.getLogger(__name__)
 
+UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
+"""What libraries raise at files that they cannot read."""
+SUMS = 64 * torch.finfo(torch.float32).eps
+"""By how much of itself a value behind a layer may be off where float32 sums run in another order:
+models of 2 to 30 layers were off by up to 8 `eps`."""
+OTHERS = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
+"""What is tried, in turn, where a target cannot hold a model in the dtype that it was saved in."""
 IMPORT = "import_report.json"
 """What an import of the reference's checkpoint says of itself, beside its tensors."""
-
-
-# Which float model a checkpoint was made from, by what runs, conversions and imports wrote.
-
-
-def float_base(checkpoint: str | Path) -> str:
-    """The model that `checkpoint` began with, as far back as reports lead; else itself.
-
-    Raises:
-        CheckpointError: a report on the way is damaged.
-    """
-    found, seen = str(checkpoint), set()
-    while found not in seen:
-        seen.add(found)
-        try:
-            found = _made_from(Path(found)) or found
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(found, error) from None
-    return found
-
-
-def _made_from(checkpoint: Path) -> str | None:
-    """What a checkpoint (or a run) says that it was made from; None if it says nothing."""
-    if not checkpoint.is_dir():  # a hub id
-        return None
-    place = checkpoint.resolve()
-    for run in (place, place.parent, place.parent.parent):
-        if (run / RECIPE).is_file() and (run / FACTS).is_file():
-            values = parse_toml((run / RECIPE).read_text(encoding="utf-8"))
-            return str(values["train"]["student"])
-    for name, key in ((IMPORT, "base"), (REPORT_NAME, "source")):
-        if (checkpoint / name).is_file():
-            return str(json.loads((checkpoint / name).read_text(encoding="utf-8"))[key])
-    return None
-
-
 CARD = "README.md"
 MEASURES = {
     "kd_nats": "distillation loss (nats a token)",
@@ -118,99 +89,6 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 ## How to load
 
 {{ how_to_load }}"""
-
-
-def write_card(
-    directory: Path,
-    *,
-    name: str,
-    target: TargetName,
-    source: Path,
-    model: PreTrainedModel,
-    facts: dict[str, object],
-) -> None:
-    """Write README.md into `directory`.
-
-    Args:
-        name: what the export is called.
-        target: the form.
-        source: the checkpoint that was exported; its run and its conversion are read where they
-            are.
-        model: what it holds.
-        facts: `megabytes`, `dtype` and `difference` of what was written.
-
-    Raises:
-        CheckpointError: a file of the run is damaged.
-    """
-    specs = Counter(module.spec for module in quantized_modules(model).values())
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701
-    text = environment.from_string(TEMPLATE).render(
-        name=name,
-        target=target,
-        how_to_load=load_target(target).HOW_TO_LOAD.replace("DIR", name),
-        architecture=type(model).__name__,
-        parameters=parameter_count(model),
-        version=qat.__version__,
-        linear_bits=model_bits_per_weight(model),
-        whole_bits=whole_model_bits(model),
-        formats=[
-            f"{count} | {spec.bits} | {spec.codebook} | {_scale(spec)}"
-            for spec, count in specs.items()
-        ],
-        **_history(source),
-        **facts,
-    )
-    (directory / CARD).write_text(text, encoding="utf-8")
-
-
-def _scale(spec: LutSpec) -> str:
-    if spec.scale == "low_rank":
-        return f"rank {spec.rank}"
-    return f"one of {spec.scale_bits} bits for {spec.group_size} weights of a row"
-
-
-def _history(checkpoint: Path) -> dict[str, object]:
-    """Where a checkpoint comes from, and how it was judged."""
-    run = checkpoint.resolve().parent.parent
-    if not ((run / FACTS).is_file() and (run / METRICS).is_file()):
-        return {"base": _base(checkpoint), "step": None, "commit": None, "measures": []}
-    try:
-        facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
-        student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
-        step = int(checkpoint.resolve().name.rpartition("-")[2])
-        rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
-        judged = next((row for row in rows if row["step"] == step), {})
-        measures = [(text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None]
-        commit = facts.get("commit")
-        return {"base": _base(Path(student)), "step": step, "commit": commit, "measures": measures}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(checkpoint, error) from None
-
-
-def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint}: what its run or its conversion wrote is damaged ({error}), expected JSON; "
-        "restore it, or copy the checkpoint to a directory of its own"
-    )
-
-
-def _base(checkpoint: Path) -> str:
-    """The float model that a checkpoint began with; of a directory elsewhere its name alone."""
-    base = Path(float_base(checkpoint))
-    return base.name if base.is_absolute() else str(base)
-
-
-logger = logging.getLogger(__name__)
-
-UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
-"""What libraries raise at files that they cannot read."""
-
-
-SUMS = 64 * torch.finfo(torch.float32).eps
-"""By how much of itself a value behind a layer may be off where float32 sums run in another order:
-models of 2 to 30 layers were off by up to 8 `eps`."""
-OTHERS = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
-"""What is tried, in turn, where a target cannot hold a model in the dtype that it was saved in."""
 
 
 class ExportReport(NamedTuple):
@@ -345,3 +223,114 @@ def _report(name: TargetName, model: PreTrainedModel, directory: Path) -> Export
         quantized_weights=quantized_parameter_count(model),
         logits_max_diff=0.0,
     )
+
+
+def write_card(
+    directory: Path,
+    *,
+    name: str,
+    target: TargetName,
+    source: Path,
+    model: PreTrainedModel,
+    facts: dict[str, object],
+) -> None:
+    """Write README.md into `directory`.
+
+    Args:
+        name: what the export is called.
+        target: the form.
+        source: the checkpoint that was exported; its run and its conversion are read where they
+            are.
+        model: what it holds.
+        facts: `megabytes`, `dtype` and `difference` of what was written.
+
+    Raises:
+        CheckpointError: a file of the run is damaged.
+    """
+    specs = Counter(module.spec for module in quantized_modules(model).values())
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701
+    text = environment.from_string(TEMPLATE).render(
+        name=name,
+        target=target,
+        how_to_load=load_target(target).HOW_TO_LOAD.replace("DIR", name),
+        architecture=type(model).__name__,
+        parameters=parameter_count(model),
+        version=qat.__version__,
+        linear_bits=model_bits_per_weight(model),
+        whole_bits=whole_model_bits(model),
+        formats=[
+            f"{count} | {spec.bits} | {spec.codebook} | {_scale(spec)}"
+            for spec, count in specs.items()
+        ],
+        **_history(source),
+        **facts,
+    )
+    (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _scale(spec: LutSpec) -> str:
+    if spec.scale == "low_rank":
+        return f"rank {spec.rank}"
+    return f"one of {spec.scale_bits} bits for {spec.group_size} weights of a row"
+
+
+def _history(checkpoint: Path) -> dict[str, object]:
+    """Where a checkpoint comes from, and how it was judged."""
+    run = checkpoint.resolve().parent.parent
+    if not ((run / FACTS).is_file() and (run / METRICS).is_file()):
+        return {"base": _base(checkpoint), "step": None, "commit": None, "measures": []}
+    try:
+        facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
+        student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
+        step = int(checkpoint.resolve().name.rpartition("-")[2])
+        rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
+        judged = next((row for row in rows if row["step"] == step), {})
+        measures = [(text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None]
+        commit = facts.get("commit")
+        return {"base": _base(Path(student)), "step": step, "commit": commit, "measures": measures}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(checkpoint, error) from None
+
+
+def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint}: what its run or its conversion wrote is damaged ({error}), expected JSON; "
+        "restore it, or copy the checkpoint to a directory of its own"
+    )
+
+
+def _base(checkpoint: Path) -> str:
+    """The float model that a checkpoint began with; of a directory elsewhere its name alone."""
+    base = Path(float_base(checkpoint))
+    return base.name if base.is_absolute() else str(base)
+
+
+def float_base(checkpoint: str | Path) -> str:
+    """The model that `checkpoint` began with, as far back as reports lead; else itself.
+
+    Raises:
+        CheckpointError: a report on the way is damaged.
+    """
+    found, seen = str(checkpoint), set()
+    while found not in seen:
+        seen.add(found)
+        try:
+            found = _made_from(Path(found)) or found
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(found, error) from None
+    return found
+
+
+def _made_from(checkpoint: Path) -> str | None:
+    """What a checkpoint (or a run) says that it was made from; None if it says nothing."""
+    if not checkpoint.is_dir():  # a hub id
+        return None
+    place = checkpoint.resolve()
+    for run in (place, place.parent, place.parent.parent):
+        if (run / RECIPE).is_file() and (run / FACTS).is_file():
+            values = parse_toml((run / RECIPE).read_text(encoding="utf-8"))
+            return str(values["train"]["student"])
+    for name, key in ((IMPORT, "base"), (REPORT_NAME, "source")):
+        if (checkpoint / name).is_file():
+            return str(json.loads((checkpoint / name).read_text(encoding="utf-8"))[key])
+    return None

@@ -93,6 +93,20 @@ def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = Tr
     )
 
 
+def loses_nothing(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """None: the target holds every format (`Target.lost`)."""
+    return None
+
+
+def as_it_is(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """`spec` itself, of a target that holds every format (`Target.scheme`)."""
+    return spec
+
+
+def any_model(model: PreTrainedModel) -> None:
+    """Every model that transformers runs can be written (`Target.check`)."""
+
+
 def lost_by_rank(spec: LutSpec) -> str | None:
     """Why one scale for each group is not that weight's; None if it is."""
     if spec.scale != "group":

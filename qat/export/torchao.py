@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.export.parts import (
     EVEN_GRIDS,
     affine,
+    any_model,
     exact,
     lost_by_grid,
     refuse_low_rank,
@@ -27,6 +28,7 @@ from qat.quant.spec import LutSpec
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
+check, read_logits = any_model, reloaded_logits
 MOST_SEQ_BITS = 4
 """Above, a zero among the levels costs little."""
 HOW_TO_LOAD = """\
@@ -58,10 +60,6 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=spec.group_size, scale_bits=8)
 
 
-def check(model: PreTrainedModel) -> None:
-    """Every model that transformers runs can be written."""
-
-
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
@@ -82,11 +80,6 @@ def write(
     write_config(
         model, tokenizer, directory, dtype=dtype, extra={"quantization_config": _config(model)}
     )
-
-
-def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Logits of the model that transformers reads through torchao."""
-    return reloaded_logits(model, directory, ids)
 
 
 def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,8 @@ queries, keys and values are one product, and so are gates and ups: five linears
 attention's launches a layer, all of which one graph can hold. Weights stay packed where they are,
 and dense where they are not.
 
-Shapes: B sequences, N positions of the cache, V words, D model width.
+Shapes: B sequences, N positions of the cache, V words, D model width, O out_features,
+I in_features.
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,6 @@ from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, replace_module
 from qat.quant.weight import PackedIndices, Scales, from_stored, round_scales
-
-# Linear layer for inference alone: its weight stays packed, scales and all.
-#
-# Shapes: O out_features, I in_features, T tokens.
 
 
 class Scratch:
