@@ -55,6 +55,7 @@ app.register_install_completion_command(help="Let the shell complete verbs and f
 for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
     app.command(_verb, name=_name)
     app[_name].sort_key = _number
+    app[_name].help_format = "markdown"
     app[_name].help_epilogue = f"Example: {_example}"
 
 

@@ -172,8 +172,26 @@ def _room(config: ConvertConfig) -> dict[str, bool]:
 
 
 def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
-    """The plan, and the sparse attention to be; None for dense, or as it is."""
-    check_budget(config)
+    """The plan, and the sparse attention to be; None for dense, or as it is.
+
+    Raises:
+        ConfigError: nothing is named to do, a budget lacks what it needs, or no device can do it.
+    """
+    if config.to is None and config.bits_budget is None and config.attention is None:
+        raise ConfigError(
+            "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
+            "--bits-budget BITS (or --attention to change that alone)"
+        )
+    if config.bits_budget is not None and config.calibration is None:
+        raise ConfigError(
+            f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "
+            "on; add --calibration TEXT"
+        )
+    if config.embedding_bits == "auto" and config.bits_budget is None:
+        raise ConfigError(
+            "embedding_bits=auto is given without a budget to choose within; add --bits-budget "
+            "BITS, or give --embedding-bits 4 or 8"
+        )
     if select(config.device).fixed_shapes():
         raise ConfigError(
             f"device={config.device}, but fitting reads values after every few operators, expected "
@@ -208,25 +226,6 @@ def _fitted(
     )
     logger.info("attention differs from dense by %.4f, before the fit by %.4f", after, before)
     return fits
-
-
-def check_budget(config: ConvertConfig) -> None:
-    """Refuse settings that name nothing to do, or a budget without what it needs (ConfigError)."""
-    if config.to is None and config.bits_budget is None and config.attention is None:
-        raise ConfigError(
-            "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
-            "--bits-budget BITS (or --attention to change that alone)"
-        )
-    if config.bits_budget is not None and config.calibration is None:
-        raise ConfigError(
-            f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "
-            "on; add --calibration TEXT"
-        )
-    if config.embedding_bits == "auto" and config.bits_budget is None:
-        raise ConfigError(
-            "embedding_bits=auto is given without a budget to choose within; add --bits-budget "
-            "BITS, or give --embedding-bits 4 or 8"
-        )
 
 
 Calibration = str | Path | TeacherCache | Sequence[str] | Sequence[Tensor]

@@ -53,11 +53,11 @@ def generate_text(
     """
     ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
+    own = model.model if isinstance(model, Decoder) else model
+    config = _generation_config(own, max_new_tokens, temperature, top_p)
     if isinstance(model, Decoder):
-        config = _generation_config(model.model, max_new_tokens, temperature, top_p)
         new_ids = _decode(model, ids, config, streamer)
     else:
-        config = _generation_config(model, max_new_tokens, temperature, top_p)
         (new_ids,) = _continue(model, ids, config, streamer)
     text = tokenizer.decode(new_ids, skip_special_tokens=True)
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
