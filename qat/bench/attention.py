@@ -1,10 +1,16 @@
-"""`qat bench attention`: dense and sparse attention in turns, over lengths and group sizes."""
+"""`qat bench attention`: dense and sparse attention in turns, over lengths and group sizes.
+
+Shapes: B rows, H query heads, K key-value heads, S positions, D head width.
+"""
 
 import logging
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -16,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.config import AttentionConfig, parse_sizes
-from qat.bench.measure import Clock, Row, times
+from qat.bench.measure import Clock, Row, kernel_dtype, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 from qat.kernels.nsa import decode, reference, router
@@ -25,11 +31,7 @@ from qat.kernels.nsa.select import Inputs, pool
 from qat.kernels.nsa.select import select as select_blocks
 from qat.nsa.attention import NUM_BRANCHES, squashed
 
-# The ways to attend that are timed against one another: PyTorch's dense ones, and sparse ones.
-
-# One layer's attention as it is timed: tensors as a model has them, and one call of each kind.
-#
-# Shapes: B rows, H query heads, K key-value heads, S positions, D head width.
+logger = logging.getLogger(__name__)
 
 Pass = Literal["forward", "train", "decode"]
 
@@ -140,14 +142,16 @@ class Way(NamedTuple):
 def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
     """Dense ones first, each by its own name: `dense cudnn`, ..., `nsa flex`, ..."""
     for name, kernel in DENSE.items():
-        yield Way(f"dense {name}", None, _dense(kernel, is_causal=which != "decode"))
+        dense = partial(_dense, kernel=kernel, is_causal=which != "decode")
+        yield Way(f"dense {name}", None, dense)
     for preset in presets:
+        config = PRESETS[preset]
         if which == "decode":
-            yield Way(f"{preset} decode", PRESETS[preset], _decoding(PRESETS[preset]))
+            yield Way(f"{preset} decode", config, partial(_decoding, config=config))
             continue
         for backend in BACKENDS:
-            config = PRESETS[preset].model_copy(update={"backend": backend})
-            yield Way(f"{preset} {backend}", config, _sparse(config))
+            by_backend = config.model_copy(update={"backend": backend})
+            yield Way(f"{preset} {backend}", by_backend, partial(_sparse, config=by_backend))
 
 
 def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
@@ -165,67 +169,48 @@ def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
     return run
 
 
-def _dense(kernel: SDPBackend, *, is_causal: bool) -> Callable[[Layer, Work], Attend]:
-    def prepare(layer: Layer, work: Work) -> Attend:
-        def attend(layer: Layer) -> Tensor:
-            with sdpa_kernel(kernel):
-                out = scaled_dot_product_attention(
-                    *layer[:3], is_causal=is_causal, enable_gqa=work.group > 1
-                )
-            return out.transpose(1, 2)
-
-        return attend
-
-    return prepare
-
-
-def _sparse(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
-    def prepare(layer: Layer, work: Work) -> Attend:
-        device = layer.query.device
-        route = router.choose(
-            config, length=work.length, group=work.group, head_dim=work.width, device=device
-        )
-
-        def attend(layer: Layer) -> Tensor:
-            return router.attend(inputs_of(layer, config), config, route)
-
-        if route.backend not in ("flex", "gather"):
-            return attend
-        return torch.compile(attend, fullgraph=True, dynamic=False)
-
-    return prepare
-
-
-def _decoding(config: NSAConfig) -> Callable[[Layer, Work], Attend]:
-    """A step inside a tile, or one that is a tile: it keeps its key and value, and attends."""
-
-    def prepare(layer: Layer, work: Work) -> Attend:
-        kept = decode.Past.empty(layer.key, work.length, config)
-        whole = layer._replace(query=layer.key.repeat_interleave(work.group, 1))
-        inputs = inputs_of(whole, config)
-        decode.fill(kept, inputs, select_blocks(inputs, config), config)
-        position = torch.full((work.batch,), work.length - 1, device=layer.key.device)
-        key, value = layer.key[:, :, -1], layer.value[:, :, -1]
-        gates = None if inputs.gates is None else inputs.gates[:, 0]
-
-        def attend(layer: Layer) -> Tensor:
-            decode.append(kept, key, value, position, config=config)
-            if config.select_tile == 1:
-                query = layer.query[:, :, 0]
-                decode.choose(query, kept, position, config=config, scale=inputs.scale)
-            out = decode.attend(
-                layer.query[:, :, 0],
-                kept,
-                position,
-                gates=gates,
-                config=config,
-                scale=inputs.scale,
+def _dense(layer: Layer, work: Work, *, kernel: SDPBackend, is_causal: bool) -> Attend:
+    def attend(layer: Layer) -> Tensor:
+        with sdpa_kernel(kernel):
+            out = scaled_dot_product_attention(
+                *layer[:3], is_causal=is_causal, enable_gqa=work.group > 1
             )
-            return out[:, None]
+        return out.transpose(1, 2)
 
+    return attend
+
+
+def _sparse(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
+    device = layer.query.device
+    route = router.choose(
+        config, length=work.length, group=work.group, head_dim=work.width, device=device
+    )
+
+    def attend(layer: Layer) -> Tensor:
+        return router.attend(inputs_of(layer, config), config, route)
+
+    if route.backend not in ("flex", "gather"):
         return attend
+    return torch.compile(attend, fullgraph=True, dynamic=False)
 
-    return prepare
+
+def _decoding(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
+    """A step inside a tile, or one that is a tile: it keeps its key and value, and attends."""
+    kept = decode.Past.empty(layer.key, work.length, config)
+    inputs = inputs_of(layer._replace(query=layer.key.repeat_interleave(work.group, 1)), config)
+    decode.fill(kept, inputs, select_blocks(inputs, config), config)
+    position = torch.full((work.batch,), work.length - 1, device=layer.key.device)
+    key, value = layer.key[:, :, -1], layer.value[:, :, -1]
+    gates = None if inputs.gates is None else inputs.gates[:, 0]
+
+    def attend(layer: Layer) -> Tensor:
+        decode.append(kept, key, value, position, config=config)
+        query, how = layer.query[:, :, 0], {"config": config, "scale": inputs.scale}
+        if config.select_tile == 1:
+            decode.choose(query, kept, position, **how)
+        return decode.attend(query, kept, position, gates=gates, **how)[:, None]
+
+    return attend
 
 
 # Whether what is timed is sparse attention: a corner of it against the reference.
@@ -250,7 +235,8 @@ def problem(attend: Attend, layer: Layer, config: NSAConfig) -> str | None:
     with torch.no_grad():
         expected = _corner(layer, config)
         _, length, heads, _ = expected.shape
-        far = _distance(found[:, :length, :heads].float(), expected) > CLOSE
+        distance = (found[:, :length, :heads].float() - expected).norm(dim=-1)
+        far = (distance / expected.norm(dim=-1)).nan_to_num(nan=torch.inf) > CLOSE
     for part, most, where in (
         (far[:, : config.reach], MOST_WITHIN, f"the first {config.reach} positions"),
         (far[:, config.reach :], MOST_BEYOND, f"those up to {far.shape[1]}"),
@@ -278,14 +264,6 @@ def _corner(layer: Layer, config: NSAConfig) -> Tensor:
     return reference.attend(inputs._replace(**wide), selection, config)
 
 
-def _distance(found: Tensor, expected: Tensor) -> Tensor:
-    """`(B, S, H)`, of the norm of what is expected; NaN counts as far away."""
-    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return distance.nan_to_num(nan=torch.inf)
-
-
-logger = logging.getLogger(__name__)
-
 SAMPLE_S = 40e-3
 MOST_CALLS = 32
 """A sample is of so many calls in a row that the host's launches do not show."""
@@ -295,9 +273,8 @@ class Ready(NamedTuple):
     """A way that ran once."""
 
     row: Row
-    call: Callable[[], object]
-    calls: int
-    """In one sample."""
+    sample: Callable[[], None]
+    """As many calls as the row says."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +296,9 @@ def run_attention(config: AttentionConfig, out: Path | None) -> AttentionReport:
     clock = Clock(backend, config.repeats, config.limit_s)
     rows: list[Row] = []
     with Results(out, environment(backend, config)) as results:
-        for work, which in cases_of(config):
+        groups, lengths = parse_sizes(config.groups), parse_sizes(config.lengths)
+        for group, length, which in product(groups, lengths, config.passes.split(",")):
+            work = Work(length, group, config.key_heads, config.head_dim, config.batch_size)
             ways = ways_of(which, tuple(config.attention.split(",")))
             for row in measured(ways, work, which, clock=clock):
                 results.add(**row)
@@ -329,23 +308,14 @@ def run_attention(config: AttentionConfig, out: Path | None) -> AttentionReport:
     return AttentionReport(results.path, rows, found)
 
 
-def cases_of(config: AttentionConfig) -> Iterator[tuple[Work, Pass]]:
-    """Every shape in every pass."""
-    for group in parse_sizes(config.groups):
-        for length in parse_sizes(config.lengths):
-            work = Work(length, group, config.key_heads, config.head_dim, config.batch_size)
-            for which in config.passes.split(","):
-                yield work, which
-
-
 def measured(ways: Iterator[Way], work: Work, which: Pass, *, clock: Clock) -> list[Row]:
     """A row for each way, those that can run in turns; `over_dense` against the best dense one."""
     logger.info("%s, S=%d, %d/%d heads", which, work.length, work.heads, work.key_heads)
     tried = [ready(way, work, which, clock.backend) for way in ways]
     able = [each for each in tried if isinstance(each, Ready)]
-    turns = clock.turns([_repeated(each) for each in able])
+    turns = clock.turns([each.sample for each in able])
     for each, seconds in zip(able, turns, strict=True):
-        each.row.update(times([second / each.calls for second in seconds]))
+        each.row.update(times([second / each.row["calls"] for second in seconds]))
     dense = [each.row["p50_s"] for each in able if each.row["is_dense"]]
     for each in able:
         each.row["over_dense"] = min(dense) / each.row["p50_s"] if dense else None
@@ -365,10 +335,10 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
         "key_heads": work.key_heads,
         "width": work.width,
         "batch_size": work.batch,
-        "dtype": dtype_on(backend),
+        "dtype": kernel_dtype(backend),
     }
     backend.free_memory()
-    dtype = backend.dtype(dtype_on(backend))
+    dtype = backend.dtype(kernel_dtype(backend))
     try:
         began = time.perf_counter()
         layer = layer_of(work, which, device=backend.device, dtype=dtype)
@@ -380,7 +350,7 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
         backend.synchronize()
         row["compile_s"] = time.perf_counter() - began
         row["peak_gib"] = _added_gib(call, backend)
-        seconds = _seconds(call, backend)
+        seconds = statistics.median(backend.seconds_of(call) for _ in range(3))
         if way.config is not None and which != "decode":
             with torch.set_grad_enabled(which == "train"):
                 wrong = problem(attend, layer, way.config)
@@ -391,55 +361,28 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
         reason = " ".join(str(error).split())
         return {**row, "status": status, "reason": reason[:200]}
     calls = max(1, min(MOST_CALLS, round(SAMPLE_S / seconds)))
-    return Ready({**row, "status": "OK", "calls": calls}, call, calls)
+
+    def sample() -> None:
+        for _ in range(calls):
+            call()
+
+    return Ready({**row, "status": "OK", "calls": calls}, sample)
 
 
 def crossovers(rows: Sequence[Row]) -> list[Row]:
     """For each sparse way the least length from which on it beats every dense one; None: never."""
+    kinds: dict[tuple, list[Row]] = defaultdict(list)
+    names = ("way", "pass", "heads", "key_heads")
+    for row in rows:
+        if row["status"] == "OK" and not row["is_dense"]:
+            kinds[tuple(row[name] for name in names)].append(row)
     found = []
-    timed = [row for row in rows if row["status"] == "OK" and not row["is_dense"]]
-    kinds = dict.fromkeys(
-        (row["way"], row["pass"], row["heads"], row["key_heads"]) for row in timed
-    )
-    for kind in kinds:
-        way, which, heads, key_heads = kind
-        of_kind = [
-            row
-            for row in timed
-            if (row["way"], row["pass"], row["heads"], row["key_heads"]) == kind
-        ]
-        length = None
-        for row in sorted(of_kind, key=lambda row: -row["length"]):
-            if row["over_dense"] is None or row["over_dense"] <= 1:
-                break
-            length = row["length"]
-        found.append(
-            {"way": way, "pass": which, "heads": heads, "key_heads": key_heads, "length": length}
-        )
+    for kind, timed in kinds.items():
+        longest_first = sorted(timed, key=lambda row: -row["length"])
+        paying = takewhile(lambda row: (row["over_dense"] or 0) > 1, longest_first)
+        length = min((row["length"] for row in paying), default=None)
+        found.append({**dict(zip(names, kind, strict=True)), "length": length})
     return found
-
-
-def dtype_on(backend: Backend) -> str:
-    """bf16 on a GPU, fp32 elsewhere."""
-    return "bf16" if backend.records() else "fp32"
-
-
-def _repeated(each: Ready) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(each.calls):
-            each.call()
-
-    return run
-
-
-def _seconds(call: Callable[[], object], backend: Backend) -> float:
-    """Seconds of one call: the median of three."""
-    found = []
-    for _ in range(3):
-        first = backend.mark()
-        call()
-        found.append(backend.seconds_between(first, backend.mark()))
-    return statistics.median(found)
 
 
 def _added_gib(call: Callable[[], object], backend: Backend) -> float | None:

@@ -1,11 +1,11 @@
-"""Settings of `qat bench` and `qat bench baselines`."""
+"""Settings of the bench verbs, and the shapes and TPUs that they name."""
 
 import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -13,10 +13,6 @@ from qat.config import Formats, Measured, Settings, Text, refuse_code
 from qat.errors import ConfigError
 from qat.files import parse_toml
 from qat.train.config import StepConfig
-
-if TYPE_CHECKING:
-    from qat.backend.base import Backend
-
 
 ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
 PASSES = ("forward", "train", "decode")
@@ -173,10 +169,6 @@ class KernelsConfig(Settings):
     figures: Path | None = None
     """Append the figures that this run is asked for to that file."""
 
-    def dtype_on(self, backend: "Backend") -> str:
-        """What a kernel's inputs are in: bf16, or fp32 where kernels are interpreted."""
-        return "bf16" if backend.records() else "fp32"
-
 
 class AttentionConfig(Settings):
     """Dense attention by each of PyTorch's kernels, and sparse attention by each of ours."""
@@ -281,73 +273,40 @@ def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{where} has {key!r}, expected a key that it knows; {hint}")
 
 
-# Published sizes of the models that students are made of, by name.
-#
-# From each model's config.json on the hub. What does not change the cost of a step (rotary base,
-# epsilon, tokens of a kind) is left at its architecture's default.
+# Published sizes of the models that students are made of, by name, from each model's config.json on
+# the hub. What does not change the cost of a step (rotary base, epsilon, tokens of a kind) is left
+# at its architecture's default.
 
 
-def _qwen3(width: int, ffn: int, layers: int, heads: int, *, tied: bool = True) -> dict:
+def _sizes(
+    width: int, ffn: int, layers: int, heads: tuple[int, int, int], *, tied: bool = True
+) -> dict[str, Any]:
+    """Sizes of a shape; `heads` are query heads, key-value heads and the width of one."""
     return {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
         "hidden_size": width,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
         "tie_word_embeddings": tied,
     }
 
 
-def _llama(width: int, layers: int, heads: int, head_dim: int) -> dict:
-    return {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": width,
-        "intermediate_size": 8192,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": head_dim,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    }
-
-
-def _gemma3(width: int, ffn: int, layers: int, *, window: int, max_positions: int) -> dict:
-    return {
-        "model_type": "gemma3_text",
-        "vocab_size": 262144,
-        "hidden_size": width,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "sliding_window": window,
-        "max_position_embeddings": max_positions,
-        "tie_word_embeddings": True,
-    }
-
-
-SHAPES: dict[str, dict] = {
-    "tiny": {
-        **_qwen3(64, 128, 2, 2),
-        "vocab_size": 512,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    },
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
-    "llama-3.2-1b": _llama(2048, 16, 32, 64),
-    "llama-3.2-3b": _llama(3072, 28, 24, 128),
-    "gemma-3-270m": _gemma3(640, 2048, 18, window=512, max_positions=32768),
-    "gemma-3-1b": _gemma3(1152, 6912, 26, window=512, max_positions=32768),
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960}
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
+GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "max_position_embeddings": 32768}
+GEMMA3 |= {"sliding_window": 512}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {**QWEN3, **_sizes(64, 128, 2, (2, 1, 32)), "vocab_size": 512},
+    "qwen3-0.6b": {**QWEN3, **_sizes(1024, 3072, 28, (16, 8, 128))},
+    "qwen3-1.7b": {**QWEN3, **_sizes(2048, 6144, 28, (16, 8, 128))},
+    "qwen3-4b": {**QWEN3, **_sizes(2560, 9728, 36, (32, 8, 128))},
+    "qwen3-8b": {**QWEN3, **_sizes(4096, 12288, 36, (32, 8, 128), tied=False)},
+    "llama-3.2-1b": {**LLAMA, **_sizes(2048, 8192, 16, (32, 8, 64))},
+    "llama-3.2-3b": {**LLAMA, **_sizes(3072, 8192, 28, (24, 8, 128))},
+    "gemma-3-270m": {**GEMMA3, **_sizes(640, 2048, 18, (4, 1, 256))},
+    "gemma-3-1b": {**GEMMA3, **_sizes(1152, 6912, 26, (4, 1, 256))},
 }
 """Arguments of each architecture's configuration class."""
 

@@ -170,6 +170,11 @@ class Clock:
         return found
 
 
+def kernel_dtype(backend: Backend) -> str:
+    """What kernels' inputs are in: bf16 on a GPU, fp32 elsewhere, where they are interpreted."""
+    return "bf16" if backend.records() else "fp32"
+
+
 def times(seconds: list[float]) -> Row:
     """Percentiles, the median's interval and the variation of some times, and themselves."""
     interval = median_interval(seconds)

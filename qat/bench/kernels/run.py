@@ -20,7 +20,7 @@ from qat.bench.kernels.gates import (
     numbers,
 )
 from qat.bench.kernels.tune import Tuned, tune, write_table
-from qat.bench.measure import Clock, Roofline, Row, measure_roofline, times
+from qat.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
 from qat.bench.results import Results, environment
 from qat.errors import BenchError, ConfigError
 from qat.files import write_atomically
@@ -109,7 +109,7 @@ def judge(
         "case": case.name,
         "shape": config.shape,
         "size": dict(size),
-        "dtype": config.dtype_on(backend),
+        "dtype": kernel_dtype(backend),
         "seed": seeds.first,
         "counts": case.counts,
     }
@@ -154,7 +154,7 @@ def run_kernels(
     rows: list[Row] = []
     found: list[Tuned] = []
     with Results(out, environment(backend, config)) as results:
-        rates = measure_roofline(backend, config.dtype_on(backend))
+        rates = measure_roofline(backend, kernel_dtype(backend))
         seeds = Seeds(backend.device, seed, is_interpreted=not backend.records())
         clock = Clock(backend, config.repeats, config.limit_s)
         for case in cases:
