@@ -23,16 +23,27 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from qat.bench.kernels.run import KernelsReport
     from qat.bench.run import BenchReport, DevicePrediction
     from qat.bench.tpu_plan.run import Planned
-if TYPE_CHECKING:
-    from qat.bench.kernels.run import KernelsReport
 
-
-# `qat bench kernels`: every kernel and its reference through the gates.
-
-KERNELS_WIDTH = 150
+Measured = TypeVar("Measured", bound=MeasureConfig)
+SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
+SUMMARY_DIGITS = 6
+FILE_WIDTH, ATTENTION_WIDTH, KERNELS_WIDTH, QUALITY_WIDTH = 120, 130, 150, 400
+"""Columns of a table where output goes to a file."""
 US = 1e6
+SPEED_COLUMNS = (
+    ("Batch", "batch_size", "{}", 1),
+    ("Step(s)", "step_s", "{:.4g}", 1),
+    ("Memory", "peak_gib", "{:.2f} GiB", 1),
+    ("t/s", "tokens_per_s", "{:,.0f}", 1),
+    ("Loss", "loss_nats", "{:.4f}", 1),
+    ("Status", "status", "{}", 1),
+    ("MFU", "mfu_frac", "{:.3f}", 1),
+    ("of matmul", "mfu_of_matmul_frac", "{:.3f}", 1),
+)
+"""The reference's columns, MFU beside them."""
 KERNELS_COLUMNS = (
     ("Kernel", "case", "{}", 1),
     ("us a call", "p50_s", "{:,.2f}", US),
@@ -48,51 +59,6 @@ KERNELS_COLUMNS = (
     ("x reference", "over_reference", "{:.1f}", 1),
     ("Status", "status", "{}", 1),
 )
-
-
-def kernels(
-    *,
-    config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
-    out: Path | None = None,
-) -> dict[str, object]:
-    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
-
-    Args:
-        config: settings.
-        out: directory for the results; by default runs/bench/TIME.
-    """
-    from qat.bench.kernels.run import run_kernels
-
-    report = run_kernels(config, out)
-    console = wide_console(KERNELS_WIDTH)
-    console.print(row_table(KERNELS_COLUMNS, report.rows))
-    for line in _remarks(report):
-        console.print(line, markup=False, highlight=False)
-    report.check()
-    figures = {each["figure"]: each["value"] for each in report.figures()}
-    return dict(out=report.path, kernels=len(report.rows), **figures)
-
-
-def _remarks(report: "KernelsReport") -> list[str]:
-    rates = report.rates
-    lines = [
-        f"copy {rates.copy_bytes / 1e9:,.0f} GB/s, matmul {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
-    ]
-    for row in report.rows:
-        if row["status"] == "FAILED":
-            lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
-    if report.least is not None:
-        lines.append(f"furthest from the roofline: {report.least['case']}")
-    for each in report.tuned:
-        kernel, best = each.space.kernel, each.adopted
-        words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
-        lines.append(f"tuned {each.case} ({kernel}): {words}")
-    return [*lines, *([report.note] if report.note else [])]
-
-
-# `qat bench attention`: dense against sparse attention, and from which length on it pays.
-
-ATTENTION_WIDTH = 130
 ATTENTION_COLUMNS = (
     ("Way", "way", "{}", 1),
     ("Pass", "pass", "{}", 1),
@@ -107,50 +73,16 @@ ATTENTION_COLUMNS = (
     ("Status", "status", "{}", 1),
 )
 
-
-def attention(
-    *,
-    config: Annotated[AttentionConfig, Parameter(name="*")] = AttentionConfig(),  # noqa: B008
-    out: Path | None = None,
-) -> dict[str, object]:
-    """Time one layer's attention, dense and sparse in turns; compiling is reported apart.
-
-    Args:
-        config: settings.
-        out: directory for the results; by default runs/bench/TIME.
-    """
-    from qat.bench.attention import run_attention
-
-    report = run_attention(config, out)
-    console = wide_console(ATTENTION_WIDTH)
-    console.print(row_table(ATTENTION_COLUMNS, report.rows))
-    for row in report.crossovers:
-        console.print(_said(row), markup=False, highlight=False)
-    return dict(out=report.path, crossovers=report.crossovers)
-
-
-def _said(row: dict) -> str:
-    kind = f"{row['way']}, {row['pass']}, {row['heads']}/{row['key_heads']} heads"
-    length = row["length"]
-    return f"{kind}: " + (
-        "dense is as fast at every length" if length is None else f"faster from {length:,} on"
-    )
-
-
-Measured = TypeVar("Measured", bound=MeasureConfig)
-SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
-SUMMARY_DIGITS = 6
-FILE_WIDTH, QUALITY_WIDTH = 120, 400
-
 bench_app = App(help="Measure the training step of a student.", group_parameters=OTHERS)
-for verb, example in {
-    compare: "compare runs/bench/BEFORE runs/bench/AFTER",
-    sweep: "sweep speedrun/recipes/sweep_runbook.toml --tiny",
-    kernels: "kernels --only lut",
-    attention: "attention --lengths 4096,16384",
-    record: "record two-words --from runs/bench/TIME",
-}.items():
-    bench_app.command(verb, help_epilogue=f"Example: qat bench {example}")
+bench_app.command(
+    compare, help_epilogue="Example: qat bench compare runs/bench/BEFORE runs/bench/AFTER"
+)
+bench_app.command(
+    sweep, help_epilogue="Example: qat bench sweep speedrun/recipes/sweep_runbook.toml --tiny"
+)
+bench_app.command(
+    record, help_epilogue="Example: qat bench record two-words --from runs/bench/TIME"
+)
 
 
 @bench_app.default
@@ -179,7 +111,8 @@ def bench(
     with select(config.device).session(config.xla_cache_dir):
         report = run_bench(config, student, out)
     console = wide_console(FILE_WIDTH)
-    console.print(_table([row for row in report.rows if row["kind"] != "predicted"]))
+    measured = [row for row in report.rows if row["kind"] != "predicted"]
+    console.print(row_table(SPEED_COLUMNS, measured, justify="left"))
     for line in _findings(report):
         console.print(line, markup=False, highlight=False)
     if report.predictions or report.planned:
@@ -205,9 +138,9 @@ def baselines(
     from qat.bench.baselines.run import run_baselines
 
     report = run_baselines(config, student, out)
-    wide_console(FILE_WIDTH).print(
-        _table(report.rows, first=("Case", "case"), last=("x ours", "ours_over_this"))
-    )
+    first, last = ("Case", "case", "{}", 1), ("x ours", "ours_over_this", "{:.2f}", 1)
+    columns = (first, *SPEED_COLUMNS, last)
+    wide_console(FILE_WIDTH).print(row_table(columns, report.rows, justify="left"))
     return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
 
 
@@ -248,6 +181,55 @@ def quality(
     return dict(out=report.path, best=found.recipe, kl_nats=_rounded(kl_nats))
 
 
+@bench_app.command(help_epilogue="Example: qat bench kernels --only lut")
+def kernels(
+    *,
+    config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
+
+    Args:
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from qat.bench.kernels.run import run_kernels
+
+    report = run_kernels(config, out)
+    console = wide_console(KERNELS_WIDTH)
+    console.print(row_table(KERNELS_COLUMNS, report.rows))
+    for line in _remarks(report):
+        console.print(line, markup=False, highlight=False)
+    report.check()
+    figures = {each["figure"]: each["value"] for each in report.figures()}
+    return dict(out=report.path, kernels=len(report.rows), **figures)
+
+
+@bench_app.command(help_epilogue="Example: qat bench attention --lengths 4096,16384")
+def attention(
+    *,
+    config: Annotated[AttentionConfig, Parameter(name="*")] = AttentionConfig(),  # noqa: B008
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Time one layer's attention, dense and sparse in turns; compiling is reported apart.
+
+    Args:
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from qat.bench.attention import run_attention
+
+    report = run_attention(config, out)
+    console = wide_console(ATTENTION_WIDTH)
+    console.print(row_table(ATTENTION_COLUMNS, report.rows))
+    for row in report.crossovers:
+        since, heads = row["length"], f"{row['heads']}/{row['key_heads']} heads"
+        found = "dense is as fast at every length" if since is None else f"faster from {since:,} on"
+        line = f"{row['way']}, {row['pass']}, {heads}: {found}"
+        console.print(line, markup=False, highlight=False)
+    return dict(out=report.path, crossovers=report.crossovers)
+
+
 def _checked(student: str, config: Measured, out: Path | None) -> Measured:
     """`config` for what `check_inputs` accepts; a student may be the name of a shape."""
     from qat.bench.config import SHAPES, shape_called
@@ -261,36 +243,25 @@ def _checked(student: str, config: Measured, out: Path | None) -> Measured:
     return with_fitting_loss(config, config.cache_dir)
 
 
-def _table(
-    rows: "Sequence[dict]",
-    first: tuple[str, str] | None = None,
-    last: tuple[str, str] | None = None,
-) -> "Table":
-    """The reference's columns, MFU beside them, and one more at either end."""
-    from rich.table import Table
-
-    columns = [
-        ("Batch", "batch_size", "{}"),
-        ("Step(s)", "step_s", "{:.4g}"),
-        ("Memory", "peak_gib", "{:.2f} GiB"),
-        ("t/s", "tokens_per_s", "{:,.0f}"),
-        ("Loss", "loss_nats", "{:.4f}"),
-        ("Status", "status", "{}"),
-        ("MFU", "mfu_frac", "{:.3f}"),
-        ("of matmul", "mfu_of_matmul_frac", "{:.3f}"),
-    ]
-    if first:
-        columns.insert(0, (*first, "{}"))
-    if last:
-        columns.append((*last, "{:.2f}"))
-    table = Table(*(title for title, _, _ in columns))
-    for row in rows:
-        table.add_row(*(_cell(row.get(key), form) for _, key, form in columns))
-    return table
-
-
 def _cell(value: object, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def _remarks(report: "KernelsReport") -> list[str]:
+    rates = report.rates
+    lines = [
+        f"copy {rates.copy_bytes / 1e9:,.0f} GB/s, matmul {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
+    ]
+    for row in report.rows:
+        if row["status"] == "FAILED":
+            lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
+    if report.least is not None:
+        lines.append(f"furthest from the roofline: {report.least['case']}")
+    for each in report.tuned:
+        kernel, best = each.space.kernel, each.adopted
+        words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
+        lines.append(f"tuned {each.case} ({kernel}): {words}")
+    return [*lines, *([report.note] if report.note else [])]
 
 
 def _findings(report: "BenchReport") -> list[str]:

@@ -1,7 +1,7 @@
 """Tables of rows on a terminal or in a file."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,13 +20,15 @@ def wide_console(file_width: int) -> "Terminal":
     return console if console.is_terminal else Terminal(width=file_width)
 
 
-def row_table(columns: Sequence[Column], rows: Sequence[dict]) -> "Table":
-    """One line a row, numbers to the right, with dashes for what it lacks."""
+def row_table(
+    columns: Sequence[Column], rows: Sequence[dict], *, justify: Literal["left", "right"] = "right"
+) -> "Table":
+    """One line a row, with dashes for what it lacks; `justify` is of all columns but the first."""
     from rich.table import Table
 
     table = Table(columns[0][0])
     for title, *_ in columns[1:]:
-        table.add_column(title, justify="right")
+        table.add_column(title, justify=justify)
     for row in rows:
         values = [(row.get(key), form, factor) for _, key, form, factor in columns]
         table.add_row(
