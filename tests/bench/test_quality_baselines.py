@@ -16,7 +16,6 @@ from qat.bench.baselines.methods import LESSONS, time_step, train_baseline
 from qat.bench.baselines.reference import (
     Formed,
     RankByRank,
-    convert,
     even_lut,
     fewer_entries,
     more_ranks,
@@ -158,7 +157,8 @@ def test_new_ranks_hardly_matter() -> None:
 @pytest.mark.parametrize("kind", [RankByRank, Formed])
 def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -> None:
     weight, x = torch.randn(24, 64), torch.randn(2, 5, 64)
-    Q, scale = convert(weight, 2, rank, 16, generator=torch.Generator())
+    scale = more_ranks(svd_scale(weight, 3, 16), rank, torch.Generator())
+    Q = nearest_entries(weight, scale, fewer_entries(even_lut(16), 4))
     assert len(Q.unique()) == 4
     A, B = F.normalize(scale.A, dim=0), F.normalize(scale.B, dim=1)
     W, bias = Q * (A @ torch.diag(scale.g) @ B), torch.randn(24)

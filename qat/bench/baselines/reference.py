@@ -74,29 +74,6 @@ class LowRank(NamedTuple):
         return (A * g) @ B
 
 
-class LinearStart(NamedTuple):
-    """A linear before its scales train."""
-
-    Q: Tensor
-    """`(O, I)`: the table's entry that each weight takes."""
-    scale: LowRank
-
-
-def convert(
-    weight: Tensor, bits: int, rank: int, group_size: int, *, generator: torch.Generator
-) -> LinearStart:
-    """A weight by way of 4 bits and rank 4, then the converter to `bits` and `rank`."""
-    scale = svd_scale(weight, min(Q4_RANK, rank), group_size)
-    scale = more_ranks(scale, rank, generator)
-    return LinearStart(nearest_entries(weight, scale, converted_lut(bits)), scale)
-
-
-def converted_lut(bits: int) -> Tensor:
-    """The table of the 4-bit stage, cut to `2**bits` entries."""
-    lut = even_lut(2**Q4_BITS)
-    return lut if bits == Q4_BITS else fewer_entries(lut, 2**bits)
-
-
 def svd_scale(weight: Tensor, rank: int, group_size: int) -> LowRank:
     """The best scale of `rank` for the largest absolute weight of each group.
 
@@ -268,16 +245,19 @@ def reference_lesson(job: BaselineJob) -> Lesson:
 
 def start_of(
     weight: Tensor, name: str, settings: BaselineSettings, generator: torch.Generator
-) -> LinearStart:
-    """Levels and scale of the linear called `name` before the training."""
-    bits = settings.bits_of(name)
+) -> tuple[Tensor, LowRank]:
+    """The table's entry that each weight of a linear takes `(O, I)`, and its scale, untrained."""
+    bits, size = settings.bits_of(name), settings.group_size
     rank = min(MLP_RANK if bits == 2 else ATTENTION_RANK, *weight.shape)
-    size = settings.group_size
-    if settings.start == "q4":
-        return convert(weight, bits, rank, size, generator=generator)
-    lut = converted_lut(bits) if settings.start == "full_rank" else even_lut(2**bits)
-    scale = svd_scale(weight, rank, size)
-    return LinearStart(nearest_entries(weight, scale, lut), scale)
+    if settings.start == "q4":  # by way of 4 bits and rank 4, then the converter
+        scale = more_ranks(svd_scale(weight, min(Q4_RANK, rank), size), rank, generator)
+    else:
+        scale = svd_scale(weight, rank, size)
+    if settings.start == "from_scratch" or bits == Q4_BITS:
+        lut = even_lut(2**bits)
+    else:  # the converter's: the table of the 4-bit stage, cut
+        lut = fewer_entries(even_lut(2**Q4_BITS), 2**bits)
+    return nearest_entries(weight, scale, lut), scale
 
 
 def _loss(job: BaselineJob) -> HiddenLoss:
