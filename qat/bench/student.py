@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig, shape_called
-from qat.convert.config import ConvertConfig
-from qat.convert.plan import read_plan
+from qat.convert.config import ConvertConfig, read_plan
 from qat.data.packing import Batch
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel

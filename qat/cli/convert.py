@@ -81,7 +81,7 @@ def convert(
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
     from qat.cli.inputs import check_inputs
-    from qat.convert.plan import read_plan
+    from qat.convert.config import read_plan
 
     read_plan(config)
     check_inputs(

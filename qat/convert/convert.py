@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import select
 from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import REPORT_NAME, ConvertConfig
-from qat.convert.plan import read_plan
+from qat.convert.config import REPORT_NAME, ConvertConfig, read_plan
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.shipping import Shipping
 from qat.data.cache import MANIFEST

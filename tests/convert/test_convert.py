@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from qat.backend.base import Backend
 from qat.convert import convert
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import ConvertConfig
+from qat.convert.config import ConvertConfig, read_plan
 from qat.convert.convert import (
     BATCH,
     PLAN_NAME,
@@ -23,7 +23,6 @@ from qat.convert.convert import (
     calibration_batches,
     convert_checkpoint,
 )
-from qat.convert.plan import read_plan
 from qat.convert.quantize import quantize_model
 from qat.data.reader import TeacherCache
 from qat.data.sources import Source

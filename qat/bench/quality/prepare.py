@@ -39,8 +39,8 @@ from qat.bench.quality.plan import (
     train_config,
 )
 from qat.config import fingerprint
+from qat.convert.config import read_plan
 from qat.convert.convert import check_conversion, convert_checkpoint
-from qat.convert.plan import read_plan
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.errors import CacheError, ConfigError, QatError
