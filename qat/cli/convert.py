@@ -12,7 +12,7 @@ from cyclopts import convert as coerce
 
 from qat.cli.export import show_targets
 from qat.config import Formats, Judged, Required
-from qat.convert.config import ConvertConfig
+from qat.convert.config import ConvertConfig, read_plan
 from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.files import check_free
@@ -81,7 +81,6 @@ def convert(
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
     from qat.cli.inputs import check_inputs
-    from qat.convert.config import read_plan
 
     read_plan(config)
     check_inputs(

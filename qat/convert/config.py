@@ -1,4 +1,4 @@
-"""Settings of `qat convert`."""
+"""Settings of `qat convert`, and the plan that its `--to` names: which linear gets which format."""
 
 from pathlib import Path
 from typing import Literal
@@ -56,8 +56,6 @@ class ConvertConfig(Settings):
         """A flag's digits are a number, as a recipe writes it."""
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
-
-# The plan that `qat convert --to` names: which linear gets which format.
 
 ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=by_group(2)),))
 """Which linears share a budget of bits where no plan says so."""

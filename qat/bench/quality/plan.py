@@ -14,7 +14,6 @@ from qat.config import Settings, fingerprint
 from qat.convert.config import ConvertConfig
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
-from qat.data.sources import STDLIB
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
 
@@ -274,6 +273,8 @@ def baseline_settings(plan: QualityPlan, seed: int = 0, device: str = "auto") ->
 
 def content_of(text: str) -> str:
     """16 hex digits of a file's or directory's bytes; what is neither stands for itself."""
+    from qat.data.sources import STDLIB  # not for --help, which wants the settings above alone
+
     path = STDLIB if text == "stdlib" else Path(text)
     if not path.exists():
         return text
