@@ -227,8 +227,7 @@ class QuantLinear(nn.Module):
         return bool(self._learning())
 
     def _learning(self) -> dict[str, nn.Parameter]:
-        named = self.weight_parameters().items()
-        return {name: parameter for name, parameter in named if parameter.requires_grad}
+        return {name: p for name, p in self.weight_parameters().items() if p.requires_grad}
 
     @torch.no_grad()
     def pull_back_(self, dW: Tensor) -> None:
@@ -241,16 +240,12 @@ class QuantLinear(nn.Module):
             else:
                 parameter.grad += gradient
 
-    def _formed_weight(self) -> Tensor | None:
-        joined, rows = self._joined
-        if joined is None or joined.formed is None:
-            return self.formed
-        return joined.formed[rows]
-
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        formed = self._formed_weight()
+        joined, rows = self._joined
+        is_joined = joined is not None and joined.formed is not None
+        formed = joined.formed[rows] if is_joined else self.formed
         if formed is not None:
             return F.linear(x, formed, bias)
         parameters = self.weight_parameters()
@@ -283,11 +278,7 @@ class _FormedWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        linear: QuantLinear,
-        names: tuple[str, ...],
-        dtype: torch.dtype,
-        *parameters: Tensor,
+        ctx: Any, linear: QuantLinear, names: tuple[str, ...], dtype: torch.dtype, *_: Tensor
     ) -> Tensor:
         ctx.linear, ctx.names = linear, names
         return linear.quantized_weight(dtype)

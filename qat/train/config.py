@@ -18,11 +18,6 @@ MOST_WARM_UP, WARM_UP_PART = 50, 10
 """Steps of warm-up that a long run has; one step of how many in a short one."""
 
 
-def usual_warm_up(known: dict[str, int]) -> int:
-    """The warm-up of a run of which `max_steps` is known."""
-    return min(MOST_WARM_UP, known["max_steps"] // WARM_UP_PART)
-
-
 class StepConfig(DeviceSettings):
     """What decides one optimizer step: what learns, from which loss, in which shape and dtype."""
 
@@ -130,7 +125,9 @@ class TrainConfig(StepConfig):
     """Peak learning rate of sparse attention's gates and pooling weights."""
     schedule: Rates[Literal["cosine", "constant", "wsd"]] = "cosine"
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
-    warmup_steps: Rates[int] = Field(default_factory=lambda known: usual_warm_up(known), ge=0)
+    warmup_steps: Rates[int] = Field(
+        default_factory=lambda known: min(MOST_WARM_UP, known["max_steps"] // WARM_UP_PART), ge=0
+    )
     """Steps of linear warm-up; by default a tenth of max_steps, at most 50."""
     min_lr_ratio: Rates[float] = Field(0.0, ge=0, le=1)
     """Where the schedule ends, as a share of the peak."""

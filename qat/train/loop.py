@@ -137,14 +137,12 @@ class Trainer:
         """Compile, judge the untrained student, or tell that the run goes on."""
         with self._pulse.pause():
             self._warm_up()
-        if self.step == 0:
+        if self.step > 0:
+            self._pulse.event("resumed", step=self.step, world_size=self.ranks.size)
+        # the best may be lost, and no step left to seek it anew
+        if self.step == 0 or (self.step == self.config.max_steps and math.isinf(self.best)):
             with self._pulse.pause():
                 self._evaluate()
-        else:
-            self._pulse.event("resumed", step=self.step, world_size=self.ranks.size)
-            if self.step == self.config.max_steps and math.isinf(self.best):
-                with self._pulse.pause():  # the best was lost, and no step is left to seek it anew
-                    self._evaluate()
         for name in self.skipped:
             self._pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 
@@ -188,7 +186,10 @@ class Trainer:
         ticker.advance()
         if is_pause:
             with self._pulse.pause():
-                self._pause()
+                is_best = self._is_due(self.config.eval_every) and self._evaluate()
+                if is_best or self._is_due(self.config.save_every):  # a best one is always saved
+                    check_alike(self.optimizer.replicated(), self.step, self.ranks)
+                    self.saver.save(self.step, self.best, is_best=is_best)
         if self.take_step.is_stop_agreed and self.step < self.config.max_steps:
             with self._pulse.pause():
                 self._stop(result)
@@ -233,13 +234,6 @@ class Trainer:
             facts=self.take_step.compile_facts(),
         )
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
-
-    def _pause(self) -> None:
-        """Evaluate and save where they are due; a best student is always saved."""
-        is_best = self._is_due(self.config.eval_every) and self._evaluate()
-        if is_best or self._is_due(self.config.save_every):
-            check_alike(self.optimizer.replicated(), self.step, self.ranks)
-            self.saver.save(self.step, self.best, is_best=is_best)
 
     def _evaluate(self) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.

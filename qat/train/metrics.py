@@ -75,7 +75,7 @@ class Tables:
             self._columns[kind] = columns(kind, values)
             self._files[kind] = Lines(self._path / FILES[kind])
             self._files[kind].append(_text(self._columns[kind]))
-        self._files[kind].append(_row(values, self._columns[kind]))
+        self._files[kind].append(_text([values.get(name) for name in self._columns[kind]]))
 
     def close(self) -> None:
         """Close the files."""
@@ -84,26 +84,24 @@ class Tables:
 
     def _rebuild(self) -> None:
         """Write the tables of all lines that there are; without any there is no file."""
-        metrics = self._path / METRICS
-        found = read_json_lines(metrics) if metrics.exists() else []
+        found = _lines(self._path / METRICS)
         for kind, name in FILES.items():
             path, rows = self._path / name, [row for row in found if row.get("kind") == kind]
             if not rows:
                 path.unlink(missing_ok=True)
                 continue
             header = self._columns[kind] = columns(kind, rows[0])
-            texts = [_text(header), *(_row(row, header) for row in rows)]
-            write_atomically(path, "".join(f"{text}\n" for text in texts))
+            cells: list[Sequence[object]] = [
+                header,
+                *([row.get(name) for name in header] for row in rows),
+            ]
+            write_atomically(path, "".join(f"{_text(each)}\n" for each in cells))
             self._files[kind] = Lines(path)
 
 
 def columns(kind: str, first: dict[str, object]) -> list[str]:
     """Names of the columns of a table whose first line is `first`."""
     return [*(name for name in first if name not in NO_COLUMN), *LATER[kind]]
-
-
-def _row(values: dict[str, object], header: Sequence[str]) -> str:
-    return _text([values.get(name) for name in header])
 
 
 def _text(cells: Sequence[object]) -> str:
@@ -116,56 +114,32 @@ def _text(cells: Sequence[object]) -> str:
 def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
     """Write `metrics.json` of the run in `path`, all of it read from the run's own files.
 
-    `final` is the checkpoint to use and `best` its held-out score, nats a token.
+    `final` is the checkpoint to use and `best` its held-out score, nats a token. The speed is the
+    median over heartbeats without the first one, which holds the compiler's work; a heartbeat
+    stands for the steps since the one before it.
     """
     facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    beats = _lines(path / HEARTBEAT)
+    beats, steps = _lines(path / HEARTBEAT), _lines(path / METRICS)
+    steps = [line for line in steps if line["kind"] == "train"] or [{}]
+    warm = [beat["tokens_per_s"] for beat in beats[1:] or beats]
+    pairs = pairwise([NOTHING, *beats])
     found = {
-        **_course(_lines(path / METRICS)),
+        "steps": steps[-1].get("step", 0),
+        "first_loss_nats": steps[0].get("loss_nats"),
+        "last_loss_nats": steps[-1].get("loss_nats"),
         "best_nats": best,
-        **_times(beats),
-        **_speed(beats),
+        "wall_s": wall_seconds(beats),
+        "train_s": sum(beat["step_s"] * (beat["step"] - old["step"]) for old, beat in pairs),
+        "tokens": token_count(beats),
+        "tokens_per_s": statistics.median(warm) if warm else None,
+        "peak_gib": max((b["peak_gib"] for b in beats if b["peak_gib"] is not None), default=None),
         **_compiler(beats),
-        "events": _events(path),
+        "events": dict(sorted(Counter(e["kind"] for e in _events(path)).items())),
         **{name: facts.get(name) for name in COPIED},
         "final": final.name,
     }
     write_atomically(path / SUMMARY, json.dumps(found, indent=1) + "\n")
     return found
-
-
-def _course(metrics: list[dict]) -> dict[str, Any]:
-    """Steps, and the training loss in the first and the last logged one."""
-    steps = [line for line in metrics if line["kind"] == "train"]
-    first, last = (steps[0], steps[-1]) if steps else ({}, {})
-    return {
-        "steps": last.get("step", 0),
-        "first_loss_nats": first.get("loss_nats"),
-        "last_loss_nats": last.get("loss_nats"),
-    }
-
-
-def _times(beats: list[dict]) -> dict[str, float]:
-    """Seconds of all processes that made the run, and of these the seconds of its steps.
-
-    A beat stands for the steps since the one before it.
-    """
-    train_s = sum(
-        beat["step_s"] * (beat["step"] - before["step"])
-        for before, beat in pairwise([NOTHING, *beats])
-    )
-    return {"wall_s": wall_seconds(beats), "train_s": train_s}
-
-
-def _speed(beats: list[dict]) -> dict[str, float | int | None]:
-    """Tokens over all ranks, the median of their rate without the first beat, the peak memory."""
-    warm = beats[1:] or beats
-    peaks = [beat["peak_gib"] for beat in beats if beat["peak_gib"] is not None]
-    return {
-        "tokens": token_count(beats),
-        "tokens_per_s": statistics.median(b["tokens_per_s"] for b in warm) if warm else None,
-        "peak_gib": max(peaks, default=None),
-    }
 
 
 def _compiler(beats: list[dict]) -> dict[str, float]:
@@ -178,11 +152,9 @@ def _compiler(beats: list[dict]) -> dict[str, float]:
     return {n: sum(beat[n] for beat in last) for n in names} | {"host_fallbacks": dict(fallbacks)}
 
 
-def _events(path: Path) -> dict[str, int]:
-    """How often each kind of event befell any rank."""
-    files = sorted(path.glob(EVENTS))
-    kinds = Counter(event["kind"] for file in files for event in read_json_lines(file))
-    return dict(sorted(kinds.items()))
+def _events(path: Path) -> list[dict]:
+    """What befell any rank."""
+    return [event for file in sorted(path.glob(EVENTS)) for event in read_json_lines(file)]
 
 
 def _lines(path: Path) -> list[dict]:

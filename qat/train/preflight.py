@@ -87,9 +87,8 @@ def predict(
 ) -> RunPrediction:
     """Take a few steps as the run will, on one device, and put everything back.
 
-    Args:
-        config: with its dtype resolved, and as one rank of several would have it.
-        world: how many ranks will train; this one rehearses its share, exchanges left out.
+    `config` has its dtype resolved and is that of one of `world` ranks, which rehearses its share,
+    exchanges left out.
 
     Raises:
         RuntimeError: device memory ran out (see `Backend.is_out_of_memory`).
@@ -106,12 +105,7 @@ def predict(
         backend.reset_peak_memory()
 
 
-def _measure(
-    config: TrainConfig,
-    student: str,
-    cache: TeacherCache,
-    ranks: Ranks,
-) -> RunPrediction:
+def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Ranks) -> RunPrediction:
     backend = backends.select(config.device)
     model = load_model(student, device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config, ranks=ranks)
@@ -126,11 +120,14 @@ def _measure(
         ended = backend.mark(result.grad_norm)
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
         eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
-        packed, around = packed_state_dict(model.model), _bytes_beside(student)
+        packed = packed_state_dict(model.model)
         peak_gib = backend.peak_memory_gib()
     finally:
         take_step.close()
     state_bytes = optimizer.state_bytes() + _bytes(CodeWatch(model.model).state())
+    beside = Path(resolve(student))  # a local student has tokenizer and configuration there
+    files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
+    around = sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
     dtype = backend.dtype(config.dtype)
     return RunPrediction(
         step_s=step_s,
@@ -152,16 +149,15 @@ def _batches(config: TrainConfig, cache: TeacherCache, step: int) -> list[Batch]
 
 def _evaluation_s(config: TrainConfig, judge: Judge) -> float:
     """Seconds of a whole verdict, from those of its first one and two batches."""
-    backend = judge.backend
-    held_out = judge.cache.num_sequences("held_out")
-    total = min(config.eval_sequences, held_out)
+    backend, dtype = judge.backend, judge.backend.dtype(config.dtype)
+    total = min(config.eval_sequences, judge.cache.num_sequences("held_out"))
     size = min(config.batch_size, total)
     seconds = []
     for batches in (1, 1, 2):  # the first one compiles
         judge.config = config.model_copy(update={"eval_sequences": min(total, batches * size)})
         begun = backend.mark()
-        form_weights(judge.student.model, backend.dtype(config.dtype))
-        judge.verdict(backend.dtype(config.dtype))
+        form_weights(judge.student.model, dtype)
+        judge.verdict(dtype)
         seconds.append(backend.seconds_between(begun, backend.mark()))
     _, one, two = seconds
     return one + max(0.0, two - one) * (-(-total // size) - 1)
@@ -169,15 +165,6 @@ def _evaluation_s(config: TrainConfig, judge: Judge) -> float:
 
 def _bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _bytes_beside(student: str) -> int:
-    """Tokenizer and configuration beside a local student's weights."""
-    directory = Path(resolve(student))
-    if not directory.is_dir():
-        return 0
-    files = (path for path in directory.iterdir() if path.is_file())
-    return sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
 
 
 Severity = Literal["error", "warning", "note"]
@@ -263,15 +250,12 @@ def is_long(config: TrainConfig, hours: float | None) -> bool:
 
 def preflight(config: TrainConfig, plan: RunPlan) -> list[RunFinding]:
     """All that can be said of `plan`, errors first; `config.dtype` and its kin are resolved."""
-    checks = (_cache, _precision, _saving, _data, _rates, _shape, _sparse, _measured)
-    found = [finding for check in checks for finding in check(config, plan)]
+    checks = (_precision, _saving, _data, _rates, _shape, _sparse, _measured)
+    why = "the run would stop before its first step"
+    problems = (problem.rpartition("; ") for problem in plan.problems)
+    found = [RunFinding("cache", "error", what, why, mend) for what, _, mend in problems]
+    found += [finding for check in checks for finding in check(config, plan)]
     return sorted(found, key=lambda finding: ORDER.index(finding.severity))
-
-
-def _cache(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    for problem in plan.problems:
-        found, _, mend = problem.rpartition("; ")
-        yield RunFinding("cache", "error", found, "the run would stop before its first step", mend)
 
 
 def _precision(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
@@ -469,14 +453,13 @@ def _less_memory(config: TrainConfig, plan: RunPlan) -> str:
 def _memory(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
     if prediction.peak_gib is None or plan.memory_gib is None:
         return
-    share = prediction.peak_gib / plan.memory_gib
+    share, mend = prediction.peak_gib / plan.memory_gib, _less_memory(config, plan)
     found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
     if share <= MEMORY_WARNING:
         yield RunFinding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
         return
-    severity: Severity = "error" if share > 1 else "warning"
     reason = "fragments and evaluations may need the rest"
-    yield RunFinding("memory", severity, found, reason, _less_memory(config, plan))
+    yield RunFinding("memory", "error" if share > 1 else "warning", found, reason, mend)
 
 
 def _disk(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
@@ -510,15 +493,10 @@ class Checked(NamedTuple):
 def examine(
     config: TrainConfig, student: str, out: Path, *, world: int = 1, measures: bool = False
 ) -> Checked:
-    """Look at a run before it begins; nothing is written.
+    """Look at a run on `world` devices before it begins; nothing is written.
 
-    Args:
-        config: the run's.
-        student: see `train_student`.
-        out: where the run will lie.
-        world: how many devices will train.
-        measures: take steps to predict time and memory also before a run that is not long, by its
-            steps or by a guess from their FLOPs.
+    A run that is long, by its steps or by a guess from their FLOPs, takes a few steps to predict
+    time and memory; with `measures` any does.
 
     Raises:
         ConfigError, CacheError, CheckpointError: cache, student or device are not there.
@@ -544,7 +522,14 @@ def examine(
     guess = None if plan.problems else guessed_hours(resolved, student, cache)
     measures = measures or is_long(resolved, guess)
     if measures and not plan.problems and plan.train_sequences and plan.held_out_sequences:
-        plan = _predicted(plan, resolved, student, cache)
+        try:
+            plan = plan._replace(prediction=predict(resolved, student, cache, world=world))
+        except (RuntimeError, MemoryError) as error:
+            if not backend.is_out_of_memory(error):
+                raise
+            plan = plan._replace(has_run_out=True)
+        if plan.has_run_out:
+            backend.free_memory()  # not above: the error holds what had been loaded
     hours = plan.prediction.hours(resolved) if plan.prediction else guess
     return Checked(preflight(resolved, plan), plan.prediction, is_long(resolved, hours))
 
@@ -586,17 +571,6 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
     S, K = cache.sequence_length, cache.manifest.settings.top_k
     flops = token_flops(model, linear_names(model.model), config, S=S, K=K).total
     return config.max_steps * config.sequences_per_step * S * flops / (peak * USUAL_SHARE) / 3600
-
-
-def _predicted(plan: RunPlan, config: TrainConfig, student: str, cache: TeacherCache) -> RunPlan:
-    backend = backends.select(config.device)
-    try:
-        return plan._replace(prediction=predict(config, student, cache, world=plan.world))
-    except (RuntimeError, MemoryError) as error:
-        if not backend.is_out_of_memory(error):
-            raise
-    backend.free_memory()  # the error held what had been loaded
-    return plan._replace(has_run_out=True)
 
 
 def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterator[str]:

@@ -33,6 +33,8 @@ from qat.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Clock = Callable[[], float]
+"""Seconds."""
 
 RECENT = 512
 """Most steps over which a quantile is taken."""
@@ -84,11 +86,7 @@ class Stall:
 class Clocks:
     """Tells when the wall clock jumps, by comparing it with one that cannot."""
 
-    def __init__(
-        self,
-        wall: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, wall: Clock = time.time, monotonic: Clock = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
         self._ahead_s = wall() - monotonic()
 
@@ -147,17 +145,16 @@ class SlowRanks:
         for beat in beats:
             self._beats.setdefault(beat["step"], {})[beat["rank"]] = beat
         whole = sorted(step for step, found in self._beats.items() if len(found) == self._size)
-        slow = [each for step in whole for each in self._judge(self._beats[step])]
+        told = []
+        for step in whole:
+            slow = {each.slow_rank: each for each in slow_ranks(self._beats[step])}
+            for rank in self._beats[step]:
+                self._in_a_row[rank] = self._in_a_row[rank] + 1 if rank in slow else 0
+            told += [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
         last = whole[-1] if whole else 0
         rest = sorted(step for step in self._beats if step > last)[-HISTORY:]
         self._beats = {step: self._beats[step] for step in rest}
-        return slow
-
-    def _judge(self, by_rank: dict[int, dict]) -> list[Slow]:
-        slow = {each.slow_rank: each for each in slow_ranks(by_rank)}
-        for rank in by_rank:
-            self._in_a_row[rank] = self._in_a_row[rank] + 1 if rank in slow else 0
-        return [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
+        return told
 
 
 def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
@@ -166,16 +163,14 @@ def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
     waits = {rank: beat["data_wait_s"] for rank, beat in by_rank.items()}
     found = []
     for rank, seconds in own.items():
-        usual, usual_wait = _median_of_others(own, rank), _median_of_others(waits, rank)
+        usual, usual_wait = (
+            statistics.median(value for other, value in values.items() if other != rank)
+            for values in (own, waits)
+        )
         if seconds > SLOW_FRAC * usual:
             is_data = waits[rank] - usual_wait > (seconds - usual) / 2
-            cause = "data" if is_data else "device"
-            found.append(Slow(rank, seconds / usual, cause))
+            found.append(Slow(rank, seconds / usual, "data" if is_data else "device"))
     return found
-
-
-def _median_of_others(values: dict[int, float], rank: int) -> float:
-    return statistics.median(value for other, value in values.items() if other != rank)
 
 
 class Watchdog:
@@ -200,7 +195,7 @@ class Watchdog:
         sample: Callable[[], dict[str, float | None]],
         stacks: Path,
         stall_s: float,
-        clock: Callable[[], float],
+        clock: Clock,
         clocks: Clocks,
         heartbeats: Sequence[Path] = (),
     ) -> None:
@@ -235,11 +230,9 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at the steps and the clocks, and now and then at the device and other ranks."""
-        still_s = self._stall.look(self._pace, self._clock())
-        if still_s is not None:
+        if (still_s := self._stall.look(self._pace, self._clock())) is not None:
             self._tell_stall(still_s)
-        jump_s = self._clocks.look()
-        if jump_s is not None:
+        if (jump_s := self._clocks.look()) is not None:
             self._event("clock_jump", jump_s=jump_s)
             logger.warning("the wall clock jumped by %.0f s; the run goes by another one", jump_s)
         now = time.monotonic()
@@ -295,7 +288,7 @@ class Pulse:
         *,
         config: TrainConfig,
         flops_share: float | None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._heartbeat = _Patient(path / heartbeat_file(ranks.rank))
         self._events = _Patient(path / events_file(ranks.rank))
@@ -363,7 +356,7 @@ class Pulse:
         seconds = self._clock() - self._since
         tokens_per_s, size = self._positions / seconds, self._ranks.size
         exchange_s = self._ranks.exchange_s()
-        share = self._flops_share
+        mfu_of = self._flops_share
         self._heartbeat.write(
             time=_now(),
             elapsed_s=self._clock() - self._began,
@@ -374,7 +367,7 @@ class Pulse:
             grad_norm=grad_norm,
             tokens_per_s=tokens_per_s,
             rank_tokens_per_s=tokens_per_s / size,
-            mfu_frac=None if share is None else tokens_per_s / size * share,
+            mfu_frac=None if mfu_of is None else tokens_per_s / size * mfu_of,
             step_s=seconds / self._steps,
             data_wait_s=self._waited_s / self._steps,
             exchange_s=None if exchange_s is None else exchange_s / self._steps,
@@ -383,7 +376,15 @@ class Pulse:
             **{**UNKNOWN, **self._watchdog.health},
             **facts,
         )
-        self._tell_drop(tokens_per_s, seconds)
+        share = self._drop.look(tokens_per_s, seconds)
+        if share is not None and self._ranks.is_first:  # the speed is that of all
+            self.event("throughput_drop", tokens_per_s=tokens_per_s, share=share)
+            logger.warning(
+                "%.0f tokens/s, %.0f %% of what was usual; see data_wait_s, gpu_temp_c and "
+                "exchange_s in the heartbeat",
+                tokens_per_s,
+                100 * share,
+            )
         self._restart()
         return tokens_per_s
 
@@ -423,17 +424,6 @@ class Pulse:
         between = self._backend.seconds_between
         self._steps_s.extend(between(*ends) for ends in pairwise(self._ends))
         return {**_p50_p95("step_s", self._steps_s), **_p50_p95("data_wait_s", self._waits)}
-
-    def _tell_drop(self, tokens_per_s: float, seconds: float) -> None:
-        share = self._drop.look(tokens_per_s, seconds)
-        if share is not None and self._ranks.is_first:  # the speed is that of all
-            self.event("throughput_drop", tokens_per_s=tokens_per_s, share=share)
-            logger.warning(
-                "%.0f tokens/s, %.0f %% of what was usual; see data_wait_s, gpu_temp_c and "
-                "exchange_s in the heartbeat",
-                tokens_per_s,
-                100 * share,
-            )
 
     def _memory(self) -> dict[str, float | None]:
         held, reserved = self._backend.held_memory_gib(), self._backend.reserved_memory_gib()

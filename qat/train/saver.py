@@ -300,7 +300,7 @@ class Saver:
         still = {name: tensor for name, tensor in own.items() if name not in learning}
         missing = self._kept.missing(still)
         if missing:
-            elsewhere = {n: tensor for n, tensor in missing.items() if not _is_on_host(tensor)}
+            elsewhere = {n: tensor for n, tensor in missing.items() if tensor.device.type != "cpu"}
             copies, copying = self._backend.copied_to_host(elsewhere)
             copying.wait()
             self._kept.keep(missing, missing | copies)
@@ -344,10 +344,6 @@ class Saver:
         for name, tensor in tensors.items():
             (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
         return stored_state(self._student.model, raw), state
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -97,7 +97,7 @@ def test_no_step_of_a_long_run_compiles_behind_the_warm_up(place: Path, tmp_path
     batches = [trainer.cache.batch(np.arange(4))]
     trainer.take_step.warm_up(batches, 0)
     before = XLA.compile_count()
-    (adamw,) = trainer.optimizer._adamw()
+    (adamw,) = trainer.optimizer._adamw
     for step in (0, 1, 2, 50, 330, 399):
         adamw.count_from(step)
         trainer.take_step(batches, step)
