@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
-from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, ShardedLutLinear
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
+from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight, dequantize

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from qat.backend import device as backend
 from qat.backend.copying import Copying
 from qat.errors import ConfigError
-from qat.nn.quant_linear import LutLinear, ShardedLutLinear
+from qat.nn.quant_linear import LutLinear
+from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import quant_linears
 from qat.nsa.fit import natural_size
 from qat.quant.lora import LORA_NAMES

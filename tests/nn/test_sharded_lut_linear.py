@@ -8,7 +8,8 @@ from quantized import SPECS, random_weight
 from ranks_case import run_ranks
 from torch import Tensor
 
-from qat.nn.quant_linear import LutLinear, ShardedLutLinear
+from qat.nn.quant_linear import LutLinear
+from qat.nn.sharded import ShardedLutLinear
 from qat.quant.lora import random_lora
 from qat.quant.weight import dequantize
 from qat.ranks import Ranks, Rehearsal

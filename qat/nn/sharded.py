@@ -1,0 +1,72 @@
+"""A linear of which each rank holds some rows of the latent weight, and computes with the whole."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from qat.nn.quant_linear import LutLinear
+from qat.quant.spec import LutSpec
+from qat.quant.weight import QuantizedWeight, Scales, rms
+from qat.ranks import Ranks
+
+BY_ROW = ("scales", "scale_out")
+"""Parts of the scale with a row for each row of the weight."""
+
+
+class ShardedLutLinear(LutLinear):
+    """Its `weight` is this rank's rows of the latent weight; it computes with the whole.
+
+    Every rank forms its rows and gathers those of the others: what travels is `W` in the dtype that
+    it is formed in, the same bits as one process would form. `dW` is summed to the rank that holds
+    its rows and pulled back there, so the gradients of codebook and scales, which every rank holds
+    whole, are sums over all ranks still to be taken. What forms, pulls back or asks for codes is
+    called by all ranks together.
+    """
+
+    def __init__(
+        self,
+        whole: Tensor,
+        quantized: QuantizedWeight,
+        bias: Tensor | None,
+        spec: LutSpec,
+        *,
+        ranks: Ranks,
+    ) -> None:
+        self.rows = ranks.rows(len(whole))
+        super().__init__(whole[self.rows], quantized, bias, spec)
+        self.ranks = ranks
+        self._latent_size = rms(whole)
+
+    def latent_size(self) -> float:
+        """The root mean square that the whole latent weight began with."""
+        return self._latent_size
+
+    def weight_count(self) -> int:
+        """Weights of all ranks together."""
+        return self.out_features * self.in_features
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """All O rows of what this rank holds `rows` of."""
+        return self.ranks.gather_rows(rows, self.out_features)
+
+    def indices(self) -> Tensor:
+        """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
+        return self.whole(super().indices())
+
+    def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
+        """This rank's part: rows of the latent weight, and addends of whatever else is `wanted`."""
+        gradients = super().pulled_back(self.ranks.sum_rows(dW), wanted)
+        for name in gradients.keys() & set(BY_ROW):
+            addend = torch.zeros_like(self.get_parameter(name))
+            addend[self.rows] = gradients[name]
+            gradients[name] = addend
+        return gradients
+
+    def _source_scales(self) -> Scales:
+        whole = super()._source_scales()
+        mine = {name: t[self.rows] for name, t in whole.present().items() if name in BY_ROW}
+        return whole.replaced(mine)
+
+    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return self.ranks.gather_rows(super()._form(dtype), self.out_features, out)
