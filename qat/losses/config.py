@@ -113,7 +113,12 @@ def parse_losses(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, colon, weight = part.strip().partition(":")
         if name not in (*BUILT_IN, *OWN):
-            raise ConfigError(_unknown(name, text))
+            names = (*BUILT_IN, *OWN)
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
+            raise ConfigError(
+                f"losses={text!r} has no loss called {name!r}; there are {', '.join(names)}; {hint}"
+            )
         if name in terms:
             raise ConfigError(f"losses={text!r} names {name} twice; give each loss one weight")
         terms[name] = _weight(weight, name) if colon else 1.0
@@ -179,13 +184,6 @@ def check_with_teacher(terms: dict[str, float]) -> None:
                 f"losses={name} reads the teacher from a cache, but --teacher runs it beside the "
                 f"student; drop --teacher or choose among {', '.join(WITH_TEACHER)}"
             )
-
-
-def _unknown(name: str, text: str) -> str:
-    names = (*BUILT_IN, *OWN)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
-    return f"losses={text!r} has no loss called {name!r}; there are {', '.join(names)}; {hint}"
 
 
 def _weight(text: str, name: str) -> float:

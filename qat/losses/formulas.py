@@ -143,24 +143,12 @@ def with_tail(student: Student, targets: Targets, temperature: float) -> Distrib
     The tail of the teacher is the stored one, that of the student a log-sum-exp over its other
     V - K logits: neither is `1 - sum`, so both are right where they are tiny. Temperature softens
     the K + 1 outcomes.
-
-    Raises:
-        ValueError: `temperature` is not positive, or the targets hold no top-k.
     """
     log_p, log_q = targets.topk_logprobs, student.topk
     if student.others_lse is not None:
         log_q = torch.cat([log_q, student.others_lse[:, None]], dim=1)
         log_p = torch.cat([log_p, targets.tail_logprob[:, None]], dim=1)
     return _softened(log_p, log_q, targets, temperature)
-
-
-def topk_only(student: Student, targets: Targets, temperature: float) -> Distributions:
-    """The teacher's K tokens alone, both sides renormalised over them.
-
-    Raises:
-        ValueError: `temperature` is not positive, or the targets hold no top-k.
-    """
-    return _softened(targets.topk_logprobs, student.topk, targets, temperature)
 
 
 def _softened(log_p: Tensor, log_q: Tensor, targets: Targets, temperature: float) -> Distributions:
@@ -190,7 +178,7 @@ def candidates(student: Student, targets: Targets, *, temperature: float = 1.0) 
     Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5, whose published KD numbers are this at
     temperature 2 (a mean there, a sum over valid tokens here).
     """
-    log_p, log_q = topk_only(student, targets, temperature)
+    log_p, log_q = _softened(targets.topk_logprobs, student.topk, targets, temperature)
     return temperature**2 * sum_valid(_kl(log_p, log_q), targets.mask)
 
 
@@ -306,11 +294,7 @@ def loss_from_logits(
     Computed in float32 (float64 stays) by ordinary autograd; masked rows reach neither value nor
     gradient.
 
-    Args:
-        logits: `(T, V)`, of any float dtype.
-        targets: the teacher's word on the T tokens.
-        terms: weight by name of loss, as `parse_losses` gives them.
-        temperature: softmax temperature of the divergences, > 0.
+    `logits` are `(T, V)` of any float dtype, `terms` as `parse_losses` gives them.
     """
     targets = valid_rows(targets)
     return sums_by_name(student_of(logits, targets, terms), targets, terms, temperature)

@@ -79,10 +79,8 @@ def sums_with_gradient(hidden: Tensor, head: Head, task: Task) -> dict[str, Tens
     of the size of a head's weights, which float16 holds without loss scaling. Backward multiplies
     it in float32.
 
-    Args:
-        hidden: `(T, D)` last hidden states. Under autocast they are used in its dtype.
-        head: the output embedding; its weight and bias get gradients if they require them.
-        task: computes the sums and gradients of some tokens.
+    `hidden` `(T, D)` is used in autocast's dtype under autocast. The head's weight and bias get
+    gradients if they require them.
     """
     is_wanted = torch.is_grad_enabled()
     total, *sums = _LossInForward.apply(hidden, task, is_wanted, head.weight, head.bias)
@@ -98,9 +96,11 @@ class _LossInForward(torch.autograd.Function):
         head = Head(cast(Tensor, weight), bias, task.softcap)
         needs = ctx.needs_input_grad if is_wanted else [False]
         gradients = _begin_gradients(hidden, head, needs)
-        dtype, size = _compute_dtype(hidden), task.chunk_tokens()
+        dtype, size, kind = hidden.dtype, task.chunk_tokens(), hidden.device.type
+        if dtype != torch.float64 and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         sums = {name: wide(hidden.new_zeros(())) for name in (*task.terms, "loss")}
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(kind, enabled=False):
             for start in range(0, hidden.shape[0], size):
                 rows = slice(start, start + size)
                 into = gradients.of_rows(rows)
@@ -123,13 +123,11 @@ class _LossInForward(torch.autograd.Function):
 
 def _begin_gradients(hidden: Tensor, head: Head, needs: Sequence[bool]) -> Gradients:
     """Where the gradients go that `needs` names, the hidden states' first, the head's last."""
-    of_hidden = of_weight = of_bias = None
-    if needs[0]:
-        of_hidden = hidden.new_empty(hidden.shape)
-    if any(needs[1:]):
-        of_weight = wide(torch.zeros_like(head.weight))
-        of_bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
-    return Gradients(of_hidden, of_weight, of_bias)
+    of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
+    if not any(needs[1:]):
+        return Gradients(of_hidden, None, None)
+    of_bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
+    return Gradients(of_hidden, wide(torch.zeros_like(head.weight)), of_bias)
 
 
 def _scale_(stored: Tensor, factor: Tensor) -> Tensor:
@@ -137,14 +135,6 @@ def _scale_(stored: Tensor, factor: Tensor) -> Tensor:
     for part in stored.split(SCALED_TOKENS):
         part.copy_(wide(part) * factor)
     return stored
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What a matmul would compute in here: autocast's dtype, which leaves float64 alone."""
-    kind = hidden.device.type
-    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return hidden.dtype
 
 
 def loss_from_hidden(
@@ -162,8 +152,8 @@ def loss_from_hidden(
     `"loss"` has one. Nothing waits for the device.
 
     Args:
-        hidden: `(T, D)` last hidden states. Under autocast they are used in its dtype.
-        head: the output embedding; its weight and bias get gradients if they require them.
+        hidden: `(T, D)` last hidden states.
+        head: the output embedding.
         targets: the teacher's word on the T tokens.
         terms: weight by name of loss, as `parse_losses` gives them.
         temperature: softmax temperature of the divergences, > 0.

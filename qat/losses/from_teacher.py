@@ -44,12 +44,7 @@ def loss_from_teacher(
     never exists. As in `loss_from_hidden`, the gradient of `"loss"` is computed along with it, the
     sums by name have none, and nothing waits for the device; the teacher gets no gradient.
 
-    Args:
-        hidden: `(T, D)` last hidden states. Under autocast they are used in its dtype.
-        head: the output embedding; its weight and bias get gradients if they require them.
-        targets: the teacher on the T tokens.
-        terms: weight by name of loss, of `qat.losses.config.WITH_TEACHER`.
-        temperature: softmax temperature of the divergences, > 0.
+    `terms` are weights by names of `qat.losses.config.WITH_TEACHER`.
 
     Raises:
         ValueError: `temperature` is not positive, or the vocabularies differ in size.

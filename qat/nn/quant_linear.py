@@ -235,12 +235,16 @@ class QuantLinear(nn.Module):
             else:
                 parameter.grad += gradient
 
+    def _formed_weight(self) -> Tensor | None:
+        joined, rows = self._joined
+        if joined is None or joined.formed is None:
+            return self.formed
+        return joined.formed[rows]
+
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        joined, rows = self._joined
-        is_joined = joined is not None and joined.formed is not None
-        formed = joined.formed[rows] if is_joined else self.formed
+        formed = self._formed_weight()
         if formed is not None:
             return F.linear(x, formed, bias)
         parameters = self.weight_parameters()

@@ -171,14 +171,8 @@ def descent_sweep(
 ) -> None:
     """Move each column, and each group's scale before its columns, to its best in turn.
 
-    The output error `tr(R^T H R)` never rises (but for the rounding of the arithmetic).
-
-    Args:
-        columns: changed in place.
-        coupling: `(I, I)`, `H` over its diagonal, zero on the diagonal.
-        diagonal: `(I,)`, that of `H`.
-        moves_scales: whether the scales are of groups and may move.
-        ops: the steps inside a block.
+    The output error `tr(R^T H R)` never rises (but for the rounding of the arithmetic). `coupling`
+    `(I, I)` is `H` over its `diagonal` `(I,)`, zero there; scales that move are of groups.
     """
     size = columns.group_size if moves_scales else INNER
     for start, end in _spans(len(coupling), size * max(1, OUTER // size)):

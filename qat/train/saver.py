@@ -217,6 +217,10 @@ class _Copy(NamedTuple):
     is_best: bool
 
 
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 class Saver:
     """Writes the checkpoints of one run, at most one behind, and lets its pointers name them."""
 
@@ -300,7 +304,7 @@ class Saver:
         still = {name: tensor for name, tensor in own.items() if name not in learning}
         missing = self._kept.missing(still)
         if missing:
-            elsewhere = {n: tensor for n, tensor in missing.items() if tensor.device.type != "cpu"}
+            elsewhere = {n: tensor for n, tensor in missing.items() if not _is_on_host(tensor)}
             copies, copying = self._backend.copied_to_host(elsewhere)
             copying.wait()
             self._kept.keep(missing, missing | copies)

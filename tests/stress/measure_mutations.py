@@ -40,6 +40,7 @@ from qat.models.load import load_model, load_tokenizer
 from qat.ranks import ALONE
 from qat.train import start
 from qat.train.config import TrainConfig
+from qat.train.resume import choose_together
 from qat.train.run import RunDirectory
 
 TIME_S = 10.0
@@ -217,12 +218,12 @@ def read_student(root: Path) -> str:
 def read_run(config: TrainConfig, student: str, root: Path) -> str:
     """What a run goes on from: a hash of all that the trainer and the student hold."""
     run = RunDirectory(root)
-    choice = start._chosen(config, student, run, resume=True, begins_anew=False, ranks=ALONE)
+    choice = choose_together(run, config, student, resume=True, begins_anew=False, ranks=ALONE)
     opened = start._open(config, student, run, choice=choice, ranks=ALONE, loaded=None)
-    begin = opened.begin
-    run.forget_after(begin.step)
-    tensors = [*begin.optimizer.state().values(), *opened.model.model.state_dict().values()]
-    return digest([*tensors, *begin.codes.values()], f"{begin.step}")
+    step = opened.choice.step
+    run.forget_after(step)
+    tensors = [*opened.optimizer.state().values(), *opened.model.model.state_dict().values()]
+    return digest([*tensors, *opened.codes.values()], f"{step}")
 
 
 def read_recipe(root: Path) -> str:
