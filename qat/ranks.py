@@ -75,7 +75,8 @@ class Ranks:
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
-            flat = torch.cat([_wide(tensor.flatten()) for tensor in bucket])
+            dtype = _exchanged_dtype(bucket[0])
+            flat = torch.cat([tensor.flatten().to(dtype) for tensor in bucket])
             with self._noted(flat):
                 self._all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -176,11 +177,7 @@ class Ranks:
         return result
 
     def check_same(self, **facts: str) -> None:
-        """Make sure that all ranks were given the same.
-
-        Raises:
-            ConfigError: one has another value than the first rank.
-        """
+        """Raise ConfigError where a rank was given another value than the first one."""
         for name, value in facts.items():
             said = self.texts(value)
             for rank, other in enumerate(said):
@@ -242,10 +239,7 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
     """This process among those that the launcher started; `ALONE` without one.
 
     Ranks that `exchange` nothing but what lies on the hosts may have XLA devices: those of several
-    processes are not made to meet.
-
-    Raises:
-        ConfigError: the device is not there, or all ranks would take the same one.
+    processes are not made to meet. ConfigError if all ranks would take the same device.
     """
     launch = launched()
     if launch.world == 1:
@@ -298,8 +292,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        num_bytes = (4 if tensor.is_floating_point() else tensor.itemsize) * tensor.numel()
-        is_other = bool(bucket) and _kind(bucket[0]) != _kind(tensor)
+        num_bytes = _exchanged_dtype(tensor).itemsize * tensor.numel()
+        kind = tensor.device, _exchanged_dtype(tensor)
+        is_other = bool(bucket) and kind != (bucket[0].device, _exchanged_dtype(bucket[0]))
         if bucket and (held + num_bytes > BUCKET_BYTES or is_other):
             yield bucket
             bucket, held = [], 0
@@ -316,9 +311,5 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
-    return tensor.device, torch.float32 if tensor.is_floating_point() else tensor.dtype
+def _exchanged_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype

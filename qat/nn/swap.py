@@ -120,12 +120,8 @@ def to_latent(
         replace_module(model, name, latent.train(frozen.training))
 
 
-# Finds a model's embedding and head and puts quantized tables in their place.
-#
-# A tied head has no table of its own: it computes with the embedding's, whatever form that has.
-#
-# Shapes: V words, D model width.
-
+# Embeddings and heads, `(V, D)`. A tied head has no table of its own: it computes with the
+# embedding's, whatever form that has.
 
 FEW_BITS = 4
 
@@ -259,27 +255,22 @@ def add_adapters(model: nn.Module, names: list[str], rank: int, seed: int) -> No
         ConfigError: `rank` is above a layer's smaller side, or an adapter has another rank; then no
             layer was changed.
     """
-    linears: dict[str, QuantLinear] = {
-        name: cast(QuantLinear, model.get_submodule(name)) for name in names
-    }
+    linears = {name: cast(QuantLinear, model.get_submodule(name)) for name in names}
     for name, linear in linears.items():
-        _check_rank(name, linear, rank)
+        most = min(linear.out_features, linear.in_features)
+        if rank > most:
+            raise ConfigError(
+                f"lora_rank={rank} is more than {name} has, whose sides are "
+                f"{linear.out_features} and {linear.in_features}; use --lora-rank {most} or less, "
+                "or leave it out with --mlp-only or --attention-only"
+            )
+        if linear.lora_rank not in (0, rank):
+            raise ConfigError(
+                f"lora_rank={rank}, but the adapter of {name} has rank {linear.lora_rank}, "
+                f"expected the same; go on with --lora-rank {linear.lora_rank}, or start from a "
+                "student without adapters"
+            )
     generator = torch.Generator().manual_seed(seed)
     for linear in linears.values():
         if not linear.lora_rank:
             linear.add_lora(rank, generator)
-
-
-def _check_rank(name: str, linear: QuantLinear, rank: int) -> None:
-    O, I = linear.out_features, linear.in_features
-    if rank > min(O, I):
-        raise ConfigError(
-            f"lora_rank={rank} is more than {name} has, whose sides are {O} and {I}; use "
-            f"--lora-rank {min(O, I)} or less, or leave it out with --mlp-only or --attention-only"
-        )
-    if linear.lora_rank not in (0, rank):
-        raise ConfigError(
-            f"lora_rank={rank}, but the adapter of {name} has rank {linear.lora_rank}, expected "
-            f"the same; go on with --lora-rank {linear.lora_rank}, or start from a student without "
-            "adapters"
-        )

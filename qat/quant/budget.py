@@ -45,7 +45,10 @@ def choose_options(items: Sequence[Sequence[Option]], budget: int) -> list[int]:
     limit = known + SLACK * (1 + abs(known))
     bits, cost = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps = []
-    for options, rest in zip(items, _priced_rests(items, price), strict=True):
+    # behind each item, the least that all later ones cost with their bits paid for
+    priced = [min(o.cost + price * o.bits for o in options) for options in items]
+    rests = list(accumulate(reversed(priced[1:]), initial=0.0))[::-1]
+    for options, rest in zip(items, rests, strict=True):
         origin, taken = np.divmod(np.arange(len(bits) * len(options)), len(options))
         bits = bits[origin] + np.array([option.bits for option in options])[taken]
         cost = cost[origin] + np.array([option.cost for option in options])[taken]
@@ -53,7 +56,11 @@ def choose_options(items: Sequence[Sequence[Option]], budget: int) -> list[int]:
         kept = _undominated(bits, cost, np.flatnonzero(hopeful))
         bits, cost = bits[kept], cost[kept]
         steps.append((origin[kept], taken[kept]))
-    return _trace_back(steps, int(cost.argmin()))
+    last, chosen = int(cost.argmin()), []  # from the cheapest sum back to what led to it
+    for origin, taken in reversed(steps):
+        chosen.append(int(taken[last]))
+        last = int(origin[last])
+    return chosen[::-1]
 
 
 def _price_of_a_bit(items: Sequence[Sequence[Option]], budget: int) -> float:
@@ -75,23 +82,8 @@ def _cheapest(items: Sequence[Sequence[Option]], price: float) -> Option:
     return Option(sum(option.cost for option in taken), sum(option.bits for option in taken))
 
 
-def _priced_rests(items: Sequence[Sequence[Option]], price: float) -> list[float]:
-    """Behind each item, the least that all later ones cost with their bits paid for."""
-    least = [min(o.cost + price * o.bits for o in options) for options in items]
-    return list(accumulate(reversed(least[1:]), initial=0.0))[::-1]
-
-
 def _undominated(bits: np.ndarray, cost: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Those places `among` the sums that no other takes with fewer or equal bits and less cost."""
     order = among[np.lexsort((cost[among], bits[among]))]
     before = np.minimum.accumulate(cost[order])[:-1]
     return order[np.concatenate([[True], cost[order][1:] < before])]
-
-
-def _trace_back(steps: list[tuple[np.ndarray, np.ndarray]], last: int) -> list[int]:
-    """The options that led to the sum number `last`, from the origins noted at each step."""
-    chosen = []
-    for origin, taken in reversed(steps):
-        chosen.append(int(taken[last]))
-        last = int(origin[last])
-    return chosen[::-1]

@@ -1,4 +1,4 @@
-"""The one representation of a quantized weight: `W = codebook[indices] * S`.
+"""The one representation of a quantized weight, `W = codebook[indices] * S`, and how it is stored.
 
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
 """
@@ -75,7 +75,7 @@ STORED_DTYPES = {
 }
 """What a checkpoint stores each tensor in; training computes with the same rounded values.
 
-Group scales of 8 bits are bytes instead (`qat.quant.weight`), and scales of 32 bits are float32.
+Group scales of 8 bits are bytes instead, and scales of 32 bits are float32.
 """
 
 WIDE = 32
@@ -143,15 +143,13 @@ def expand_scales(scales: Scales, in_features: int) -> Tensor:
         return scales.scales[..., None].expand(O, G, in_features // G).reshape(O, in_features)
     scale_out, rank_gain, scale_in = scales.low_rank()
     gained = scale_out * rank_gain
-    return torch.cat([_outer_sum(rows, scale_in) for rows in gained.split(ROWS_IN_CACHE)])
-
-
-def _outer_sum(columns: Tensor, rows: Tensor) -> Tensor:
-    """`columns @ rows`, one outer product after the other."""
-    total = columns.new_zeros(columns.shape[0], rows.shape[1])
-    for column, row in zip(columns.T, rows, strict=True):
-        total += column[:, None] * row
-    return total
+    pieces = []
+    for rows in gained.split(ROWS_IN_CACHE):
+        total = rows.new_zeros(len(rows), in_features)
+        for column, row in zip(rows.T, scale_in, strict=True):
+            total += column[:, None] * row
+        pieces.append(total)
+    return torch.cat(pieces)
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:

@@ -83,23 +83,18 @@ class Stops:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._wish = self._wish or signal.Signals(number).name
-        if number == signal.SIGHUP:
-            _let_go_of_terminal()
+        if number == signal.SIGHUP:  # writing to a terminal that is gone fails: go nowhere instead
+            for descriptor in (1, 2):
+                try:
+                    os.write(descriptor, b"")
+                except OSError:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         self._restore(signal.SIGINT, signal.SIGTERM)
 
     def _restore(self, *numbers: int) -> None:
         for number in numbers:
             if number in self._handlers:
                 signal.signal(number, self._handlers.pop(number))
-
-
-def _let_go_of_terminal() -> None:
-    """Send to nowhere what would go to a terminal that is gone: writing there fails."""
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 class Choice(NamedTuple):
@@ -134,8 +129,8 @@ def choose_together(
         is_begun = ranks.is_first and run.is_begun(config, student, resume=resume)
         return choose(run, begins_anew=begins_anew) if is_begun else Choice(None, [], False)
 
-    checkpoint, skipped, is_lost, *_ = ranks.together(choose_alone)
-    found = json.dumps([checkpoint.name if checkpoint else "", skipped, is_lost])
+    checkpoint, *rest = ranks.together(choose_alone)[:3]
+    found = json.dumps([checkpoint.name if checkpoint else "", *rest])
     name, skipped, is_lost = json.loads(ranks.texts(found)[0])
     return Choice(run.path / CHECKPOINTS / name if name else None, skipped, is_lost)
 
