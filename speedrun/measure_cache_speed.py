@@ -37,7 +37,7 @@ from qat.data.chat import Document
 from qat.data.codec import Request, ask, encode_top_k
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
-from qat.data.shard import Plan, make_plan
+from qat.data.shard import AskPlan, make_plan
 from qat.data.sources import open_source
 from qat.data.stream import blocks
 from qat.kernels.topk import summarize, top_k_of_blocks
@@ -152,7 +152,7 @@ def documents(text: str) -> Iterator[Document]:
 
 
 def one_batch(
-    settings: CacheSettings, words: PreTrainedTokenizerBase, plan: Plan, backend: Backend
+    settings: CacheSettings, words: PreTrainedTokenizerBase, plan: AskPlan, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Tokens and positions of a batch of the text, pinned on the host."""
     packed = next(blocks(documents(settings.data), words, settings)).packed
@@ -161,7 +161,7 @@ def one_batch(
     return backend.pinned(ids), backend.pinned(positions)
 
 
-def compare(plan: Plan, ids: Tensor, positions: Tensor, backend: Backend) -> tuple[float, float]:
+def compare(plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend) -> tuple[float, float]:
     """Median milliseconds of a bare batch and of one with extraction, taking turns."""
     settings = plan.settings
     request = Request(settings.top_k, 0, plan.chunk, stream=0)
@@ -192,7 +192,7 @@ def milliseconds(run: Callable[[], object], backend: Backend) -> float:
 
 
 def hidden_chunks(
-    plan: Plan, ids: Tensor, positions: Tensor, backend: Backend
+    plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend
 ) -> tuple[Tensor, ...]:
     """The batch's hidden states, in the chunks that logits are formed from."""
     hidden = plan.teacher.hidden(backend.to_device(ids), backend.to_device(positions))
@@ -200,7 +200,7 @@ def hidden_chunks(
 
 
 @torch.no_grad()
-def stages(plan: Plan, ids: Tensor, positions: Tensor, backend: Backend) -> str:
+def stages(plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend) -> str:
     """Where the time of one chunk goes, in words."""
     hidden_TD = hidden_chunks(plan, ids, positions, backend)[0]
     logits = plan.teacher.logits(hidden_TD)

@@ -8,7 +8,7 @@ from cache_case import TOKENIZER, build
 from quantized import SPECS, tiny_quantized
 
 from qat.data.cache import MANIFEST
-from qat.data.remote import Kept
+from qat.data.remote import LocalShards
 from qat.errors import CacheError, ConfigError, HubError
 from qat.files import whole_directory
 from qat.hub.files import RECEIPT
@@ -113,7 +113,7 @@ def test_a_cache_takes_only_its_own_temporary_files_for_its_own(tmp_path: Path) 
 
 def test_shards_make_room_and_nothing_else(tmp_path: Path) -> None:
     mine = thesis(tmp_path / "my-model.safetensors")
-    kept = Kept(tmp_path, lambda name, path: None, budget=1)
+    kept = LocalShards(tmp_path, lambda name, path: None, budget=1)
     kept._make_room(10)
     assert mine.exists() and not kept._sizes
 

@@ -16,9 +16,9 @@ import xxhash
 from torch import Tensor
 
 from qat.anemll.shards import (
+    CacheShape,
     ForeignShard,
     Meta,
-    Shape,
     cache_root,
     common_shape,
     read_meta,
@@ -181,7 +181,7 @@ def _encode_piece(ids: Tensor, logits: Tensor, vocab_size: int) -> dict[str, Ten
     return encode_top_k(top, N, vocab_size)
 
 
-def _manifest(wish: Wish, shape: Shape, shards: list[Shard]) -> Manifest:
+def _manifest(wish: Wish, shape: CacheShape, shards: list[Shard]) -> Manifest:
     meta = wish.meta
     settings = CacheSettings(
         data=meta.data,

@@ -68,7 +68,7 @@ class ForeignShard(NamedTuple):
     random_logits: Tensor | None
 
 
-class Shape(NamedTuple):
+class CacheShape(NamedTuple):
     """What all shards of a cache have in common, and their sequences."""
 
     sequences: list[int]
@@ -151,7 +151,7 @@ def shard_files(root: Path) -> list[Path]:
     return files
 
 
-def common_shape(files: list[Path], meta: Meta) -> Shape:
+def common_shape(files: list[Path], meta: Meta) -> CacheShape:
     """The shape that all shards share; each is mapped, not read.
 
     Raises:
@@ -176,7 +176,7 @@ def common_shape(files: list[Path], meta: Meta) -> Shape:
             f"{files[0]} keeps K={K} of a vocabulary of {meta.vocab_size}, expected fewer; mend "
             f"vocab_size in {META}"
         )
-    return Shape(sequences, S, K, R)
+    return CacheShape(sequences, S, K, R)
 
 
 def _open_shard(file: Path) -> ForeignShard:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from qat.data.cache import Manifest
     from qat.data.reader import TeacherCache
-    from qat.data.sources import Source
+    from qat.data.sources import DataSource
 
 CACHES = Path("caches")
 SAMPLE_TOKENS = 48
@@ -121,7 +121,7 @@ def verify(directory: Required[Path]) -> dict[str, object]:
     return dict(directory=directory, shards=len(findings), state=manifest.state, damaged=0)
 
 
-def suggested_name(config: CacheConfig, source: "Source") -> str:
+def suggested_name(config: CacheConfig, source: "DataSource") -> str:
     """What a cache is called when nobody says: {data}_{format}_think_{mode}_L{L}_K{K}_R{R}."""
     data = re.sub(r"[^A-Za-z0-9.-]+", "-", source.name)
     return (

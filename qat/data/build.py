@@ -36,11 +36,11 @@ from qat.data.cache import (
 from qat.data.chat import Document
 from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
-from qat.data.packing import Packed
+from qat.data.packing import PackedRows
 from qat.data.pipeline import Behind, prefetched, waited
 from qat.data.shard import (
     Answer,
-    Plan,
+    AskPlan,
     examine,
     in_order,
     make_plan,
@@ -49,8 +49,8 @@ from qat.data.shard import (
     remove_logs,
     shard_bytes,
 )
-from qat.data.sources import Source, open_source
-from qat.data.stream import Block, blocks
+from qat.data.sources import DataSource, open_source
+from qat.data.stream import ShardBlock, blocks
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError
 from qat.lock import held
@@ -62,14 +62,14 @@ from qat.ranks import ALONE, Ranks
 # Shapes: N sequences of a block, L positions.
 
 
-def open_shared(config: CacheConfig, ranks: Ranks) -> Source:
+def open_shared(config: CacheConfig, ranks: Ranks) -> DataSource:
     """What `open_source` finds on the first rank; the others learn its name and format alone.
 
     Raises:
         DataError: see `open_source`.
     """
 
-    def opened() -> Source | None:
+    def opened() -> DataSource | None:
         if not ranks.is_first:
             return None
         return open_source(config.data, config.format, config.text_field)
@@ -77,10 +77,10 @@ def open_shared(config: CacheConfig, ranks: Ranks) -> Source:
     source = ranks.together(opened)
     said = "" if source is None else f"{source.format}\n{source.name}"
     data_format, name = ranks.texts(said)[0].split("\n")
-    return source or Source((), data_format, name)
+    return source or DataSource((), data_format, name)
 
 
-class Shared:
+class SharedBlocks:
     """This rank's blocks of `found`, which only the first rank's holds: number `n` is that of rank
     `n % size`, so the work is the same however often the build is stopped.
 
@@ -88,7 +88,7 @@ class Shared:
     the next round, and all stop.
     """
 
-    def __init__(self, found: Iterator[Block], ranks: Ranks) -> None:
+    def __init__(self, found: Iterator[ShardBlock], ranks: Ranks) -> None:
         self._found = found
         self._ranks = ranks.apart()
         self._trouble: QatError | OSError | None = None
@@ -97,7 +97,7 @@ class Shared:
         self.total = 0
         """Blocks of all ranks so far."""
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[ShardBlock]:
         size, rank = self._ranks.size, self._ranks.rank
         if size == 1:
             yield from self._found
@@ -110,7 +110,7 @@ class Shared:
             if len(blocks) < size:
                 return
 
-    def fail(self, error: QatError | OSError, left: Iterable[Block]) -> None:
+    def fail(self, error: QatError | OSError, left: Iterable[ShardBlock]) -> None:
         """Raise `error` on all ranks, in their next round; returns if there is none any more.
 
         Args:
@@ -122,10 +122,10 @@ class Shared:
         for _ in left:
             pass
 
-    def _round(self) -> list[Block]:
+    def _round(self) -> list[ShardBlock]:
         """The blocks of one round, on every rank; fewer than ranks in the last one."""
 
-        def take() -> list[Block]:
+        def take() -> list[ShardBlock]:
             if self._trouble is not None:
                 raise self._trouble
             return list(islice(self._found, self._ranks.size)) if self._ranks.is_first else []
@@ -146,13 +146,13 @@ class Shared:
         ]
 
 
-def _head(block: Block) -> tuple[int, ...]:
+def _head(block: ShardBlock) -> tuple[int, ...]:
     N, L = block.packed.tokens.shape
     split = SPLITS.index(block.split)
     return split, block.index, block.first_sequence, N, L, block.packed.num_tokens
 
 
-def _received(head: Tensor, block: Block | None, ranks: Ranks) -> Block:
+def _received(head: Tensor, block: ShardBlock | None, ranks: Ranks) -> ShardBlock:
     """A block that the first rank has, on each rank."""
     split, index, first_sequence, N, L, num_tokens = map(int, head)
     arrays = []
@@ -160,8 +160,8 @@ def _received(head: Tensor, block: Block | None, ranks: Ranks) -> Block:
         mine = np.zeros((N, L), dtype) if block is None else block.packed[place].astype(dtype)
         arrays.append(ranks.copy_from_first(torch.from_numpy(mine)).numpy())
     tokens, starts, mask = arrays
-    packed = Packed(tokens, starts.astype(bool), mask.astype(bool), num_tokens)
-    return Block(SPLITS[split], index, first_sequence, packed)
+    packed = PackedRows(tokens, starts.astype(bool), mask.astype(bool), num_tokens)
+    return ShardBlock(SPLITS[split], index, first_sequence, packed)
 
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ def _tell(manifest: Manifest) -> None:
         )
 
 
-def _intention(plan: Plan, info: TeacherInfo, out: Path) -> str:
+def _intention(plan: AskPlan, info: TeacherInfo, out: Path) -> str:
     """What a build does, as one line."""
     settings = plan.settings
     kept = [f"the {settings.top_k} most likely tokens"] if settings.top_k else []
@@ -282,7 +282,7 @@ def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
 
 
 def _build(
-    found: Iterator[Block], plan: Plan, manifest: Manifest, *, out: Path, ranks: Ranks
+    found: Iterator[ShardBlock], plan: AskPlan, manifest: Manifest, *, out: Path, ranks: Ranks
 ) -> Manifest:
     """The manifest with all blocks in it.
 
@@ -295,7 +295,7 @@ def _build(
     waits: list[float] = []
     began = time.perf_counter()
     with progress("asking the teacher", expected or None, "sequences") as ticker:
-        shared = Shared(_begun(found, manifest, out, ticker), ranks)
+        shared = SharedBlocks(_begun(found, manifest, out, ticker), ranks)
         trouble = None
         with (
             Behind(partial(_keep, out=out, ranks=ranks), manifest) as written,
@@ -346,8 +346,8 @@ def _whole(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manife
 
 
 def _begun(
-    found: Iterator[Block], manifest: Manifest, out: Path, ticker: Ticker
-) -> Iterator[Block]:
+    found: Iterator[ShardBlock], manifest: Manifest, out: Path, ticker: Ticker
+) -> Iterator[ShardBlock]:
     """The blocks; the first one makes `out` a cache, and the last one tells how much there is."""
     total = 0
     for number, block in enumerate(found):
@@ -417,7 +417,7 @@ def _has_gaps(manifest: Manifest, out: Path) -> bool:
     return any(shard_problem(out, shard, deep=False) for shard in manifest.shards)
 
 
-def _is_there(block: Block, known: dict[str, Shard], out: Path) -> bool:
+def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
     """Whether the block's shard was built already and is whole.
 
     Raises:
@@ -435,7 +435,7 @@ def _is_there(block: Block, known: dict[str, Shard], out: Path) -> bool:
 
 
 def _keep(
-    manifest: Manifest, answered: tuple[Block, list[Answer]], *, out: Path, ranks: Ranks
+    manifest: Manifest, answered: tuple[ShardBlock, list[Answer]], *, out: Path, ranks: Ranks
 ) -> Manifest:
     """Put the block's shard on the disk; the manifest with it, or with what all ranks noted."""
     block, answers = answered
@@ -459,11 +459,11 @@ def _start(manifest: Manifest, out: Path) -> None:
     write_atomic(out / MANIFEST, manifest.to_bytes())
 
 
-def _content_hash(packed: Packed) -> str:
+def _content_hash(packed: PackedRows) -> str:
     return xxhash.xxh3_64_hexdigest(packed.tokens.tobytes() + packed.starts.tobytes())
 
 
-def _describe(block: Block, raw: bytes, surprise: float) -> Shard:
+def _describe(block: ShardBlock, raw: bytes, surprise: float) -> Shard:
     return Shard(
         file=block.file,
         split=block.split,

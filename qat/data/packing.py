@@ -65,7 +65,7 @@ CONTEXT = 4
 """One of so many tokens of a piece repeats what comes before it in its document."""
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Sequences of whole documents and pieces of long ones, `(N, L)` each."""
 
     tokens: np.ndarray
@@ -191,7 +191,7 @@ class Packer:
             rooms |= 1 << (room - size)
         return [[pieces[number] for number in row] for row in sorted(map(sorted, rows))]
 
-    def take(self, count: int) -> Packed:
+    def take(self, count: int) -> PackedRows:
         """Remove the first `count` sequences; room that is left in them is padded."""
         rows = [self._rows.popleft() for _ in range(count)]
         pieces = [piece for row in rows for piece in row]
@@ -208,14 +208,14 @@ class Packer:
         starts[begins] = True
         starts[(np.arange(count) * self._length + used)[used < self._length]] = True
         shape = count, self._length
-        return Packed(
+        return PackedRows(
             tokens.reshape(shape), starts.reshape(shape), mask.reshape(shape), int(sizes.sum())
         )
 
 
 def pack(
     documents: Iterable[Sequence[int]], length: int, pad: int, special: Collection[int] = ()
-) -> Packed:
+) -> PackedRows:
     """All documents at once, as `Packer` packs them.
 
     Raises:

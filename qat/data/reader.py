@@ -36,7 +36,7 @@ Out = tuple[int, int, memoryview]
 """Where a field begins in a row, its bytes a row, and where those of all sequences go."""
 
 
-class Places:
+class RowPlaces:
     """Where sequences are: in which of the files, and from where to where in it."""
 
     def __init__(
@@ -303,7 +303,7 @@ class TeacherCache:
             "made it"
         )
 
-    def _places(self, indices: Sequence[int] | np.ndarray, split: Split) -> Places:
+    def _places(self, indices: Sequence[int] | np.ndarray, split: Split) -> RowPlaces:
         """Where the sequences `indices` of a split are."""
         indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
         if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
@@ -313,4 +313,4 @@ class TeacherCache:
         ends = self._ends[split]
         owners_B = np.searchsorted(ends, indices_B, side="right")
         firsts = np.concatenate([[0], ends])
-        return Places(self._files[split], owners_B, indices_B - firsts[owners_B], self._layout)
+        return RowPlaces(self._files[split], owners_B, indices_B - firsts[owners_B], self._layout)

@@ -91,7 +91,7 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
             "set HOME to a place that you may write to"
         ) from None
     write_atomic(directory / MANIFEST, raw)
-    kept, size = Kept(directory, remote.fetch, budget), manifest.total("bytes")
+    kept, size = LocalShards(directory, remote.fetch, budget), manifest.total("bytes")
     if size > kept.budget:
         logger.warning(
             "%s has %.1f GiB, of which %.1f are kept in %s: shards will come more than once; make "
@@ -132,7 +132,7 @@ class _Web:
             ) from None
 
 
-class Kept:
+class LocalShards:
     """Shards in a local directory, of which the one unused for longest makes room."""
 
     def __init__(self, directory: Path, fetch: Callable[[Shard, Path], None], budget: int) -> None:

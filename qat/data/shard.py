@@ -29,11 +29,11 @@ from qat.data.codec import (
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
 from qat.data.rows import shard_content
-from qat.data.stream import Block
+from qat.data.stream import ShardBlock
 from qat.errors import CacheError, ConfigError
 
 
-class Plan(NamedTuple):
+class AskPlan(NamedTuple):
     """How a teacher is asked: the same way for every shard of a cache."""
 
     teacher: Teacher
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 def make_plan(
     teacher: Teacher, settings: CacheSettings, vocab_size: int, batch_size: int = 0
-) -> Plan:
+) -> AskPlan:
     """The plan for a device: batches of at most `batch_size`, or of what keeps it busy if 0.
 
     A shard's batches are equally large but for rounding; several devices get as many rows each.
@@ -66,7 +66,7 @@ def make_plan(
     num_batches = -(-settings.shard_size // limit)
     unit = backend.divisions()
     chunk = max(1, backend.logits_at_once() // vocab_size)
-    return Plan(
+    return AskPlan(
         teacher=teacher,
         settings=settings,
         vocab_size=vocab_size,
@@ -76,7 +76,9 @@ def make_plan(
     )
 
 
-def examine(block: Block, plan: Plan, told: Callable[[int], None] = lambda _: None) -> list[Answer]:
+def examine(
+    block: ShardBlock, plan: AskPlan, told: Callable[[int], None] = lambda _: None
+) -> list[Answer]:
     """The teacher's answers about a block, batch by batch; does not wait for the device.
 
     Args:
@@ -108,7 +110,7 @@ def examine(block: Block, plan: Plan, told: Callable[[int], None] = lambda _: No
 
 
 def _examine_batch(
-    block: Block, tokens_NS: Tensor, positions_NS: Tensor, *, plan: Plan, first: int
+    block: ShardBlock, tokens_NS: Tensor, positions_NS: Tensor, *, plan: AskPlan, first: int
 ) -> Answer:
     settings, (N, S) = plan.settings, tokens_NS.shape
     count = min(plan.batch_size, N - first)
@@ -144,7 +146,7 @@ def _encode(signals: Signals, count: int, length: int, vocab_size: int) -> dict[
     return tensors
 
 
-def shard_bytes(block: Block, answers: list[Answer], vocab_size: int) -> tuple[bytes, float]:
+def shard_bytes(block: ShardBlock, answers: list[Answer], vocab_size: int) -> tuple[bytes, float]:
     """The content of a block's shard file, and what the teacher's surprise at all that counts in it
     sums up to, in nats; waits for the answers.
 

@@ -204,14 +204,14 @@ class OpenShard:
 # Proves that a cache is byte for byte what its builder wrote, and holds what it promises.
 
 
-class Finding(NamedTuple):
+class ShardFinding(NamedTuple):
     """One shard and what is wrong with it; None when nothing is."""
 
     shard: Shard
     problem: str | None
 
 
-def check_shards(directory: Path) -> tuple[Manifest, list[Finding]]:
+def check_shards(directory: Path) -> tuple[Manifest, list[ShardFinding]]:
     """The proven manifest, and a finding for each shard after reading every byte.
 
     Its hash proves that a shard is what its author wrote; whether that can be read is looked at
@@ -225,7 +225,7 @@ def check_shards(directory: Path) -> tuple[Manifest, list[Finding]]:
     with progress("verify", len(manifest.shards), "shards") as ticker:
         for shard in manifest.shards:
             problem = _problem(directory, shard, layout, manifest.settings.sequence_length)
-            findings.append(Finding(shard, problem))
+            findings.append(ShardFinding(shard, problem))
             ticker.advance()
     return manifest, findings
 
@@ -252,7 +252,7 @@ def _counted(shard: OpenShard, layout: Layout, length: int) -> int:
     return int(unpack_flags(torch.from_numpy(masks), length).sum())
 
 
-def raise_if_any_damaged(directory: Path, findings: list[Finding]) -> None:
+def raise_if_any_damaged(directory: Path, findings: list[ShardFinding]) -> None:
     """Turn findings into the error that names every damaged shard.
 
     Raises:

@@ -41,7 +41,7 @@ ANSWERS = ("completion", "answer", "response")
 """What the fields of `pairs` are called."""
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """Documents in order, the format they were read as, and a short name for the data."""
 
     documents: Iterable[Document]
@@ -49,7 +49,9 @@ class Source(NamedTuple):
     name: str
 
 
-def open_source(data: str, data_format: DataFormat = "auto", text_field: str = "text") -> Source:
+def open_source(
+    data: str, data_format: DataFormat = "auto", text_field: str = "text"
+) -> DataSource:
     """The documents of `data`; its existence and first row are checked now, the rest on reading.
 
     `qat.data.text_files` says which files are read, and how. Rows count from 1 in messages.
@@ -68,7 +70,7 @@ def open_source(data: str, data_format: DataFormat = "auto", text_field: str = "
     read = _reader(data_format, text_field)
     read(*first)
     documents = (read(place, row) for place, row in chain([first], rows))
-    return Source(documents, data_format, _name(data))
+    return DataSource(documents, data_format, _name(data))
 
 
 def check_source(data: str, data_format: DataFormat = "auto", text_field: str = "text") -> None:

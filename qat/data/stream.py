@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.data.cache import SPLITS, Split
 from qat.data.chat import Document, num_characters, render
 from qat.data.config import CacheSettings
-from qat.data.packing import LOOKAHEAD, Packed, Packer
+from qat.data.packing import LOOKAHEAD, PackedRows, Packer
 from qat.data.pipeline import computed_ahead
 from qat.data.text import Tokens, encode, end_token, special_tokens
 from qat.errors import DataError, QatError
@@ -148,13 +148,13 @@ long documents, each of which takes one core, keeps few of them busy."""
 Assigned = tuple[Document, Split]
 
 
-class Block(NamedTuple):
+class ShardBlock(NamedTuple):
     """The sequences of one shard."""
 
     split: Split
     index: int
     first_sequence: int
-    packed: Packed
+    packed: PackedRows
 
     @property
     def file(self) -> str:
@@ -164,7 +164,7 @@ class Block(NamedTuple):
 
 def blocks(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
-) -> Iterator[Block]:
+) -> Iterator[ShardBlock]:
     """Blocks of `shard_size` sequences of both splits, as the documents fill them.
 
     Reading stops when `num_sequences` training sequences are there; the held-out split then has
@@ -280,12 +280,12 @@ class _Cutter:
         """Whether not one token came."""
         return self._sequences == 0 and self.packer.is_empty
 
-    def full_blocks(self) -> Iterator[Block]:
+    def full_blocks(self) -> Iterator[ShardBlock]:
         """Blocks of full size that the packer can fill now."""
         while self._capped(self.packer.num_full) >= self._size:
             yield self._cut(self._size)
 
-    def last_block(self) -> Iterator[Block]:
+    def last_block(self) -> Iterator[ShardBlock]:
         """The last block: the sequences that are left, if any."""
         self.packer.finish()
         count = self._capped(self.packer.num_full)
@@ -295,8 +295,8 @@ class _Cutter:
     def _capped(self, count: int) -> int:
         return min(count, self._limit - self._sequences) if self._limit else count
 
-    def _cut(self, count: int) -> Block:
-        block = Block(self._split, self._blocks, self._sequences, self.packer.take(count))
+    def _cut(self, count: int) -> ShardBlock:
+        block = ShardBlock(self._split, self._blocks, self._sequences, self.packer.take(count))
         self._blocks += 1
         self._sequences += count
         return block

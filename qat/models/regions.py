@@ -321,12 +321,12 @@ class _InSlices:
         outputs = []
         for start in range(0, B, rows):
             # the last slice is filled up, so that every batch runs the same compiled shape
-            part = Rows(slice(start, start + rows), batch=B, count=rows)
+            part = BatchSlice(slice(start, start + rows), batch=B, count=rows)
             outputs.append(self._recomputing(part.of(hidden), **part.of(kwargs)))
         return torch.cat(outputs)[:B]
 
 
-class Rows(NamedTuple):
+class BatchSlice(NamedTuple):
     """A slice of a batch, filled up with zeros to `count` rows."""
 
     rows: slice

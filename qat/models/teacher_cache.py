@@ -14,7 +14,7 @@ from qat.data.build import build_cache
 from qat.data.cache import Manifest, TeacherInfo
 from qat.data.chat import Document, render
 from qat.data.config import CacheConfig, DataFormat
-from qat.data.sources import Source
+from qat.data.sources import DataSource
 from qat.data.text import encode
 from qat.errors import ConfigError, QatError
 from qat.models.language_model import LanguageModel
@@ -35,8 +35,8 @@ LONGEST_CHAT, LONGEST_TEXT = 1024, 256
 
 
 def with_length(
-    config: CacheConfig, source: Source, ranks: Ranks = ALONE
-) -> tuple[CacheConfig, Source]:
+    config: CacheConfig, source: DataSource, ranks: Ranks = ALONE
+) -> tuple[CacheConfig, DataSource]:
     """The settings with a `sequence_length`: theirs, or else what the data on the first rank needs.
 
     `SAMPLE` documents are read for it; the source that comes back still has them.
@@ -93,7 +93,7 @@ def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[
 
 
 def build_teacher_cache(
-    config: CacheConfig, source: Source, out: Path, *, ranks: Ranks = ALONE
+    config: CacheConfig, source: DataSource, out: Path, *, ranks: Ranks = ALONE
 ) -> Manifest:
     """Build the cache that `config` describes from `source`; goes on where it stopped.
 

@@ -26,7 +26,7 @@ from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.router import Route, attend, choose
 from qat.kernels.nsa.select import Inputs, pool
 from qat.nsa.rows import (
-    Rows,
+    TokenRows,
     padding_of,
     rows_of_documents,
     rows_of_mask,
@@ -163,7 +163,7 @@ class NSAAttention(nn.Module):
         heads: Heads,
         gates: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        rows: Rows,
+        rows: TokenRows,
     ) -> Tensor:
         """`(B, S, H, D)`: attention of whole rows.
 
@@ -196,7 +196,7 @@ class NSAAttention(nn.Module):
         heads: Heads,
         gates: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        rows: Rows,
+        rows: TokenRows,
     ) -> Inputs:
         """What backends compute from, tokens first; arguments as for `attend`."""
         heads = Heads(*(rows.to_front(tensor, 2) for tensor in heads))
@@ -257,13 +257,13 @@ def _rows(
     is_packed: bool = True,
     position_ids: Tensor | None = None,
     **_: object,
-) -> Rows:
+) -> TokenRows:
     """Of a call without cache: positions tell documents apart where no mask does."""
     if document_positions is not None:
-        return rows_of_documents(document_positions) if is_packed else Rows(None, None)
+        return rows_of_documents(document_positions) if is_packed else TokenRows(None, None)
     if attention_mask is not None:
         return rows_of_mask(attention_mask)
-    return Rows(None, None) if position_ids is None else rows_of_positions(position_ids)
+    return TokenRows(None, None) if position_ids is None else rows_of_positions(position_ids)
 
 
 class LlamaNSAAttention(NSAAttention, LlamaAttention):

@@ -18,7 +18,7 @@ from qat.kernels.nsa import decode, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import Past
 from qat.kernels.nsa.select import pool, select
-from qat.nsa.rows import Rows, rows_of_mask
+from qat.nsa.rows import TokenRows, rows_of_mask
 
 if TYPE_CHECKING:
     from qat.nsa.attention import Heads, NSAAttention
@@ -59,7 +59,7 @@ def attend_cached(
     layer = _layer(cache, module)
     if layer.get_seq_length():
         return layer.extend(module, heads, gates, angles)
-    rows = Rows(None, None) if padding is None else rows_of_mask(padding)
+    rows = TokenRows(None, None) if padding is None else rows_of_mask(padding)
     inputs = module.inputs(heads, gates, angles, rows)
     config = module.nsa.config
     query = inputs.query
@@ -91,7 +91,7 @@ class Unrotated(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, angles: Angles, rows: Rows, layer: "NSALayer") -> Self:
+    def of(cls, keys: Tensor, angles: Angles, rows: TokenRows, layer: "NSALayer") -> Self:
         """Of whole rows: `keys` `(B, K, S, D)` and their angles, as they lie in the batch."""
         L, last = layer.config.compress_block, layer.position[:, None] - 1
         place = (last - (last - torch.arange(L, device=keys.device)) % L).clamp(min=0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """The order to compute in, and where each token's document begins."""
 
     order: Tensor | None
@@ -30,35 +30,35 @@ class Rows(NamedTuple):
         return tensor if self.order is None else _permuted(tensor, self.order.argsort(-1), dim)
 
 
-def rows_of_positions(positions: Tensor) -> Rows:
+def rows_of_positions(positions: Tensor) -> TokenRows:
     """Of rows without padding: a document begins where positions `(B, S)` do not go on by one.
 
     What transformers goes by where it is given no mask.
     """
     places = torch.arange(positions.shape[1], device=positions.device)
     is_start = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
-    return Rows(None, torch.where(is_start, places, 0).cummax(1).values)
+    return TokenRows(None, torch.where(is_start, places, 0).cummax(1).values)
 
 
-def rows_of_documents(positions: Tensor) -> Rows:
+def rows_of_documents(positions: Tensor) -> TokenRows:
     """Of rows without padding, in which positions `(B, S)` count from 0 in each document."""
     places = torch.arange(positions.shape[1], device=positions.device)
-    return Rows(None, (places - positions).clamp(min=0))
+    return TokenRows(None, (places - positions).clamp(min=0))
 
 
-def rows_of_mask(mask: Tensor) -> Rows:
+def rows_of_mask(mask: Tensor) -> TokenRows:
     """Of a call with a mask: `(B, S)`, true at tokens, or `(B, 1, S, S)` as transformers has it.
 
     The latter is bool, or 0 where a key is seen; documents show in it as well as padding.
     """
     if mask.dim() == 2:
-        return Rows(_tokens_first(mask), None)
+        return TokenRows(_tokens_first(mask), None)
     sees = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
     is_token = sees.diagonal(dim1=-2, dim2=-1)
     order = _tokens_first(is_token)
     ahead = is_token.cumsum(-1) - is_token.long()  # real tokens in front of each place
     first = ahead.gather(1, sees.byte().argmax(-1))
-    return Rows(order, _permuted(first, order, 1))
+    return TokenRows(order, _permuted(first, order, 1))
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.select import Inputs
 from qat.nn.swap import decoder_layers, embedding_dtype
 from qat.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
-from qat.nsa.rows import Rows
+from qat.nsa.rows import TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -209,7 +209,7 @@ class Call(NamedTuple):
     gates: Tensor | None
     angles: tuple[Tensor, Tensor]
     """Cosines and sines."""
-    rows: Rows
+    rows: TokenRows
 
     def inputs(self) -> Inputs:
         """What a backend computes from."""
@@ -251,7 +251,7 @@ def _divert(module: NSAAttention, attend: Attend) -> None:
         return forward(hidden_states, *args, **kwargs)
 
     def instead(
-        heads: Heads, gates: Tensor | None, angles: tuple[Tensor, Tensor], rows: Rows
+        heads: Heads, gates: Tensor | None, angles: tuple[Tensor, Tensor], rows: TokenRows
     ) -> Tensor:
         return rows.back(attend(Call(module, seen.pop(), heads, gates, angles, rows)), 1)
 

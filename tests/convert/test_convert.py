@@ -25,7 +25,7 @@ from qat.convert.convert import (
 )
 from qat.convert.quantize import quantize_model
 from qat.data.reader import TeacherCache
-from qat.data.sources import Source
+from qat.data.sources import DataSource
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model, load_tokenizer
@@ -213,7 +213,7 @@ def test_of_an_endless_text_only_so_much_is_read(
     monkeypatch.setattr(convert, "MOST_CHARACTERS", 20_000)
     read = itertools.count()
     endless = (f"the cat sat on the mat {number}" for number in read)
-    monkeypatch.setattr(convert, "open_source", lambda _: Source(endless, "plain", "endless"))
+    monkeypatch.setattr(convert, "open_source", lambda _: DataSource(endless, "plain", "endless"))
     assert calibration(place, "owner/name", calibration_sequences=3).input_ids.shape == (3, 32)
     assert next(read) < 1000
 

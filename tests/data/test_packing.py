@@ -10,7 +10,7 @@ from qat.data.packing import (
     CONTEXT,
     LOOKAHEAD,
     NO_LABEL,
-    Packed,
+    PackedRows,
     Packer,
     labels,
     pack,
@@ -31,7 +31,7 @@ def documents_of(rng: random.Random) -> list[list[int]]:
     return documents
 
 
-def pieces_of(packed: Packed) -> list[tuple[list[int], list[bool]]]:
+def pieces_of(packed: PackedRows) -> list[tuple[list[int], list[bool]]]:
     """Tokens and flags of all pieces but padding, in their order."""
     found = []
     for tokens, starts, mask in zip(packed.tokens, packed.starts, packed.mask, strict=True):

@@ -5,7 +5,7 @@ import torch
 
 from qat.kernels.attention import document_mask
 from qat.nsa.rows import (
-    Rows,
+    TokenRows,
     padding_of,
     rows_of_documents,
     rows_of_mask,
@@ -59,5 +59,5 @@ def test_documents_behind_padding_begin_among_the_tokens() -> None:
 
 
 def test_one_row_stands_for_all() -> None:
-    rows = Rows(torch.tensor([[1, 0]]), None)
+    rows = TokenRows(torch.tensor([[1, 0]]), None)
     assert rows.to_front(torch.tensor([[1, 2], [3, 4]]), 1).tolist() == [[2, 1], [4, 3]]
