@@ -22,7 +22,8 @@ from qat.backend import device as backends
 from qat.backend.base import Backend
 from qat.backend.compiling import Steadiness
 from qat.data.packing import Batch
-from qat.data.sampler import sequence_indices
+from qat.data.reader import sequence_indices
+from qat.errors import TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.formulas import Targets
