@@ -28,7 +28,7 @@ from qat.data.codec import TopK, encode_draws, encode_top_k, id_bits, pack_bits
 from qat.data.config import CacheSettings
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
-from qat.data.rows import shard_content
+from qat.data.shard_file import shard_content
 from qat.files import sha256_file
 
 VOCAB, LENGTH, TOP_K, DRAWS = 151_936, 512, 64, 8

@@ -29,7 +29,7 @@ from qat.config import fingerprint
 from qat.data.cache import IMPORTED_AS, MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
 from qat.data.codec import TopK, encode_top_k, id_bits, pack_bits
 from qat.data.config import CacheSettings, ImportConfig
-from qat.data.rows import shard_content
+from qat.data.shard_file import shard_content
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, CheckpointError, HubError
 from qat.files import check_free

@@ -25,8 +25,15 @@ from qat.data.codec import (
     unpack_flags,
 )
 from qat.data.packing import Batch, labels, position_ids
-from qat.data.rows import Layout, promised_layout, reads
-from qat.data.shard_file import OPEN_SHARDS, Resident, ShardFile, Shelf
+from qat.data.shard_file import (
+    OPEN_SHARDS,
+    Layout,
+    Resident,
+    ShardFile,
+    Shelf,
+    promised_layout,
+    reads,
+)
 from qat.errors import CacheError
 
 # The rows of a batch, wherever they lie: all asked of the disk together, then read.

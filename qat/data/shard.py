@@ -28,7 +28,7 @@ from qat.data.codec import (
 )
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
-from qat.data.rows import shard_content
+from qat.data.shard_file import shard_content
 from qat.data.stream import ShardBlock
 from qat.errors import CacheError, ConfigError
 

@@ -17,8 +17,16 @@ from qat.data import shard_file
 from qat.data.cache import MANIFEST, Manifest, read_manifest
 from qat.data.codec import id_bits, pack_bits, packed_bytes
 from qat.data.reader import TeacherCache
-from qat.data.rows import BRIDGE, MOST_BUFFERS, Read, promised_layout, reads
-from qat.data.shard_file import Resident, check_shards, raise_if_any_damaged
+from qat.data.shard_file import (
+    BRIDGE,
+    MOST_BUFFERS,
+    Read,
+    Resident,
+    check_shards,
+    promised_layout,
+    raise_if_any_damaged,
+    reads,
+)
 from qat.errors import CacheError
 from qat.files import sha256_file
 

@@ -28,7 +28,7 @@ from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.student import Ours, open_student
 from qat.data.cache import MANIFEST, read_manifest
-from qat.data.rows import promised_layout
+from qat.data.shard_file import promised_layout
 from qat.errors import CacheError, TrainingError
 from qat.files import sha256_file
 from qat.logs import read_json_lines
