@@ -27,8 +27,7 @@ def evaluate(
         config: settings.
     """
     from qat.cli.inputs import check_inputs
-    from qat.data.sources import check_source
-    from qat.data.text_files import holds_rows
+    from qat.data.sources import check_source, holds_rows
 
     config.check_named()
     check_inputs(

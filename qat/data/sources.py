@@ -1,25 +1,275 @@
 """Documents from files, directories, the standard library or the `datasets` hub."""
 
+import csv
+import gzip
+import io
+import json
+import logging
 import re
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from qat.data.chat import Document, Message
 from qat.data.config import DataFormat
-from qat.data.text_files import (
-    SEPARATOR,
-    Place,
-    Row,
-    Rows,
-    directory_rows,
-    file_rows,
-    is_text_file,
-)
 from qat.errors import DataError, how_to_install
 from qat.online import is_online
+
+# Rows of the files that hold text: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
+
+SEPARATOR = "<|endoftext|>"
+STRAY = (
+    *("authors", "changelog", "citation", "contributing", "copying", "dataset_dict"),
+    *("dataset_info", "dataset_infos", "licence", "license", "notice", "readme", "source", "state"),
+)
+"""What files beside the data are called: they tell of it, and nobody wants to learn them."""
+DELIMITERS = ",;\t"
+LONGEST_CELL = 2**30
+"""Characters; the csv module takes 131,072 unless told, which a book exceeds."""
+LONGEST_PIECE = 4000
+"""Characters of a piece, where a file that is one document is cut: about a thousand tokens."""
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Where a row stands, for messages."""
+
+    file: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.file} row {self.row}"
+
+
+Rows = Iterator[tuple[Place, Row]]
+
+
+def is_text_file(path: Path) -> bool:
+    """Whether the name ends as one of the files that are read here."""
+    return _suffix(path) in READERS
+
+
+def holds_rows(path: Path) -> bool:
+    """Whether the name ends as a file of rows, each of them a document; any other is one text."""
+    return READERS.get(_suffix(path), _text_rows) is not _text_rows
+
+
+def whole_text(path: Path) -> str:
+    """All of a text file as it is.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    with _opened(path) as file:
+        return file.read()
+
+
+def file_rows(path: Path) -> Rows:
+    """The rows of a file; of a text file, its documents, each as the row's `text`.
+
+    A text is split at `<|endoftext|>` if it holds that, else at blank lines; one that holds neither
+    is cut into pieces of at most `LONGEST_PIECE` characters. Rows count from 1.
+
+    Raises:
+        DataError: its kind is unknown, or, on reading, it is not what its name says.
+    """
+    reader = READERS.get(_suffix(path))
+    if reader is None:
+        raise DataError(f"{path} ends in {path.suffix!r}, expected {EXPECTED}; convert it")
+    rows = reader(path)
+    return _cut_if_alone(rows) if reader is _text_rows else rows
+
+
+def directory_rows(directory: Path) -> Rows:
+    """The rows of all files below a directory, in sorted order; a text is cut as by `file_rows`
+    if it is the only file.
+
+    Hidden files are not read, nor those called README, LICENSE, SOURCE or the like beside others:
+    a log line names them.
+
+    Raises:
+        DataError: it holds no file that can be read.
+    """
+    found = [
+        path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+        and is_text_file(path)
+        and not any(part.startswith((".", "__")) for part in path.relative_to(directory).parts)
+    ]
+    if not found:
+        raise DataError(f"{directory} holds no {EXPECTED} file; name a file or directory")
+    stray = [path for path in found if path.name.partition(".")[0].lower() in STRAY]
+    if len(stray) not in (0, len(found)):
+        _tell_left_out(directory, ", ".join(str(path.relative_to(directory)) for path in stray))
+        found = [path for path in found if path not in stray]
+    if len(found) == 1:
+        return file_rows(found[0])
+    return chain.from_iterable(READERS[_suffix(path)](path) for path in found)
+
+
+@cache
+def _tell_left_out(directory: Path, names: str) -> None:
+    """Say it once, however often a verb opens the directory."""
+    logger.info("not read in %s: %s; to learn it, name the file itself", directory, names)
+
+
+def _text_rows(path: Path) -> Rows:
+    text = whole_text(path)
+    separator = SEPARATOR if SEPARATOR in text else "\n\n"
+    documents = (part.strip() for part in text.split(separator))
+    for number, document in enumerate(filter(None, documents), start=1):
+        yield Place(str(path), number), {"text": document}
+
+
+def _cut_if_alone(rows: Rows) -> Rows:
+    """The rows; the only one in pieces, so that some can be kept away from training."""
+    first, second = next(rows, None), next(rows, None)
+    if first is None:
+        return
+    if second is not None:
+        yield from chain([first, second], rows)
+        return
+    place, row = first
+    for number, piece in enumerate(_pieces(row["text"]), start=1):
+        yield place._replace(row=number), {"text": piece}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut at its blank lines, else at its lines' ends, else between words."""
+    begin = 0
+    while len(text) - begin > LONGEST_PIECE:
+        half, limit = begin + LONGEST_PIECE // 2, begin + LONGEST_PIECE
+        ends = (text.rfind(mark, half, limit) for mark in ("\n\n", "\n", " "))
+        end = next((end for end in ends if end > 0), limit)
+        yield text[begin:end].strip()
+        begin = end
+    yield text[begin:].strip()
+
+
+def _json_lines(path: Path) -> Rows:
+    with _opened(path) as file:
+        yield from _parsed_lines(path, file)
+
+
+def _json_list(path: Path) -> Rows:
+    """The rows of a list; of a file that says .json and holds a row a line, those."""
+    text = whole_text(path)
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise _not_json(Place(str(path), 1), error) from None
+        yield from _parsed_lines(path, io.StringIO(text))
+        return
+    if not isinstance(rows, list):
+        keys = f" with the keys {sorted(rows)}" if isinstance(rows, dict) else ""
+        raise DataError(
+            f"{path} holds a JSON {type(rows).__name__}{keys:.80}, expected a list of rows; "
+            "write the rows as a list, or one a line"
+        )
+    for number, row in enumerate(rows, start=1):
+        yield Place(str(path), number), row
+
+
+def _parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = Place(str(path), number)
+            try:
+                yield place, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise _not_json(place, error) from None
+
+
+def _not_json(place: Place, error: json.JSONDecodeError) -> DataError:
+    return DataError(f"{place} is not JSON ({error.msg}); expected one value; mend it")
+
+
+def _table_rows(path: Path) -> Rows:
+    """The rows of a table whose first line names the columns; commas, semicolons or tabs."""
+    csv.field_size_limit(LONGEST_CELL)
+    with _opened(path, newline="") as file:
+        header = file.readline()
+        delimiter = max(DELIMITERS, key=header.count)
+        try:
+            names = next(csv.reader([header], delimiter=delimiter, strict=True), [])
+            cells = csv.reader(file, delimiter=delimiter, strict=True)
+            for number, row in enumerate(filter(None, cells), start=1):
+                place = Place(str(path), number)
+                if len(row) != len(names):
+                    raise DataError(
+                        f"{place} has {len(row)} cells, expected {len(names)} as in the first "
+                        f"line ({', '.join(names)}); put cells with {delimiter!r} or line breaks "
+                        "between quotes"
+                    )
+                yield place, dict(zip(names, row, strict=True))
+        except csv.Error as error:
+            raise DataError(
+                f"{path} is no table ({error}), expected rows of cells; mend its quotes"
+            ) from None
+
+
+def _parquet_rows(path: Path) -> Rows:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{path} is Parquet, which needs the 'pyarrow' package; "
+            f"convert it to .jsonl or run: {how_to_install('datasets')}"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield Place(str(path), number), row
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not Parquet ({error}); expected such; fetch it again") from None
+
+
+@contextmanager
+def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """A UTF-8 file, packed or not, without the byte-order mark that some editors put first."""
+    open_file = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with open_file(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.start}); convert it to UTF-8"
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be unpacked ({error}); fetch it again") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected a file to read; check it") from None
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    suffix = Path(name).suffix
+    return "" if suffix == ".parquet" and path.suffix.lower() == ".gz" else suffix
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".csv": _table_rows,
+    ".json": _json_list,
+    ".jsonl": _json_lines,
+    ".md": _text_rows,
+    ".parquet": _parquet_rows,
+    ".tsv": _table_rows,
+    ".txt": _text_rows,
+}
+EXPECTED = f"{', '.join(READERS)} (all but Parquet also with .gz)"
+
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """How a data set is called on a hub."""
@@ -54,7 +304,7 @@ def open_source(
 ) -> DataSource:
     """The documents of `data`; its existence and first row are checked now, the rest on reading.
 
-    `qat.data.text_files` says which files are read, and how. Rows count from 1 in messages.
+    `qat.data.sources` says which files are read, and how. Rows count from 1 in messages.
 
     Raises:
         DataError: nothing is there, it is empty, or a row lacks the fields of its format.

@@ -18,9 +18,8 @@ from qat.data import packing
 from qat.data.chat import Document, render
 from qat.data.config import Targets, Thinking, chosen_targets
 from qat.data.packing import NO_LABEL, Batch
-from qat.data.sources import open_source
+from qat.data.sources import holds_rows, open_source, whole_text
 from qat.data.text import Tokens, encode, end_token, special_tokens, text_ids
-from qat.data.text_files import holds_rows, whole_text
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import cached_divergence
