@@ -29,7 +29,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears
-from qat.nsa.health import attention_health, health_numbers
+from qat.nsa.fit import attention_health, health_numbers
 from qat.nsa.swap import nsa_modules
 from qat.quant.weight import pack, unpack
 from qat.train.config import TrainConfig
@@ -131,7 +131,7 @@ class Judge:
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`.
 
-        Also how sparse attention fares (`qat.nsa.health`). The student's weights are formed
+        Also how sparse attention fares (`qat.nsa.fit`). The student's weights are formed
         before (`qat.nn.step.form_weights`).
         """
         with self.backend.autocast(dtype):

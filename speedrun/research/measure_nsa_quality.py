@@ -27,8 +27,7 @@ from qat.logs import configure
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.regions import as_written
-from qat.nsa.fit import fit_attention
-from qat.nsa.health import attention_health, health_numbers
+from qat.nsa.fit import attention_health, fit_attention, health_numbers
 from qat.nsa.swap import swap_attention
 
 app = App(help=__doc__)

@@ -12,8 +12,8 @@ from torch import Tensor
 from qat.convert.calibrate import TokenBatch
 from qat.kernels.nsa.select import Inputs, select
 from qat.models.language_model import LanguageModel
-from qat.nsa import health as nsa_health
-from qat.nsa.health import (
+from qat.nsa import fit as nsa_health
+from qat.nsa.fit import (
     attention_health,
     gate_health,
     health_numbers,
