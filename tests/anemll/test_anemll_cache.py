@@ -10,8 +10,7 @@ from legacy_case import save_base, save_legacy_cache
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.anemll.cache import import_cache
-from qat.anemll.shards import read_meta
+from qat.anemll.cache import import_cache, read_meta
 from qat.bench.config import BenchConfig
 from qat.cli import run_verb
 from qat.cli.inputs import with_fitting_loss
