@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.backend.base import GIB, Backend, launched
+from qat.backend.base import GIB, Backend, Copying, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.compiling import Graphs, Teller
-from qat.backend.copying import Copying
 from qat.backend.cpu import CpuBackend
 from qat.errors import ConfigError, how_to_install
 

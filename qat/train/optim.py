@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.backend import device as backend
-from qat.backend.copying import Copying
+from qat.backend.base import Copying
 from qat.errors import ConfigError
 from qat.nn.quant_linear import LutLinear
 from qat.nn.sharded import ShardedLutLinear
