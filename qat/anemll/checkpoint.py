@@ -22,9 +22,8 @@ from qat.files import check_free
 from qat.logs import progress
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
 from qat.models.cost import model_bits_per_weight, model_bytes
-from qat.models.directory import atomic_directory
+from qat.models.directory import atomic_directory, resolve
 from qat.models.load import load_config, load_tokenizer
-from qat.models.source import resolve
 from qat.nn.swap import put_quantized, table_names
 
 logger = logging.getLogger(__name__)

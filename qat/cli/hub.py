@@ -199,7 +199,7 @@ def _student(path: Path) -> Path:
         final = found and inside(path, found[1], found_in=path / SUMMARY, error=HubError)
         if final and final.is_dir():
             return final
-    from qat.models.source import resolve
+    from qat.models.directory import resolve
 
     return Path(resolve(str(path)))
 

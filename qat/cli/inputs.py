@@ -10,7 +10,7 @@ from qat.data.cache import MANIFEST, read_manifest
 from qat.data.sources import check_source
 from qat.errors import ConfigError, DataError
 from qat.losses.config import fitting_loss
-from qat.models.source import resolve
+from qat.models.directory import resolve
 from qat.train.config import StepConfig
 
 logger = logging.getLogger(__name__)

@@ -253,3 +253,154 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
         ["qat", "generate", str(final), "--prompt", config.sample_prompt],
         ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
     ]
+
+
+# What the preflight found, as a table and as the numbers of the last line.
+
+SEVERITIES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def show_findings(checked: "Checked") -> None:
+    """Print the findings on stdout, the worst first; lines break between words, never in a flag."""
+    words = [word for finding in checked.findings for word in finding.mend.split()]
+    table = Table("", expand=True)
+    table.add_column("Finding", no_wrap=True)
+    table.add_column("Found", ratio=1, overflow="fold")
+    table.add_column("Why it matters", ratio=1, overflow="fold")
+    table.add_column("What to do", ratio=1, width=max(map(len, words), default=None))
+    for finding in checked.findings:
+        code, severity, *words = finding
+        table.add_row(severity, code, *words, style=SEVERITIES[severity])
+    Terminal().print(table)
+
+
+def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:
+    """What a dry run found: how many findings, and what the run would take."""
+    counts = {f"{each}s": 0 for each in SEVERITIES}
+    for finding in checked.findings:
+        counts[f"{finding.severity}s"] += 1
+    found: dict[str, object] = {"run": out, **counts}
+    if (prediction := checked.prediction) is not None:
+        found |= {
+            "hours": prediction.hours(config),
+            "step_s": prediction.step_s,
+            "eval_s": prediction.eval_s,
+            "tokens_per_s": prediction.tokens_per_s,
+            "peak_gib": prediction.peak_gib,
+            "disk_bytes": prediction.disk_bytes(config),
+            "checkpoint_bytes": prediction.checkpoint_bytes,
+        }
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+UNTRACKED = TrackConfig()
+Flag = Annotated[bool, Parameter(negative=())]
+
+
+def train(
+    student: Required[str],
+    *,
+    config: Annotated[TrainConfig, Parameter(name="*")],
+    out: Required[Path],
+    tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
+    resume: Careful[Literal["latest", "auto"] | None] = None,
+    dry_run: Careful[Flag] = False,
+    force: Careful[Flag] = False,
+) -> dict[str, object]:
+    """Train STUDENT, a packed checkpoint, against a teacher cache.
+
+    Args:
+        student: checkpoint directory that 'qat convert' wrote (or a run, for its best one).
+        config: settings.
+        out: run directory to make.
+        tracking: who follows the run.
+        resume: go on with the run in OUT, if there is one, from its newest checkpoint that is
+            whole (`latest` may be left out). Where OUT is gone, as in a new session, it is brought
+            back from --gdrive-dir. `auto`, for jobs that restart by themselves, also begins anew
+            where a run was killed before its first checkpoint, and keeps what that one recorded.
+        dry_run: take a few steps, say how long the run will take, what it will hold and what
+            speaks against it, and leave nothing behind.
+        force: train in spite of the preflight's errors (recorded in run.json).
+    """
+    from qat.cli.inputs import check_inputs, with_fitting_loss
+
+    parse_losses(config.loss)
+    check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
+    if config.teacher is None:
+        config = with_fitting_loss(config, config.cache_dir)
+    from qat.backend.device import select
+    from qat.observe.follow import follow
+    from qat.observe.upload import restore
+    from qat.ranks import joined
+    from qat.train.start import train_student
+
+    session = select(config.device).session(config.xla_cache_dir)
+    with session, joined(config.device) as ranks:
+        if dry_run:
+            return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
+        if resume is not None and tracking.gdrive_dir is not None:
+            ranks.together(lambda: restore(out, tracking.gdrive_dir) if ranks.is_first else None)
+        forced = []
+        if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
+            forced = ranks.together(
+                lambda: _preflight(config, student, out, ranks=ranks, force=force)
+            )
+        with follow(out, tracking if ranks.is_first else UNTRACKED):
+            report = train_student(
+                config,
+                student,
+                out,
+                resume=resume is not None,
+                begins_anew=resume == "auto",
+                forced=forced,
+                ranks=ranks,
+            )
+            if tracking.gdrive_dir is not None and ranks.is_first:
+                _write_page(out)
+        if not ranks.is_first:
+            return {}
+    show_health(out)
+    show_end(out, report, config)
+    return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
+
+
+def _preflight(
+    config: TrainConfig, student: str, out: Path, *, ranks: "Ranks", force: bool
+) -> list[str]:
+    """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
+    from qat.models.directory import resolve
+    from qat.train.preflight import codes_forced, examine
+
+    if not ranks.is_first:
+        return []
+    checked = examine(config, student, out, world=ranks.size)
+    show_targets(Path(resolve(student)), adapters="lora" in config.kinds)
+    if checked.is_long or checked.errors():
+        show_findings(checked)
+    return codes_forced(checked.findings, force=force)
+
+
+def _dry_run(config: TrainConfig, student: str, out: Path, *, ranks: "Ranks") -> dict[str, object]:
+    from qat.train.preflight import examine, refuse
+
+    if not ranks.is_first:
+        return {}
+    checked = examine(config, student, out, world=ranks.size, measures=True)
+    show_findings(checked)
+    found = predicted(checked, config, out)
+    if checked.errors():
+        print_result(found)
+        refuse(checked.findings)
+    return found
+
+
+def _write_page(run: Path) -> None:
+    """The report that an upload takes along; a run that has its student does not fail for it."""
+    from qat.observe.page import write_report
+
+    try:
+        write_report([run], run / "report.html")
+    except (OSError, QatError) as error:
+        logger.warning("no report of %s: %s", run, error)

@@ -29,10 +29,9 @@ from qat.models.cost import (
     quantized_parameter_count,
     whole_model_bits,
 )
-from qat.models.directory import atomic_directory
+from qat.models.directory import atomic_directory, resolve
 from qat.models.language_model import disturbed
 from qat.models.load import load_tokenizer
-from qat.models.source import resolve
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec

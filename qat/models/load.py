@@ -18,9 +18,9 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
+from qat.models.directory import is_kept_here, resolve
 from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, read_config
-from qat.models.source import is_kept_here, resolve
 from qat.models.stored_state import packed_state_dict
 from qat.nsa.swap import KEY, nsa_config
 

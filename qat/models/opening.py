@@ -16,8 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from qat.backend.device import select
 from qat.errors import CheckpointError, QatError
 from qat.files import inside
-from qat.models.directory import check_checksums
-from qat.models.source import is_kept_here
+from qat.models.directory import check_checksums, is_kept_here
 
 TABLES = (
     "config.json",

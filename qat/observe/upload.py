@@ -32,7 +32,7 @@ from qat.logs import (
     TRAINING_CSV,
     VAL_CSV,
 )
-from qat.models.source import pointed
+from qat.models.directory import pointed
 from qat.observe.trackers import FOLDER
 
 STATE = "resume.tar.lz4"

@@ -21,9 +21,9 @@ from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.kernels.nsa.router import choose
 from qat.models.cost import device_called, token_flops
+from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_model, load_tokenizer
-from qat.models.source import resolve
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names

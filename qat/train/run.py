@@ -35,7 +35,7 @@ from qat.logs import (
     cut_after,
     read_json_lines,
 )
-from qat.models.source import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
+from qat.models.directory import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed_in
 from qat.train.config import TrainConfig
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError
 from qat.models.checkpoint import save_checkpoint
+from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
-from qat.models.source import resolve
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -145,7 +145,7 @@ def test_a_hub_id_is_asked_of_the_hub(
     network: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    monkeypatch.setattr("qat.models.source.is_online", lambda _: True)
+    monkeypatch.setattr("qat.models.directory.is_online", lambda _: True)
     with pytest.raises(CheckpointError, match="nobody/has-this does not give a tokenizer"):
         load_tokenizer("nobody/has-this")
     assert network
@@ -153,7 +153,7 @@ def test_a_hub_id_is_asked_of_the_hub(
 
 
 def test_owner_and_name_are_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qat.models.source.is_online", lambda _: True)
+    monkeypatch.setattr("qat.models.directory.is_online", lambda _: True)
     assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
