@@ -8,8 +8,7 @@ import pytest
 
 from qat import files
 from qat.errors import ConfigError
-from qat.files import check_free, parents_of, whole_directory
-from qat.lock import held
+from qat.files import check_free, held, parents_of, whole_directory
 
 NEW, OLD = {"a": "new", "b": "new"}, {"a": "old", "old": "old"}
 

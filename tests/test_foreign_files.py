@@ -10,12 +10,11 @@ from quantized import SPECS, tiny_quantized
 from qat.data.cache import MANIFEST
 from qat.data.remote import LocalShards
 from qat.errors import CacheError, ConfigError, HubError
-from qat.files import whole_directory
+from qat.files import held, whole_directory
 from qat.hub.files import RECEIPT
 from qat.hub.files import atomic_directory as hub_directory
 from qat.hub.pull import pull
 from qat.hub.registry import HubEntry
-from qat.lock import held
 from qat.models.checkpoint import save_checkpoint
 from qat.observe.page import check_replaceable
 from qat.train.run import MANIFEST as PROOF

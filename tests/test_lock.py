@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qat import lock
+from qat import files as lock
 from qat.errors import ConfigError
 
 

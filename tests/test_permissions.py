@@ -10,10 +10,9 @@ import pytest
 from cache_case import build
 from quantized import SPECS, tiny_quantized
 
-from qat.files import allowed, whole_directory, write_atomically
+from qat.files import allowed, held, whole_directory, write_atomically
 from qat.hub.files import atomic_file
 from qat.hub.unpack import unpack
-from qat.lock import held
 from qat.logs import JsonLines
 from qat.models.checkpoint import save_checkpoint
 

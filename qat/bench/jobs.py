@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 from qat import logs
 from qat.config import Settings
 from qat.errors import ConfigError, QatError
-from qat.files import write_atomically
-from qat.lock import locked
+from qat.files import locked, write_atomically
 
 POLL_S = 0.02
 PATIENCE_S = 5.0

@@ -9,7 +9,7 @@ from cyclopts.validators import Number
 
 from qat.cli.run import Pipeline
 from qat.errors import ConfigError
-from qat.lock import held
+from qat.files import held
 
 TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
 PROMPT = "Return the number of"

@@ -24,9 +24,8 @@ from qat.cli.parser import app, mistake, run_verb
 from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
 from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError, QatError, Stopped
-from qat.files import check_free, parse_toml, write_atomically
-from qat.lock import held
-from qat.logs import EXAM, RECIPE, SUMMARY, Terminal
+from qat.files import check_free, held, parse_toml, write_atomically
+from qat.logs import EXAM, RECIPE, SUMMARY
 
 Table = dict[str, object]
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}

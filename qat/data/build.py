@@ -53,7 +53,7 @@ from qat.data.sources import DataSource, open_source
 from qat.data.stream import ShardBlock, blocks
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError
-from qat.lock import held
+from qat.files import held
 from qat.logs import Ticker, progress
 from qat.ranks import ALONE, Ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qat.errors import HubError
-from qat.files import LEAVING, check_free, parents_of, real, sha256_file
+from qat.files import LEAVING, check_free, locked, parents_of, real, sha256_file
 from qat.hub.files import (
     MEND,
     Format,
@@ -33,7 +33,6 @@ from qat.hub.receipt import (
 from qat.hub.receipt import MEND as REPLACE
 from qat.hub.registry import HubEntry
 from qat.hub.unpack import OPENERS, extract, is_web_page
-from qat.lock import locked
 
 logger = logging.getLogger(__name__)
 LITTLE = ("config.json",)

@@ -15,12 +15,11 @@ import time
 from pathlib import Path
 
 from qat.errors import ConfigError, HubError
-from qat.files import LEAVING, check_free
+from qat.files import LEAVING, check_free, held
 from qat.hub.files import atomic_directory
 from qat.hub.pack import pack
 from qat.hub.push import put
 from qat.hub.unpack import extract
-from qat.lock import held
 from qat.logs import (
     EVENTS,
     FACTS,

@@ -19,7 +19,8 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
-from qat.lock import held
+from qat.files import held
+from qat.logs import FACTS
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.directory import CHECKPOINTS, atomic_directory
 from qat.models.language_model import LanguageModel

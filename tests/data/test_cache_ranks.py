@@ -15,7 +15,7 @@ from qat.data.config import CacheConfig
 from qat.data.shard import LOGS, in_order, merged, note_shard
 from qat.data.sources import DataSource
 from qat.errors import CacheError, ConfigError, DataError
-from qat.lock import held
+from qat.files import held
 from qat.models.teacher_cache import build_teacher_cache
 from qat.ranks import ALONE, Ranks
 

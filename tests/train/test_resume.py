@@ -16,7 +16,7 @@ from tiny import tiny_tokenizer
 from train_case import assert_same_end, config, make_place
 
 from qat.errors import CheckpointError, ConfigError
-from qat.lock import held
+from qat.files import held
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.train.optim import Optimizer
