@@ -33,12 +33,11 @@ from qat.backend.device import select
 from qat.bench.config import shape_called
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
-from qat.data.chat import Document
 from qat.data.codec import Request, ask, encode_top_k
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
 from qat.data.shard import AskPlan, make_plan
-from qat.data.sources import open_source
+from qat.data.sources import Document, open_source
 from qat.data.stream import blocks
 from qat.kernels.topk import summarize, top_k_of_blocks
 from qat.models.language_model import LanguageModel

@@ -34,9 +34,8 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig
 from qat.convert.convert import BATCH, calibration_batches, convert_model
 from qat.convert.quantize import QuantizeReport, quantize_model
-from qat.data.chat import Document
 from qat.data.config import CacheSettings
-from qat.data.sources import open_source
+from qat.data.sources import Document, open_source
 from qat.data.stream import divided
 from qat.evaluate.divergence import exact_divergence
 from qat.evaluate.text import packed_batches

@@ -33,7 +33,6 @@ from qat.data.cache import (
     shard_problem,
     write_atomic,
 )
-from qat.data.chat import Document
 from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import PackedRows
@@ -49,7 +48,7 @@ from qat.data.shard import (
     remove_logs,
     shard_bytes,
 )
-from qat.data.sources import DataSource, open_source
+from qat.data.sources import DataSource, Document, open_source
 from qat.data.stream import ShardBlock, blocks
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError

@@ -9,14 +9,12 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from qat.data.config import Targets, Thinking
+from qat.data.sources import Document, Message
 from qat.data.template import templated
 from qat.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, str]
-Document = str | list[Message]
 
 MODES: dict[Thinking, tuple[str, ...]] = {
     "false": ("false",),
@@ -81,7 +79,7 @@ def render(
         spoken = None
         if targets == "assistant":
             marked, _ = _chat_text(_marked(document), tokenizer, mode)
-            spoken = _spoken(text, marked, has_block=has_block)
+            spoken = _spans(text, marked, has_block=has_block)
         if spoken == ():
             raise DataError(
                 f"where the assistant speaks in {_called(document)} cannot be told: the chat "
@@ -147,7 +145,7 @@ def _marked(messages: list[Message]) -> list[Message]:
     return [mark if message["role"] == "assistant" else message for message in messages]
 
 
-def _spoken(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:
+def _spans(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:
     """What stands in `text` where `marked` has marks; nothing if the two do not fit.
 
     An empty thinking block that the template puts before a mark gives way to a thought, unless it

@@ -15,7 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from qat.data.chat import Document, Message
 from qat.data.config import DataFormat
 from qat.errors import DataError, how_to_install
 from qat.online import is_online
@@ -37,6 +36,9 @@ LONGEST_PIECE = 4000
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+Message = dict[str, str]
+Document = str | list[Message]
+"""A text, or what is said in a chat, in order."""
 
 
 class Place(NamedTuple):
