@@ -22,11 +22,10 @@ from qat.convert.config import REPORT_NAME, ConvertConfig, read_plan
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.shipping import Shipping
 from qat.data.cache import MANIFEST
-from qat.data.chat import num_characters, render
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.sources import Document, open_source
-from qat.data.text import encode, end_token, special_tokens, tokenizer_hash
+from qat.data.text import encode, end_token, num_characters, render, special_tokens, tokenizer_hash
 from qat.errors import ConfigError
 from qat.files import check_free, import_command
 from qat.kernels.nsa.config import NSAConfig

@@ -12,12 +12,11 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.cache import SPLITS, Split
-from qat.data.chat import num_characters, render
 from qat.data.config import CacheSettings
 from qat.data.packing import LOOKAHEAD, PackedRows, Packer
 from qat.data.pipeline import computed_ahead
 from qat.data.sources import Document
-from qat.data.text import Tokens, encode, end_token, special_tokens
+from qat.data.text import Tokens, encode, end_token, num_characters, render, special_tokens
 from qat.errors import DataError, QatError
 from qat.process import cores
 

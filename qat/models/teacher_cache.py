@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import select
 from qat.data.build import build_cache
 from qat.data.cache import Manifest, TeacherInfo
-from qat.data.chat import render
 from qat.data.config import CacheConfig, DataFormat
 from qat.data.sources import DataSource, Document
-from qat.data.text import encode
+from qat.data.text import encode, render
 from qat.errors import ConfigError, QatError
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_teacher, load_tokenizer, model_identity

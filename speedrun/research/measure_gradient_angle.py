@@ -26,11 +26,10 @@ from research_records import record
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.data.chat import render
 from qat.data.codec import draw
 from qat.data.packing import Packer, position_ids
 from qat.data.sources import open_source
-from qat.data.text import encode, end_token
+from qat.data.text import encode, end_token, render
 from qat.logs import progress
 from qat.losses.formulas import NO_LABEL, Targets
 from qat.losses.from_hidden import loss_from_hidden

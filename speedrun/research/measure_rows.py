@@ -24,11 +24,10 @@ from cyclopts import App
 from research_records import ROOT, record
 
 from qat.data import packing
-from qat.data.chat import render
 from qat.data.config import CacheConfig, chosen_targets
 from qat.data.packing import Packed, Packer, position_ids
 from qat.data.sources import open_source
-from qat.data.text import Tokens, begin_token, encode, end_token, special_tokens
+from qat.data.text import Tokens, begin_token, encode, end_token, render, special_tokens
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher, load_tokenizer
 from qat.models.teacher_cache import suited_length

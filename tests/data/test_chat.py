@@ -9,9 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from qat.data import template
-from qat.data.chat import Rendering, render
 from qat.data.config import CacheConfig
-from qat.data.text import begin_token, encode, end_token, tokenizer_hash
+from qat.data.text import Rendering, begin_token, encode, end_token, render, tokenizer_hash
 from qat.errors import ConfigError, DataError
 
 CHAT = [
