@@ -9,8 +9,7 @@ from typing import NamedTuple
 from qat.config import fingerprint
 from qat.errors import HubError
 from qat.files import inside
-from qat.hub.files import MIB, copy_file, mebibytes
-from qat.hub.pack import SUFFIXES, is_archive
+from qat.hub.files import MIB, SUFFIXES, copy_file, is_archive, mebibytes
 from qat.hub.web import TIMEOUT_S, download
 from qat.logs import progress
 

@@ -10,11 +10,8 @@ from typing import BinaryIO
 import lz4.frame
 
 from qat.errors import HubError
-from qat.hub.files import atomic_file, mebibytes, peeled, regular_files
+from qat.hub.files import SUFFIXES, atomic_file, is_archive, mebibytes, peeled, regular_files
 from qat.logs import Ticker, progress
-
-SUFFIXES = (".tar.lz4", ".tgz", ".tar.gz")
-"""In the order in which a reader prefers them: lz4 packs twenty times faster than gzip."""
 
 
 def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | None = None) -> int:
@@ -38,11 +35,6 @@ def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | Non
     with atomic_file(out) as file, _compressor(file, out) as packed:
         _write(packed, root, name, files)
     return len(files)
-
-
-def is_archive(name: str) -> bool:
-    """Whether a file of that name is one that `pack` could have written."""
-    return name.endswith(SUFFIXES)
 
 
 def _check(directory: Path, files: list[Path], out: Path) -> None:
