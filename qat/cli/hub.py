@@ -111,7 +111,7 @@ def pack(directory: Required[Path], *, out: Path | None = None) -> dict[str, obj
     """
     from qat.files import sha256_file
     from qat.hub.files import peeled, sha256_tree
-    from qat.hub.pack import pack as write
+    from qat.hub.push import pack as write
 
     path = directory.resolve()
     out = out or path.with_name(f"{path.name}.tar.lz4")

@@ -17,8 +17,7 @@ from pathlib import Path
 from qat.errors import ConfigError, HubError
 from qat.files import LEAVING, check_free, held
 from qat.hub.files import atomic_directory
-from qat.hub.pack import pack
-from qat.hub.push import put
+from qat.hub.push import pack, put
 from qat.hub.unpack import extract
 from qat.logs import (
     EVENTS,

@@ -14,7 +14,7 @@ from hub_case import checkpoint, contents
 from qat.errors import HubError
 from qat.files import sha256_file
 from qat.hub.files import sha256_tree
-from qat.hub.pack import pack
+from qat.hub.push import pack
 from qat.hub.unpack import unpack
 
 

@@ -16,8 +16,8 @@ from qat.errors import ConfigError, HubError
 from qat.files import sha256_file
 from qat.hub import web
 from qat.hub.files import RECEIPT, sha256_tree
-from qat.hub.pack import pack
 from qat.hub.pull import Pulled, pull
+from qat.hub.push import pack
 from qat.hub.receipt import verify
 from qat.hub.registry import HubEntry, load_registry
 

@@ -13,7 +13,7 @@ from hub_case import checkpoint, contents, named, tar_bytes, write_archive
 
 from qat.errors import ConfigError, HubError
 from qat.hub.files import MIB
-from qat.hub.pack import pack
+from qat.hub.push import pack
 from qat.hub.unpack import Limits, unpack
 
 HONEST = (named("name/config.json"), b"{}")

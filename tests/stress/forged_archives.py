@@ -13,8 +13,8 @@ from fuzzing import Forged
 
 from qat.errors import QatError
 from qat.hub.files import MIB, RECEIPT, sha256_tree
-from qat.hub.pack import pack
 from qat.hub.pull import pull
+from qat.hub.push import pack
 from qat.hub.receipt import verify
 from qat.hub.registry import HubEntry
 from qat.hub.unpack import Limits, unpack

@@ -28,8 +28,8 @@ from fault_records import record
 from kill_case import after, build, contents, fork, killed, make_student
 
 from qat.files import sha256_file
-from qat.hub.pack import pack
 from qat.hub.pull import pull
+from qat.hub.push import pack
 from qat.hub.registry import HubEntry
 from qat.train.config import TrainConfig
 from qat.train.saver import problem
