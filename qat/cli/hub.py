@@ -153,7 +153,7 @@ def verify(directory: Required[Path], *, own: Own = None) -> dict[str, object]:
         directory: where it lies.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
-    from qat.hub.receipt import verify as prove
+    from qat.hub.registry import verify as prove
 
     return dict(path=directory, **prove(directory, _registry(own))._asdict())
 

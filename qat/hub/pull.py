@@ -20,18 +20,18 @@ from qat.hub.files import (
     sha256_tree,
 )
 from qat.hub.mirrors import PICKLE, Arrival, FetchPlaces, fetch
-from qat.hub.receipt import (
+from qat.hub.registry import (
     ASK,
     UNKNOWN,
     UNPROVEN,
+    HubEntry,
     examine,
     extra_files,
     is_registered,
     leave_receipt,
     read_receipt,
 )
-from qat.hub.receipt import MEND as REPLACE
-from qat.hub.registry import HubEntry
+from qat.hub.registry import MEND as REPLACE
 from qat.hub.unpack import OPENERS, extract, is_web_page
 
 logger = logging.getLogger(__name__)

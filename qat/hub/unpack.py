@@ -25,7 +25,7 @@ import lz4.frame
 from qat.errors import HubError
 from qat.files import sha256_file
 from qat.hub.files import MIB, RECEIPT, atomic_directory, mebibytes, peeled
-from qat.hub.receipt import leave_receipt
+from qat.hub.registry import leave_receipt
 from qat.logs import progress
 
 OPENERS = {b"\x04\x22\x4d\x18": lz4.frame.open, b"\x1f\x8b": gzip.open}

@@ -18,8 +18,7 @@ from qat.hub import web
 from qat.hub.files import RECEIPT, sha256_tree
 from qat.hub.pull import Pulled, pull
 from qat.hub.push import pack
-from qat.hub.receipt import verify
-from qat.hub.registry import HubEntry, load_registry
+from qat.hub.registry import HubEntry, load_registry, verify
 
 WRONG = "0" * 64
 

@@ -15,8 +15,7 @@ from qat.errors import QatError
 from qat.hub.files import MIB, RECEIPT, sha256_tree
 from qat.hub.pull import pull
 from qat.hub.push import pack
-from qat.hub.receipt import verify
-from qat.hub.registry import HubEntry
+from qat.hub.registry import HubEntry, verify
 from qat.hub.unpack import Limits, unpack
 
 LIMITS = Limits(floor_bytes=MIB)
