@@ -1,4 +1,4 @@
-"""Directories and files that appear whole or not at all, safe paths, and the hash of a file."""
+"""Directories and files that appear whole or not at all, their hashes, locks and safe paths."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""Caches of the reference system as ours: K targets without a tail.
+"""Reads the reference system's caches, and writes them as ours: K targets without a tail.
 
 Its shards know no log-sum-exp over the vocabulary, so that nobody knows how much of the teacher's
 mass the K tokens carry: log-probabilities are normalised over them.
@@ -29,12 +29,8 @@ from qat.logs import progress
 from qat.models.directory import atomic_directory
 from qat.models.load import load_config, load_tokenizer
 
-# Reads the reference system's caches (`qwen_kd_topk_cache_v1`): meta.json and pickled shards.
-#
-# A shard holds packed sequences and, at every position but the last, the teacher's K largest
-# logits. Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
-#
-# Shapes: N sequences, S positions, K teacher tokens kept, R random tokens.
+# Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5. A shard holds packed sequences and, at
+# every position but the last, the teacher's K largest logits.
 
 FOREIGN_FORMAT = "qwen_kd_topk_cache_v1"
 META = "meta.json"

@@ -25,7 +25,7 @@ from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, 
 from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError, QatError, Stopped
 from qat.files import check_free, held, parse_toml, write_atomically
-from qat.logs import EXAM, RECIPE, SUMMARY
+from qat.logs import EXAM, RECIPE, SUMMARY, Terminal
 
 Table = dict[str, object]
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from itertools import islice
@@ -29,14 +30,13 @@ from qat.data.cache import (
     is_temporary,
     new_manifest,
     read_manifest,
-    remove_temporary,
     shard_problem,
     write_atomic,
 )
 from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import PackedRows
-from qat.data.pipeline import Behind, prefetched, waited
+from qat.data.pipeline import prefetched, waited
 from qat.data.shard import (
     Answer,
     AskPlan,
@@ -212,14 +212,47 @@ def build_cache(
         plan = make_plan(teacher, settings, info.vocab_size, batch_size)
         logger.info("%s", _intention(plan, info, out))
         found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
-        manifest = _build(found, plan, manifest, out=out, ranks=ranks)
-        if ranks.is_first:
-            manifest = manifest.model_copy(update={"state": "complete"})
-            write_atomic(out / MANIFEST, manifest.to_bytes())
-            remove_logs(out)
-            _tell(manifest)
-        ranks.wait()
-    return manifest
+        expected = round(settings.num_sequences / (1 - settings.held_out)) or None
+        known = {shard.file: shard for shard in manifest.shards}
+        waits: list[float] = []
+        trouble: QatError | OSError | None = None
+        began = time.perf_counter()
+        # while the teacher is asked about a block, one thread tokenises the next ones and another
+        # writes the shard before: shards and manifests reach the disk in the order of the blocks
+        with (
+            progress("asking the teacher", expected, "sequences") as ticker,
+            ThreadPoolExecutor(1) as writer,
+        ):
+            shared = SharedBlocks(_begun(found, manifest, out, ticker), ranks)
+            kept: Future[Manifest] = Future()
+            kept.set_result(manifest)
+            with closing(prefetched(shared, BLOCKS_AHEAD)) as ahead:
+                try:
+                    for block in waited(ahead, waits):
+                        if _is_there(block, known, out):
+                            ticker.skip(ranks.size * len(block.packed.tokens))
+                            continue
+                        answers = examine(block, plan, lambda n: ticker.advance(ranks.size * n))
+                        kept = writer.submit(
+                            _keep, kept.result(), block, answers, out=out, ranks=ranks
+                        )
+                except (QatError, OSError) as error:
+                    shared.fail(error, ahead)
+                    trouble = error
+                asked = time.perf_counter()
+                manifest = ranks.together(partial(_ended, kept, trouble))
+        logger.debug(
+            "rank %d: %d blocks asked in %.2f s, %.2f s of it waiting for the first one's text and "
+            "%.2f s for that of others; the last shards, also those of all ranks, %.2f s later",
+            ranks.rank,
+            len(waits) - 1,
+            asked - began,
+            waits[0],
+            sum(waits[1:]),
+            time.perf_counter() - asked,
+        )
+        # all ranks end together, and with the first one's error if there is one
+        return ranks.together(lambda: _finished(manifest, shared.total, out=out, ranks=ranks))
 
 
 def what_counts(manifest: Manifest) -> str:
@@ -273,74 +306,34 @@ def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
         if not ranks.is_first:
             return ""
         manifest = _resume(fresh, out)
-        if manifest.state == "complete" and _has_gaps(manifest, out):
+        if any(shard_problem(out, shard, deep=False) for shard in manifest.shards):
             manifest = manifest.model_copy(update={"state": "building"})
         return manifest.model_dump_json()
 
     return Manifest.model_validate_json(ranks.texts(ranks.together(find))[0])
 
 
-def _build(
-    found: Iterator[ShardBlock], plan: AskPlan, manifest: Manifest, *, out: Path, ranks: Ranks
-) -> Manifest:
-    """The manifest with all blocks in it.
-
-    While the teacher is asked about a block, one thread tokenises the next ones and another writes
-    the shard before: shards and manifests reach the disk one by one, in the order of the blocks.
-    """
-    settings = plan.settings
-    expected = round(settings.num_sequences / (1 - settings.held_out))
-    known = {shard.file: shard for shard in manifest.shards}
-    waits: list[float] = []
-    began = time.perf_counter()
-    with progress("asking the teacher", expected or None, "sequences") as ticker:
-        shared = SharedBlocks(_begun(found, manifest, out, ticker), ranks)
-        trouble = None
-        with (
-            Behind(partial(_keep, out=out, ranks=ranks), manifest) as written,
-            closing(prefetched(shared, BLOCKS_AHEAD)) as ahead,
-        ):
-            try:
-                for block in waited(ahead, waits):
-                    if _is_there(block, known, out):
-                        ticker.skip(ranks.size * len(block.packed.tokens))
-                        continue
-                    answers = examine(block, plan, lambda n: ticker.advance(ranks.size * n))
-                    written.push((block, answers))
-            except (QatError, OSError) as error:
-                shared.fail(error, ahead)
-                trouble = error
-            asked = time.perf_counter()
-            manifest = ranks.together(partial(_ended, written, trouble))
-    logger.debug(
-        "rank %d: %d blocks asked in %.2f s, %.2f s of it waiting for the first one's text and "
-        "%.2f s for that of others; the last shards, also those of all ranks, %.2f s later",
-        ranks.rank,
-        len(waits) - 1,
-        asked - began,
-        waits[0],
-        sum(waits[1:]),
-        time.perf_counter() - asked,
-    )
-    return ranks.together(lambda: _whole(manifest, shared.total, out=out, ranks=ranks))
-
-
-def _ended(written: Behind, trouble: QatError | OSError | None) -> Manifest:
+def _ended(kept: Future[Manifest], trouble: QatError | OSError | None) -> Manifest:
     if trouble is not None:
         raise trouble
-    return written.state()
+    return kept.result()
 
 
-def _whole(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manifest:
-    """The manifest with what all ranks wrote, on the first one."""
-    if ranks.size == 1 or not ranks.is_first:
+def _finished(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manifest:
+    """The manifest with what all ranks wrote, on the first one, which puts it on the disk."""
+    if not ranks.is_first:
         return manifest
-    manifest = merged(manifest, out)
-    if len(manifest.shards) < total:
-        raise CacheError(
-            f"{out} shows {len(manifest.shards)} of the {total} shards that {ranks.size} ranks "
-            "wrote, expected one directory that all of them see; choose such an --out"
-        )
+    if ranks.size > 1:
+        manifest = merged(manifest, out)
+        if len(manifest.shards) < total:
+            raise CacheError(
+                f"{out} shows {len(manifest.shards)} of the {total} shards that {ranks.size} ranks "
+                "wrote, expected one directory that all of them see; choose such an --out"
+            )
+    manifest = manifest.model_copy(update={"state": "complete"})
+    write_atomic(out / MANIFEST, manifest.to_bytes())
+    remove_logs(out)
+    _tell(manifest)
     return manifest
 
 
@@ -351,7 +344,8 @@ def _begun(
     total = 0
     for number, block in enumerate(found):
         if number == 0 and not manifest.shards:
-            _start(manifest, out)
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomic(out / MANIFEST, manifest.to_bytes())
         total += len(block.packed.tokens)
         yield block
     if total:  # only the first rank reads
@@ -390,7 +384,8 @@ def _resume(fresh: Manifest, out: Path) -> Manifest:
             f"{out} was built with {'; '.join(differences)}; "
             "choose another --out or delete the directory"
         )
-    remove_temporary(out)
+    for path in filter(is_temporary, out.iterdir()):  # what a killed build was writing
+        path.unlink()
     manifest = merged(old, out)
     if manifest != old:
         write_atomic(out / MANIFEST, manifest.to_bytes())
@@ -412,10 +407,6 @@ def _differences(old: Manifest, new: Manifest) -> list[str]:
     return [f"{name}={a}, now asked for {name}={b}" for name, a, b in pairs if a != b]
 
 
-def _has_gaps(manifest: Manifest, out: Path) -> bool:
-    return any(shard_problem(out, shard, deep=False) for shard in manifest.shards)
-
-
 def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
     """Whether the block's shard was built already and is whole.
 
@@ -434,13 +425,22 @@ def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
 
 
 def _keep(
-    manifest: Manifest, answered: tuple[ShardBlock, list[Answer]], *, out: Path, ranks: Ranks
+    manifest: Manifest, block: ShardBlock, answers: list[Answer], *, out: Path, ranks: Ranks
 ) -> Manifest:
     """Put the block's shard on the disk; the manifest with it, or with what all ranks noted."""
-    block, answers = answered
     raw, surprise = shard_bytes(block, answers, manifest.teacher.vocab_size)
     write_atomic(out / block.file, raw)
-    shard = _describe(block, raw, surprise)
+    shard = Shard(
+        file=block.file,
+        split=block.split,
+        sequences=len(block.packed.tokens),
+        tokens=block.packed.num_tokens,
+        counted=int(block.packed.mask.sum()),
+        bytes=len(raw),
+        sha256=hashlib.sha256(raw).hexdigest(),
+        content=_content_hash(block.packed),
+        surprise=round(surprise, 3),
+    )
     if ranks.size == 1:
         others = [entry for entry in manifest.shards if entry.file != block.file]
         manifest = manifest.model_copy(update={"shards": in_order([*others, shard])})
@@ -453,24 +453,5 @@ def _keep(
     return manifest
 
 
-def _start(manifest: Manifest, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / MANIFEST, manifest.to_bytes())
-
-
 def _content_hash(packed: PackedRows) -> str:
     return xxhash.xxh3_64_hexdigest(packed.tokens.tobytes() + packed.starts.tobytes())
-
-
-def _describe(block: ShardBlock, raw: bytes, surprise: float) -> Shard:
-    return Shard(
-        file=block.file,
-        split=block.split,
-        sequences=len(block.packed.tokens),
-        tokens=block.packed.num_tokens,
-        counted=int(block.packed.mask.sum()),
-        bytes=len(raw),
-        sha256=hashlib.sha256(raw).hexdigest(),
-        content=_content_hash(block.packed),
-        surprise=round(surprise, 3),
-    )

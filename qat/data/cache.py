@@ -298,12 +298,6 @@ def write_atomic(path: Path, content: bytes) -> None:
         ) from error
 
 
-def remove_temporary(directory: Path) -> None:
-    """Delete what a killed build was writing."""
-    for path in filter(is_temporary, directory.iterdir()):
-        path.unlink()
-
-
 def is_temporary(path: Path) -> bool:
     """Whether a file is called as a build calls what it is writing."""
     name = path.name.removesuffix(TEMPORARY)

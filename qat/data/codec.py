@@ -269,13 +269,16 @@ def encode_top_k(top: TopK, num_sequences: int, vocab_size: int) -> dict[str, Te
     """Rows of `num_sequences` sequences, from the `TopK` of all their tokens in order."""
     is_far_TK = top.distances > MAX_DISTANCE
     near_TK = top.distances.masked_fill(is_far_TK, 0.0)
-    range_code_T = _encode_range(near_TK.amax(-1))
+    # of the smallest range that can be stored and reaches all distances
+    octaves_T = torch.log2(near_TK.amax(-1) / MAX_DISTANCE)
+    range_code_T = (255 + STEPS_PER_OCTAVE * octaves_T).ceil().clamp(0, 255)
     ratio_TK = near_TK / _decode_range(range_code_T)[:, None]
-    codes_TK = (M * ratio_TK.sqrt()).round().long().masked_fill(is_far_TK, FAR)
+    codes_TK = (M * ratio_TK.sqrt()).round().long().masked_fill(is_far_TK, FAR)[:, 1:]
+    per_row = codes_TK.numel() // num_sequences  # may be 0, where -1 says nothing
     rows = (num_sequences, -1)
     return {
         "topk_ids": pack_bits(top.ids.reshape(rows), id_bits(vocab_size)),
-        "topk_codes": _pack_codes(codes_TK[:, 1:], num_sequences),
+        "topk_codes": pack_bits(codes_TK.reshape(num_sequences, per_row), CODE_BITS),
         "topk_range": range_code_T.to(torch.uint8).view(rows),
         "log_sum_exp": top.log_sum_exp.view(rows),
         "tail_logprob": top.tail_logprob.view(rows),
@@ -373,17 +376,6 @@ def _decode_ids(id_rows: list[np.ndarray], counts: list[int], bits: int) -> np.n
 def _empty(N: int, S: int, K: int, dtype: type) -> Tensor:
     """Memory from NumPy, which asks for huge pages: a new page costs more than filling it."""
     return torch.from_numpy(np.empty((N, S, K), dtype))
-
-
-def _pack_codes(codes_TK: Tensor, num_sequences: int) -> Tensor:
-    per_row = codes_TK.numel() // num_sequences
-    return pack_bits(codes_TK.reshape(num_sequences, per_row), CODE_BITS)
-
-
-def _encode_range(distances: Tensor) -> Tensor:
-    """The code of the smallest stored range that reaches `distances`, float64 in 0..255."""
-    octaves = torch.log2(distances / MAX_DISTANCE)
-    return (255 + STEPS_PER_OCTAVE * octaves).ceil().clamp(0, 255)
 
 
 def _decode_range(code: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padde
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -81,23 +82,22 @@ class RowPlaces:
             for name, field in fields.items()
             if field.stride and self._begins
         ]
-        ids = self._room_for_ids() if drawn else []
+        ids: list[np.ndarray] = []
+        if drawn:
+            lengths = (length - self._layout.width for length in self._lengths)
+            cuts = list(accumulate(lengths, initial=0))
+            room = np.empty(cuts[-1], np.uint8)
+            ids = [room[first:end] for first, end in pairwise(cuts)]
         wanted = [
             (shard, read)
             for shard, first, end in self._runs
-            for read in reads(self._pieces(range(first, end), sorted(outs, key=_begin), ids))
+            for read in reads(self._pieces(range(first, end), sorted(outs, key=itemgetter(0)), ids))
         ]
         for shard, read in wanted:
             shard.expect(read)
         for shard, read in wanted:
             shard.fill(read)
         return {name: torch.from_numpy(array) for name, array in found.items()}, ids
-
-    def _room_for_ids(self) -> list[np.ndarray]:
-        ends = accumulate((length - self._layout.width for length in self._lengths), initial=0)
-        cuts = list(ends)
-        room = np.empty(cuts[-1], np.uint8)
-        return [room[first:end] for first, end in pairwise(cuts)]
 
     def _pieces(
         self, places: range, outs: Sequence[Out], ids: list[np.ndarray]
@@ -108,10 +108,6 @@ class RowPlaces:
                 yield begin + offset, out[place * stride : (place + 1) * stride]
             if ids:
                 yield begin + self._layout.width, memoryview(ids[place])
-
-
-def _begin(out: Out) -> int:
-    return out[0]
 
 
 class TeacherCache:
@@ -289,7 +285,15 @@ class TeacherCache:
         drawn: bool = False,
     ) -> tuple[dict[str, Tensor], list[np.ndarray]]:
         """Encoded fields of sequences and, if asked for, the bytes of each one's drawn ids."""
-        places = self._places(indices, split)
+        indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
+        if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
+            raise IndexError(
+                f"indices {indices_B.tolist()} reach outside {total} {split} sequences"
+            )
+        ends = self._ends[split]
+        owners_B = np.searchsorted(ends, indices_B, side="right")
+        rows_B = indices_B - np.concatenate([[0], ends])[owners_B]
+        places = RowPlaces(self._files[split], owners_B, rows_B, self._layout)
         return places.read(names, drawn=drawn)
 
     def _words(self, ids: Tensor) -> Tensor:
@@ -310,18 +314,6 @@ class TeacherCache:
             f"{self.manifest.teacher.vocab_size} words can say; rebuild the cache, or ask whoever "
             "made it"
         )
-
-    def _places(self, indices: Sequence[int] | np.ndarray, split: Split) -> RowPlaces:
-        """Where the sequences `indices` of a split are."""
-        indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
-        if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
-            raise IndexError(
-                f"indices {indices_B.tolist()} reach outside {total} {split} sequences"
-            )
-        ends = self._ends[split]
-        owners_B = np.searchsorted(ends, indices_B, side="right")
-        firsts = np.concatenate([[0], ends])
-        return RowPlaces(self._files[split], owners_B, indices_B - firsts[owners_B], self._layout)
 
 
 # Which sequences a step trains on: a pure function of the seed and the step.

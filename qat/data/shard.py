@@ -5,6 +5,7 @@ Shapes: N sequences of a block, B of a batch, S positions, V vocabulary, n draws
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,9 +214,10 @@ def merged(manifest: Manifest, out: Path) -> Manifest:
     found = {shard.file: shard for shard in manifest.shards}
     for path in out.glob(LOGS):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            shard = _parsed(line)
-            if shard is not None and shard_problem(out, shard, deep=False) is None:
-                found[shard.file] = shard
+            with suppress(ValidationError):
+                shard = Shard.model_validate_json(line)
+                if shard_problem(out, shard, deep=False) is None:
+                    found[shard.file] = shard
     return manifest.model_copy(update={"shards": in_order(found.values())})
 
 
@@ -228,10 +230,3 @@ def remove_logs(out: Path) -> None:
 def in_order(shards: Iterable[Shard]) -> list[Shard]:
     """Shards as a manifest lists them, in whatever order they were written."""
     return sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.file))
-
-
-def _parsed(line: str) -> Shard | None:
-    try:
-        return Shard.model_validate_json(line)
-    except ValidationError:
-        return None

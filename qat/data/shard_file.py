@@ -1,4 +1,4 @@
-"""One shard of a cache, read row by row (`qat.data.shard_file`): of its bytes nothing stays in memory.
+"""One shard of a cache, read row by row: of its bytes nothing stays in memory.
 
 An open shard keeps a file handle and where each row begins, 8 bytes a sequence.
 
@@ -28,11 +28,10 @@ from qat.data.codec import CODE_BITS, id_bits, packed_bytes, unpack_flags
 from qat.errors import CacheError
 from qat.logs import progress
 
-# How a shard lays out its sequences: all of one side by side, so that a row is one read.
-#
-# A row holds the fields of `Layout` in that order, then the ids drawn for its sequence, as many
-# bytes as those take. A shard file has two tensors: `rows`, the bytes of all rows one after the
-# other, and `row_begins`, where each begins and the last one ends.
+# All of a sequence lies side by side, so that a row is one read. A row holds the fields of
+# `Layout` in that order, then the ids drawn for its sequence, as many bytes as those take. A shard
+# file has two tensors: `rows`, the bytes of all rows one after the other, and `row_begins`, where
+# each begins and the last one ends.
 #
 # Shapes: N sequences of the shard, S positions, K teacher tokens kept, R random tokens.
 
@@ -127,7 +126,8 @@ def shard_content(tensors: dict[str, Tensor]) -> bytes:
     `sample_lengths`, `(N,)` integers, the bytes of each.
     """
     fields = [tensors[name] for name in ORDER if name in tensors]
-    rows_NW = torch.cat([_octets(field) for field in fields], 1)
+    octets = [field.flatten(1).contiguous().view(torch.uint8) for field in fields]
+    rows_NW = torch.cat(octets, 1)
     lengths_N = torch.full((len(rows_NW),), rows_NW.shape[1])
     rows = rows_NW.flatten()
     if "sample_ids" in tensors:
@@ -137,10 +137,6 @@ def shard_content(tensors: dict[str, Tensor]) -> bytes:
         lengths_N += drawn_N
     begins = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_N.cumsum(0)])
     return save({"rows": rows, "row_begins": begins})
-
-
-def _octets(field: Tensor) -> Tensor:
-    return field.flatten(1).contiguous().view(torch.uint8)
 
 
 class Read(NamedTuple):
@@ -383,21 +379,17 @@ def _problem(directory: Path, shard: Shard, layout: Layout, length: int) -> str 
     if problem is None:
         path = shard.path(directory)
         try:
-            counted = _counted(OpenShard(path, shard, layout), layout, length)
+            opened = OpenShard(path, shard, layout)
+            begins = (opened.begins[:-1] + layout.offsets["mask"]).tolist()
+            masks = np.empty((len(begins), layout.fields["mask"].stride), np.uint8)
+            for read in reads(zip(begins, map(memoryview, masks), strict=True)):
+                opened.fill(read)
         except CacheError as error:
             return str(error).removeprefix(f"{path}: ").partition(", expected")[0]
+        counted = int(unpack_flags(torch.from_numpy(masks), length).sum())
         if counted != shard.counted:
             problem = f"{counted} of its tokens count instead of {shard.counted}"
     return problem
-
-
-def _counted(shard: OpenShard, layout: Layout, length: int) -> int:
-    """Where the loss mask of a shard's sequences, of `length` positions, is true."""
-    begins = (shard.begins[:-1] + layout.offsets["mask"]).tolist()
-    masks = np.empty((len(begins), layout.fields["mask"].stride), np.uint8)
-    for read in reads(zip(begins, map(memoryview, masks), strict=True)):
-        shard.fill(read)
-    return int(unpack_flags(torch.from_numpy(masks), length).sum())
 
 
 def raise_if_any_damaged(directory: Path, findings: list[ShardFinding]) -> None:

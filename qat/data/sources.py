@@ -319,9 +319,8 @@ def open_source(
         raise DataError(f"data={data} is empty, expected at least one row or paragraph of text")
     if data_format == "auto":
         data_format = _detect(*first, text_field)
-    read = _reader(data_format, text_field)
-    read(*first)
-    documents = (read(place, row) for place, row in chain([first], rows))
+    _document(*first, data_format, text_field)
+    documents = (_document(*each, data_format, text_field) for each in chain([first], rows))
     return DataSource(documents, data_format, _name(data))
 
 
@@ -403,30 +402,23 @@ def _detect(place: Place, row: Row, text_field: str) -> DataFormat:
     )
 
 
-def _reader(data_format: DataFormat, text_field: str) -> Callable[[Place, Row], Document]:
-    def plain(place: Place, row: Row) -> Document:
-        return _string(place, row, text_field)
-
-    readers = {
-        "plain": plain,
-        "alpaca": _alpaca,
-        "pairs": _pair,
-        "messages": _messages,
-        "sharegpt": _sharegpt,
-    }
-    return readers[data_format]
-
-
-def _alpaca(place: Place, row: Row) -> list[Message]:
-    question = _string(place, row, "instruction")
-    if isinstance(row.get("input"), str) and row["input"].strip():
-        question += "\n\n" + row["input"]
-    return [_message("user", question), _message("assistant", _string(place, row, "output"))]
-
-
-def _pair(place: Place, row: Row) -> list[Message]:
-    """A question and its answer; either may be a list of messages."""
-    return [*_side(place, row, QUESTIONS, "user"), *_side(place, row, ANSWERS, "assistant")]
+def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) -> Document:
+    """What a row of that format says."""
+    match data_format:
+        case "plain":
+            return _string(place, row, text_field)
+        case "alpaca":
+            question = _string(place, row, "instruction")
+            if isinstance(row.get("input"), str) and row["input"].strip():
+                question += "\n\n" + row["input"]
+            answer = _string(place, row, "output")
+            return [_message("user", question), _message("assistant", answer)]
+        case "pairs":  # either may be a list of messages
+            return [*_side(place, row, QUESTIONS, "user"), *_side(place, row, ANSWERS, "assistant")]
+        case "sharegpt":
+            turns = _field(place, row, "conversations", list)
+            return [_turn(place, turn, "from", "value") for turn in turns]
+    return _messages(place, row)
 
 
 def _side(place: Place, row: Row, names: tuple[str, ...], role: str) -> list[Message]:
@@ -437,11 +429,7 @@ def _side(place: Place, row: Row, names: tuple[str, ...], role: str) -> list[Mes
 
 
 def _messages(place: Place, row: Row, field: str = "messages") -> list[Message]:
-    return [_turn(place, turn, "role", "content") for turn in _list(place, row, field)]
-
-
-def _sharegpt(place: Place, row: Row) -> list[Message]:
-    return [_turn(place, turn, "from", "value") for turn in _list(place, row, "conversations")]
+    return [_turn(place, turn, "role", "content") for turn in _field(place, row, field, list)]
 
 
 def _turn(place: Place, turn: Row, role_field: str, text_field: str) -> Message:
@@ -460,10 +448,6 @@ def _message(role: str, content: str) -> Message:
 
 def _string(place: Place, row: Row, field: str) -> str:
     return _field(place, row, field, str)
-
-
-def _list(place: Place, row: Row, field: str) -> list:
-    return _field(place, row, field, list)
 
 
 def _field(place: Place, row: Row, field: str, kind: type) -> Any:  # noqa: ANN401

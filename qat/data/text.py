@@ -1,7 +1,8 @@
-"""Tokens of documents, and what makes two tokenizers the same."""
+"""From documents to tokens, and what makes two tokenizers the same."""
 
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     pass
 
 
-# From a document (text or chat) to the texts that are tokenised.
-#
 # A chat is rendered with the tokenizer's own template, once for each thinking mode asked for. Where
 # its assistants speak is found by rendering it again with marks in place of their words: what lies
 # between the marks is the template and the other speakers, and the same in both.
@@ -87,7 +86,8 @@ def render(
         text, has_block = _chat_text(document, tokenizer, mode)
         spoken = None
         if targets == "assistant":
-            marked, _ = _chat_text(_marked(document), tokenizer, mode)
+            marks = _saying(document, lambda _: MARK)
+            marked, _ = _chat_text(marks, tokenizer, mode)
             spoken = _spans(text, marked, has_block=has_block)
         if spoken == ():
             raise DataError(
@@ -112,7 +112,7 @@ def _chat_text(
         )
     if mode == "true":
         return _template(messages, tokenizer, enable_thinking=True), False
-    thoughtless = [_without_thoughts(message) for message in messages]
+    thoughtless = _saying(messages, lambda words: THOUGHT.sub("", words))
     text = _template(thoughtless, tokenizer, enable_thinking=False)
     if messages[-1]["role"] != "assistant" or "think" not in str(tokenizer.chat_template):
         return text, False
@@ -142,16 +142,14 @@ def _template(
         raise DataError(f"{_called(messages)}: {error}") from None
 
 
-def _without_thoughts(message: Message) -> Message:
-    if message["role"] != "assistant":
-        return message
-    return {"role": "assistant", "content": THOUGHT.sub("", message["content"])}
-
-
-def _marked(messages: list[Message]) -> list[Message]:
-    """The chat with a mark for all that its assistants say and think."""
-    mark = {"role": "assistant", "content": MARK}
-    return [mark if message["role"] == "assistant" else message for message in messages]
+def _saying(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
+    """The chat with other words of its assistants; what they reasoned beside them is left out."""
+    return [
+        {"role": "assistant", "content": change(message["content"])}
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
 
 
 def _spans(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:

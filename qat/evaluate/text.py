@@ -18,7 +18,7 @@ from qat.data import packing
 from qat.data.config import Targets, Thinking, chosen_targets
 from qat.data.packing import NO_LABEL, Batch
 from qat.data.sources import Document, holds_rows, open_source, whole_text
-from qat.data.text import Rendering, Tokens, encode, end_token, render, special_tokens, text_ids
+from qat.data.text import Tokens, encode, end_token, render, special_tokens, text_ids
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import cached_divergence

@@ -1,4 +1,4 @@
-"""Packs a directory and puts it where others can pull it from."""
+"""Packs a directory into one file, and puts that where others can pull it from."""
 
 import gzip
 import tarfile
@@ -27,8 +27,6 @@ from qat.hub.files import (
 )
 from qat.hub.mirrors import run_storage
 from qat.logs import Ticker, progress
-
-# Packs a directory into one file: the same bytes for the same content, whole or not at all.
 
 
 def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | None = None) -> int:

@@ -1,4 +1,7 @@
-"""The names that `qat hub pull` knows: those of the package, and a user's own on top."""
+"""The names that `qat hub pull` knows, and receipts of what it brought.
+
+Names are those of the package, and a user's own on top.
+"""
 
 import difflib
 import logging
@@ -180,12 +183,11 @@ def _absolute(entry: HubEntry, base: Path) -> HubEntry:
     return entry.model_copy(update={"mirrors": tuple(mirrors)})
 
 
-# What `qat hub` leaves in a directory that it brought: from where, and the hash of every file.
-#
-# Nothing that comes from elsewhere brings one along: archives that hold one are refused, and of
-# directories it is left out. But tar, git or rsync bring any file: who hands over a directory may
-# have written its receipt too. So a receipt tells what was brought, and what is verified has the
-# hash that the registry knows.
+# A receipt says from where a directory was brought, and the hash of every file. Nothing that comes
+# from elsewhere brings one along: archives that hold one are refused, and of directories it is
+# left out. But tar, git or rsync bring any file: who hands over a directory may have written its
+# receipt too. So a receipt tells what was brought, and what is verified has the hash that the
+# registry knows.
 
 Sha256 = Annotated[str, Field(pattern=SHA256)]
 MEND = "replace it with --force"

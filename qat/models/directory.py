@@ -1,4 +1,4 @@
-"""Checkpoint directories that appear whole or not at all."""
+"""Directories of models: what a user may call one, its hashes, and how one appears whole."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from qat.errors import CheckpointError
 from qat.files import import_command, inside, sha256_file, whole_directory
 from qat.online import is_online
 
-# What a user may call a model: a directory, a run, or a hub id. Loads nothing.
+# What a user may call a model: a directory, a run, or a hub id.
 
 RUN_POINTERS = ("best", "latest")
 """Files of a run directory that name one of its checkpoints, in order of preference."""

@@ -101,9 +101,7 @@ def _permuted(tensor: Tensor, order: Tensor, dim: int) -> Tensor:
 
 
 NUM_BRANCHES, SELECTED = 3, 1
-# What Native Sparse Attention adds to an attention module: gates, and weights of its pooling.
-#
-# Shapes: B rows, S positions, D head width, H query heads, K key-value heads, C pooled keys.
+# What is added to an attention module: gates, and weights of its pooling to C keys.
 
 
 SIGMOID_BIAS = (-6.0, 6.0, -6.0)

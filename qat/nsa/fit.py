@@ -1,4 +1,4 @@
-"""Fits gates and pooling of sparse attention layer by layer, to what dense attention gives there.
+"""Fits sparse attention, layer by layer, to what dense attention gives there; and how it fares.
 
 Every layer reads what it reads in the dense model, so layers do not wait for one another: a single
 pass trains them all. Nothing else learns. Shapes as in `qat.kernels.nsa.select`.

@@ -19,7 +19,7 @@ from torch import Tensor
 from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, ConfigError
 from qat.logs import FACTS, STATE_TENSORS
-from qat.models.source import CHECKPOINTS
+from qat.models.directory import CHECKPOINTS
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.judge import Judged

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.backend import device as backends
 from qat.backend.base import Copying, KeptCopies
+from qat.config import fingerprint
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file, sync

@@ -20,9 +20,8 @@ from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held
-from qat.logs import FACTS
 from qat.losses.config import check_targets, check_with_teacher
-from qat.models.directory import CHECKPOINTS, atomic_directory
+from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
 from qat.nn.quant_linear import FrozenLutLinear

@@ -23,7 +23,6 @@ from qat.backend.base import Backend
 from qat.backend.compiling import Steadiness
 from qat.data.packing import Batch
 from qat.data.reader import sequence_indices
-from qat.errors import TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.formulas import Targets

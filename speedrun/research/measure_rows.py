@@ -25,7 +25,7 @@ from research_records import ROOT, record
 
 from qat.data import packing
 from qat.data.config import CacheConfig, chosen_targets
-from qat.data.packing import Packed, Packer, position_ids
+from qat.data.packing import PackedRows, Packer, position_ids
 from qat.data.sources import open_source
 from qat.data.text import Tokens, begin_token, encode, end_token, render, special_tokens
 from qat.models.language_model import LanguageModel
@@ -137,7 +137,7 @@ def costs(
 
 def packed_of(
     documents: list[Tokens], ids: list, *, length: int, special: frozenset[int]
-) -> Packed:
+) -> PackedRows:
     """Other tokens in the rows of these documents."""
     packer = Packer(length, 0, special)
     for document, tokens in zip(documents, ids, strict=True):
@@ -166,7 +166,7 @@ def speeds(
     old = packer_of(STREAM)
     total = sum(len(each.ids) for each in documents)
     many = documents * -(-SPEED_TOKENS // total)
-    ways: dict[str, Callable[[], Iterator[Packed]]] = {
+    ways: dict[str, Callable[[], Iterator[PackedRows]]] = {
         "stream": lambda: packed_by_stream(old.Packer(length, *old_arguments), many),
         "documents": lambda: packed_by_documents(Packer(length, old_arguments[0]), many),
     }
@@ -188,7 +188,7 @@ def speeds(
         record(figures, f"packing_padding_percent_{name}", round(share, 2), "%", "stated")
 
 
-def packed_by_documents(packer: Packer, documents: list[Tokens]) -> Iterator[Packed]:
+def packed_by_documents(packer: Packer, documents: list[Tokens]) -> Iterator[PackedRows]:
     """What the packer makes of documents, whole."""
     for ids, is_target in documents:
         packer.push(ids, is_target)
@@ -198,7 +198,7 @@ def packed_by_documents(packer: Packer, documents: list[Tokens]) -> Iterator[Pac
     yield packer.take(packer.num_full)
 
 
-def packed_by_stream(packer: object, documents: list[Tokens]) -> Iterator[Packed]:
+def packed_by_stream(packer: object, documents: list[Tokens]) -> Iterator[PackedRows]:
     """What the former packer makes of them."""
     for ids, is_target in documents:
         packer.push(ids, is_target)

@@ -29,8 +29,7 @@ from qat.bench.quality.plan import read_quality
 from qat.bench.quality.prepare import resolve as resolve_quality
 from qat.bench.sweep.plan import make_groups, read_sweep
 from qat.cli.parser import mistake
-from qat.convert.config import ConvertConfig
-from qat.convert.plan import read_plan
+from qat.convert.config import ConvertConfig, read_plan
 from qat.data.text import render, tokenizer_hash
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_skeleton
