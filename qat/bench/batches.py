@@ -5,7 +5,7 @@ Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count, cycle, islice, pairwise
+from itertools import cycle, islice, pairwise
 
 import torch
 from torch import Tensor
@@ -199,11 +199,6 @@ def bucket_edges(S: int) -> list[int]:
 
 def _rows(lengths: Tensor, edges: list[int], positions: int) -> Iterator[tuple[Tensor, int]]:
     """For each of `STEPS` steps the lengths of its rows, and what they are padded to."""
-
-    def endless(pool: Tensor, size: int) -> Iterator[Tensor]:
-        for start in count(step=size):
-            yield pool[torch.arange(start, start + size, device=pool.device) % len(pool)]
-
     pools = {
         edge: lengths[(lengths > below) & (lengths <= edge)]
         for below, edge in pairwise([0, *edges])
@@ -213,9 +208,11 @@ def _rows(lengths: Tensor, edges: list[int], positions: int) -> Iterator[tuple[T
     counts = (padded / padded.sum() * STEPS).round().int().tolist()
     order = [edge for edge, times in zip(edges, counts, strict=True) for _ in range(times)]
     order = order[::3] + order[1::3] + order[2::3]  # sizes alternate, as shuffled buckets do
-    rows = {edge: endless(pool, positions // edge) for edge, pool in pools.items()}
+    begun = dict.fromkeys(edges, 0)
     for edge in islice(cycle(order), STEPS):
-        yield next(rows[edge]), edge
+        begun[edge], start = begun[edge] + positions // edge, begun[edge]
+        places = torch.arange(start, begun[edge], device=lengths.device)
+        yield pools[edge][places % len(pools[edge])], edge
 
 
 def _padded(source: BatchSource, lengths_B: Tensor, edge: int, generator: torch.Generator) -> Batch:

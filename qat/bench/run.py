@@ -41,6 +41,8 @@ from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope
 from qat.train.step import EAGER_STEPS, check_dtype
 
+logger = logging.getLogger(__name__)
+
 # What other devices would do, predicted from one measured run; never measured.
 #
 # Memory: `largest = (memory - RESERVED_GIB - fixed) / per_sequence` of the fitted memory model.
@@ -48,8 +50,6 @@ from qat.train.step import EAGER_STEPS, check_dtype
 # which is taken to be bound by memory traffic. The first scales with the peak of the device's own
 # dtype, the second with its bandwidth; both peaks count for what the measuring device reached of
 # its own (or `TYPICAL_SHARE` where that one is not in the table).
-
-logger = logging.getLogger(__name__)
 
 RESERVED_GIB = 0.8
 """Memory that a driver's context and libraries take."""
@@ -203,11 +203,7 @@ class BenchReport:
 
 
 def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:
-    """Measure the training step of `student`; rows go to `out`, or a directory named by the time.
-
-    Raises:
-        ConfigError, CacheError, CheckpointError: see their messages.
-    """
+    """Measure the training step of `student`; rows go to `out` or a directory of the hour."""
     devices = () if config.planned is None else devices_named(config.planned)
     asked = config  # a TPU's own dtype is not this device's
     config, backend = check_dtype(config), select(config.device)
@@ -228,18 +224,15 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
             if devices:
                 predictions = bench.plan(devices, search)
         planned = plan_tpus(asked, student, results)
-        fit = bench.fit()
+        timings = bench.timings
+        fit = fit_cost([t.positions for t in timings], [t.step_s for t in timings])
         found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
         results.finish(**found, roofline=asdict(setting.roofline))
     return BenchReport(results.path, results.rows, load_s, fit, search, predictions, planned)
 
 
 def prepare(config: MeasureConfig, student: str) -> tuple[Setting, LanguageModel]:
-    """Open the student and the data, and measure the device.
-
-    Raises:
-        ConfigError, CacheError, CheckpointError: see their messages.
-    """
+    """Open the student and the data, and measure the device."""
     backend = select(config.device)
     model = open_student(student, config)
     data = open_source(config, model)
@@ -289,7 +282,7 @@ class _Bench:
         """
         for size in sizes:
             timing = time_ours(self.setting, self.ours, size)
-            self._add("step", size, timing, "OOM" if timing is None else "OK")
+            self._add("step", size, timing, status="OOM" if timing is None else "OK")
         if not self.timings:
             raise ConfigError(
                 f"batch_size={min(sizes)} does not fit into memory; lower --batch-size, add "
@@ -311,7 +304,7 @@ class _Bench:
         for size in down:
             timing = time_ours(self.setting, self.ours, size)
             if timing is not None:
-                self._add("max", size, timing, "MAX", predicted_max_batch=search.predicted)
+                self._add("max", size, timing, predicted_max_batch=search.predicted, status="MAX")
                 return replace(search, largest=size)
             logger.warning("batch %d took one step but not all of them; going down", size)
         raise ConfigError("no batch size survives several steps; lower --seq-len")
@@ -328,35 +321,23 @@ class _Bench:
             model,
         )
         found = tuple(predict(measured, device) for device in devices)
-        for prediction in found:
-            row = setting.row("predicted", "ours", prediction.max_batch)
-            speed = prediction.tokens_per_s
-            self.results.add(
-                **{**row, "dtype": prediction.dtype},
-                on=prediction.device,
-                tokens_per_s=speed,
-                status="PREDICTED",
-            )
+        for each in found:
+            row = {**setting.row("predicted", "ours", each.max_batch), "dtype": each.dtype}
+            told = {"on": each.device, "tokens_per_s": each.tokens_per_s}
+            self.results.add(**row, **told, status="PREDICTED")
         return found
 
-    def fit(self) -> CostFit | None:
-        """Fixed and marginal cost over the rows measured."""
-        sizes = [timing.positions for timing in self.timings]
-        return fit_cost(sizes, [timing.step_s for timing in self.timings])
-
-    def _add(
-        self, kind: str, size: int, timing: Timing | None, status: str, **more: object
-    ) -> None:
+    def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:
         numbers, setting = {}, self.setting
         if timing is not None:
             self.timings.append(timing)
-            effective = timing.compiler["effective"]
-            ran = what_ran(setting.config, self.ours.student, effective, setting.backend)
+            effective, backend = timing.compiler["effective"], setting.backend
+            ran = what_ran(setting.config, self.ours.student, effective, backend)
             numbers = {**setting.numbers(timing), **ran}
             logger.info(
                 "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
             )
         row = setting.row(kind, f"step, batch {size}", size)
-        self.results.add(**row, **numbers, **more, status=status)
+        self.results.add(**row, **numbers, **more)
         if setting.config.strict and timing is not None:
             check_strictly(ran["fallbacks"])

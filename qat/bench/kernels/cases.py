@@ -74,7 +74,11 @@ def all_cases() -> dict[str, KernelCase]:
         *joined_cases(),
         *gated_cases(),
         decode_case(),
-        *linear_cases(),
+        *(case for bits in (2, 4) for case in form_cases("packed", bits)),
+        *(case for bits in (2, 4) for case in form_cases("latent", bits)),
+        *decode_cases(mlp=2, attention=4, head=4),
+        matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True),
+        *decode_cases(mlp=16, attention=16, head=16),
         *head_cases(),
         *top_k_cases(),
         adamw_case(),
@@ -320,23 +324,15 @@ FORM = {
 }
 
 
-def linear_cases() -> Iterator[KernelCase]:
-    """Training's kernels by source and bits, then decoding's by kind of matrix."""
-    for source, bits in (("packed", 2), ("packed", 4), ("latent", 2), ("latent", 4)):
-        yield from form_cases(source, bits)
-    yield from decode_cases(mlp=2, attention=4, head=4)
-    yield matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True)
-    yield from decode_cases(mlp=16, attention=16, head=16)
-
-
 def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]:
     """The five matrices of a decoding step, by bits of their indices; 16: dense ones."""
 
-    def attention_out(c: Work) -> Size:
-        return {"O": c["hidden_size"], "I": c["num_attention_heads"] * c["head_dim"]}
-
     yield matvec_case("queries, keys, values", attention, _joined_heads)
-    yield matvec_add_case("attention out", attention, attention_out)
+    yield matvec_add_case(
+        "attention out",
+        attention,
+        lambda c: {"O": c["hidden_size"], "I": c["num_attention_heads"] * c["head_dim"]},
+    )
     yield matvec_case("gates and ups", mlp, _mlp_in, is_gated=True)
     yield matvec_add_case("down", mlp, _mlp_out)
     yield matvec_case("head", head, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
@@ -511,9 +507,6 @@ def head_cases() -> Iterator[KernelCase]:
         hidden_gradient(g_logits, None, i["weight"], out=out)
         return {"d_hidden": out}
 
-    def all_others(i: Inputs, s: Size) -> Outputs:
-        return other_words(i["hidden"], Head(i["weight"]), i["ids"], want_slope=True)._asdict()
-
     def rows_read(i: Inputs, s: Size) -> int:
         return s["T"] * s["K"] * s["D"] * i["weight"].element_size()
 
@@ -545,7 +538,11 @@ def head_cases() -> Iterator[KernelCase]:
     )
     yield KernelCase(
         "other words",
-        **ways(all_others),
+        **ways(
+            lambda i, s: other_words(
+                i["hidden"], Head(i["weight"]), i["ids"], want_slope=True
+            )._asdict()
+        ),
         # a logit is written, read, and its share written and read: four bytes, then two
         moved=lambda i, o, s: s["T"] * s["V"] * (4 + i["hidden"].element_size()),
         flops=lambda s: 4.0 * s["T"] * s["V"] * s["D"],

@@ -327,10 +327,8 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
 def spread_inputs(case: KernelCase, size: Size, seeds: Seeds, *, is_spread: bool) -> list[Inputs]:
     """As many different inputs as hold `SPREAD_BYTES`, but one where all fit into no cache."""
     inputs = [case.inputs(seeds.room(0), size)]
-    if is_spread:
-        count = min(SPREAD_BYTES // max(num_bytes(inputs[0]), 1), MOST_CALLS)
-        inputs += [case.inputs(seeds.room(offset), size) for offset in range(1, count)]
-    return inputs
+    count = min(SPREAD_BYTES // max(num_bytes(inputs[0]), 1), MOST_CALLS) if is_spread else 1
+    return inputs + [case.inputs(seeds.room(offset), size) for offset in range(1, count)]
 
 
 def recorded(

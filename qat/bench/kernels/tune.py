@@ -219,17 +219,19 @@ def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int)
         medians = dict(zip(runs, map(statistics.median, first), strict=True))
         default = trial.space.default
         near = sorted((c for c in runs if c != default), key=medians.__getitem__)
-        few = [default]
+        few, wanted = [default], trial.once(default)
+        # both may err by the case's slack, and a sum in another order by a little more
+        lenient = replace(case, slack=2 * case.slack + 2e-6)
         for configuration in near:
             if len(few) > keep:
                 break
-            wrong = trial.differs(configuration)
+            wrong = worst_of(lenient, trial.once(configuration), wanted, case.compared(wanted))
             if wrong:
                 refused[configuration] = wrong
             else:
                 few.append(configuration)
         again = clock.turns([runs[configuration] for configuration in few])
-        moved = case.num_bytes(inputs[0], trial.once(default), size)
+        moved = case.num_bytes(inputs[0], wanted, size)
     timed = [
         Timed(
             configuration,
@@ -269,13 +271,6 @@ class Tuning:
                     raise
                 refused[configuration] = f"{type(error).__name__}: {error}"[:MESSAGE]
         return runs, refused
-
-    def differs(self, configuration: tuple) -> str | None:
-        """What is wrong with a configuration's results, compared with the default's."""
-        found, wanted = self.once(configuration), self.once(self.space.default)
-        # both may err by the case's slack, and a sum in another order by a little more
-        lenient = replace(self.case, slack=2 * self.case.slack + 2e-6)
-        return worst_of(lenient, found, wanted, self.case.compared(wanted))
 
     def once(self, configuration: tuple) -> Outputs:
         """The results of one call with a configuration."""
