@@ -336,8 +336,8 @@ class _Blocks:
         self._targets = self._moved(float_layer, self._targets, index)
         adamw = self._optimizer(layer)
         for step in range(self._steps):
-            # a cosine from 1 to its least
-            share = (1 + math.cos(math.pi * step / max(1, self._steps - 1))) / 2
+            done = step / max(1, self._steps - 1)
+            share = (1 + math.cos(math.pi * done)) / 2  # from 1 to 0
             share = BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * share
             for group in adamw.param_groups:
                 group["lr"] = group["peak"] * share
