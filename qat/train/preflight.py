@@ -1,6 +1,6 @@
 """What speaks against a run before it begins: findings, the worst first.
 
-`preflight` is arithmetic over the settings and a `Plan`; `examine` gathers the facts of that plan,
+`preflight` is arithmetic over settings and a `RunPlan`; `examine` gathers the facts of that plan,
 and takes a few steps where time and memory matter; `refuse` stops a run that has errors.
 """
 
@@ -34,9 +34,8 @@ from qat.train.judge import CodeWatch, Judge
 from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
 from qat.train.step import EAGER_STEPS, TrainingStep, check_dtype
 
-# How long a run will take, what it will hold, and what it will write: from two measured steps.
-#
-# All of it happens in objects that are thrown away: a run that follows is the same, bit for bit.
+# How long a run will take, hold and write, from two measured steps. All of it happens in objects
+# that are thrown away: a run that follows is the same, bit for bit.
 
 WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
 """The step that records comes after those that run as written."""
@@ -241,6 +240,10 @@ class RunPlan(NamedTuple):
     sparse: SparsePlan | None = None
     """None for dense attention."""
 
+    def is_long(self, config: TrainConfig) -> bool:
+        """Whether the run is long by its steps, or by the hours that were predicted."""
+        return is_long(config, self.prediction.hours(config) if self.prediction else None)
+
 
 def is_long(config: TrainConfig, hours: float | None) -> bool:
     """Whether a run deserves all of the preflight; `hours` may be unknown."""
@@ -264,8 +267,7 @@ def _precision(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
             "fp32": f"and {plan.device} computes many times faster in bf16",
             "fp16": f"and {plan.device} has bf16, whose gradients do not overflow",
         }[config.dtype]
-        hours = plan.prediction and plan.prediction.hours(config)
-        is_dear = config.dtype == "fp32" and is_long(config, hours)
+        is_dear = config.dtype == "fp32" and plan.is_long(config)
         yield RunFinding(
             "dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16"
         )
@@ -277,7 +279,7 @@ def _precision(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
 def _saving(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     prediction = plan.prediction
     if config.save_every == 0:
-        if is_long(config, prediction and prediction.hours(config)):
+        if plan.is_long(config):
             yield RunFinding(
                 "save_every_off",
                 "error",
@@ -321,9 +323,7 @@ def _data(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
         return
     passes = config.max_steps * config.sequences_per_step * plan.world / plan.train_sequences
     is_many = passes > MOST_PASSES
-    is_error = passes > FAR_TOO_MANY_PASSES and is_long(
-        config, plan.prediction and plan.prediction.hours(config)
-    )
+    is_error = passes > FAR_TOO_MANY_PASSES and plan.is_long(config)
     yield RunFinding(
         "epochs",
         "error" if is_error else "warning" if is_many else "note",
@@ -360,9 +360,8 @@ def _rates(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
 
 
 def _shape(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    hours = plan.prediction and plan.prediction.hours(config)
     tokens = plan.sequence_length * config.sequences_per_step * plan.world
-    if not is_long(config, hours):
+    if not plan.is_long(config):
         return
     small = {
         f"sequences of {plan.sequence_length} tokens": plan.sequence_length < LEAST_LENGTH,
