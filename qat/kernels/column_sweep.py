@@ -1,7 +1,11 @@
 """The two steps inside a block of a column sweep, by whoever does them fastest.
 
-A Triton program holds a block of a tile of rows in registers and walks its columns there; the
-references in `quant.columns` take some ten operations a column.
+A Triton program owns a tile of rows (contiguous, the weights lie transposed), holds all columns of
+the block in registers and walks them there; the references in `quant.error_feedback` take some ten
+operations a column. Row i of a tile in registers is read as a masked sum: exact, every other term
+being zero.
+
+Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile.
 """
 
 from torch import Tensor
@@ -15,10 +19,15 @@ MOST_COLUMNS = 128
 """Columns of a block that registers hold."""
 MOST_LEVELS = 16
 """Levels that a kernel compares with one by one."""
+TILE_WEIGHTS = 2048
+"""Weights of a program, 16 a thread for each tensor that it keeps."""
+WARPS = 4
+LARGEST = tl.constexpr(65504.0)
+"""The largest float16: half its last place further, and a scale rounds to infinity."""
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """Quantize columns one after the other, as `quant.columns.settle_columns` defines it."""
+    """Quantize columns one after the other, as `quant.error_feedback.settle_columns` defines it."""
     is_small = len(target) <= MOST_COLUMNS and len(columns.levels) <= MOST_LEVELS
     if use_triton(target) and is_small:
         settle_columns_by_kernel(columns, target, coupling)
@@ -27,7 +36,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
-    """Fit scales anew, as `quant.columns.refit_scale` defines it."""
+    """Fit scales anew, as `quant.error_feedback.refit_scale` defines it."""
     if use_triton(target) and len(target) <= MOST_COLUMNS:
         refit_scale_by_kernel(columns, target, coupling, diagonal)
     else:
@@ -37,22 +46,8 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Te
 COLUMN_OPS = ColumnOps(settle_columns, refit_scale)
 
 
-# `settle_columns` and `refit_scale` of `quant.columns` as one Triton kernel each.
-#
-# A program owns a tile of rows (contiguous, the weights lie transposed) and all columns of the
-# block. Row i of a tile in registers is read as a masked sum: exact, every other term being zero.
-#
-# Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile.
-
-TILE_WEIGHTS = 2048
-"""Weights of a program, 16 a thread for each tensor that it keeps."""
-WARPS = 4
-LARGEST = tl.constexpr(65504.0)
-"""The largest float16: half its last place further, and a scale rounds to infinity."""
-
-
 def settle_columns_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """As `quant.columns.settle_columns`; `target` is left as it is."""
+    """As `quant.error_feedback.settle_columns`; `target` is left as it is."""
     B, O = target.shape
     b, tile = _tile(B)
     scales = columns.scales.expand(B, O)
@@ -67,7 +62,7 @@ def settle_columns_by_kernel(columns: Columns, target: Tensor, coupling: Tensor)
 def refit_scale_by_kernel(
     columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor
 ) -> None:
-    """Fit scales anew, as `quant.columns.refit_scale` defines it."""
+    """Fit scales anew, as `quant.error_feedback.refit_scale` defines it."""
     B, O = target.shape
     b, tile = _tile(B)
     _refit_kernel[(triton.cdiv(O, tile),)](
@@ -81,6 +76,7 @@ def refit_scale_by_kernel(
 def _tile(num_columns: int) -> tuple[int, int]:
     """Columns and rows of a program's tile."""
     block = triton.next_power_of_2(num_columns)
+    # a warp's 32 lanes at least lie side by side in memory
     return block, min(max(TILE_WEIGHTS // block, 32), 128)
 
 
@@ -98,7 +94,7 @@ def _settle_kernel(
     target = tl.load(
         target_ptr + block[:, None] * target_stride + rows[None, :], mask=is_inside, other=0.0
     )
-    for i in range(B):
+    for i in range(B):  # one after the other: what a column leaves over moves those behind it
         aim = tl.sum(tl.where(block[:, None] == i, target, 0.0), axis=0)
         weight = tl.load(weight_ptr + i * weight_stride + rows, mask=is_row, other=0.0)
         residual = tl.load(residual_ptr + i * residual_stride + rows, mask=is_row, other=0.0)
@@ -106,6 +102,7 @@ def _settle_kernel(
         scaled = tl.where(scale == 0.0, 0.0, aim / tl.where(scale == 0.0, 1.0, scale))
         level = tl.load(levels_ptr + rows, mask=is_row, other=0.0)
         chosen = level
+        # levels ascend, so the last middle that is passed decides; a tie stays with the lower level
         for c in tl.static_range(1, C):
             above = tl.load(levels_ptr + c * levels_stride + rows, mask=is_row, other=0.0)
             chosen = tl.where(scaled > (level + above) * 0.5, above, chosen)

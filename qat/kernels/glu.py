@@ -12,6 +12,20 @@ from torch.nn import functional
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 
+LARGEST_BLOCK = 1024
+"""Columns of one row that a program takes: 16 bytes of gates and of ups for each of 128 threads.
+
+A table may say otherwise: on an H200 4,096 columns measured faster (`tuned/`).
+"""
+
+
+class Cut(NamedTuple):
+    """What a program of a row takes."""
+
+    block: int
+    """Columns, a power of two."""
+    warps: int = 4
+
 
 def silu_mul(joined: Tensor) -> Tensor:
     """`silu(gate) * up`, `(..., F)`, of `joined` `(..., 2F)`, which holds gates, then ups.
@@ -27,8 +41,10 @@ def silu_mul(joined: Tensor) -> Tensor:
 
 @torch.library.custom_op("qat::silu_mul", mutates_args=())
 def fused_silu_mul(joined: Tensor) -> Tensor:
-    """`silu_mul` in one Triton kernel."""
-    return silu_mul_forward(joined)
+    """`silu_mul` in one Triton kernel; every tensor is read or written once."""
+    out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
+    _launch("gated_unit", _forward_kernel, joined.contiguous(), out, like=out)
+    return out
 
 
 @fused_silu_mul.register_fake
@@ -38,7 +54,10 @@ def _(joined: Tensor) -> Tensor:
 
 @torch.library.custom_op("qat::silu_mul_backward", mutates_args=())
 def _silu_mul_backward(grad: Tensor, joined: Tensor) -> Tensor:
-    return silu_mul_backward(grad, joined)
+    d_joined = joined.new_empty(joined.shape)
+    tensors = (grad.contiguous(), joined.contiguous(), d_joined)
+    _launch("gated_unit_backward", _backward_kernel, *tensors, like=grad)
+    return d_joined
 
 
 @_silu_mul_backward.register_fake
@@ -57,25 +76,9 @@ def _gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
 fused_silu_mul.register_autograd(_gradient, setup_context=_keep_input)
 
 
-# The Triton side of `qat.kernels.glu`: every tensor is read or written once.
-#
-# Shapes: F width of gates and of ups.
-
-LARGEST_BLOCK = 1024
-"""Columns of one row that a program takes: 16 bytes of gates and of ups for each thread."""
-
-
-class Cut(NamedTuple):
-    """What a program of a row takes."""
-
-    block: int
-    """Columns, a power of two."""
-    warps: int = 4
-
-
 @triton.jit
 def _forward_kernel(joined, out, F: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # offsets may exceed 2**31
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
     places = joined + row * (2 * F) + column
@@ -94,27 +97,12 @@ def _backward_kernel(grad, joined, d_joined, F: tl.constexpr, BLOCK: tl.constexp
     gate = tl.load(joined + places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(joined + places + F, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + row * F + column, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
+    share = tl.sigmoid(gate)  # d silu(g) = sigmoid(g) * (1 + g * (1 - sigmoid(g)))
     d_up = g * gate * share
     d_gate = g * up * share * (1 + gate * (1 - share))
     kind = d_joined.dtype.element_ty
     tl.store(d_joined + places, d_gate.to(kind), mask=inside)
     tl.store(d_joined + places + F, d_up.to(kind), mask=inside)
-
-
-def silu_mul_forward(joined: Tensor) -> Tensor:
-    """See `qat.kernels.glu.silu_mul`; contiguous."""
-    out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
-    _launch("gated_unit", _forward_kernel, joined.contiguous(), out, like=out)
-    return out
-
-
-def silu_mul_backward(grad: Tensor, joined: Tensor) -> Tensor:
-    """The gradient of `joined` for `grad` `(..., F)`, contiguous."""
-    d_joined = joined.new_empty(joined.shape)
-    tensors = (grad.contiguous(), joined.contiguous(), d_joined)
-    _launch("gated_unit_backward", _backward_kernel, *tensors, like=grad)
-    return d_joined
 
 
 def _launch(name: str, kernel: triton.JITFunction, *tensors: Tensor, like: Tensor) -> None:

@@ -4,7 +4,12 @@ What lies between the two matmuls of an attention block: the RMS norm of each qu
 families that have it), rotary embedding, and `qat.kernels.attention`. The gradient of all three
 lies side by side too, as the matmul before them takes it.
 
-Shapes: B sequences, S positions, H query heads, K key-value heads, D head width.
+On a GPU norms and rotary embedding are a kernel of their own, bound by its bytes (0.99 of the copy
+bandwidth of an H200). Inside the attention kernels their registers spill: 1.03 ms a layer instead
+of 0.45 + 0.32. A head is loaded as two halves, which rotary embedding turns against each other;
+`low` and `high` are columns `[:D/2]` and `[D/2:]`.
+
+Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D head width.
 """
 
 import math
@@ -21,6 +26,14 @@ from qat.kernels.attention import (
     tile,
 )
 from qat.kernels.dispatch import tl, triton, use_triton
+
+TILE_SIZE = 2048
+"""Elements of a head's tile: 16 bytes of each half for each of 128 threads."""
+MAX_HEADS = 4
+"""Heads that a program turns at most, all of them queries or all of them keys.
+
+They share a load of the angles, and one row of the norm's gradient.
+"""
 
 
 def joined_fits_tile(qkv: Tensor, head_dim: int) -> bool:
@@ -76,24 +89,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
 
 
-def joined_tile_attention(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    positions: Tensor,
-    scale: float,
-    eps: float,
-    heads: int,
-) -> Tensor:
-    """`joined_attention` in Triton kernels; half precision only.
+def joined_tile_attention(*arguments: Tensor | float | None) -> Tensor:
+    """`joined_attention`, whose arguments it takes, in Triton kernels; half precision only.
 
     What lies between is float32, rounded once before each product.
     """
-    return joined_tile_operator(qkv, cos, sin, query_norm, key_norm, positions, scale, eps, heads)[
-        0
-    ]
+    return joined_tile_operator(*arguments)[0]
 
 
 @torch.library.custom_op("qat::joined_tile_attention", mutates_args=())
@@ -113,23 +114,21 @@ def joined_tile_operator(
     The latter are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`; they
     have no gradient of their own.
     """
-    return joined_forward(qkv, cos, sin, query_norm, key_norm, positions, scale, eps, heads)
+    qkv, D = qkv.contiguous(), cos.shape[-1]
+    shape = _shape(qkv, cos, heads)
+    turned = qkv.new_empty(*qkv.shape[:2], (heads + shape["K"]) * D)
+    with torch.cuda.device_of(qkv):
+        _turn_kernel[_grid(qkv, shape)](
+            qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, turned, eps,
+            qkv.shape[:2].numel(), **shape, HAS_NORM=query_norm is not None,
+        )  # fmt: skip
+    query, key, value = _parts(turned, qkv, heads, D)
+    return attention_forward(query, key, value, positions, scale), turned
 
 
 @joined_tile_operator.register_fake
-def _(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    positions: Tensor,
-    scale: float,
-    eps: float,
-    heads: int,
-) -> tuple[Tensor, Tensor]:
-    B, S, width = qkv.shape
-    D = cos.shape[-1]
+def _(qkv: Tensor, cos: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    (B, S, width), D, heads = qkv.shape, cos.shape[-1], rest[-1]
     return qkv.new_empty(B, S, heads, D), qkv.new_empty(B, S, (width + heads * D) // 2)
 
 
@@ -147,26 +146,34 @@ def _joined_tile_attention_backward(
     eps: float,
     want_norms: bool,
 ) -> tuple[Tensor, Tensor]:
-    return joined_backward(
-        grad, turned, qkv, cos, sin, query_norm, key_norm, positions, scale, eps, want_norms
-    )
+    """The gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty."""
+    H, D = grad.shape[2:]
+    qkv = qkv.contiguous()
+    d_qkv = torch.empty_like(qkv)
+    # the gradients of what is turned lie where those of qkv will, until they are turned back
+    parts, d_parts = _parts(turned, qkv, H, D), _parts(d_qkv, d_qkv, H, D)
+    attention_backward(grad.contiguous(), *parts, positions, scale, out=d_parts)
+    shape = _shape(qkv, cos, H)
+    (programs,) = grid = _grid(qkv, shape)
+    # a row for each program, added up afterwards
+    sums = torch.empty(programs if want_norms else 0, D, device=qkv.device, dtype=torch.float32)
+    with torch.cuda.device_of(qkv):
+        _turn_back_kernel[grid](
+            qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, d_qkv, sums, eps,
+            qkv.shape[:2].numel(), **shape, HAS_NORM=query_norm is not None, WANT_NORMS=want_norms,
+        )  # fmt: skip
+    if not want_norms:
+        return d_qkv, sums
+    queries, keys = H // shape["HEADS"], shape["K"] // shape["HEADS"]
+    of_query, of_key = sums.unflatten(0, (-1, queries + keys)).split([queries, keys], dim=1)
+    return d_qkv, torch.stack([of_query.sum((0, 1)), of_key.sum((0, 1))])
 
 
 @_joined_tile_attention_backward.register_fake
 def _(
-    grad: Tensor,
-    turned: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    positions: Tensor,
-    scale: float,
-    eps: float,
-    want_norms: bool,
+    grad: Tensor, turned: Tensor, qkv: Tensor, cos: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor]:
-    norms = qkv.new_empty(2 if want_norms else 0, cos.shape[-1], dtype=torch.float32)
+    norms = qkv.new_empty(2 if rest[-1] else 0, cos.shape[-1], dtype=torch.float32)
     return qkv.new_empty(qkv.shape), norms
 
 
@@ -192,25 +199,6 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) 
 
 
 joined_tile_operator.register_autograd(_gradients, setup_context=_keep)
-
-
-# Attention of joined queries, keys and values: norms and rotary embedding, then attention.
-#
-# A kernel each, so that each is bound by its bytes; one that does all is bound by its registers.
-#
-# Shapes: B sequences, S positions, H query heads, K key-value heads, D head width.
-
-# RMS norm and rotary embedding of joined queries and keys, in one pass, and their gradient.
-#
-# A head is loaded as two halves, which rotary embedding turns against each other; `low` and `high`
-# are columns `[:D/2]` and `[D/2:]`.
-#
-# Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D head width.
-
-TILE_SIZE = 2048
-"""Elements of a head's tile: 16 bytes of each half for each of 128 threads."""
-MAX_HEADS = 4
-"""Heads that a program turns at most, all of them queries or all of them keys."""
 
 
 @triton.jit
@@ -307,6 +295,7 @@ def _turn_back_kernel(
                 d_low += low * x_low
                 d_high += high * x_high
             low, high = low * w_low, high * w_high
+            # of the gradient, what lies along x changes its size alone, which the norm takes back
             along = (tl.sum(low * x_low + high * x_high, 1) / D)[:, None]
             low, high = (low - x_low * along) * inverse, (high - x_high * along) * inverse
         _store_halves(d_qkv + h * D, low, high, t, ROW, left, D)
@@ -314,61 +303,6 @@ def _turn_back_kernel(
         places = d_norms + tl.program_id(0).to(tl.int64) * D + tl.arange(0, D // 2)
         tl.store(places, tl.sum(d_low, 0))
         tl.store(places + D // 2, tl.sum(d_high, 0))
-
-
-def turn_heads(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-    heads: int,
-) -> Tensor:
-    """Queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`, rounded once.
-
-    Arguments as for `qat.kernels.joined_attention.joined_attention`; qkv and angles contiguous.
-    """
-    shape = _shape(qkv, cos, heads)
-    out = qkv.new_empty(*qkv.shape[:2], (heads + shape["K"]) * shape["D"])
-    with torch.cuda.device_of(qkv):
-        _turn_kernel[_grid(qkv, shape)](
-            qkv, cos, sin, query_norm, key_norm, out, eps, qkv.shape[:2].numel(),
-            **shape, HAS_NORM=query_norm is not None,
-        )  # fmt: skip
-    return out
-
-
-def turn_heads_back(
-    d_qkv: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-    heads: int,
-    want_norms: bool,
-) -> Tensor:
-    """Turns the gradients of `turn_heads`' result, in the columns of `d_qkv`, into those of qkv.
-
-    Returns the gradients of both norms, `(2, D)` float32, or `(0, D)` where they are not wanted.
-    """
-    shape = _shape(qkv, cos, heads)
-    (programs,) = grid = _grid(qkv, shape)
-    parts = torch.empty(
-        programs if want_norms else 0, shape["D"], device=qkv.device, dtype=torch.float32
-    )
-    with torch.cuda.device_of(qkv):
-        _turn_back_kernel[grid](
-            qkv, cos, sin, query_norm, key_norm, d_qkv, parts, eps, qkv.shape[:2].numel(),
-            **shape, HAS_NORM=query_norm is not None, WANT_NORMS=want_norms,
-        )  # fmt: skip
-    if not want_norms:
-        return parts
-    queries, keys = heads // shape["HEADS"], shape["K"] // shape["HEADS"]
-    of_query, of_key = parts.unflatten(0, (-1, queries + keys)).split([queries, keys], dim=1)
-    return torch.stack([of_query.sum((0, 1)), of_key.sum((0, 1))])
 
 
 def _grid(qkv: Tensor, shape: dict[str, int]) -> tuple[int]:
@@ -387,50 +321,6 @@ def _shape(qkv: Tensor, cos: Tensor, heads: int) -> dict[str, int]:
         "TOKENS": TILE_SIZE // D,
         "num_warps": 4,
     }
-
-
-def joined_forward(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    positions: Tensor,
-    scale: float,
-    eps: float,
-    heads: int,
-) -> tuple[Tensor, Tensor]:
-    """See `qat.kernels.joined_attention.joined_tile_attention`, whose operator this is."""
-    qkv, D = qkv.contiguous(), cos.shape[-1]
-    turned = turn_heads(qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, eps, heads)
-    query, key, value = _parts(turned, qkv, heads, D)
-    return attention_forward(query, key, value, positions, scale), turned
-
-
-def joined_backward(
-    grad: Tensor,
-    turned: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    positions: Tensor,
-    scale: float,
-    eps: float,
-    want_norms: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty."""
-    H, D = grad.shape[2:]
-    qkv = qkv.contiguous()
-    d_qkv = torch.empty_like(qkv)
-    # the gradients of what is turned lie where those of qkv will, until they are turned back
-    parts, d_parts = _parts(turned, qkv, H, D), _parts(d_qkv, d_qkv, H, D)
-    attention_backward(grad.contiguous(), *parts, positions, scale, out=d_parts)
-    d_norms = turn_heads_back(
-        d_qkv, qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, eps, H, want_norms
-    )
-    return d_qkv, d_norms
 
 
 def _parts(turned: Tensor, qkv: Tensor, heads: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
