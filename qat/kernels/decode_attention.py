@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, overlaps, tl, triton, use_triton
+from qat.kernels.dispatch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapping,
+    tl,
+    triton,
+    use_triton,
+)
 from qat.kernels.lut_matvec import empty_inputs, put_inputs, spread
 
 
@@ -103,8 +110,7 @@ def _decode_by_kernel(
     parts = torch.empty(B * H, splits, D, **new)
     peaks, sums = torch.empty(2, B * H, splits, **new)
     out = empty_inputs(B, H * D, order, qkv.device)
-    overlap = overlaps(qkv.device)
-    launch = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
+    launch = {"num_warps": 4, **overlapping(qkv.device)}
     _split_kernel[(B * J, splits)](
         parts, peaks, sums, qkv, *cache, position, *angles, scoring.q_norm, scoring.k_norm, N,
         scoring.eps, scoring.scaling,

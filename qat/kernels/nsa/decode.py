@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from qat.kernels.decode_attention import LEAST, add_product
-from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, overlaps, tl, triton, use_triton
+from qat.kernels.dispatch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapping,
+    tl,
+    triton,
+    use_triton,
+)
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.reference import combine
 from qat.kernels.nsa.select import (
@@ -303,7 +310,7 @@ def _append_by_kernel(
         value.contiguous(), position, of_keys, of_values, N, kept.pooled_keys.shape[2],
         K=K, D=D, BLOCK=config.compress_block, STRIDE=config.compress_stride,
         ROWS=triton.next_power_of_2(config.compress_block), WIDTH=triton.next_power_of_2(D),
-        **_launch(key),
+        num_warps=4, **overlapping(key.device),
     )  # fmt: skip
 
 
@@ -331,7 +338,7 @@ def _attend_by_kernel(
         WIDTH=max(triton.next_power_of_2(D), LEAST), TILE=TILE, SELECTED=selected, WINDOW=window,
         SPLITS=splits, NUM_BLOCKS=config.num_selected, BLOCK=config.select_block,
         TILE_QUERIES=config.select_tile, SPAN=config.window, POOL_BLOCK=config.compress_block,
-        POOL_STRIDE=config.compress_stride, **_launch(query),
+        POOL_STRIDE=config.compress_stride, num_warps=4, **overlapping(query.device),
     )  # fmt: skip
     gates = None if gates is None else gates.contiguous()
     return _added_up(query, (parts, peaks, sums), gates, (selected, window, compressed))
@@ -350,7 +357,7 @@ def _added_up(
     _merge_kernel[(B * H,)](
         out, *found, gates,
         D=D, WIDTH=triton.next_power_of_2(D), SELECTED=selected, WINDOW=window,
-        COMPRESSED=compressed, **_launch(query),
+        COMPRESSED=compressed, num_warps=4, **overlapping(query.device),
     )  # fmt: skip
     return out
 
@@ -363,11 +370,6 @@ def _programs(config: NSAConfig, num_compressed: int) -> tuple[int, int, int]:
     # powers of two: each other number is a kernel to compile
     compressed = triton.next_power_of_2(max(1, triton.cdiv(num_compressed, TILE)))
     return selected, triton.cdiv(config.window, TILE), min(compressed, MOST_PARTS)
-
-
-def _launch(tensor: Tensor) -> dict[str, object]:
-    overlap = overlaps(tensor.device)
-    return {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
 
 
 @triton.jit(do_not_specialize=["N", "C"])
