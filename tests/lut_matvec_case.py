@@ -3,7 +3,7 @@
 from quantized import frozen_linear
 from torch import Tensor
 
-from qat.kernels.lut_matvec import LutRows
+from qat.kernels.lut_rows import LutRows
 from qat.quant.spec import LutSpec
 
 SPECS = {

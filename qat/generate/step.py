@@ -19,21 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
-from qat.kernels.lut_matvec import (
-    MOST_VECTORS,
-    LutRows,
-    Norm,
-    Rows,
-    Stream,
-    matvec,
-    matvec_add,
-    order_of,
-    reads,
-    spread,
-    stack,
-    stacks,
-    stream,
-)
+from qat.kernels.lut_matvec import MOST_VECTORS, Norm, Stream, matvec, matvec_add, stream
+from qat.kernels.lut_rows import LutRows, Rows, order_of, reads, spread, stack, stacks
 from qat.kernels.lut_weight import form
 from qat.models.language_model import LanguageModel
 from qat.models.regions import ATTENTIONS, MLPS, SILUS, as_written

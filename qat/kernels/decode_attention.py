@@ -20,7 +20,7 @@ from qat.kernels.dispatch import (
     triton,
     use_triton,
 )
-from qat.kernels.lut_matvec import empty_inputs, put_inputs, spread
+from qat.kernels.lut_rows import empty_inputs, put_inputs, spread
 
 
 class Cache(NamedTuple):

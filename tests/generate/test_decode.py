@@ -12,7 +12,7 @@ from qat.backend.device import seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep, PackedLinear, read_bytes
 from qat.generate.text import Generated, generate_text
-from qat.kernels.lut_matvec import SPLIT
+from qat.kernels.lut_rows import SPLIT
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import put_quantized, replace_module, table_names

@@ -5,7 +5,8 @@ import torch
 from quantized import frozen_linear
 
 from qat.generate.step import PackedLinear, Scratch
-from qat.kernels.lut_matvec import MOST_VECTORS, LutRows
+from qat.kernels.lut_matvec import MOST_VECTORS
+from qat.kernels.lut_rows import LutRows
 from qat.quant.spec import LutSpec
 
 

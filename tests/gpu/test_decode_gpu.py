@@ -13,16 +13,8 @@ from qat.backend.device import seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
 from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
-from qat.kernels.lut_matvec import (
-    Norm,
-    gathered,
-    matvec,
-    matvec_add,
-    order_of,
-    spread,
-    stack,
-    stream,
-)
+from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
+from qat.kernels.lut_rows import gathered, order_of, spread, stack
 from qat.models.language_model import LanguageModel
 from qat.quant.spec import LutSpec
 

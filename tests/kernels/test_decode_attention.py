@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from qat.kernels import decode_attention as module
 from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
-from qat.kernels.lut_matvec import gathered
+from qat.kernels.lut_rows import gathered
 
 B, H, J, N, D = 2, 4, 2, 80, 16
 

@@ -8,14 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels import lut_matvec
-from qat.kernels.lut_matvec import (
+from qat.kernels.lut_matvec import Norm, matvec, matvec_add
+from qat.kernels.lut_rows import (
     SPLIT,
     SPLIT_FACTOR,
-    Norm,
     Rows,
     gathered,
-    matvec,
-    matvec_add,
     order_of,
     reads,
     short_levels,

@@ -33,18 +33,8 @@ from qat.kernels.joined_attention import (
     joined_tile_attention,
     joined_tile_operator,
 )
-from qat.kernels.lut_matvec import (
-    MMA_BITS,
-    UNIT,
-    LutRows,
-    Norm,
-    Rows,
-    gathered,
-    matvec,
-    matvec_add,
-    order_of,
-    spread,
-)
+from qat.kernels.lut_matvec import Norm, matvec, matvec_add
+from qat.kernels.lut_rows import MMA_BITS, UNIT, LutRows, Rows, gathered, order_of, spread
 from qat.kernels.lut_weight import form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns

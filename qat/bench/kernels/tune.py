@@ -35,15 +35,8 @@ from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
-from qat.kernels.lut_matvec import (
-    MMA_BITS,
-    MMA_INPUTS,
-    UNIT,
-    MmaTile,
-    Tile,
-    mma_tile_for,
-    tile_for,
-)
+from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for
+from qat.kernels.lut_rows import MMA_BITS, MMA_INPUTS, UNIT
 from qat.kernels.lut_weight import FormTile
 from qat.kernels.topk import BlockPass
 

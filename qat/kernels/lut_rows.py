@@ -1,0 +1,197 @@
+"""PackedIndices rows of a matrix, and the orders in which such a matrix reads its inputs.
+
+A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16 * (I / 16) +
+k // 16`; or split, as two numbers of 16 bits (`split`). Who produces them writes them so;
+`order_of` says for which matrix.
+
+Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.backend.device import on
+from qat.kernels.dispatch import tl, triton
+from qat.quant.spec import LutSpec
+from qat.quant.weight import PackedIndices, Scales, from_stored, to_stored, unpack
+
+UNIT = 16
+"""Weights of a row that are read as one."""
+SPLIT = 0
+"""The order of inputs that tensor cores read."""
+SPLIT_FACTOR = 16.0
+"""What split inputs are divided by, so that no float16 overflows below a million."""
+MMA_BITS, MMA_INPUTS = (2, 4), 64
+"""Bits that tensor cores' levels can have, and inputs that rows must be multiples of."""
+MOST_PARTS = 3
+KERNEL_BITS = (1, 2, 3, 4, 8)
+
+
+class LutRows(NamedTuple):
+    """One or several packed weights that read the same input, row under row."""
+
+    octets: Tensor
+    """`(O, packed_width)` uint8."""
+    scales: Tensor
+    """`(O, G)` as stored: uint8 (`quant.e5m3`), float16 or float32."""
+    codebooks: Tensor
+    """`(P, C)` float32: the levels of each part, C = 2**bits."""
+    tables: Tensor | None
+    """`(P, C / 2)` int32: lower, then upper bytes of the levels as float16 (`short_levels`)."""
+    factors: Tensor | None
+    """`(P,)` float32: what these levels are multiplied by."""
+    bits: int
+    starts: tuple[int, ...]
+    """First row of each part."""
+
+    @classmethod
+    def of(
+        cls, source: PackedIndices, codebook: Tensor, scales: Scales, *, is_short: bool = False
+    ) -> Self:
+        """One packed weight with group scales, which are encoded as a checkpoint stores them.
+
+        With `is_short`, a kernel may take levels as numbers of 16 bits (`short_levels`).
+        """
+        C = 2**source.bits
+        padded = F.pad(codebook.detach().float(), (0, C - codebook.numel()))
+        tables = factors = None
+        if is_short and _has_mma(source, codebook.device):
+            tables, factors = short_levels(padded)
+        encoded = to_stored("scales", scales.scales, scales.bits)
+        return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(O, I)`."""
+        return torch.Size((self.octets.shape[0], self.octets.shape[1] * 8 // self.bits))
+
+    def part(self, index: int) -> Self:
+        """One of the parts, in the same memory."""
+        rows = slice(*(*self.starts, self.shape[0])[index : index + 2])
+        one = slice(index, index + 1)
+        tables, factors = (None if t is None else t[one] for t in (self.tables, self.factors))
+        members = (self.octets[rows], self.scales[rows], self.codebooks[one])
+        return LutRows(*members, tables, factors, self.bits, (0,))
+
+    def dense(self) -> Tensor:
+        """`W`, `(O, I)` float32."""
+        O, I = self.shape
+        indices = unpack(self.octets, self.bits, I).int()
+        ends = (*self.starts[1:], O)
+        part = torch.zeros(O, dtype=torch.int32, device=indices.device)
+        for index, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
+            part[start:end] = index
+        flat = (indices + (part * 2**self.bits)[:, None]).flatten()
+        levels = self.codebooks.flatten().index_select(0, flat).view(O, I)
+        stored_bits = 8 * self.scales.element_size()
+        scales = from_stored("scales", self.scales, stored_bits)
+        return levels * scales.repeat_interleave(I // scales.shape[1], 1)
+
+
+Rows = LutRows | Tensor
+"""A packed matrix, or a dense one `(O, I)`."""
+
+
+def reads(spec: LutSpec) -> bool:
+    """Whether a weight of that format can be read packed: group scales over whole units."""
+    return spec.scale == "group" and spec.group_size % UNIT == 0 and spec.bits in KERNEL_BITS
+
+
+def stack(members: Sequence[Rows]) -> Rows:
+    """Matrices that read the same input as one; all packed alike (`stacks`), or all dense."""
+    if isinstance(members[0], Tensor):
+        return torch.cat([*members])
+    starts = torch.tensor([0, *(member.shape[0] for member in members)]).cumsum(0)
+    fields = zip(*(member[:5] for member in members), strict=True)
+    joined = [None if tensors[0] is None else torch.cat(tensors) for tensors in fields]
+    if (starts[:-1] % UNIT).any():
+        joined[3:] = None, None  # 16 rows at a time have one table
+    return LutRows(*joined, members[0].bits, tuple(starts[:-1].tolist()))
+
+
+def stacks(members: Sequence[Rows]) -> bool:
+    """Whether `stack` takes these."""
+    if any(isinstance(member, Tensor) for member in members):
+        return all(isinstance(member, Tensor) for member in members)
+    kinds = {
+        (m.bits, m.scales.dtype, m.scales.shape[1], m.shape[1], m.tables is None) for m in members
+    }
+    return len(kinds) == 1 and len(members) <= MOST_PARTS
+
+
+def order_of(rows: Rows) -> int:
+    """How a matrix reads its inputs: spread by 16, or by 1 as they are, or `SPLIT`."""
+    if isinstance(rows, Tensor):
+        return 1
+    return UNIT if rows.tables is None else SPLIT
+
+
+def spread(x: Tensor, order: int) -> Tensor:
+    """`(B, I)` as float32 in that order; or split, `(B, 2 I)` float16."""
+    if order == SPLIT:
+        return split(x)
+    return x.float().unflatten(1, (-1, order)).transpose(1, 2).flatten(1)
+
+
+def split(x: Tensor) -> Tensor:
+    """`(B, I)` as float16 `(B, 2 I)`: what float16 holds of `x / 16`, then what that leaves.
+
+    In each unit of 16 the even places come first. Errs by at most 2**-22 of an input, or by 2**-21.
+    """
+    ordered = x.float().unflatten(1, (-1, UNIT // 2, 2)).transpose(2, 3).flatten(1) / SPLIT_FACTOR
+    upper = ordered.half()
+    return torch.cat([upper, (ordered - upper.float()).half()], 1)
+
+
+def gathered(x: Tensor, order: int) -> Tensor:
+    """Undo `spread`."""
+    if order == SPLIT:
+        upper, lower = x.double().chunk(2, 1)
+        both = (upper + lower).to(torch.float32) * SPLIT_FACTOR
+        return both.unflatten(1, (-1, 2, UNIT // 2)).transpose(2, 3).flatten(1)
+    return x.unflatten(1, (order, -1)).transpose(1, 2).flatten(1)
+
+
+def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels `(C,)` as float16: their bytes `(1, C / 2)` int32, and what a sum is multiplied by.
+
+    The lower bytes of all levels come first, four in a word, then the upper ones. A power of two
+    brings the largest to between 1/2 and 1; each then errs by at most 2**-11 of itself, or 2**-25
+    of the largest. The factor `(1,)` float32 undoes that and `SPLIT_FACTOR`.
+    """
+    levels = codebook.detach().float()
+    _, exponent = torch.frexp(levels.abs().amax())
+    octets = torch.ldexp(levels, -exponent).half().view(torch.uint8).view(-1, 2)
+    factor = torch.ldexp(levels.new_tensor(SPLIT_FACTOR), exponent)
+    return octets.T.contiguous().view(torch.int32).view(1, -1), factor.view(1)
+
+
+def _has_mma(source: PackedIndices, device: torch.device) -> bool:
+    """Whether tensor cores can read a matrix of that format there."""
+    is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
+    return is_format and (device.type != "cuda" or on(device).has_bf16())
+
+
+def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
+    """Room for inputs in that order (`lut_matvec.spread`)."""
+    is_split = order == SPLIT
+    dtype = torch.float16 if is_split else torch.float32
+    return torch.empty(B, 2 * I if is_split else I, dtype=dtype, device=device)
+
+
+@triton.jit
+def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
+    """Write inputs of the next matrix, of `size` a vector, as `lut_matvec.spread` lays them."""
+    if ORDER == 0:
+        at = b * 2 * size + place // 16 * 16 + place % 2 * 8 + place % 16 // 2
+        part = y * 0.0625
+        upper = part.to(tl.float16)
+        tl.store(out + at, upper, mask=is_there)
+        tl.store(out + at + size, (part - upper.to(tl.float32)).to(tl.float16), mask=is_there)
+    else:
+        at = b * size + place % ORDER * (size // ORDER) + place // ORDER
+        tl.store(out + at, y, mask=is_there)
