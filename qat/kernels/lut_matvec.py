@@ -4,11 +4,13 @@
 weight is ever formed. A linear takes what stands around it with it: the norm before it, the gated
 unit or the residual sum behind it.
 
-A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16 * (I / 16) +
-k // 16`; or split, as two numbers of 16 bits (`split`). Who produces them writes them so;
-`order_of` says for which matrix.
+The kernel: a unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile
+is R rows x U units. A thread decodes its units into float32 levels and adds up their products with
+x, which lies spread (`lut_rows`): the 16 inputs of all units side by side, so that a thread reads
+four units' inputs as 16 bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do,
+the tensor cores multiply (`lut_mma`), with the same norm before and the same sums behind.
 
-Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts.
+Shapes: B sequences, O out_features, I in_features, C codebook entries, P parts.
 """
 
 from typing import NamedTuple
@@ -41,6 +43,7 @@ from qat.kernels.tuned import chosen
 
 MOST_VECTORS = 8
 """Vectors at once; for more, a formed weight and a matmul are faster."""
+# a unit's indices are one such word, of 8 bits two; of 3 bits three, no integer being as wide
 WORDS = {1: torch.int16, 2: torch.int32, 3: torch.int16, 4: torch.int64, 8: torch.int64}
 
 
@@ -78,7 +81,10 @@ def matvec(
     rows are gates, and the result is `silu(gate) * up`, `(B, O / 2)`.
     """
     if use_triton(x):
-        return _matvec_by_kernel(x, rows, norm=norm, bias=bias, is_gated=is_gated, order=order)
+        O = rows.shape[0] // 2 if is_gated else rows.shape[0]
+        out = empty_inputs(x.shape[0], O, order, x.device)
+        _launch(x, rows, out, norm=norm, bias=bias, is_gated=is_gated, order=order)
+        return out
     y = _product(x, rows)
     if norm is not None:
         mean = norm.squares.sum(1, keepdim=True) / rows.shape[1]
@@ -102,7 +108,13 @@ def matvec_add(
 ) -> Stream:
     """`residual + W x + bias`, and what the next linear reads: times `gamma`, spread by `order`."""
     if use_triton(x):
-        return Stream(*_matvec_add_by_kernel(x, rows, residual, gamma, bias=bias, order=order))
+        B, O = x.shape[0], rows.shape[0]
+        count = triton.cdiv(O, _tile(rows, O).rows)
+        squares = torch.empty(B, count, dtype=torch.float32, device=x.device)
+        out, scaled = torch.empty_like(residual), empty_inputs(B, O, order, x.device)
+        added = (scaled, squares, residual, gamma.contiguous())
+        _launch(x, rows, out, bias=bias, order=order, added=added)
+        return Stream(out, scaled, squares)
     y = _product(x, rows)
     return stream(residual + (y if bias is None else y + bias.float()), gamma, order)
 
@@ -117,9 +129,6 @@ def stream(residual: Tensor, gamma: Tensor, order: int) -> Stream:
 def _product(x: Tensor, rows: Rows) -> Tensor:
     W = rows.float() if isinstance(rows, Tensor) else rows.dense()
     return gathered(x, order_of(rows)) @ W.T
-
-
-# How the kernel of `lut_matvec` cuts a matrix: no result depends on it, only time does.
 
 
 class Tile(NamedTuple):
@@ -169,49 +178,16 @@ class MmaTile(NamedTuple):
 
 
 def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
-    """The default: a lane reads 16 bytes, and few rows are shared by more warps."""
+    """The default: a lane reads 16 bytes, and few rows are shared by more warps.
+
+    2,560 rows are 160 programs for the 132 multiprocessors of an H200.
+    """
     units = 4 if bits == 2 else 2
     spans = triton.next_power_of_2(max(in_features // (4 * UNIT * units), 1))
     most = 16 if out_features < 4096 else 8 if out_features < 8192 else 2
     if in_features > 8192:
         most = min(most, 8)
     return MmaTile(units, min(most, spans))
-
-
-# Where the kernels of a decoding step put what the next matrix reads.
-
-
-# `lut_matvec` as one Triton kernel: weights straight from their packed indices, or dense.
-#
-# A unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile is R rows x
-# U units. A thread decodes its units into float32 levels and adds up their products with x, which
-# lies spread: the 16 inputs of all units side by side, so that a thread reads four units' inputs as
-# 16 bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do, the tensor cores
-# multiply (`lut_mma`), with the same norm before and the same sums behind.
-
-
-def _matvec_by_kernel(
-    x: Tensor, rows: Rows, *, norm: Norm | None, bias: Tensor | None, is_gated: bool, order: int
-) -> Tensor:
-    """See `lut_matvec`."""
-    O = rows.shape[0] // 2 if is_gated else rows.shape[0]
-    out = empty_inputs(x.shape[0], O, order, x.device)
-    _launch(x, rows, out, norm=norm, bias=bias, is_gated=is_gated, order=order)
-    return out
-
-
-def _matvec_add_by_kernel(
-    x: Tensor, rows: Rows, residual: Tensor, gamma: Tensor, *, bias: Tensor | None, order: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `lut_matvec`: the new residual, scaled, and the sums of squares."""
-    B, O = x.shape[0], rows.shape[0]
-    count = triton.cdiv(O, _tile(rows, O).rows)
-    squares = torch.empty(B, count, dtype=torch.float32, device=x.device)
-    out, scaled = torch.empty_like(residual), empty_inputs(B, O, order, x.device)
-    _launch(
-        x, rows, out, bias=bias, order=order, added=(scaled, squares, residual, gamma.contiguous())
-    )
-    return out, scaled, squares
 
 
 def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
@@ -276,7 +252,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(rows: Rows) -> _Parts:
-    none = 2**31 - 1
+    none = 2**31 - 1  # no row reaches it
     if isinstance(rows, Tensor):
         return _Parts((rows, None, None, None, None), 16, 1, none, none, False)
     is_mma = order_of(rows) == SPLIT
@@ -301,8 +277,8 @@ def _matvec_kernel(
     first = tl.program_id(0) * R
     row = first + tl.arange(0, R)
     is_row = row < num_out
-    row = tl.minimum(row, num_out - 1)
-    # what no kernel writes
+    row = tl.minimum(row, num_out - 1)  # beyond the last the last again: no load needs a mask
+    # what no kernel writes, so that it need not wait for the one before
     if MMA:
         drawn = mma_ahead(
             source, scales, first, num_out, 0, UNITS, BITS, LENGTH, 2 if GLU else 1, U, W
@@ -480,10 +456,9 @@ def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: 
     return _read(scales + place, (unit < UNITS)[None, :], WHOLE)
 
 
-# Triton functions that turn packed indices into levels, 16 at a time, for `lut_matvec`.
-#
-# The levels are exact. A GPU reads weights of few bits faster than it can name their levels: what
-# counts is integer instructions a weight, 2 with assembled loads (`lut_mma` has fewer).
+# Levels of packed indices, 16 at a time; exact. A GPU reads weights of few bits faster than it can
+# name their levels: what counts is integer instructions a weight, 2 with assembled loads
+# (`lut_mma` has fewer).
 
 GATHER, SELECT, ASSEMBLED_GATHER = 0, 1, 2
 """Ways to look levels up: a load from the codebook, comparisons between four.

@@ -3,7 +3,7 @@
 A warp takes 16 rows and 64 inputs at a time. Its lane 4 r + c holds the unit c of the rows r and
 r + 8, which is what `mma.m16n8k16` wants of its first factor if the inputs of a product's four
 steps are those that the lane has: their order within a sum is free. The second factor has 8
-columns: in 2 c and 2 c + 1 lie unit c's inputs, upper and lower parts (`lut_matvec.split`), and
+columns: in 2 c and 2 c + 1 lie unit c's inputs, upper and lower parts (`lut_rows.split`), and
 zeros elsewhere. So a product's column 2 c + h is what unit c adds, and lies in the lane that knows
 the unit's scale.
 

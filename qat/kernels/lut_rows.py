@@ -28,7 +28,9 @@ SPLIT_FACTOR = 16.0
 MMA_BITS, MMA_INPUTS = (2, 4), 64
 """Bits that tensor cores' levels can have, and inputs that rows must be multiples of."""
 MOST_PARTS = 3
+"""Parts of one product: queries, keys and values; the kernel knows the first rows of so many."""
 KERNEL_BITS = (1, 2, 3, 4, 8)
+"""Bits whose unit fills whole half-words, in one or two words (`lut_matvec._draw`)."""
 
 
 class LutRows(NamedTuple):
@@ -177,7 +179,7 @@ def _has_mma(source: PackedIndices, device: torch.device) -> bool:
 
 
 def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
-    """Room for inputs in that order (`lut_matvec.spread`)."""
+    """Room for inputs in that order (`spread`)."""
     is_split = order == SPLIT
     dtype = torch.float16 if is_split else torch.float32
     return torch.empty(B, 2 * I if is_split else I, dtype=dtype, device=device)
@@ -185,7 +187,7 @@ def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
-    """Write inputs of the next matrix, of `size` a vector, as `lut_matvec.spread` lays them."""
+    """Write inputs of the next matrix, of `size` a vector, as `spread` lays them."""
     if ORDER == 0:
         at = b * 2 * size + place // 16 * 16 + place % 2 * 8 + place % 16 // 2
         part = y * 0.0625

@@ -8,6 +8,12 @@ index is that of the level nearest to it under the scales (`qat.quant.codebook.l
 Scales are taken as they learn, in float32; both functions compute with them rounded to what a
 checkpoint stores, which changes nothing where they are rounded already.
 
+The kernels see the weight as runs of consecutive weights: a run is one group where scales are by
+group, else one row. A run is cut into units of 8 weights, or of 1 where 8 do not fill it: a thread
+reads the indices of a unit as one word, and neighbouring threads store side by side (all linears of
+0.6B form in 0.52 ms instead of 0.95 on an H200). A tile is N runs x U units. The products that say
+which weight is formed are rounded one by one, as the reference rounds them: no fused multiply-add.
+
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
 """
 
@@ -33,6 +39,23 @@ from qat.quant.weight import (
 
 MOST_LEVELS = 16
 """Levels that a kernel's threads hold."""
+WARPS = 4
+REDUCE_WEIGHTS = 2048
+"""Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
+REDUCE_PROGRAMS = 384
+"""Programs that share all tiles, about three for each multiprocessor of a large GPU: each sums its
+levels across threads once, and the last one adds up what all of them found."""
+UNIT = 8
+"""Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
+WORDS = {2: torch.int16, 4: torch.int32}
+"""The word that holds the indices of a unit, by bits of one."""
+
+
+class FormTile(NamedTuple):
+    """What a program forms."""
+
+    weights: int = 4096
+    """Of a tile, 32 a thread of four warps."""
 
 
 def form(
@@ -50,7 +73,14 @@ def form(
     if out is None:
         out = torch.empty(source.shape, dtype=dtype, device=codebook.device)
     if _by_kernel(codebook):
-        _form_by_kernel(out, source, codebook, scales)
+        bits = source.bits if isinstance(source, PackedIndices) else 0
+        cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
+        tiling = _Tiling.of(source, scales, cut.weights)
+        _form_kernel[(tiling.num_tiles,)](
+            out, *_operands(source, codebook, scales, tiling.E),
+            **tiling.constants(source, codebook),
+            enable_fp_fusion=False, num_warps=tiling.num_warps,
+        )  # fmt: skip
         return out
     weight, S = _weight_and_scale(source, codebook, scales)
     return out.copy_(chosen_levels(weight) * S)
@@ -108,7 +138,11 @@ def _reduce(
     weight, S = _weight_and_scale(source, codebook, scales)
     d_codebook = dS = None
     if wants_codebook:
-        d_codebook = _added_by_level(dW * S, weight)
+        # in float64, where no order of summation, not even that of atomics, moves the float32
+        # result by more than its last bit
+        sums = dW.new_zeros(dW.shape[0], codebook.numel(), dtype=torch.float64)
+        sums.scatter_add_(1, weight.indices.long(), (dW * S).double())
+        d_codebook = sums.sum(0).float()
     if wants_scales:
         dS = dW * chosen_levels(weight)
         if scales.scales is not None:
@@ -126,16 +160,6 @@ def _weight_and_scale(
     return QuantizedWeight(indices, codebook, scales), S
 
 
-def _added_by_level(dWS: Tensor, weight: QuantizedWeight) -> Tensor:
-    """`(C,)`: the sum of `dWS` where each level is chosen.
-
-    In float64, where no order of summation, not even that of atomics, moves the float32 result by
-    more than its last bit.
-    """
-    sums = dWS.new_zeros(dWS.shape[0], weight.codebook.numel(), dtype=torch.float64)
-    return sums.scatter_add_(1, weight.indices.long(), dWS.double()).sum(0).float()
-
-
 def _pull_back_low_rank(dS: Tensor, scales: Scales, wanted: Collection[str]) -> dict[str, Tensor]:
     gradients = {}
     if "scale_in" in wanted:
@@ -145,47 +169,6 @@ def _pull_back_low_rank(dS: Tensor, scales: Scales, wanted: Collection[str]) -> 
         both = {"scale_out": dSB * scales.rank_gain, "rank_gain": (scales.scale_out * dSB).sum(0)}
         gradients |= {name: both[name] for name in both if name in wanted}
     return gradients
-
-
-# `form` and `reduce` of `lut_weight` as one Triton kernel each.
-#
-# A kernel sees the weight as runs of consecutive weights: a run is one group where scales are by
-# group, else one row. A run is cut into units of 8 weights, or of 1 where 8 do not fill it: a
-# thread reads the indices of a unit as one word. A tile is N runs x U units. The products that say
-# which weight is formed are rounded one by one, as the reference rounds them: no fused multiply-
-# add.
-
-
-class FormTile(NamedTuple):
-    """What a program forms."""
-
-    weights: int = 4096
-    """Of a tile, 32 a thread of four warps."""
-
-
-REDUCE_WEIGHTS = 2048
-"""Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
-REDUCE_PROGRAMS = 384
-"""Programs that share all tiles, about three for each multiprocessor of a large GPU: each sums its
-levels across threads once, and the last one adds up what all of them found."""
-WARPS = 4
-UNIT = 8
-"""Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
-WORDS = {2: torch.int16, 4: torch.int32}
-"""The word that holds the indices of a unit, by bits of one."""
-
-
-def _form_by_kernel(
-    out: Tensor, source: PackedIndices | Tensor, codebook: Tensor, scales: Scales
-) -> None:
-    """Write `codebook[indices] * S` into `out`, in its dtype, to the bit as the reference does."""
-    bits = source.bits if isinstance(source, PackedIndices) else 0
-    cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
-    tiling = _Tiling.of(source, scales, cut.weights)
-    _form_kernel[(tiling.num_tiles,)](
-        out, *_operands(source, codebook, scales, tiling.E),
-        **tiling.constants(source, codebook), enable_fp_fusion=False, num_warps=tiling.num_warps,
-    )  # fmt: skip
 
 
 def _reduce_by_kernel(
@@ -219,6 +202,7 @@ def _reduce_by_kernel(
         num_tiles=tiling.num_tiles, **tiling.constants(source, codebook),
         THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
         PROGRAMS=triton.next_power_of_2(REDUCE_PROGRAMS),
+        # a low-rank scale also says which level is nearest
         enable_fp_fusion=scales.scales is not None, num_warps=tiling.num_warps,
     )  # fmt: skip
     return d_levels, d_scales
@@ -251,8 +235,11 @@ class _Tiling(NamedTuple):
     """0 where scales are by group."""
     scale_bits: int
     N: int
+    """Runs of a tile."""
     U: int
+    """Units of a run in a tile."""
     E: int
+    """Weights of a unit."""
 
     @classmethod
     def of(cls, source: PackedIndices | Tensor, scales: Scales, weights: int) -> Self:
@@ -403,7 +390,8 @@ def _add_up(
 ):  # fmt: skip
     """Hand in this program's `sums`; whoever comes last adds up all, in the order of programs.
 
-    In float64, so that the many partial sums cost no digits.
+    In float64, so that the many partial sums cost no digits. No second launch: with one, all
+    linears of 0.6B took 3.3 ms instead of 1.65 (one H200).
     """
     slot = tl.arange(0, SLOTS)
     tl.store(partials + tl.program_id(0) * SLOTS + slot, sums)
@@ -444,11 +432,8 @@ def _sum_by_level(values, index, SLOTS: tl.constexpr):
     return tl.reshape(sums[0], (values.shape[0], SLOTS))
 
 
-# Triton functions that the kernels of `lut_weight` are made of.
-#
-# A unit is E consecutive weights of one run: a group, or a row where the scale is of low rank.
-
 LARGEST_E5M3 = tl.constexpr(LARGEST)
+"""The bits of the largest stored number, as a float16's."""
 
 
 @triton.jit
@@ -476,6 +461,7 @@ def draw(
     elif E == 1:
         bit = first % in_features * BITS
         octet = source + first // in_features * width + bit // 8
+        # an index may begin in one octet and end in the next
         is_cut = is_unit & (bit % 8 + BITS > 8)
         word = tl.load(octet, mask=is_unit, other=0).to(tl.int32)
         word |= tl.load(octet + 1, mask=is_cut, other=0).to(tl.int32) << 8
@@ -516,6 +502,7 @@ def as_stored(scale, SCALE_BITS: tl.constexpr):
     else:
         half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
         bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        # the seven bits that E5M3 lacks are rounded off, ties to even
         cut = tl.minimum((bits + 63 + ((bits >> 7) & 1)) >> 7 << 7, LARGEST_E5M3)
         # what is not finite stays so
         kept = tl.where(bits < 0x7C00, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
@@ -535,6 +522,7 @@ def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.conste
         row, column = levels[:, None], levels[None, :]
         is_before = (column < row) | ((column == row) & (place[None, :] < place[:, None]))
         rank = tl.sum(is_before.to(tl.int32), axis=1)
+        # sorted by counting: level i goes to the place of its rank
         takes = rank[:, None] == place[None, :]
         levels = tl.sum(tl.where(takes, row, 0.0), axis=0)
         nexts = tl.sum(tl.where(rank[:, None] == place[None, :] + 1, row, 0.0), axis=0)

@@ -8,6 +8,10 @@ again, and whatever is summed is summed over tokens outside the top K, never as 
 Tokens are ordered by logit, highest first, and among equal logits by id, lowest first, so that
 bfloat16's many ties come out alike on every device.
 
+The kernels: one pass over the logits, then K candidate blocks a row. A threshold is found bit by
+bit: the largest 32-bit key that at least K of a row's keys reach. For 16-bit logits only the upper
+bits are tried, since the others are equal in all.
+
 Shapes: T tokens, V vocabulary, K tokens kept, N blocks, C blocks chosen.
 """
 
@@ -22,7 +26,21 @@ from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 
 BLOCK = 64
+"""Columns of a block: K * 64 candidates are looked at again, V / 64 peaks are kept."""
 LOW_BITS = 2**31 - 1
+"""All but the sign of an int32: what turns the order of negative floats over."""
+MAX_K = 512
+"""K * BLOCK candidates are held in one program's registers."""
+UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""Lowest bits of a float32 that are zero in every number of that dtype."""
+
+
+class BlockPass(NamedTuple):
+    """How the pass over logits is cut."""
+
+    blocks: int = 64
+    """Blocks of a program, a power of two."""
+    warps: int = 4
 
 
 class Blocks(NamedTuple):
@@ -156,28 +174,8 @@ def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     return values, LOW_BITS - (keys & LOW_BITS)
 
 
-# Triton's side of `qat.kernels.topk`: one pass over the logits, then K candidate blocks a row.
-#
-# A threshold is found bit by bit: the largest 32-bit key that at least K of a row's keys reach. For
-# 16-bit logits only the upper bits are tried, since the others are equal in all.
-#
-# Shapes: T tokens, V vocabulary, K tokens kept, N blocks.
-
-
-class BlockPass(NamedTuple):
-    """How the pass over logits is cut."""
-
-    blocks: int = 64
-    """Blocks of a program, a power of two."""
-    warps: int = 4
-
-
-MAX_K = 512  # K * BLOCK candidates are held in one program's registers
-UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-
-
 def summarize_by_kernel(logits: Tensor) -> Blocks:
-    """`topk.summarize`."""
+    """`summarize`, in one pass."""
     logits = _rows(logits)
     T, V = logits.shape
     N = triton.cdiv(V, BLOCK)
@@ -198,7 +196,7 @@ def can_select(k: int, blocks: Blocks) -> bool:
 
 
 def select_by_kernel(logits: Tensor, k: int, blocks: Blocks) -> Selection:
-    """`topk.top_k_of_blocks` for a K that `can_select` allows."""
+    """`top_k_of_blocks` for a K that `can_select` allows."""
     logits = _rows(logits)
     T, V = logits.shape
     N = blocks.peaks.shape[1]
@@ -280,6 +278,7 @@ def _choose_tokens(
     x = tl.load(logits + row * stride + token, mask=is_real, other=-float("inf")).to(tl.float32)
     is_chosen = _largest(x, is_real, K, UNUSED)
     place = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
+    # as `_keys`
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -291,7 +290,8 @@ def _choose_tokens(
 @triton.jit
 def _largest(x, is_real, K, UNUSED: tl.constexpr):
     """Which lanes hold the K largest; among equal ones the first."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    # floats in order as unsigned integers: the sign set, or all bits of a negative one turned over
     flipped = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     key = tl.where(is_real, flipped >> UNUSED, 0)  # that of -inf is greater
     threshold = tl.zeros((), dtype=tl.uint32)
