@@ -4,6 +4,11 @@ Shapes are static and nothing depends on the host, so that one recorded graph se
 those that begin a tile, whose graph also chooses blocks. Rows begin at position 0 and may be of
 different lengths.
 
+The kernels are three launches a position. The first keeps the new key and value and pools what they
+complete. The second splits the lists of all branches over programs, each of which reads `TILE` keys
+for the query heads of one key-value head; the third makes their softmaxes one for each branch and
+adds the branches up.
+
 Shapes: B rows, H query heads, K key-value heads, N positions that there is room for, D head width,
 C pooled keys, T tiles, n blocks that a query selects, M keys that a branch may read.
 """
@@ -39,6 +44,13 @@ NONE = -1
 """Stands in a list of blocks where there is no further one."""
 WIDEST = 256
 """Widest head of the kernels."""
+TILE = 64
+"""Keys that a program reads at a time."""
+MOST_PARTS = 64
+"""Programs at most that share one head's pooled keys; with more of these each reads several tiles,
+so that there is not ever more to add up."""
+LOWEST = tl.constexpr(-1e30)
+"""Peak of a softmax over no keys: finite, so that differences are."""
 
 
 class Past(NamedTuple):
@@ -128,7 +140,15 @@ def append(
     is_due = (start >= 0) & (start % config.compress_stride == 0)
     place = (start // config.compress_stride).clamp(0, max(0, kept.pooled_keys.shape[2] - 1))
     if pooled_key is None and _fits(key, kept):
-        _append_by_kernel(kept, key, value, position, config=config, weights=weights)
+        B, K, N, D = kept.keys.shape
+        of_keys, of_values = weights or (None, None)
+        _append_kernel[(B * K,)](
+            kept.keys, kept.values, kept.pooled_keys, kept.pooled_values, key.contiguous(),
+            value.contiguous(), position, of_keys, of_values, N, kept.pooled_keys.shape[2],
+            K=K, D=D, BLOCK=config.compress_block, STRIDE=config.compress_stride,
+            ROWS=triton.next_power_of_2(config.compress_block), WIDTH=triton.next_power_of_2(D),
+            num_warps=4, **overlapping(key.device),
+        )  # fmt: skip
     else:
         _put(kept.keys, key, position)
         _put(kept.values, value, position)
@@ -278,42 +298,6 @@ def _fits(tensor: Tensor, kept: Past) -> bool:
     return is_known and use_triton(tensor)
 
 
-# The Triton side of `qat.kernels.nsa.decode`: three launches a position.
-#
-# The first keeps the new key and value and pools what they complete. The second splits the lists of
-# all branches over programs, each of which reads `TILE` keys for the query heads of one key-value
-# head; the third makes their softmaxes one for each branch and adds the branches up.
-
-TILE = 64
-"""Keys that a program reads at a time."""
-MOST_PARTS = 64
-"""Programs at most that share one head's pooled keys; with more of these each reads several tiles,
-so that there is not ever more to add up."""
-LOWEST = tl.constexpr(-1e30)
-"""Peak of a softmax over no keys: finite, so that differences are."""
-
-
-def _append_by_kernel(
-    kept: Past,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    *,
-    config: NSAConfig,
-    weights: tuple[Tensor, Tensor] | None,
-) -> None:
-    """See `qat.kernels.nsa.decode.append`."""
-    B, K, N, D = kept.keys.shape
-    of_keys, of_values = weights or (None, None)
-    _append_kernel[(B * K,)](
-        kept.keys, kept.values, kept.pooled_keys, kept.pooled_values, key.contiguous(),
-        value.contiguous(), position, of_keys, of_values, N, kept.pooled_keys.shape[2],
-        K=K, D=D, BLOCK=config.compress_block, STRIDE=config.compress_stride,
-        ROWS=triton.next_power_of_2(config.compress_block), WIDTH=triton.next_power_of_2(D),
-        num_warps=4, **overlapping(key.device),
-    )  # fmt: skip
-
-
 def _attend_by_kernel(
     query: Tensor,
     kept: Past,
@@ -323,7 +307,7 @@ def _attend_by_kernel(
     config: NSAConfig,
     scale: float,
 ) -> Tensor:
-    """See `qat.kernels.nsa.decode.attend`."""
+    """See `attend`."""
     (B, H, D), (K, N) = query.shape, kept.keys.shape[1:3]
     T, C = kept.blocks.shape[2], kept.pooled_keys.shape[2]
     selected, window, compressed = _programs(config, C)
@@ -340,22 +324,9 @@ def _attend_by_kernel(
         TILE_QUERIES=config.select_tile, SPAN=config.window, POOL_BLOCK=config.compress_block,
         POOL_STRIDE=config.compress_stride, num_warps=4, **overlapping(query.device),
     )  # fmt: skip
-    gates = None if gates is None else gates.contiguous()
-    return _added_up(query, (parts, peaks, sums), gates, (selected, window, compressed))
-
-
-def _added_up(
-    query: Tensor,
-    found: tuple[Tensor, Tensor, Tensor],
-    gates: Tensor | None,
-    programs: tuple[int, int, int],
-) -> Tensor:
-    """One softmax a branch out of its programs' parts, peaks and sums; the branches added up."""
-    B, H, D = query.shape
     out = torch.empty(B, H, D, dtype=query.dtype, device=query.device)
-    selected, window, compressed = programs
     _merge_kernel[(B * H,)](
-        out, *found, gates,
+        out, parts, peaks, sums, None if gates is None else gates.contiguous(),
         D=D, WIDTH=triton.next_power_of_2(D), SELECTED=selected, WINDOW=window,
         COMPRESSED=compressed, num_warps=4, **overlapping(query.device),
     )  # fmt: skip
@@ -372,6 +343,8 @@ def _programs(config: NSAConfig, num_compressed: int) -> tuple[int, int, int]:
     return selected, triton.cdiv(config.window, TILE), min(compressed, MOST_PARTS)
 
 
+# not specialized: N, T and C grow with the room for positions, and 1 or a multiple of 16 would
+# compile these anew
 @triton.jit(do_not_specialize=["N", "C"])
 def _append_kernel(
     keys, values, pooled_keys, pooled_values, new_key, new_value, position, of_keys, of_values, N,

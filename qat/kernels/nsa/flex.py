@@ -4,7 +4,11 @@ FlexAttention heeds lists of blocks only where it is compiled; run eagerly it wo
 function. So nothing here runs eagerly: inside a graph that is being compiled it becomes a part of
 that, elsewhere a graph of its own.
 
-Shapes as in `qat.kernels.nsa.select`.
+Queries and keys lie in blocks of `EDGE`. Every list of blocks goes both ways: forward walks the key
+blocks of a tile of queries, backward besides the tiles that read a key block. Nothing of the size
+`queries x keys` is made.
+
+Shapes as in `qat.kernels.nsa.select`; M tiles of `EDGE` queries, N blocks of `EDGE` keys.
 """
 
 import math
@@ -22,20 +26,18 @@ from qat.kernels.nsa import reference
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.select import Inputs, pool, select
 
-# The three branches of Native Sparse Attention as calls of FlexAttention, to be compiled.
-#
-# Shapes as in `qat.kernels.nsa.select`; M tiles of `EDGE` queries, N blocks of `EDGE` keys.
-
-# The blocks that each tile of queries reads, listed as FlexAttention takes them.
-#
-# Queries and keys lie in blocks of `EDGE`. Every list goes both ways: forward walks the key blocks
-# of a tile of queries, backward besides the tiles that read a key block. Nothing of the size
-# `queries x keys` is made.
-#
-# Shapes: M tiles of queries, N blocks of keys.
-
 EDGE = 128
 """Queries of a tile and keys of a block: what the kernels work on at a time."""
+MOST_PARTS = 8
+"""Parts of a row that add up gradients of pooled keys apart, lest a few long sums be waited for."""
+SHARED_TILES = 16
+"""Tiles that read one copy of the first blocks, which all tiles read."""
+LEAST_WIDTH = 16
+CANARY = 0.02
+"""What rounding to TF32 may add to results around 0.2; dense attention is further away."""
+_checked: set[torch.device] = set()
+MOST_GRAPHS = 64
+"""Lengths, batches and modes that are compiled before it is an error."""
 
 
 class Listing(NamedTuple):
@@ -177,11 +179,6 @@ def _without(outer: Span, inner: Span, columns: int) -> Listing:
     counts = inner.begin - outer.begin + outer.end - inner.end
     return Listing(counts.int(), indices.int())
 
-
-MOST_PARTS = 8
-"""Parts of a row that add up gradients of pooled keys apart, lest a few long sums be waited for."""
-SHARED_TILES = 16
-"""Tiles that read one copy of the first blocks, which all tiles read."""
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Whether, of a row and a head, a query sees a key."""
@@ -387,7 +384,9 @@ def compressed(case: BranchInputs) -> Tensor:
         return inputs.query.new_zeros(B, S, H, D)
     parts = math.gcd(S // EDGE, MOST_PARTS)
     pooled = inputs.pooled_key, inputs.pooled_value
-    keys = tuple(_in_parts(_filled(tensor, 2), parts) for tensor in pooled)
+    # each row of pooled keys as often as a row of queries has parts
+    filled = (_filled(tensor, 2)[:, None].expand(-1, parts, -1, -1, -1) for tensor in pooled)
+    keys = tuple(tensor.flatten(0, 1).contiguous() for tensor in filled)
     query = inputs.query.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
     columns = keys[0].shape[2] // EDGE
     outer, inner = (
@@ -437,23 +436,10 @@ def _up(value: Tensor, step: int) -> Tensor:
     return (value + step - 1) // step
 
 
-def _in_parts(tensor: Tensor, parts: int) -> Tensor:
-    """`(B parts, K, C, D)`: each row as often as it has parts."""
-    return tensor[:, None].expand(-1, parts, -1, -1, -1).reshape(-1, *tensor.shape[1:]).contiguous()
-
-
 def _filled(tensor: Tensor, dim: int) -> Tensor:
     """Zeros behind axis `dim` up to a multiple of `EDGE`."""
     more = -tensor.shape[dim] % EDGE
     return tensor if more == 0 else pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, more))
-
-
-LEAST_WIDTH = 16
-CANARY = 0.02
-"""What rounding to TF32 may add to results around 0.2; dense attention is further away."""
-_checked: set[torch.device] = set()
-MOST_GRAPHS = 64
-"""Lengths, batches and modes that are compiled before it is an error."""
 
 
 def refusal(config: NSAConfig, *, head_dim: int) -> str | None:

@@ -1,13 +1,18 @@
 """Native Sparse Attention with a choice for each query, at the cost of what is chosen.
 
 FlexAttention reads what any of 128 queries chose, so a choice for each costs it its speed. Here
-each block of keys gathers the queries that chose it (`qat.kernels.nsa.gather`); the other
-two branches are FlexAttention's.
+each block of keys gathers the queries that chose it (arXiv 2508.18224); the other two branches are
+FlexAttention's. Forward and backward over 16,384 random positions took 7.1 ms, dense cuDNN 7.1,
+FlexAttention 39.9 (one H200).
 
-Shapes as in `qat.kernels.nsa.select`.
+A block's keys and values are loaded once for all queries that read them, whose rows fill the tiles
+of the tensor cores whatever the group. Each pair of a query and a block it chose has a place in the
+block's list; there lies its part of the output, which a second kernel adds up query by query. All
+sums run in one order, so results repeat to the bit.
+
+Shapes: R = B K rows of a key-value head each, G query heads over it, S positions, D head width, C
+judged keys, N blocks, n that a query selects at most, E = S n places for pairs.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +25,23 @@ from qat.kernels.nsa.select import Inputs, judged_keys, select
 
 LEAST_BLOCK, MOST_BLOCK = 16, 128
 MOST_WIDTH, MOST_SELECTED, MOST_GROUP = 256, 255, 32
+"""A place among the selected fits a byte; a query's heads fit a tile's rows (32 in float32)."""
 TILES = 7.2
 """Bytes of shared memory that backward takes for each number of a block's keys, in bfloat16."""
+LOG2E = tl.constexpr(1.4426950408889634)
+"""Logits are in powers of two, of which the hardware has an exponential."""
+FORCED_BITS = tl.constexpr(0x7F000000)
+"""Of a block that is read in any case: above the bits of every score."""
+JUDGING, PICKING, LISTING = 32, 16, 1024
+"""Queries of a program that scores blocks, that picks them, and that lists them a step."""
+LEAST = 16
+"""Fewest rows of a tile of `tl.dot`."""
+FORWARD_ROWS, BACKWARD_ROWS = 64, 128
+"""Rows, a query's head each, that meet a block at a time; half as many in float32."""
+CHUNK = 512
+"""Pairs of a block that one program works through."""
+MOST_BYTES = 2**30
+"""Of scores, or of parts, that exist together."""
 
 
 def refusal(config: NSAConfig, *, group: int, head_dim: int, device: torch.device) -> str | None:
@@ -103,8 +123,44 @@ def _choose(
     has_bound: bool,
     scale: float,
 ) -> Tensor:
-    sizes = Sizes(count, block, stride, init, local, has_bound)
-    return choose(query.contiguous(), judged.contiguous(), first, sizes, scale)
+    """`(R, N, S)` uint8: the place of each block among those that a query selects, from 1; else 0.
+
+    Args:
+        query: `(R, G, S, D)`.
+        judged: `(R, C, D)`, or with a bound `(R, C, 2 D)`: `judged_keys`.
+        first: `(B, S)` int64, beginnings of documents.
+        count: n.
+        block: keys of a block.
+        stride: keys of a pooled one; a power of two, and pooled blocks lie side by side.
+        init: forced blocks at the beginning of the document.
+        local: forced blocks up to and including the query's own.
+        has_bound: whether judged keys are bounds.
+        scale: multiplies `query @ key`.
+    """
+    query, judged = query.contiguous(), judged.contiguous()
+    (R, G, S, D), C = query.shape, judged.shape[1]
+    N = triton.cdiv(S, block)
+    ranks = torch.empty(R, N, S, dtype=torch.uint8, device=query.device)
+    heads = R if first is None else R // first.shape[0]
+    most = max(PICKING, MOST_BYTES // (4 * R * N)) // JUDGING * JUDGING or JUDGING
+    scores = torch.empty(R, min(most, S), N, dtype=torch.float32, device=query.device)
+    group = triton.next_power_of_2(G)
+    queries = max(LEAST // group, JUDGING // group, 1)
+    per_block = block // stride
+    for begin in range(0, S, most):
+        some = min(most, S - begin)
+        _judge_kernel[(triton.cdiv(some, queries), R)](
+            query, judged, first, scores, S, C, N, begin, some, scores.shape[1], scale, heads,
+            G=G, GROUP=group, D=D, WIDTH=max(LEAST, triton.next_power_of_2(D)),
+            STRIDE=stride, PER_BLOCK=per_block, HAS_BOUND=has_bound,
+            QUERIES=queries, KEYS=max(LEAST, per_block, 64), PRECISION=_precision(query),
+        )  # fmt: skip
+        _pick_kernel[(triton.cdiv(some, PICKING), R)](
+            scores, first, ranks, S, N, begin, some, scores.shape[1], heads,
+            COUNT=count, BLOCK=block, INIT=init, LOCAL=local,
+            QUERIES=PICKING, WIDE=triton.next_power_of_2(N),
+        )  # fmt: skip
+    return ranks
 
 
 @_choose.register_fake
@@ -131,10 +187,39 @@ def _attend(
     block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`(R, S, G, D)` of query `(R, G, S, D)`, key and value `(R, S, D)`; and sums for backward."""
-    pairs = pairs_of(ranks, count, block)
-    tensors = (tensor.contiguous() for tensor in (query, key, value))
-    return forward(*tensors, first, pairs, block, scale)
+    """`(R, S, G, D)` attention to the selected blocks, and `(R, G, S)` float32 log2 of its sums.
+
+    Args:
+        query: `(R, G, S, D)`.
+        key: `(R, S, D)`.
+        value: `(R, S, D)`.
+        first: `(B, S)` int64.
+        ranks: from `_choose`.
+        count: n.
+        block: keys of a block.
+        scale: multiplies `query @ key`.
+    """
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    (R, G, S, D), (queries, places, ends) = query.shape, pairs_of(ranks, count, block)
+    out, sums = query.new_empty(R, S, G, D), query.new_empty(R, G, S, dtype=torch.float32)
+    E, n = queries.shape[1], places.shape[2]
+    blocks, starts, _ = _work(ends, E)
+    for some in _slices(R, E * G * D * query.element_size()):
+        parts = query.new_empty(some.stop - some.start, E, G, D)
+        part_sums = sums.new_empty(some.stop - some.start, E, G)
+        grid = (blocks.shape[1], len(parts))
+        _forward_kernel[grid](
+            query[some], key[some], value[some], first, queries[some], ends[some], blocks[some],
+            starts[some], parts, part_sums, S, E, ends.shape[1], blocks.shape[1], scale,
+            some.start, R if first is None else R // first.shape[0],
+            **_sizes(query, block, FORWARD_ROWS), num_warps=4,
+        )  # fmt: skip
+        _add_up_kernel[(triton.cdiv(S, PICKING), len(parts) * G)](
+            parts, part_sums, places[some], out[some], sums[some], S, E,
+            G=G, D=D, WIDTH=triton.next_power_of_2(D), COUNT=n,
+            WIDE=triton.next_power_of_2(n), QUERIES=PICKING, HAS_SUMS=True,
+        )  # fmt: skip
+    return out, sums
 
 
 @_attend.register_fake
@@ -157,194 +242,10 @@ def _attend_backward(
     block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = pairs_of(ranks, count, block)
+    """Gradients of query `(R, G, S, D)`, key and value; arguments as of `_attend` and from it."""
     tensors = (tensor.contiguous() for tensor in (grad, out, sums, query, key, value))
-    return backward(*tensors, first, pairs, block, scale)
-
-
-@_attend_backward.register_fake
-def _(
-    grad: Tensor, out: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    R, G, S, D = query.shape
-    d_query = query.new_empty(R, S, G, D).transpose(1, 2)
-    return d_query, key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.count, ctx.block, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) -> tuple:
-    sizes = ctx.count, ctx.block, ctx.scale
-    return (*_attend_backward(grad, *ctx.saved_tensors, *sizes), None, None, None, None, None)
-
-
-_attend.register_autograd(_gradients, setup_context=_keep)
-
-
-# Selected blocks, block by block: each gathers the queries that chose it (arXiv 2508.18224).
-#
-# A block's keys and values are loaded once for all queries that read them, whose rows fill the
-# tiles of the tensor cores whatever the group. Each pair of a query and a block it chose has a
-# place in the block's list; there lies its part of the output, which a second kernel adds up query
-# by query. All sums run in one order, so results repeat to the bit.
-#
-# Shapes: R = B K rows of a key-value head each, G query heads over it, S positions, D head width, C
-# judged keys, N blocks, n that a query selects at most, E = S n places for pairs.
-
-LOG2E = tl.constexpr(1.4426950408889634)
-FORCED_BITS = tl.constexpr(0x7F000000)
-"""Of a block that is read in any case: above the bits of every score."""
-JUDGING, PICKING, LISTING = 32, 16, 1024
-"""Queries of a program that scores blocks, that picks them, and that lists them a step."""
-LEAST = 16
-"""Fewest rows of a tile of `tl.dot`."""
-FORWARD_ROWS, BACKWARD_ROWS = 64, 128
-"""Rows, a query's head each, that meet a block at a time; half as many in float32."""
-CHUNK = 512
-"""Pairs of a block that one program works through."""
-MOST_BYTES = 2**30
-"""Of scores, or of parts, that exist together."""
-
-
-class Sizes(NamedTuple):
-    """What `choose` needs of `qat.kernels.nsa.config.NSAConfig`: pooled blocks lie side by side."""
-
-    count: int
-    """n."""
-    block: int
-    """Keys of a block."""
-    stride: int
-    """Keys of a pooled one; a power of two."""
-    init: int
-    """Forced blocks at the beginning of the document."""
-    local: int
-    """Forced blocks up to and including the query's own."""
-    has_bound: bool
-    """Whether judged keys are bounds."""
-
-
-def choose(
-    query: Tensor, judged: Tensor, first: Tensor | None, sizes: Sizes, scale: float
-) -> Tensor:
-    """`(R, N, S)` uint8: the place of each block among those that a query selects, from 1; else 0.
-
-    Args:
-        query: `(R, G, S, D)`.
-        judged: `(R, C, D)`, or with a bound `(R, C, 2 D)`: `qat.kernels.nsa.select.judged_keys`.
-        first: `(B, S)` int64, beginnings of documents.
-        sizes: see there.
-        scale: multiplies `query @ key`.
-    """
-    (R, G, S, D), C = query.shape, judged.shape[1]
-    N = triton.cdiv(S, sizes.block)
-    ranks = torch.empty(R, N, S, dtype=torch.uint8, device=query.device)
-    heads = R if first is None else R // first.shape[0]
-    count = max(PICKING, MOST_BYTES // (4 * R * N)) // JUDGING * JUDGING or JUDGING
-    scores = torch.empty(R, min(count, S), N, dtype=torch.float32, device=query.device)
-    group = triton.next_power_of_2(G)
-    queries = max(LEAST // group, JUDGING // group, 1)
-    per_block = sizes.block // sizes.stride
-    for begin in range(0, S, count):
-        some = min(count, S - begin)
-        _judge_kernel[(triton.cdiv(some, queries), R)](
-            query, judged, first, scores, S, C, N, begin, some, scores.shape[1], scale, heads,
-            G=G, GROUP=group, D=D, WIDTH=max(LEAST, triton.next_power_of_2(D)),
-            STRIDE=sizes.stride, PER_BLOCK=per_block, HAS_BOUND=sizes.has_bound,
-            QUERIES=queries, KEYS=max(LEAST, per_block, 64), PRECISION=_precision(query),
-        )  # fmt: skip
-        _pick_kernel[(triton.cdiv(some, PICKING), R)](
-            scores, first, ranks, S, N, begin, some, scores.shape[1], heads,
-            COUNT=sizes.count, BLOCK=sizes.block, INIT=sizes.init, LOCAL=sizes.local,
-            QUERIES=PICKING, WIDE=triton.next_power_of_2(N),
-        )  # fmt: skip
-    return ranks
-
-
-def pairs_of(ranks: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each block, the queries that read it, as lists one behind the other.
-
-    Args:
-        ranks: `(R, N, S)`, from `choose`.
-        count: n.
-        block: keys of a block.
-
-    Returns:
-        queries: `(R, E)` int32, ascending in each list.
-        places: `(R, S, n)` int32, where in `queries` each query's pairs are; -1: none.
-        ends: `(R, N)` int32, where each list ends.
-    """
-    R, N, S = ranks.shape
-    new = {"dtype": torch.int32, "device": ranks.device}
-    sizes = (ranks != 0).sum(-1, dtype=torch.int32)
-    ends = sizes.cumsum(-1, dtype=torch.int32)
-    queries, places = torch.empty(R, S * count, **new), torch.full((R, S, count), -1, **new)
-    _list_kernel[(N, R)](
-        ranks, ends, sizes, queries, places, N, S, COUNT=count, BLOCK=block, QUERIES=LISTING
-    )
-    return queries, places, ends
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: Tensor | None,
-    pairs: tuple[Tensor, Tensor, Tensor],
-    block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`(R, S, G, D)` attention to the selected blocks, and `(R, G, S)` float32 log2 of its sums.
-
-    Args:
-        query: `(R, G, S, D)`.
-        key: `(R, S, D)`.
-        value: `(R, S, D)`.
-        first: `(B, S)` int64.
-        pairs: from `pairs_of`.
-        block: keys of a block.
-        scale: multiplies `query @ key`.
-    """
-    (R, G, S, D), (queries, places, ends) = query.shape, pairs
-    out, sums = query.new_empty(R, S, G, D), query.new_empty(R, G, S, dtype=torch.float32)
-    E, n = queries.shape[1], places.shape[2]
-    blocks, starts, _ = _work(ends, E)
-    for some in _slices(R, E * G * D * query.element_size()):
-        parts = query.new_empty(some.stop - some.start, E, G, D)
-        part_sums = sums.new_empty(some.stop - some.start, E, G)
-        grid = (blocks.shape[1], len(parts))
-        _forward_kernel[grid](
-            query[some], key[some], value[some], first, queries[some], ends[some], blocks[some],
-            starts[some], parts, part_sums, S, E, ends.shape[1], blocks.shape[1], scale,
-            some.start, R if first is None else R // first.shape[0],
-            **_sizes(query, block, FORWARD_ROWS), num_warps=4,
-        )  # fmt: skip
-        _add_up_kernel[(triton.cdiv(S, PICKING), len(parts) * G)](
-            parts, part_sums, places[some], out[some], sums[some], S, E,
-            G=G, D=D, WIDTH=triton.next_power_of_2(D), COUNT=n,
-            WIDE=triton.next_power_of_2(n), QUERIES=PICKING, HAS_SUMS=True,
-        )  # fmt: skip
-    return out, sums
-
-
-def backward(
-    grad: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: Tensor | None,
-    pairs: tuple[Tensor, Tensor, Tensor],
-    block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query `(R, G, S, D)`, key and value; arguments as of `forward` and from it."""
-    (R, G, S, D), (queries, places, ends) = query.shape, pairs
+    grad, out, sums, query, key, value = tensors
+    (R, G, S, D), (queries, places, ends) = query.shape, pairs_of(ranks, count, block)
     E, n, N = queries.shape[1], places.shape[2], ends.shape[1]
     wide = torch.promote_types(grad.dtype, torch.float32)
     delta = (grad.to(wide) * out).sum(-1).transpose(1, 2).contiguous()
@@ -374,6 +275,54 @@ def backward(
             D=D, WIDTH=triton.next_power_of_2(D), BLOCK=block, PART=LEAST,
         )  # fmt: skip
     return grad_rows.transpose(1, 2), d_key, d_value
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, out: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    R, G, S, D = query.shape
+    d_query = query.new_empty(R, S, G, D).transpose(1, 2)
+    return d_query, key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.count, ctx.block, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) -> tuple:
+    sizes = ctx.count, ctx.block, ctx.scale
+    return (*_attend_backward(grad, *ctx.saved_tensors, *sizes), None, None, None, None, None)
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)
+
+
+def pairs_of(ranks: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each block, the queries that read it, as lists one behind the other.
+
+    Args:
+        ranks: `(R, N, S)`, from `choose`.
+        count: n.
+        block: keys of a block.
+
+    Returns:
+        queries: `(R, E)` int32, ascending in each list.
+        places: `(R, S, n)` int32, where in `queries` each query's pairs are; -1: none.
+        ends: `(R, N)` int32, where each list ends.
+    """
+    R, N, S = ranks.shape
+    new = {"dtype": torch.int32, "device": ranks.device}
+    sizes = (ranks != 0).sum(-1, dtype=torch.int32)
+    ends = sizes.cumsum(-1, dtype=torch.int32)
+    queries, places = torch.empty(R, S * count, **new), torch.full((R, S, count), -1, **new)
+    _list_kernel[(N, R)](
+        ranks, ends, sizes, queries, places, N, S, COUNT=count, BLOCK=block, QUERIES=LISTING
+    )
+    return queries, places, ends
 
 
 def _work(ends: Tensor, num_places: int) -> tuple[Tensor, Tensor, Tensor]:
