@@ -471,6 +471,8 @@ def _four_bits() -> str:
     """Assembly of `_gathered_by_four`: $8 the word, $9 the codebook."""
     lines = [".reg .b32 low, high, at;", ".reg .b64 place;", "mov.b64 {low, high}, $9;"]
     for k in range(8):
+        # index k in bytes, 4 a level, or-ed into the address of a table that lies at a multiple of
+        # 64 bytes (0xEA: a & b | c)
         shift = "shl.b32 at, $8, 2;" if k == 0 else f"shr.u32 at, $8, {4 * k - 2};"
         lines += [shift, "lop3.b32 at, at, 60, low, 0xEA;", "mov.b64 place, {at, high};"]
         lines.append(f"ld.global.nc.f32 ${k}, [place];")

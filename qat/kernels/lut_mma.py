@@ -20,12 +20,14 @@ UNIT_HALVES = tl.constexpr(16)
 def _two_bits() -> str:
     """Assembly: $8 the word, $9 and $10 the lower and the upper bytes of four levels."""
     lines = [".reg .b32 word, sel, low, high;"]
+    # a selector of `prmt` has four nibbles: 16 bits of the word without every other index are one
     for odd in (0, 1):
         lines += [f"shr.u32 word, $8, {2 * odd};", "and.b32 word, word, 0x33333333;"]
         for half in (0, 1):
             lines += [f"shr.u32 sel, word, {16 * half};"]
             lines += ["prmt.b32 low, $9, 0, sel;", "prmt.b32 high, $10, 0, sel;"]
             first = 4 * odd + 2 * half
+            # lower and upper bytes in turns: two float16 a register
             lines += [f"prmt.b32 ${first}, low, high, 0x5140;"]
             lines += [f"prmt.b32 ${first + 1}, low, high, 0x7362;"]
     return "\n".join(["{", *lines, "}"])
@@ -35,6 +37,8 @@ def _four_bits() -> str:
     """Assembly: $8 and $9 the words, $10-$13 and $14-$17 the bytes of sixteen levels."""
     lines = [".reg .b32 sel, pick, sels, picks, below, above, low, high;"]
     for word in (0, 1):
+        # three bits of an index choose a byte among eight, of the levels below and of those above;
+        # the fourth chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA: a & b | c)
         lines += [f"and.b32 sels, ${8 + word}, 0x77777777;", f"shr.u32 picks, ${8 + word}, 1;"]
         lines += ["lop3.b32 picks, picks, 0x44444444, 0x32103210, 0xEA;"]
         for half in (0, 1):

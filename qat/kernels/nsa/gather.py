@@ -189,15 +189,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`(R, S, G, D)` attention to the selected blocks, and `(R, G, S)` float32 log2 of its sums.
 
-    Args:
-        query: `(R, G, S, D)`.
-        key: `(R, S, D)`.
-        value: `(R, S, D)`.
-        first: `(B, S)` int64.
-        ranks: from `_choose`.
-        count: n.
-        block: keys of a block.
-        scale: multiplies `query @ key`.
+    Of query `(R, G, S, D)`, key and value `(R, S, D)`, `first` `(B, S)` int64 and `ranks` from
+    `_choose`; `count` is n, `block` the keys of a block, `scale` multiplies `query @ key`.
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     (R, G, S, D), (queries, places, ends) = query.shape, pairs_of(ranks, count, block)
