@@ -1,4 +1,4 @@
-"""PackedIndices rows times vectors on the tensor cores, for `lut_matvec`: levels of 16 bits.
+"""Packed rows times vectors on the tensor cores, for `lut_matvec`: levels of 16 bits.
 
 A warp takes 16 rows and 64 inputs at a time. Its lane 4 r + c holds the unit c of the rows r and
 r + 8, which is what `mma.m16n8k16` wants of its first factor if the inputs of a product's four

@@ -1,4 +1,4 @@
-"""PackedIndices rows of a matrix, and the orders in which such a matrix reads its inputs.
+"""Packed rows of a matrix, and the orders in which such a matrix reads its inputs.
 
 A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16 * (I / 16) +
 k // 16`; or split, as two numbers of 16 bits (`split`). Who produces them writes them so;
@@ -61,7 +61,9 @@ class LutRows(NamedTuple):
         C = 2**source.bits
         padded = F.pad(codebook.detach().float(), (0, C - codebook.numel()))
         tables = factors = None
-        if is_short and _has_mma(source, codebook.device):
+        is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
+        # `mma.m16n8k16` came with Ampere, as bfloat16 did
+        if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
             tables, factors = short_levels(padded)
         encoded = to_stored("scales", scales.scales, scales.bits)
         return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
@@ -170,12 +172,6 @@ def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
     octets = torch.ldexp(levels, -exponent).half().view(torch.uint8).view(-1, 2)
     factor = torch.ldexp(levels.new_tensor(SPLIT_FACTOR), exponent)
     return octets.T.contiguous().view(torch.int32).view(1, -1), factor.view(1)
-
-
-def _has_mma(source: PackedIndices, device: torch.device) -> bool:
-    """Whether tensor cores can read a matrix of that format there."""
-    is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
-    return is_format and (device.type != "cuda" or on(device).has_bf16())
 
 
 def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:

@@ -245,7 +245,10 @@ class BranchInputs(NamedTuple):
 def selected(case: BranchInputs, selection: Tensor) -> Tensor:
     """`(B, S, H, D)`: the branch of selected blocks."""
     inputs, config = case.inputs, case.config
-    blocks = _blocks_of(selection, inputs.length, config)
+    # `(B, K, M, M)` bool: blocks of `EDGE` keys of which some query of the tile selects any
+    blocks = selection
+    for dim, size in ((2, config.select_tile), (3, config.select_block)):
+        blocks = _in_edges(blocks.transpose(dim, -1), size, inputs.length).transpose(dim, -1)
     keys = inputs.key, inputs.value
     if config.select_tile % EDGE or config.select_block % EDGE:
         partial, full = listed(_in_sight(blocks, case.tiles)), None
@@ -253,7 +256,12 @@ def selected(case: BranchInputs, selection: Tensor) -> Tensor:
     else:
         has_documents = case.documents is not None
         partial, full, copies = listed_selection(blocks, case.tiles, config, has_documents)
-        keys = tuple(_with_copies(tensor, copies) for tensor in keys)
+        if copies.count:
+            first = copies.blocks * EDGE
+            keys = tuple(
+                torch.cat([tensor, tensor[:, :, :first].repeat(1, 1, copies.count, 1)], 2)
+                for tensor in keys
+            )
         sees, full = case.sees_past(), full.of_heads(inputs.group)
     lengths = inputs.length, keys[0].shape[2]
     mask = block_mask(partial.of_heads(inputs.group), full, sees, lengths)
@@ -300,20 +308,6 @@ def _from_copies(is_full: Tensor, copies: Copies) -> Tensor:
     is_own = numbers[:, None] == torch.arange(copies.count, device=is_full.device)
     copied = (first[..., None, :] & is_own[..., None]).flatten(-2)
     return torch.cat([torch.zeros_like(first), is_full[..., copies.blocks :], copied], -1)
-
-
-def _with_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    if not copies.count:
-        return tensor
-    first = tensor[:, :, : copies.blocks * EDGE]
-    return torch.cat([tensor, first.repeat(1, 1, copies.count, 1)], 2)
-
-
-def _blocks_of(selection: Tensor, length: int, config: NSAConfig) -> Tensor:
-    """`(B, K, M, M)` bool: blocks of `EDGE` keys of which some query of the tile selects any."""
-    for dim, size in ((2, config.select_tile), (3, config.select_block)):
-        selection = _in_edges(selection.transpose(dim, -1), size, length).transpose(dim, -1)
-    return selection
 
 
 def _in_edges(selection: Tensor, size: int, length: int) -> Tensor:

@@ -69,9 +69,11 @@ def choose(
             return _said(Route(asked, name, reason))
         refusals.append(f"{name} cannot: {refusal}")
     if asked != "auto":
+        others = [name for name in ("gather", "flex", "fla") if name != asked]
+        able = [name for name in others if _refusal(name, config, **facts) is None]
         raise ConfigError(
             f"nsa backend={asked} cannot compute this: {refusal}; choose "
-            f"{_able(config, asked, **facts)}"
+            f"{' or '.join([*able, 'reference'])}"
         )
     return _said(Route(asked, "reference", "; ".join(refusals)))
 
@@ -126,13 +128,6 @@ def _refusal(
     if name == "gather":
         return gather.refusal(config, group=group, head_dim=head_dim, device=device)
     return fla.refusal(config, group=group, head_dim=head_dim)
-
-
-def _able(config: NSAConfig, asked: str, **facts: object) -> str:
-    """The other backends that can."""
-    others = [name for name in ("gather", "flex", "fla") if name != asked]
-    able = [name for name in others if _refusal(name, config, **facts) is None]
-    return " or ".join([*able, "reference"])
 
 
 def _said(route: Route) -> Route:
