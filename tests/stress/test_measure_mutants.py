@@ -21,9 +21,9 @@ def double(x):
         * x
     )
 """
-TESTS = """from qat.quant import pack
-def test_double(): assert pack.double(3) == 6
-def test_large(): pack.double(100)
+TESTS = """from qat.quant import weight
+def test_double(): assert weight.double(3) == 6
+def test_large(): weight.double(100)
 """
 
 
