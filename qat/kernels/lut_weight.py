@@ -513,7 +513,7 @@ def as_stored(scale, SCALE_BITS: tl.constexpr):
 def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr):
     """Levels in the order that the index counts, their middles, and each level's place.
 
-    PackedIndices indices count levels as they lie; a latent weight's index counts them ascending.
+    Packed indices count levels as they lie; a latent weight's index counts them ascending.
     """
     place = tl.arange(0, SLOTS)
     levels = tl.load(codebook + place, mask=place < C, other=float("inf") if BITS == 0 else 0.0)
