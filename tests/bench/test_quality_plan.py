@@ -202,5 +202,5 @@ def test_the_text_of_stdlib_counts_not_its_name(
 ) -> None:
     before = plan.content_of("stdlib")
     (tmp_path / "stdlib.jsonl.gz").write_bytes(b"another text")
-    monkeypatch.setattr(plan, "STDLIB", tmp_path / "stdlib.jsonl.gz")
+    monkeypatch.setattr("qat.data.sources.STDLIB", tmp_path / "stdlib.jsonl.gz")
     assert plan.content_of("stdlib") not in {before, "stdlib"}

@@ -18,7 +18,7 @@ import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,7 +244,6 @@ def read_recipe(root: Path) -> str:
     return "as written" if taken == meant else taken
 
 
-@cache
 def digest(tensors: Iterable[Tensor], *texts: str) -> str:
     """A hash of tensors and texts."""
     total = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass"))
