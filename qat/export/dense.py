@@ -16,6 +16,7 @@ from qat.export.parts import (
 )
 from qat.models.checkpoint import quiet_transformers
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
+from qat.nn.sites import close_sites, open_sites
 from qat.nn.step import quant_linears
 from qat.nn.swap import embedding_dtype
 
@@ -47,9 +48,11 @@ def write(
     state = dense_state_dict(model, dtype)
     with torch.device("meta"):
         dense = float_skeleton(model, dtype)
+        open_sites(dense)
     dense.generation_config = model.generation_config
     dense.load_state_dict(state, assign=True)
     dense.tie_weights()
+    close_sites(dense)
     with quiet_transformers():
         dense.save_pretrained(directory)
     if tokenizer is not None:

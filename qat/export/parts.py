@@ -24,6 +24,7 @@ from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.sites import open_sites
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
@@ -225,6 +226,7 @@ def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Ten
         reloaded = AutoModelForCausalLM.from_pretrained(
             directory, dtype=embedding_dtype(model), local_files_only=True
         )
+        open_sites(reloaded)  # so that experts multiply in the layout that they have in `model`
         return logits_of(reloaded.eval(), ids)  # some decompress at the first call
 
 

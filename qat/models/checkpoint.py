@@ -18,6 +18,7 @@ from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, read_config, read_table
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
+from qat.nn.sites import close_sites
 from qat.nsa.swap import nsa_config
 
 
@@ -84,6 +85,7 @@ def write_model(
     if quantized_modules(model) or nsa_config(model) is not None:
         write_checkpoint(model, tokenizer, directory)
         return
+    close_sites(model)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

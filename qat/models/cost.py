@@ -15,8 +15,9 @@ from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.sites import experts_of
 from qat.nn.step import quant_linears
-from qat.nn.swap import linear_names, table_names
+from qat.nn.swap import layer_config, linear_names, table_names
 from qat.nsa.swap import nsa_config
 from qat.quant.weight import STORED_DTYPES, dtype_as_stored, packed_width
 
@@ -119,6 +120,12 @@ class TokenFlops:
         return self.linears + self.head + self.attention
 
 
+WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "moe", "mlp")
+"""Kinds of layers, as configurations call them, in which no query meets a key."""
+CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+"""What configurations call the number of experts that a token is sent to."""
+
+
 class Objective(Protocol):
     """What of a step's settings decides its FLOPs."""
 
@@ -135,13 +142,10 @@ def token_flops(
     student: LanguageModel, learning: Collection[str], config: Objective, *, S: int, K: int
 ) -> TokenFlops:
     """What one position costs when the linears called `learning` train, in sequences of S."""
-    model = student.model
     teaches_weights = bool({"weights", "scales", "codebook"} & set(config.kinds))
     linears = 0.0
-    for name in linear_names(model):
-        linear = model.get_submodule(name)
-        per_weight = 6 if teaches_weights and name in learning else 4
-        linears += per_weight * linear.out_features * linear.in_features
+    for name, weights in _weights_used(student).items():
+        linears += (6 if teaches_weights and name in learning else 4) * weights
     V, D = student.head.out_features, student.head.in_features
     rows = K if set(config.losses) == {"candidates"} else V
     return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student, S))
@@ -149,12 +153,22 @@ def token_flops(
 
 def forward_flops(model: LanguageModel, S: int) -> float:
     """FLOPs per position of a forward pass alone, all logits among them: what a teacher costs."""
-    weights = 0
-    for name in linear_names(model.model):
-        linear = model.model.get_submodule(name)
-        weights += linear.out_features * linear.in_features
+    weights = sum(_weights_used(model).values())
     head = model.head.out_features * model.head.in_features
     return 2.0 * (weights + head) + _attention_flops(model, S)
+
+
+def _weights_used(model: LanguageModel) -> dict[str, float]:
+    """Weights of each linear that a token is multiplied with: of experts, those it is sent to."""
+    used = {}
+    for name in linear_names(model.model):
+        linear = model.model.get_submodule(name)
+        used[name] = float(linear.out_features * linear.in_features)
+        owner, _, key = name.rpartition(".")
+        if experts := experts_of(model.model.get_submodule(owner), key):
+            chosen = (getattr(model.config, key, None) for key in CHOSEN_EXPERTS)
+            used[name] *= next(filter(None, chosen), 1) / experts
+    return used
 
 
 def _attention_flops(model: LanguageModel, S: int) -> float:
@@ -162,15 +176,20 @@ def _attention_flops(model: LanguageModel, S: int) -> float:
 
     Of sparse attention those of its branches; the few queries that select are left out.
     """
-    settings, sparse = model.config, nsa_config(model.model)
-    layers = range(settings.num_hidden_layers)
+    sparse, flops = nsa_config(model.model), 0.0
+    layers = range(model.config.num_hidden_layers)
     swapped = () if sparse is None else layers if sparse.layers is None else sparse.layers
-    keys = sum(_mean_keys(settings, layer, S) for layer in layers if layer not in swapped)
-    if sparse is not None:
-        keys += len(swapped) * _mean_sparse_keys(sparse, S)
-    heads = settings.num_attention_heads
-    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-    return 4.0 * heads * head_dim * keys
+    kinds = getattr(model.config, "layer_types", None)
+    for layer in layers:
+        settings = layer_config(model.config, layer)
+        heads = getattr(settings, "num_attention_heads", None)
+        if heads is None or (kinds is not None and kinds[layer] in WITHOUT_SCORES):
+            continue
+        head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+        is_sparse = layer in swapped
+        keys = _mean_sparse_keys(sparse, S) if is_sparse else _mean_keys(settings, layer, S)
+        flops += 4.0 * heads * head_dim * keys
+    return flops
 
 
 def _mean_keys(settings: object, layer: int, S: int) -> float:

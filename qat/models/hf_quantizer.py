@@ -22,6 +22,7 @@ from qat.models.directory import check_checksums
 from qat.models.stored_state import quantized_modules, weight_parts
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
+from qat.nn.sites import open_sites
 from qat.nn.step import quant_linears
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
@@ -172,12 +173,18 @@ class QatHfQuantizer(HfQuantizer):
         if checkpoint_files:  # whoever opens it: a file is believed only as it was written
             check_checksums(Path(checkpoint_files[0]).parent, weights=True)
         self._swap_attention(model)
+        open_sites(model)
         tables = table_names(model)
         for name, spec in self.quantization_config.specs().items():
             if name in tables:
                 put_empty_table(model, name, spec)
             else:
                 replace_module(model, name, empty_linear(model, name, spec))
+        for name in self.quantization_config.modules:
+            # every tensor is read, so nothing is left to initialize; some modules would ask a
+            # linear for its weight to do so. Tables that are not stored are still to be computed
+            owner = model.get_submodule(name.rpartition(".")[0])
+            owner._is_hf_initialized = not owner._non_persistent_buffers_set
         for name, rank in self.quantization_config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
         if checkpoint_files is not None:

@@ -1,5 +1,6 @@
 """A causal language model as hidden states and a head, so that nobody needs all logits at once."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,11 +16,25 @@ from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.regions import no_mask, use_packed_attention
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
-from qat.nn.swap import decoder_layers, embedding_dtype, module_device
+from qat.nn.sites import open_sites
+from qat.nn.swap import (
+    body_of,
+    decoder_layers,
+    embedding_dtype,
+    layer_config,
+    module_device,
+)
 from qat.nsa.swap import is_all_sparse, say_route
 
 TF32_EPS = 2.0**-10
 """The rounding of matmuls that take their factors from float32 in TF32, as a GPU may."""
+LOGIT_FACTORS = {
+    "logit_scale": 1,
+    "lm_head_multiplier": 1,
+    "logits_scaling": -1,
+    "logits_mup_width_multiplier": -1,
+}
+"""Keys of configurations by which models multiply (1) or divide (-1) logits, or what makes them."""
 HALVES = (torch.bfloat16, torch.float16)
 MOST_OF_NOISE = 2.0
 """How many times what a rounding in every layer changes, two ways through the body may differ."""
@@ -34,8 +49,11 @@ class LanguageModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        open_sites(model)
         self._is_plain = use_packed_attention(model)
         self._cast_head: Tensor | None = None
+        factors = {key: getattr(self.config, key, None) or 1.0 for key in LOGIT_FACTORS}
+        self._gain = math.prod(value ** LOGIT_FACTORS[key] for key, value in factors.items())
 
     @property
     def config(self) -> Any:
@@ -69,10 +87,14 @@ class LanguageModel:
         (beyond `qat.kernels.attention.MAX_TILE`) compute faster.
         """
         extra = self._attention_inputs(position_ids, is_packed) if self._is_plain else {}
-        body = self.model.base_model
-        return body(
+        output = body_of(self.model)(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
-        ).last_hidden_state
+        )
+        return self._scaled(output.last_hidden_state)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """`hidden` times what the model multiplies its logits with, which no kernel has to know."""
+        return hidden if self._gain == 1 else hidden * self._gain
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
         """The mask, made here: transformers would ask the device whether rows are packed."""
@@ -104,7 +126,7 @@ class LanguageModel:
         return tile_bytes(position_ids.shape[1], self._head_width()) <= room
 
     def _head_width(self) -> int:
-        config = self.config
+        config = layer_config(self.config, 0)
         width = getattr(config, "head_dim", None)
         return width or config.hidden_size // config.num_attention_heads
 
@@ -123,7 +145,8 @@ class LanguageModel:
             )
         ids = torch.arange(4, device=self.device)[None] % self.config.vocab_size
         bodies: list[Tensor] = []
-        parts = {self.model.get_decoder(), self.model.base_model}  # OPT's head skips the latter
+        # OPT's head skips the base model
+        parts = {self.model.get_decoder(), body_of(self.model)} - {self.model}
         with _watching(parts, lambda _m, _a, output: bodies.append(output[0])):
             whole = self.model(input_ids=ids, use_cache=False).logits
         if not bodies or not whole.isfinite().all():
@@ -133,14 +156,30 @@ class LanguageModel:
                 "its head; try --dtype bf16 or fp32, copy the weights anew, or choose another model"
             )
         self._check_head(bodies[-1], whole)
-        self._check_body(ids, bodies[-1])
+        self._check_body(ids, self._scaled(bodies[-1]))
 
     def _check_head(self, body: Tensor, whole: Tensor) -> None:
-        """The same head on the same hidden states: nothing but the last bit may differ."""
-        split = self.logits(body)
+        """The same head on the same hidden states: nothing but the last bit may differ.
+
+        Where the model scales its logits and we its hidden states, what that rounding does.
+        """
+        wished = getattr(self.head, "in_features", body.shape[-1])
+        if body.shape[-1] != wished:
+            raise CheckpointError(
+                f"{type(self.model).__name__} makes {wished} features of its {body.shape[-1]} "
+                "hidden ones before the head, expected nothing between; choose another model"
+            )
+        eps, hidden = torch.finfo(whole.dtype).eps, self._scaled(body)
+        split = self.logits(hidden)
         difference = (split.float() - whole.float().to(split.device)).abs().max().item()
+        most = eps * whole.abs().max().item()
+        if self._gain != 1:
+            off = self.logits(
+                hidden + hidden.abs() * eps * _signs(hidden, torch.Generator().manual_seed(0))
+            )
+            most += MOST_OF_NOISE * (off.float() - split.float()).abs().max().item()
         # negated, so that a NaN counts as different
-        if not difference <= torch.finfo(whole.dtype).eps * whole.abs().max().item():
+        if not difference <= most:
             raise CheckpointError(
                 f"{type(self.model).__name__} changes its logits behind the head (by up to "
                 f"{difference:.3g}), expected a plain or soft-capped head; choose another model"
@@ -220,12 +259,16 @@ def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
     def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
         is_bare = isinstance(output, Tensor)
         hidden = output if is_bare else output[0]
-        signs = torch.randint(2, hidden.shape, generator=generator).to(hidden) * 2 - 1
-        hidden = hidden * (1 + eps * signs)
+        hidden = hidden * (1 + eps * _signs(hidden, generator))
         return hidden if is_bare else (hidden, *output[1:])
 
     with _watching(decoder_layers(model), disturb):
         yield
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """1 or -1 for each value of `like`."""
+    return torch.randint(2, like.shape, generator=generator).to(like) * 2 - 1
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

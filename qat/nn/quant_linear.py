@@ -244,12 +244,18 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight_in(x.dtype), bias)
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weight that forward multiplies with: the formed one, else one formed now in `dtype`.
+
+        Its gradient is pulled back to what it is made of.
+        """
         formed = self._formed_weight()
         if formed is not None:
-            return F.linear(x, formed, bias)
+            return formed
         parameters = self.weight_parameters()
-        weight = _FormedWeight.apply(self, tuple(parameters), x.dtype, *parameters.values())
-        return F.linear(x, weight, bias)
+        return _FormedWeight.apply(self, tuple(parameters), dtype, *parameters.values())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.to(bfloat16)` must not round what the weight is made of: follow the device alone
@@ -334,7 +340,7 @@ class LutLinear(QuantLinear):
 
     def source(self) -> Tensor:
         """The latent weight."""
-        return self.weight.detach()
+        return self.get_parameter("weight").detach()  # `qat.nn.sites` may lay another over it
 
     @torch.no_grad()
     def indices(self) -> Tensor:

@@ -24,6 +24,19 @@ if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still be
     from transformers import PreTrainedModel
 
 
+def layer_config(config: Any, layer: int) -> Any:
+    """The settings of one decoder layer, where a family gives its layers settings of their own."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """What turns token ids into the hidden states before the head, of text and images as well."""
+    if model.base_model is not model:
+        return model.base_model
+    # a few families call the whole model their base
+    return next(child for child in model.children() if hasattr(child, "base_model_prefix"))
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder blocks of the model's text part.
 
@@ -31,7 +44,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         CheckpointError: the model has no list of as many blocks as its configuration names.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():  # a vision tower may have as many blocks
+    decoder = model.get_decoder()  # a vision tower may have as many blocks
+    if decoder is model or not hasattr(decoder, "base_model_prefix"):  # found by a wrong name
+        decoder = body_of(model)
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise CheckpointError(
@@ -46,7 +62,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     Nor the gates of sparse attention, which are few and stay in floating point.
 
     Raises:
-        CheckpointError: the blocks hold no `nn.Linear` at all.
+        CheckpointError: the blocks hold none.
     """
     inside = {id(module) for module in decoder_layers(model).modules()}
     for module in model.modules():
@@ -59,8 +75,8 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     ]
     if not names:
         raise CheckpointError(
-            f"the decoder blocks of {type(model).__name__} hold no nn.Linear, so there is nothing "
-            "to quantize; choose a model whose blocks are made of nn.Linear"
+            f"the decoder blocks of {type(model).__name__} hold no linear of 16 inputs or more, so "
+            "there is nothing to quantize; choose another model"
         )
     return names
 

@@ -369,10 +369,9 @@ def test_a_device_that_compiles_for_each_value_is_refused(
 
 def test_a_model_without_linears_is_refused(place: Path, tmp_path: Path) -> None:
     source = tmp_path / "gpt2"
-    GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=2, n_head=2)).save_pretrained(
-        source
-    )
+    narrow = GPT2Config(vocab_size=VOCAB, n_embd=8, n_inner=8, n_layer=2, n_head=2)
+    GPT2LMHeadModel(narrow).save_pretrained(source)
     tiny_tokenizer().save_pretrained(source)
-    with pytest.raises(CheckpointError, match="hold no nn.Linear, so there is nothing to quantize"):
+    with pytest.raises(CheckpointError, match="hold no linear of 16 inputs or more, so there"):
         convert_checkpoint(str(source), config(place), tmp_path / "out")
     assert not (tmp_path / "out").exists()

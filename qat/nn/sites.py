@@ -1,0 +1,277 @@
+"""Gives every matrix that can be quantized a linear of its own, whatever a model keeps it in.
+
+Most decoders are made of `nn.Linear`. Others are not: GPT-2's `Conv1D` keeps its weight transposed,
+and a mixture of experts keeps the matrices of E experts in one parameter. `open_sites` puts a
+linear in the place of each such weight and leaves the function as it is; from there on plans,
+calibration, training, checkpoints and exports know linears alone. `close_sites` undoes it, for
+files that transformers alone must read.
+
+Experts become one linear whose weight `(E * O, I)` stacks theirs. Nobody calls it: when the module
+that owned the parameter runs, it finds the stacked weight where its parameter was, as `(E, O, I)`,
+so that transformers' own grouped products compute with it. A module that multiplies with the weight
+of a linear itself (the latent attention of DeepSeek, some of Mamba) finds it there as well.
+
+A family with a layout of its own is one entry in `STACKS`.
+
+Shapes: E experts, O out_features and I in_features of one of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+from qat.nn.quant_linear import QuantLinear
+
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class Stack(NamedTuple):
+    """Which parameters of a class hold experts: as `(E, O, I)`, or transposed as `(E, I, O)`."""
+
+    names: tuple[str, ...]
+    is_transposed: bool = False
+
+
+STACKS = {
+    "Llama4TextExperts": Stack(PROJECTIONS, is_transposed=True),
+    "LongcatFlashExperts": Stack(PROJECTIONS),
+    "JetMoeParallelExperts": Stack(("weight",)),
+    "InklingSharedExperts": Stack(("gate_proj", "up_proj", "down_proj")),
+}
+"""By class, where experts do not run through transformers' interface for them."""
+PRODUCTS = (F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
+"""Names of the linears that choose experts: a few numbers a token, and all that follows hangs on
+them, so they stay in floating point."""
+
+
+NARROWEST = 16
+"""Inputs of the narrowest linear that is quantized: below, scales weigh more than indices save."""
+
+
+class TransposedLinear(nn.Linear):
+    """A linear in the place of a `Conv1D`, whose weight it has transposed."""
+
+
+class StackedLinear(nn.Linear):
+    """The weights of E experts, one below the other: `(E * O, I)`. Its owner runs, it does not."""
+
+
+class Owner:
+    """What `open_sites` makes of a module that reads weights itself: it finds what linears form."""
+
+    _read: tuple[str, ...]
+    """The linears whose `weight` the module reads."""
+
+    _opened: dict[str, tuple[int, bool]]
+    """For each parameter, E and whether it was stored as `(E, I, O)`."""
+
+    _watch: Callable[[str, int, Tensor], None] | None = None
+    """Told the name of a parameter, an expert and `(N, I)`, whatever is multiplied with it."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What the module computes, with formed weights in the place of its parameters."""
+        hidden_states = next(x for x in (*args, *named.values()) if isinstance(x, Tensor))
+        # a name in __dict__ is found before a child module of that name
+        children: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        for name, (experts, is_transposed) in self._opened.items():
+            weight = weight_for(children[name], hidden_states)
+            weight = weight.view(experts, -1, weight.shape[1])
+            self.__dict__[name] = weight.mT if is_transposed else weight
+        quantized = [children[n] for n in self._read if isinstance(children[n], QuantLinear)]
+        for linear in quantized:
+            linear.__dict__["weight"] = weight_for(linear, hidden_states)
+        try:
+            with nullcontext() if self._watch is None else _Products(self):
+                return super().forward(*args, **named)  # type: ignore[misc]
+        finally:
+            for name in self._opened:
+                del self.__dict__[name]
+            for linear in quantized:
+                del linear.__dict__["weight"]
+
+
+class _Products(TorchFunctionMode):
+    """Tells an `Owner` of each product with one of its stacks, one expert at a time.
+
+    Every way of transformers to run experts ends in a product with the weight of one, or of all.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self._owner = owner
+        self._stacks = {self._place(owner.__dict__[n]): n for n in owner._opened}
+
+    @staticmethod
+    def _place(weight: Tensor) -> int:
+        return weight.untyped_storage().data_ptr()
+
+    def __enter__(self) -> Self:
+        config: Any = getattr(self._owner, "config", None)
+        self._implementation = getattr(config, "_experts_implementation", None)
+        if self._implementation is not None:
+            config._experts_implementation = "eager"  # one after the other
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._implementation is not None:
+            self._owner.config._experts_implementation = self._implementation
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in PRODUCTS and self._place(args[1]) in self._stacks:
+            x, weight = args[:2]
+            name = self._stacks[self._place(weight)]
+            whole = self._owner.__dict__[name]
+            if weight.dim() == 2:
+                first = weight.storage_offset() - whole.storage_offset()
+                self._owner._watch(name, first // whole.stride(0), x)
+            else:
+                for expert, rows in enumerate(x):
+                    self._owner._watch(name, expert, rows)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watching(owner: Owner, watch: Callable[[str, int, Tensor], None]) -> Iterator[None]:
+    """A block in which `watch` is told what each expert of `owner` multiplies its weights with."""
+    owner._watch = watch
+    try:
+        yield
+    finally:
+        owner._watch = None
+
+
+def weight_for(linear: nn.Linear | QuantLinear, x: Tensor) -> Tensor:
+    """The weight `(E * O, I)` that `linear` would multiply `x` with."""
+    if not isinstance(linear, QuantLinear):
+        return linear.weight
+    kind = x.device.type
+    return linear.weight_in(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    )
+
+
+def experts_of(owner: nn.Module, name: str) -> int:
+    """E where the child `name` of `owner` holds the weights of experts, else 0."""
+    return owner._opened.get(name, (0, False))[0] if isinstance(owner, Owner) else 0
+
+
+def stack_of(module: Any) -> Stack | None:
+    """Where `module` keeps experts; None if it keeps none."""
+    if type(module).__name__ in STACKS:
+        return STACKS[type(module).__name__]
+    if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):  # transformers' interface
+        return Stack(PROJECTIONS, module.is_transposed)
+    return None
+
+
+def open_sites(model: nn.Module) -> None:
+    """Put a linear in the place of each weight that is none, without changing the function."""
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, Conv1D):
+                child = _opened_conv(child)
+                setattr(module, name, child)
+            if isinstance(child, nn.Linear) and child.in_features < NARROWEST:
+                cast(Any, child).stays_float = True
+        if isinstance(module, Owner):
+            continue
+        stack = stack_of(module) or Stack(())
+        names = [name for name in stack.names if _is_stack(module, name)]
+        linears = [n for n, child in module.named_children() if isinstance(child, nn.Linear)]
+        read = tuple(name for name in linears if _reads_weight(cast(Hashable, type(module)), name))
+        if names or read:
+            module.__class__ = _owner_class(cast(Hashable, type(module)))
+            module._opened, module._read = {}, read
+            for name in names:
+                _open_stack(module, name, stack.is_transposed)
+        if names:
+            _keep_routers(model, module)
+
+
+def close_sites(model: nn.Module) -> None:
+    """Undo `open_sites` where the linears are in floating point."""
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, TransposedLinear):
+                setattr(module, name, _closed_conv(child))
+        if isinstance(module, Owner):
+            owner: Any = module
+            for name, (experts, is_transposed) in module._opened.items():
+                weight = owner._modules.pop(name).weight
+                weight = weight.detach().view(experts, -1, weight.shape[1])
+                weight = weight.mT.contiguous() if is_transposed else weight
+                owner.register_parameter(name, nn.Parameter(weight))
+            del module._opened, module._read
+            module.__class__ = type(module).__mro__[2]
+
+
+@cache
+def _reads_weight(own: Hashable, name: str) -> bool:
+    """Whether a class multiplies with the weight of its linear `name` itself."""
+    try:
+        source = inspect.getsource(cast(type, own))
+    except (OSError, TypeError):  # made while the program ran
+        return False
+    return re.search(rf"self\.{name}\.weight\b", source) is not None
+
+
+@cache
+def _owner_class(own: Any) -> type[nn.Module]:
+    return type(own.__name__, (Owner, own), {"__doc__": own.__doc__})
+
+
+def _is_stack(module: nn.Module, name: str) -> bool:
+    weight = module._parameters.get(name)
+    return weight is not None and weight.dim() == 3
+
+
+def _open_stack(module: Any, name: str, is_transposed: bool) -> None:
+    weight = module._parameters.pop(name)
+    rows = weight.detach().mT if is_transposed else weight.detach()
+    linear = StackedLinear(rows.shape[2], len(rows) * rows.shape[1], bias=False, device="meta")
+    linear.weight = nn.Parameter(rows.reshape(-1, rows.shape[2]), weight.requires_grad)
+    module._opened[name] = (len(rows), is_transposed)
+    module.add_module(name, linear)
+
+
+def _keep_routers(model: Any, experts: nn.Module) -> None:
+    """Mark the linears beside `experts` that choose among them."""
+    for parent in model.modules():
+        if experts in parent.children():
+            for name, child in parent.named_children():
+                if name in ROUTERS:
+                    child.stays_float = True
+
+
+def _opened_conv(conv: Conv1D) -> TransposedLinear:
+    I, O = conv.weight.shape
+    linear = TransposedLinear(I, O, device="meta")
+    linear.weight = nn.Parameter(conv.weight.detach().T.contiguous(), conv.weight.requires_grad)
+    linear.bias = conv.bias
+    return linear.train(conv.training)
+
+
+def _closed_conv(linear: TransposedLinear) -> Conv1D:
+    O, I = linear.weight.shape
+    with torch.device("meta"):
+        conv = Conv1D(O, I)
+    conv.weight = nn.Parameter(linear.weight.detach().T.contiguous())
+    conv.bias = linear.bias
+    return conv.train(linear.training)

@@ -1,0 +1,238 @@
+"""Tiny random models of every class of causal language model that transformers knows.
+
+`FAMILIES` names a kind of configuration for each class; `build` makes a model of it, of four layers
+and width 64. Sizes go by the names that configurations give them, and `OWN` holds what a family
+asks for beyond that.
+"""
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from tiny import VOCAB, tiny_tokenizer
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LAYERS = dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers"), 4)
+WIDTHS = dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"), 64)
+INNER = dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96)
+HEADS = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4)
+LENGTHS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128)
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    "n_group": 1,
+    "topk_group": 1,
+}
+STATE_SPACES = {
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 16,
+    "state_size": 16,
+    "num_ssm_heads": 8,
+    "mamba_dt_rank": 16,
+    "time_step_rank": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+SIZES = {
+    **LAYERS,
+    **WIDTHS,
+    **INNER,
+    **HEADS,
+    **LENGTHS,
+    **EXPERTS,
+    **STATE_SPACES,
+    "vocab_size": VOCAB,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "word_embed_proj_dim": 64,
+    "rotary_dim": 8,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 0,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 2,
+    "is_decoder": True,
+}
+LATENT_ATTENTION = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+"""For configurations that have a `kv_lora_rank`."""
+OWN: dict[str, dict[str, object]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "layer_types": ["mamba", "attention"] * 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "dots1": {"first_k_dense_replace": 1, "layer_types": ["full_attention"] * 4},
+    "xmod": {"languages": ["en"], "default_language": "en"},
+    "reformer": {"is_decoder": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [96] * 4,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_headdim": 16,
+        "n_mamba_heads": 8,
+        "num_mem_blocks": 1,
+        "adapter_rank": 8,
+        "mamba_ngroups": 1,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 64},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def _families() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for kind, names in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
+        found.setdefault(names if isinstance(names, str) else names[0], kind)
+    return found
+
+
+FAMILIES = _families()
+"""The name of each class, and the kind of configuration that it is made from."""
+
+
+def tiny_config(kind: str) -> PreTrainedConfig:
+    """A small configuration of that kind."""
+    made = CONFIG_MAPPING[kind]
+    return made(**_settings(made(), kind))
+
+
+def _settings(config: PreTrainedConfig, kind: str) -> dict[str, object]:
+    made, own = type(config), OWN.get(kind, {})
+    known = {*inspect.signature(made.__init__).parameters, *config.to_dict()}
+    known |= set(getattr(made, "__dataclass_fields__", {}))
+    sizes = SIZES | (LATENT_ATTENTION if "kv_lora_rank" in known else {})
+    settings = {key: value for key, value in sizes.items() if key in known} | own
+    for name in getattr(made, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig) and name not in own:
+            settings[name] = _settings(part, part.model_type)
+    return settings
+
+
+def build(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of the class called `family`, in float32 and eval mode."""
+    config, made = tiny_config(FAMILIES[family]), getattr(transformers, family)
+    torch.manual_seed(seed)
+    try:
+        model = made(config)
+    except (AttributeError, TypeError):  # a class of the text alone, which asks for that part
+        model = made(config.get_text_config())
+    return model.eval()
+
+
+def saved(family: str, out: Path) -> None:
+    """Write such a model and a tokenizer to `out`."""
+    build(family).save_pretrained(out)
+    tiny_tokenizer().save_pretrained(out)
+
+
+NOT_BUILT = {
+    "BltForCausalLM": "its tables of hashed bytes have 3 million rows whatever its configuration",
+    "CohereCompassForCausalLM": "needs settings of its own",
+    "DbrxForCausalLM": "cannot be built from its configuration in transformers 5.23",
+    "Dots1ForCausalLM": "needs settings of its own",
+    "Dots3NoteForCausalLM": "needs settings of its own",
+    "Gemma3nForConditionalGeneration": "its tower for images needs timm",
+    "Gemma4AssistantForCausalLM": "drafts for another model, whose states it reads",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts for another model, whose states it reads",
+    "LongcatFlashForCausalLM": "needs settings of its own",
+    "MusicgenForCausalLM": "makes sound",
+    "MusicgenMelodyForCausalLM": "makes sound",
+    "Qwen4ExpForCausalLM": "needs settings of its own",
+    "ReformerModelWithLMHead": "needs settings of its own",
+    "ZambaForCausalLM": "cannot be built small in transformers 5.23",
+}
+"""Classes of which no tiny model is made here, and why."""
+WORDS = (
+    "the cat sat on a mat and dog saw one bird over old red house where we went to sleep"
+).split()
+
+
+def texts(out: Path) -> Path:
+    """A file of 120 short documents, no two alike."""
+    chance = random.Random(0)
+    documents = (" ".join(chance.choices(WORDS, k=40)) for _ in range(120))
+    out.write_text("\n\n".join(documents), encoding="utf-8")
+    return out
+
+
+def walk(family: str, folder: Path, call: Callable[..., int]) -> str:
+    """Take a model of that class from teacher to a trained student that writes, verb by verb.
+
+    Converting opens what it wrote again and compares tensors, exporting compares logits, both to
+    the bit.
+
+    Args:
+        family: a class of `FAMILIES`.
+        folder: an empty directory.
+        call: runs `qat` with the tokens that it is given and returns the exit code.
+
+    Returns:
+        The verb that refused; empty where all of them ended well.
+    """
+    saved(family, folder / "float")
+    cache, student, run = folder / "cache", folder / "student", folder / "run"
+    rows = ("--num-sequences", 24, "--sequence-length", 16)
+    data = ("--data", texts(folder / "texts.txt"), "--format", "plain", *rows)
+    steps = ("--batch-size", 2, "--max-steps", 3, "--force")
+    verbs: tuple[tuple[object, ...], ...] = (
+        ("cache", "--teacher", folder / "float", *data, "--out", cache),
+        ("convert", folder / "float", "--to", "q2a4", "--calibration", cache, "--out", student),
+        ("train", student, "--cache-dir", cache, *steps, "--out", run),
+        ("eval", run, "--cache-dir", cache),
+        ("generate", run, "--prompt", "the cat", "--raw", "--max-new-tokens", 4),
+        ("export", run, "--to", "dense", "--dtype", "fp32", "--out", folder / "dense"),
+    )
+    for verb in verbs:
+        where = () if verb[0] == "export" else ("--device", "cpu")
+        if call(*verb, *where):
+            return str(verb[0])
+    return ""
