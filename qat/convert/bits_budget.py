@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.convert.calibrate import StageInputs, TokenBatch, patched_forwards, quantize_in_order
+from qat.convert.calibrate import (
+    StackInputs,
+    StageInputs,
+    TokenBatch,
+    patched_forwards,
+    quantize_in_order,
+)
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
@@ -27,9 +33,10 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
+from qat.nn.sites import StackedLinear
 from qat.nn.swap import decoder_layers, linear_names, table_names, table_spec, weight_shape
 from qat.quant.budget import Option, choose_options
-from qat.quant.error_feedback import fit_all_to_inputs
+from qat.quant.error_feedback import fit_all_to_inputs, fit_stack_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import QuantizedWeight, dequantize
@@ -71,7 +78,18 @@ def measure_sensitivities(
             ticker.advance()
             ticker.note(name)
 
-        def measure_stage(names: list[str], inputs: StageInputs) -> None:
+        def measure_alone(names: list[str]) -> None:
+            for name in names:
+                for spec in formats[name]:
+                    note(name, spec, fit_weight(_weight(modules[name]), spec))
+
+        def measure_stage(names: list[str], inputs: StageInputs | StackInputs) -> None:
+            if isinstance(inputs, StackInputs):
+                (name,) = names
+                for spec in formats[name]:
+                    fit = fit_stack_to_inputs(_weight(modules[name]), spec, *inputs, ops=COLUMN_OPS)
+                    note(name, spec, fit.quantized)
+                return
             for spec in dict.fromkeys(spec for name in names for spec in formats[name]):
                 own = [name for name in names if spec in formats[name]]
                 weights = [_weight(modules[name]) for name in own]
@@ -80,11 +98,9 @@ def measure_sensitivities(
                     note(name, spec, fit.quantized)
 
         outside = [name for name, module in modules.items() if judge.layer_of(module) is None]
-        for name in outside:
-            for spec in formats[name]:
-                note(name, spec, fit_weight(_weight(modules[name]), spec))
+        measure_alone(outside)
         inside = [name for name in formats if name not in outside]
-        quantize_in_order(model, rest, inside, measure_stage)
+        quantize_in_order(model, rest, inside, measure_stage, quantize_alone=measure_alone)
     return found
 
 
@@ -157,8 +173,8 @@ def _row_dots(left: Tensor, right: Tensor) -> Tensor:
 
 @contextmanager
 def _holding(module: nn.Module, weight: Tensor) -> Iterator[None]:
-    """Let a linear compute with `weight`, or an embedding and the head tied to it."""
-    if isinstance(module, nn.Embedding):
+    """Let a linear compute with `weight`, or experts, or an embedding and the head tied to it."""
+    if isinstance(module, nn.Embedding | StackedLinear):
         own = module.weight.data
         module.weight.data = weight.to(own.dtype)
         try:

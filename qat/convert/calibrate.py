@@ -10,10 +10,11 @@ A teacher, if there is one, is walked beside the student, block for block and ba
 Shapes: B sequences, S positions, D model width, I in_features.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.sites import Owner, experts_of, watching
 from qat.nn.swap import decoder_layers
 
 
@@ -40,7 +42,16 @@ class StageInputs(NamedTuple):
     """`mean((s_f - s) x^T)`, `(D, I)`; None too where something comes between output and stream."""
 
 
-QuantizeStage = Callable[[list[str], StageInputs], None]
+class StackInputs(NamedTuple):
+    """The inputs of E experts whose weights are one linear: float32."""
+
+    second_moments: Tensor
+    """`mean(x x^T)` of each, `(E, I, I)`; 0 where none came."""
+    counts: Tensor
+    """How many came, `(E,)`."""
+
+
+QuantizeStage = Callable[[list[str], StageInputs | StackInputs], None]
 """Replaces the named linears."""
 
 
@@ -89,9 +100,12 @@ def quantize_in_order(
     names: list[str],
     quantize_stage: QuantizeStage,
     *,
+    quantize_alone: Callable[[list[str]], None] = lambda names: None,
     teacher: Walk | None = None,
 ) -> None:
     """Walk the decoder layers; `quantize_stage` replaces the `names` of each stage in turn.
+
+    What no batch reaches is left to `quantize_alone`.
 
     `teacher` walks the same batches. It may walk the student's own layers: it goes through each
     before the linears of that are replaced.
@@ -111,8 +125,11 @@ def quantize_in_order(
             teacher.go_on(list(outputs))
             taught = list(zip(*readings, strict=True))
         for stage, aims in zip(plans[kind], taught, strict=True):
-            inputs = _stage_inputs(block.run_to(stage), aims)
+            read, is_stack = block.run_to(stage), stage.stack is not None
+            inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, aims)
             quantize_stage([prefix + name for name in stage.names], inputs)
+        seen = {name for stage in plans[kind] for name in stage.names}
+        quantize_alone([prefix + name for name in mine if name not in seen])
         walk.go_on(block.outputs())
 
 
@@ -129,6 +146,7 @@ def record_block_inputs(
             if not stand_in:
                 first.append(args[0] if args else named["hidden_states"])
                 stand_in.append(forward(*args, **named))
+            named |= zip([*inspect.signature(forward).parameters][1:], args[1:], strict=False)
             left_out = ("hidden_states", "past_key_values")
             kwargs.append({key: value for key, value in named.items() if key not in left_out})
             return stand_in[0]
@@ -147,6 +165,8 @@ class _Stage(NamedTuple):
     stream: str | None
     """The child of the layer that reads the residual stream to which the output is added as it is;
     None if something comes between."""
+    stack: str | None = None
+    """The module that computes with the linear where that holds the weights of experts."""
 
 
 @dataclass
@@ -156,6 +176,9 @@ class _Reading:
     x: Tensor | None = None
     """None if the batch misses them."""
     stream: Tensor | None = None
+    by_expert: dict[int, list[Tensor]] = field(default_factory=dict)
+    """What each expert read, where the stage is a stack of them."""
+    experts: int = 0
 
 
 Call = tuple[str, int]
@@ -197,11 +220,24 @@ class _Block:
 
         linears = {self._layer.get_submodule(name): partial(note_linear, name) for name in names}
         children = {child: partial(note_child, n) for n, child in self._layer.named_children()}
+        owners = {name: o for name, o in self._layer.named_modules() if isinstance(o, Owner)}
+        stacks: dict[str, str] = {}
+
+        def note_stack(owner: str, key: str, _expert: int, _x: Tensor) -> None:
+            name = f"{owner}.{key}" if owner else key
+            if name in names and name not in stacks:
+                stacks[name] = owner
+                read[-len(stacks)] = [name]  # no address is negative
+
         hidden, call = self._runs[0]
-        with _hooked(children.items(), linears.items()):
+        with _hooked(children.items(), linears.items()), ExitStack() as watched:
+            for owner, module in owners.items():
+                watched.enter_context(watching(module, partial(note_stack, owner)))
             streams.append(("", _output(self._layer(hidden, **call))))
         return [
-            _Stage(group, _stream_before(gave[group[0]], streams) if len(group) == 1 else None)
+            _Stage(group, None, stacks[group[0]])
+            if group[0] in stacks
+            else _Stage(group, _stream_before(gave[group[0]], streams) if len(group) == 1 else None)
             for group in read.values()
         ]
 
@@ -209,9 +245,27 @@ class _Block:
         """What `stage` reads in each batch; its linears themselves do not run."""
         for batch in range(len(self._runs)):
             reading = _Reading()
-            with _hooked(self._noting(stage, reading, stops=True)), suppress(_Reached):
-                self._run(batch)
+            if stage.stack is not None:
+                self._read_stack(stage, reading, batch)
+            else:
+                with _hooked(self._noting(stage, reading, stops=True)), suppress(_Reached):
+                    self._run(batch)
             yield reading
+
+    def _read_stack(self, stage: _Stage, reading: _Reading, batch: int) -> None:
+        """Run the batch until the experts of `stage` are through, and note what each read."""
+        owner, key = self._layer.get_submodule(stage.stack), stage.names[0].rpartition(".")[2]
+        reading.experts = experts_of(owner, key)
+
+        def note(name: str, expert: int, x: Tensor) -> None:
+            if name == key:
+                reading.by_expert.setdefault(expert, []).append(x)
+
+        def stop(*_: object) -> None:
+            raise _Reached
+
+        with watching(owner, note), _hooked([], [(owner, stop)]), suppress(_Reached):
+            self._run(batch)
 
     def run_through(self, stages: Sequence[_Stage]) -> Iterator[tuple[list[_Reading], Tensor]]:
         """What all of `stages` read in each batch, and the layer's output."""
@@ -225,6 +279,8 @@ class _Block:
 
     def _noting(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
         """Hooks that fill `reading` and then stop the run, if they should."""
+        if stage.stack is not None:
+            return []
 
         def note_input(_module: nn.Module, args: tuple) -> None:
             if reading.x is None:
@@ -269,7 +325,8 @@ class _Block:
         kept = {
             module: once(name, module)
             for name, module in self._layer.named_modules()
-            if (name and "." not in name) or isinstance(module, nn.Linear | QuantLinear)
+            if ((name and "." not in name) or isinstance(module, nn.Linear | QuantLinear))
+            and not isinstance(module, Owner)
         }
         with patched_forwards(kept):
             return _output(self._layer(hidden, **call))
@@ -305,12 +362,30 @@ def _stage_inputs(student: Iterable[_Reading], teacher: Sequence[_Reading] | Non
     return StageInputs(second.mean(), *((gap.mean(), drift.mean()) if is_taught else ()))
 
 
+def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
+    """The means over the tokens of each expert."""
+    means: dict[int, _MeanOuter] = {}
+    experts = 0
+    for seen in readings:
+        experts = max(experts, seen.experts)
+        for expert, rows in seen.by_expert.items():
+            for x in rows:
+                means.setdefault(expert, _MeanOuter()).add(x, x)
+    some = next(mean for each in means.values() if (mean := each.mean()) is not None)
+    moments = some.new_zeros(experts, *some.shape)
+    counts = some.new_zeros(experts)
+    for expert, each in means.items():
+        if each.count:
+            moments[expert], counts[expert] = each.mean(), each.count
+    return StackInputs(moments, counts)
+
+
 class _MeanOuter:
     """The mean over tokens of `left right^T`, in float32."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
-        self._count = 0
+        self.count = 0
 
     def add(self, left: Tensor, right: Tensor) -> None:
         left, right = left.flatten(0, -2).float(), right.flatten(0, -2).float()
@@ -318,10 +393,10 @@ class _MeanOuter:
             self._total = left.T @ right
         else:
             self._total.addmm_(left.T, right)
-        self._count += len(right)
+        self.count += len(right)
 
     def mean(self) -> Tensor | None:
-        return None if self._total is None else self._total / self._count
+        return None if self._total is None else self._total / self.count
 
 
 def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | None:

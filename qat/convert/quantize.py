@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import on
 from qat.convert.bits_budget import BudgetReport
-from qat.convert.calibrate import StageInputs, TokenBatch, Walk, quantize_in_order
+from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, quantize_in_order
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
@@ -31,8 +31,14 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.sites import Owner
 from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
-from qat.quant.error_feedback import aim_all, fit_all_to_inputs
+from qat.quant.error_feedback import (
+    FEWEST_INPUTS,
+    aim_all,
+    fit_all_to_inputs,
+    fit_stack_to_inputs,
+)
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
@@ -130,11 +136,30 @@ def quantize_model(
             began, weight = time.perf_counter(), job.weight(name)
             return weight, fit_weight(weight, todo[name]), time.perf_counter() - began
 
-        with ThreadPoolExecutor(workers or on(student.device).workers()) as pool:
-            for name, (weight, quantized, seconds) in zip(alone, pool.map(fit, alone), strict=True):
-                job.put(name, weight, quantized, output_error=None, seconds=seconds)
+        def fit_alone(names: list[str]) -> None:
+            with ThreadPoolExecutor(workers or on(student.device).workers()) as pool:
+                fits = zip(names, pool.map(fit, names), strict=True)
+                for name, (weight, quantized, seconds) in fits:
+                    job.put(name, weight, quantized, output_error=None, seconds=seconds)
+
+        fit_alone(alone)
         if teacher:
-            quantize_in_order(student, calibration, linears, job.quantize_stage, teacher=teacher)
+            quantize_in_order(
+                student,
+                calibration,
+                linears,
+                job.quantize_stage,
+                quantize_alone=fit_alone,
+                teacher=teacher,
+            )
+    if job.rare:
+        logger.warning(
+            "%d of %d weights of experts saw fewer than %d calibration tokens and were rounded "
+            "without them; --calibration-sequences gives more",
+            job.rare,
+            job.experts,
+            FEWEST_INPUTS,
+        )
     reports = job.reports()
     return QuantizeReport(
         plan=plan.name,
@@ -154,7 +179,7 @@ def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
 
     Raises ConfigError.
     """
-    linears = (nn.Linear, QuantLinear, nn.Conv1d, nn.Conv2d)
+    linears = (nn.Linear, QuantLinear, nn.Conv1d, nn.Conv2d, Owner)
     blocks = {id(module) for module in decoder_layers(model).modules()}
     for path, module in model.named_modules():
         if id(module) not in blocks or isinstance(module, linears):
@@ -225,12 +250,27 @@ class _Conversion:
         self.specs = specs
         self.base = base
         self.ticker = ticker
+        self.experts = self.rare = 0
+        """Weights of experts that were fitted to inputs, or had too few."""
         self._reports: dict[str, ModuleReport] = {}
         self._errors: list[Tensor] = []
         """Their relative errors, read from the device all at once."""
 
-    def quantize_stage(self, names: list[str], inputs: StageInputs) -> None:
-        """Replace the linears called `names`, aimed at the teacher's and fitted to `inputs`."""
+    def quantize_stage(self, names: list[str], inputs: StageInputs | StackInputs) -> None:
+        """Replace the linears called `names`, aimed at the teacher's and fitted to `inputs`.
+
+        The experts of one linear are fitted each to its own; routers send a teacher's tokens
+        elsewhere than a student's, so that these have no aim.
+        """
+        if isinstance(inputs, StackInputs):
+            (name,) = names
+            began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
+            fit = fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS)
+            seconds = time.perf_counter() - began
+            self.put(name, weight, fit.quantized, output_error=fit.output_error, seconds=seconds)
+            self.rare += int((inputs.counts < FEWEST_INPUTS).sum())
+            self.experts += len(inputs.counts)
+            return
         for spec in dict.fromkeys(self.specs[name] for name in names):
             began = time.perf_counter()
             own = [name for name in names if self.specs[name] == spec]

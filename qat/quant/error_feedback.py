@@ -230,6 +230,10 @@ LEVEL_SAMPLE = 2**18
 """Weights that the levels are solved from."""
 
 
+FEWEST_INPUTS = 64
+"""Inputs that an expert must have seen to be fitted to them."""
+
+
 class InputFit(NamedTuple):
     """A quantized weight and what it does to its layer's output."""
 
@@ -269,6 +273,62 @@ def fit_all_to_inputs(
         InputFit(end if after < before else start, (min(before, after) / max(whole, TINY)) ** 0.5)
         for start, end, (whole, before, after) in zip(starts, ends, energies, strict=True)
     ]
+
+
+def fit_stack_to_inputs(
+    weight: Tensor,
+    spec: LutSpec,
+    hessians: Tensor,
+    counts: Tensor,
+    *,
+    ops: ColumnOps = REFERENCE,
+) -> InputFit:
+    """`fit_to_inputs` of E weights that share a codebook, each with inputs of its own.
+
+    The levels come from all of them, by how often each was used. A weight that hardly any input
+    reached is rounded as it is: what few inputs tell of it holds for no others.
+
+    Args:
+        weight: `(E * O, I)`, one below the other.
+        spec: the format.
+        hessians: `mean(x x^T)` over the inputs of each, `(E, I, I)`; 0 without inputs.
+        counts: how many inputs those are, `(E,)`.
+        ops: who does the steps inside a block of columns.
+    """
+    E, I = len(hessians), weight.shape[1]
+    weights = weight.detach().float().view(E, -1, I)
+    is_fitted = (counts >= FEWEST_INPUTS).tolist()
+    diagonals = hessians.float().diagonal(dim1=1, dim2=2) * counts[:, None]
+    mean = diagonals.mean()
+    diagonals = (diagonals + DAMPING * mean) if mean > 0 else torch.ones_like(diagonals)
+    importance = diagonals[:, None].expand(weights.shape).reshape(-1, I)
+    start = fit_weight(weight, spec, importance)
+    codebook, indices = start.codebook, start.indices.view(weights.shape)
+    held = start.scales.scales
+    groups = expand_scales(start.scales, I) if held is None else held
+    groups = groups.view(E, weights.shape[1], -1)
+    energies = weight.new_zeros(2, dtype=torch.float32)
+    for e in range(E):
+        if not is_fitted[e]:
+            continue
+        H = damped(hessians[e].float())
+        part = QuantizedWeight(indices[e], codebook, Scales(groups[e], bits=spec.scale_bits))
+        columns = stack([weights[e]], [part])
+        whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
+        feed_back(columns, H, ops)
+        descend(columns, H, moves_scales=held is not None, ops=ops)
+        after = _row_energy(columns.residual, H)
+        is_better = after.sum() < before.sum()
+        chosen = nearest_level(columns.chosen.T, codebook)
+        indices[e] = torch.where(is_better, chosen, indices[e])
+        groups[e] = torch.where(is_better, columns.scales.T, groups[e])
+        energies += counts[e] * torch.stack([torch.minimum(before.sum(), after.sum()), whole.sum()])
+    scales = start.scales
+    if held is not None:
+        scales = scales._replace(scales=groups.reshape(held.shape))
+    error, whole = energies.tolist()
+    quantized = QuantizedWeight(indices.view(weight.shape), codebook, scales)
+    return InputFit(quantized, (error / max(whole, TINY)) ** 0.5)
 
 
 def damped(hessian: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Families of other names and parts: convert, open again, and learn."""
 
+import re
 from pathlib import Path
 
+import families
 import pytest
 import torch
+from cli_case import call
 from tiny import VOCAB, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -19,9 +22,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint
-from qat.errors import ConfigError
+from qat.convert.convert import convert_checkpoint, convert_model
+from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, linear_names
@@ -119,15 +123,46 @@ def test_the_text_model_of_a_multimodal_one_is_meant(tmp_path: Path) -> None:
     assert decoder_layers(model) is model.model.language_model.layers
 
 
-@pytest.mark.parametrize("plan", [None, ALL])
+@pytest.mark.parametrize("is_calibrated", [False, True])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_fused_experts_are_refused(family: str, plan: str | None, tmp_path: Path) -> None:
+def test_the_experts_of_a_mixture_are_quantized_and_learn(
+    family: str, is_calibrated: bool, tmp_path: Path
+) -> None:
     source = saved(MIXTURES[family], tmp_path / "float")
-    (tmp_path / "plan.toml").write_text(plan or "")
-    to = "q2a4" if plan is None else str(tmp_path / "plan.toml")
-    with pytest.raises(ConfigError, match="holds experts in one tensor of shape .4, .* cannot"):
-        convert_checkpoint(source, ConvertConfig(to=to, device="cpu"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    rows = torch.randint(VOCAB, (40, 24))
+    batches = [TokenBatch(rows, torch.arange(24).expand(40, 24))] if is_calibrated else []
+    student = load_model(source, device="cpu")
+    convert_model(student, ConvertConfig(to="q2a4", device="cpu"), calibration=batches)
+    model = student.model
+    stacks = [name for name in quant_linears(model) if "experts" in name]
+    assert len(stacks) == 4 and all(role_of(name) == "mlp" for name in stacks)
+    assert not any("gate.weight" in name or name.endswith(".gate") for name in quant_linears(model))
+    scales = [model.get_submodule(name).scales for name in stacks]
+    optimizer = torch.optim.AdamW(scales, lr=1e-2)
+    losses = []
+    for _ in range(3):
+        logits = student.logits(student.hidden(rows[:4], torch.arange(24).expand(4, 24)))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:4].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "out")
+    again = load_model(str(tmp_path / "out"), device="cpu")
+    ids, places = rows[:2], torch.arange(24).expand(2, 24)
+    with torch.no_grad():
+        assert torch.equal(again.hidden(ids, places), student.hidden(ids, places))
+
+
+def test_experts_that_calibration_hardly_reached_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = saved(MIXTURES["qwen3 moe"], tmp_path / "float")
+    student = load_model(source, device="cpu")
+    batches = [TokenBatch(torch.arange(24)[None], torch.arange(24)[None])]
+    convert_model(student, ConvertConfig(to="q2a4", device="cpu"), calibration=batches)
+    assert "16 of 16 weights of experts saw fewer than 64 calibration tokens" in caplog.text
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -138,3 +173,40 @@ def test_the_attention_of_a_mixture_can_be_quantized(family: str, tmp_path: Path
     convert_checkpoint(source, config, tmp_path / "out")
     found = quant_linears(load_model(str(tmp_path / "out"), device="cpu").model)
     assert len(found) == 8 and {role_of(name) for name in found} == {"attention"}
+
+
+AROUND_THE_HEAD = (
+    "changes its logits behind the head|features of its .* hidden ones before the head"
+)
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "BertLMHeadModel",
+            "BigBirdForCausalLM",
+            "CamembertForCausalLM",
+            "Data2VecTextForCausalLM",
+            "ElectraForCausalLM",
+            "ErnieForCausalLM",
+            "MegatronBertForCausalLM",
+            "ModernBertDecoderForCausalLM",
+            "ProphetNetForCausalLM",
+        ),
+        AROUND_THE_HEAD,
+    ),
+}
+"""Classes that cannot be split into a body and a head, and what is said of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_every_class_works_or_is_refused_in_one_line(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    if family in families.NOT_BUILT:
+        pytest.skip(families.NOT_BUILT[family])
+    verb = families.walk(family, tmp_path, lambda *tokens: call(monkeypatch, *tokens))
+    said = capsys.readouterr().err
+    assert bool(verb) == (family in REFUSED), said
+    if verb:
+        assert re.search(REFUSED[family], said.splitlines()[-1])
+    assert "Traceback" not in said

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from qat.quant import error_feedback as ef
 from qat.quant.codebook import nearest_indices
-from qat.quant.error_feedback import REFERENCE, descent_sweep
+from qat.quant.error_feedback import (
+    DAMPING,
+    REFERENCE,
+    descent_sweep,
+    fit_stack_to_inputs,
+    output_error,
+)
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec
+from qat.quant.spec import LutSpec, by_group
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
@@ -284,3 +290,57 @@ def test_damping_leaves_the_callers_hessian_alone() -> None:
     H = torch.diag(torch.tensor([4.0, 0.0]))
     assert ef.damped(H).diagonal().tolist() == pytest.approx([4.02, 0.02])
     assert H[1, 1] == 0 and ef.damped(torch.zeros(2, 2)).tolist() == [[1, 0], [0, 1]]
+
+
+def stack_of_experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights `(3 * 8, 32)`, and inputs of the first two experts alone: many, and a few."""
+    torch.manual_seed(0)
+    weight = torch.randn(24, 32)
+    mixing = torch.randn(2, 32, 32)
+    many, few = torch.randn(500, 32) @ mixing[0], torch.randn(5, 32) @ mixing[1]
+    none = torch.zeros(32, 32)
+    moments = torch.stack([many.T @ many / 500, few.T @ few / 5, none])
+    return weight, moments, torch.tensor([500.0, 5.0, 0.0])
+
+
+@pytest.mark.parametrize("spec", [by_group(2, 16), LutSpec(bits=2, scale="low_rank", rank=4)])
+def test_experts_share_a_codebook_and_are_fitted_each_to_its_inputs(spec: LutSpec) -> None:
+    weight, moments, counts = stack_of_experts()
+    found = fit_stack_to_inputs(weight, spec, moments, counts).quantized
+    plain = fit_stack_to_inputs(weight, spec, moments, torch.zeros(3)).quantized
+    assert found.codebook.shape == (spec.num_levels,)
+    error, before = (
+        output_error(weight[:8], rows(each, 0, 8), moments[0]) for each in (found, plain)
+    )
+    assert error < 0.9 * before
+
+
+def test_an_expert_without_inputs_is_rounded_as_it_is() -> None:
+    weight, moments, counts = stack_of_experts()
+    spec = by_group(2, 16)
+    found = fit_stack_to_inputs(weight, spec, moments, counts).quantized
+    diagonals = moments.diagonal(dim1=1, dim2=2) * counts[:, None]
+    diagonals = diagonals + DAMPING * diagonals.mean()
+    start = fit_weight(weight, spec, diagonals.repeat_interleave(8, dim=0))
+    for expert in (1, 2):
+        assert torch.equal(
+            found.indices[8 * expert : 8 * expert + 8], start.indices[8 * expert : 8 * expert + 8]
+        )
+
+
+def test_no_inputs_at_all_leave_what_weights_alone_give() -> None:
+    weight, moments, counts = stack_of_experts()
+    found = fit_stack_to_inputs(weight, by_group(2, 16), 0 * moments, 0 * counts)
+    expected = fit_weight(weight, by_group(2, 16))
+    assert torch.equal(dequantize(found.quantized), dequantize(expected))
+
+
+def rows(quantized: QuantizedWeight, start: int, end: int) -> QuantizedWeight:
+    own = {
+        name: tensor[start:end]
+        for name, tensor in quantized.scales.present().items()
+        if name in ("scales", "scale_out")
+    }
+    return quantized._replace(
+        indices=quantized.indices[start:end], scales=quantized.scales.replaced(own)
+    )
