@@ -18,12 +18,14 @@ from qat.online import is_online
 
 RUN_POINTERS = ("best", "latest")
 """Files of a run directory that name one of its checkpoints, in order of preference."""
+GGUF = ".gguf"
+"""Ending of llama.cpp's files, which hold a whole model with its tokenizer."""
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-[0-9]{6,}")
 
 
 def resolve(source: str) -> str:
-    """The model directory or hub id behind `source`: a run directory gives one of its checkpoints.
+    """The model directory, GGUF file or hub id behind `source`; of a run, one of its checkpoints.
 
     Raises:
         CheckpointError: `source` is a path without a model, or one that is to be imported.
@@ -39,12 +41,14 @@ def resolve(source: str) -> str:
     if (path / "config.json").is_file():
         _check_indices(path)
         return source
-    if found := [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")):
-        raise CheckpointError(
-            f"{found[0]} is a GGUF file, expected a model directory in the form of Hugging Face; "
-            "download that, or make it with transformers: from_pretrained(DIR, gguf_file=NAME) of "
-            "model and tokenizer, and save_pretrained of both"
-        )
+    is_gguf = path.suffix == GGUF and path.is_file()
+    if found := [path] if is_gguf else sorted(path.glob(f"*{GGUF}")):
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{source} holds {len(found)} GGUF files, expected one; name the one you mean, "
+                f"such as {found[0]}"
+            )
+        return str(found[0])
     for pointer in RUN_POINTERS:
         if (path / pointer).is_file():
             checkpoint = pointed(path, pointer)
@@ -68,6 +72,12 @@ def resolve(source: str) -> str:
         )
     is_online(source)
     return source
+
+
+def as_transformers_asks(source: str) -> tuple[str, dict[str, str]]:
+    """A resolved source as `from_pretrained` takes it: the place, and which GGUF file there."""
+    path = Path(source)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == GGUF else (source, {})
 
 
 def pointed(run: Path, pointer: str) -> Path | None:
@@ -100,7 +110,7 @@ def _check_indices(directory: Path) -> None:
 
 def is_kept_here(source: str) -> bool:
     """Whether the files of a resolved `source` are read without asking a hub."""
-    return Path(source).is_dir() or not is_online(source)
+    return Path(source).exists() or not is_online(source)
 
 
 def _may_be_hub_id(source: str) -> bool:

@@ -2,10 +2,11 @@
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,7 +19,9 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
-from qat.models.directory import is_kept_here, resolve
+from qat.models.dequantize import BY_HAND, OWN, float_state, method_of, read_settings
+from qat.models.directory import GGUF, as_transformers_asks, is_kept_here, resolve
+from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, read_config
 from qat.models.stored_state import packed_state_dict
@@ -71,8 +74,9 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
     """
     source = resolve(source)
     with Opening(source, "a tokenizer"):
+        place, file = as_transformers_asks(source)
         tokenizer = AutoTokenizer.from_pretrained(
-            source, local_files_only=is_kept_here(source), trust_remote_code=trust_remote_code
+            place, local_files_only=is_kept_here(place), trust_remote_code=trust_remote_code, **file
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers makes one without words where the files are missing
@@ -108,7 +112,7 @@ def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
         CheckpointError: there is no such model.
     """
     source = resolve(source)
-    if not Path(source).is_dir():
+    if not Path(source).exists():
         commit = load_config(source, trust_remote_code=trust_remote_code)._commit_hash
         if commit is None:
             raise CheckpointError(
@@ -118,7 +122,8 @@ def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
         return commit
     digest = xxhash.xxh3_128()
     weights = (*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin"))
-    for path in [Path(source, "config.json"), *sorted(weights)]:
+    is_file = Path(source).is_file()
+    for path in [Path(source)] if is_file else [Path(source, "config.json"), *sorted(weights)]:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -184,18 +189,48 @@ def _split(source: str, model: PreTrainedModel) -> LanguageModel:
     return found
 
 
+def _by_hand(source: str, config: PreTrainedConfig) -> tuple[type, None, dict[str, Any]]:
+    """What opens a checkpoint of GPTQ or AWQ: the model's own class, and a state of floats."""
+    directory = Path(source)
+    if not directory.is_dir():
+        directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
+    state = float_state(directory, read_settings(directory))
+    del config.quantization_config
+    with torch.device("meta"):
+        made = type(AutoModelForCausalLM.from_config(config))
+    return made, None, {"config": config, "state_dict": state}
+
+
 def _load_float(source: str, how: _How) -> PreTrainedModel:
-    read_config(source, trust_remote_code=how.trust_remote_code)
+    config = read_config(source, trust_remote_code=how.trust_remote_code)
+    method = None if source.endswith(GGUF) else method_of(config)
+    opener, place = AutoModelForCausalLM, source
+    named: dict[str, Any] = {
+        "dtype": how.dtype,
+        "device_map": how.placement(),
+        "local_files_only": is_kept_here(source),
+        "output_loading_info": True,
+    }
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=how.dtype,
-            device_map=how.placement(),
-            local_files_only=is_kept_here(source),
-            output_loading_info=True,
-            trust_remote_code=how.trust_remote_code,
-        )
+        if method in BY_HAND:
+            opener, place, more = _by_hand(source, config)
+        else:
+            place, more = as_transformers_asks(source)
+            more = more | {"trust_remote_code": how.trust_remote_code}
+            if method in OWN:
+                more["quantization_config"] = OWN[method]()
+            elif method not in (None, QUANT_METHOD):
+                raise CheckpointError(
+                    f"{source} holds weights quantized by {method}, expected floats or weights "
+                    f"of {', '.join((*OWN, *BY_HAND))}; start from the float model"
+                )
+        model, info = opener.from_pretrained(place, **named, **more)
+    if method not in (None, QUANT_METHOD) or source.endswith(GGUF):
+        logger.info("%s: its %s weights are read as floats", source, method or "GGUF")
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(

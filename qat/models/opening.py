@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from qat.backend.device import select
 from qat.errors import CheckpointError, QatError
 from qat.files import inside
-from qat.models.directory import check_checksums, is_kept_here
+from qat.models.directory import as_transformers_asks, check_checksums, is_kept_here
 
 TABLES = (
     "config.json",
@@ -30,7 +30,14 @@ TABLES = (
 """Files beside a model that hold a JSON object, as far as they are there and small."""
 BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", "qat"}
 """Implementations of attention and of experts that need no program from elsewhere."""
-READERS = ("transformers", "transformers_modules", "huggingface_hub", "tokenizers", "safetensors")
+READERS = (
+    "transformers",
+    "transformers_modules",
+    "huggingface_hub",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+)
 """Packages that read a model's files, and the code that a model brought."""
 PLACES = {"generation": "generation_config.json", "token": "the tokenizer's files"}
 """By what is in the names of transformers' modules, the file that they read."""
@@ -83,8 +90,12 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
         CheckpointError: there is none, it is damaged, or names a program to attend with.
     """
     with Opening(source, "a model's configuration"):
+        place, file = as_transformers_asks(source)
         config = AutoConfig.from_pretrained(
-            source, local_files_only=is_kept_here(source), trust_remote_code=trust_remote_code
+            place,
+            local_files_only=is_kept_here(place),
+            trust_remote_code=trust_remote_code,
+            **file,
         )
     check_attention(config)
     return config

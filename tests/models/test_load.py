@@ -134,11 +134,22 @@ def test_missing_models_are_one_line(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"GGUF", b"no such thing" * 9])
 @pytest.mark.parametrize("name", ["model.gguf", "."])
-def test_a_gguf_is_named_as_such(name: str, tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model.gguf is a GGUF file, .*gguf_file=NAME"):
+def test_a_damaged_gguf_is_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not give a model's config") as caught:
         load_model(str(tmp_path / name), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_one_of_several_gguf_files_must_be_named(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF files, .*such as .*a.gguf"):
+        load_model(str(tmp_path), device="cpu")
+    with pytest.raises(CheckpointError, match="c.gguf does not exist"):
+        load_model(str(tmp_path / "c.gguf"), device="cpu")
 
 
 def test_a_hub_id_is_asked_of_the_hub(

@@ -1,0 +1,119 @@
+"""Checkpoints that somebody else quantized, as float weights to start from.
+
+transformers turns some formats into floats itself (`OWN`). GPTQ and AWQ it opens only with
+libraries of kernels, which need a GPU, so their few lines of arithmetic are here:
+`w = scale * (q - zero)` for each group of inputs.
+
+Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int32.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedConfig,
+)
+
+from qat.errors import CheckpointError
+
+OWN: dict[str, Callable[[], Any]] = {
+    "mxfp4": lambda: Mxfp4Config(dequantize=True),
+    "fp8": lambda: FineGrainedFP8Config(dequantize=True),
+    "compressed-tensors": lambda: CompressedTensorsConfig(run_compressed=False),
+}
+"""By name of the method, the settings with which transformers gives floats."""
+BY_HAND = ("gptq", "awq")
+"""The methods whose weights `float_state` reads."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ put each of the eight numbers of an int32: number n lies in nibble `AWQ_ORDER[n]`."""
+PACKED = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def method_of(config: PreTrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantized; None if they are not."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    return str(settings.get("quant_method") if isinstance(settings, dict) else settings)
+
+
+def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a GPTQ or AWQ checkpoint, each packed weight as a float16 one.
+
+    Args:
+        directory: where its safetensors files lie.
+        settings: its `quantization_config`.
+
+    Raises:
+        CheckpointError: the format is one of theirs that is not read here, or a tensor is missing.
+    """
+    method, bits = settings["quant_method"], settings.get("bits", settings.get("w_bit"))
+    is_gemm = str(settings.get("version", "gemm")).lower() == "gemm"
+    if bits not in ((4,) if method == "awq" else (2, 4, 8)) or (method == "awq" and not is_gemm):
+        raise CheckpointError(
+            f"{directory} holds {method} weights of {bits} bits (version "
+            f"{settings.get('version', settings.get('checkpoint_format'))}), expected GPTQ of 2, 4 "
+            "or 8 bits or AWQ of 4 in its gemm order; start from the float model"
+        )
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        state |= load_file(file)
+    for key in [key for key in state if key.endswith(".qweight")]:
+        name = key.removesuffix(".qweight")
+        parts = {part: state.pop(f"{name}.{part}", None) for part in PACKED}
+        if parts["qzeros"] is None or parts["scales"] is None:
+            raise CheckpointError(
+                f"{directory}: {name} lacks its qzeros or scales, expected both beside qweight; "
+                "copy the checkpoint anew"
+            )
+        offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+        weight = _awq(parts) if method == "awq" else _gptq(parts, bits, offset)
+        state[f"{name}.weight"] = weight
+    return state
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """`quantization_config` of config.json as it was written."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return config["quantization_config"]
+
+
+def _gptq(parts: dict[str, Any], bits: int, offset: int) -> Tensor:
+    """`(O, I)`. GPTQ packs inputs along rows: `qweight` is `(I / N, O)`, `qzeros` `(G, O / N)`.
+
+    The first version of the format stores each zero less one.
+    """
+    q = _unpack(parts["qweight"].T.contiguous(), bits).T  # (I, O)
+    zeros = _unpack(parts["qzeros"], bits) + offset
+    scales, groups = parts["scales"], parts["g_idx"]
+    if groups is None:
+        groups = torch.arange(len(q)) // (len(q) // len(scales))
+    groups = groups.long()
+    return ((q - zeros[groups]).to(scales.dtype) * scales[groups]).T.contiguous()
+
+
+def _awq(parts: dict[str, Any]) -> Tensor:
+    """`(O, I)`. AWQ packs outputs, in an order of its own: `qweight` is `(I, O / N)`."""
+    order = torch.tensor(AWQ_ORDER)
+
+    def numbers(packed: Tensor) -> Tensor:
+        return _unpack(packed, 4).view(len(packed), -1, 8)[:, :, order].reshape(len(packed), -1)
+
+    q, zeros, scales = numbers(parts["qweight"]), numbers(parts["qzeros"]), parts["scales"]
+    groups = torch.arange(len(q)) // (len(q) // len(scales))
+    return ((q - zeros[groups]).to(scales.dtype) * scales[groups]).T.contiguous()
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The numbers in each int32, lowest bits first: `(R, C)` to `(R, C * N)`."""
+    shifts = torch.arange(0, 32, bits)
+    numbers = (packed.long()[:, :, None] >> shifts) & (2**bits - 1)
+    return numbers.view(len(packed), -1)
