@@ -88,6 +88,7 @@ LATENT_ATTENTION = {
 }
 """For configurations that have a `kv_lora_rank`."""
 OWN: dict[str, dict[str, object]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {
         "mamba_n_heads": 8,

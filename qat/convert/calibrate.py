@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qat.errors import CheckpointError
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.sites import Owner, experts_of, watching
+from qat.nn.sites import Owner, experts_of, is_plain, watching
 from qat.nn.swap import decoder_layers
 
 
@@ -77,7 +78,8 @@ class Walk:
     @torch.no_grad()
     def __init__(self, model: LanguageModel, batches: Sequence[TokenBatch]) -> None:
         self.layers = decoder_layers(model.model)
-        inputs = [record_block_inputs(model, self.layers, batch) for batch in batches]
+        with _told(model):
+            inputs = [record_block_inputs(model, self.layers, batch) for batch in batches]
         self._calls = [item.kwargs for item in inputs]
         self._states = [item.hidden for item in inputs]
         self._passed = 0
@@ -118,7 +120,8 @@ def quantize_in_order(
         mine = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         block, kind = walk.block(), (type(layer), mine)
         if kind not in plans:
-            plans[kind] = block.stages(mine)
+            with _told(student):
+                plans[kind] = block.stages(mine)
         taught: Iterable[Sequence[_Reading] | None] = [None] * len(plans[kind])
         if teacher:
             readings, outputs = zip(*teacher.block().run_through(plans[kind]), strict=True)
@@ -155,6 +158,8 @@ def record_block_inputs(
 
     with patched_forwards({layer: note(layer.forward) for layer in layers}):
         student.hidden(*(ids.to(student.device) for ids in batch))
+    if not first:
+        raise LookupError("they are not called")
     return BlockInputs(first[0], kwargs)
 
 
@@ -211,6 +216,8 @@ class _Block:
 
         def note_linear(name: str, _module: nn.Module, args: tuple, output: Tensor) -> None:
             alive.append(args[0])
+            if name in gave:  # it is used twice: the first use decides
+                return
             read.setdefault(id(args[0]), []).append(name)
             gave[name] = output
 
@@ -306,7 +313,7 @@ class _Block:
 
         def once(name: str, module: nn.Module) -> Callable:
             compute = module.forward
-            if isinstance(module, nn.Linear | QuantLinear):
+            if is_plain(module):
 
                 def compute(x: Tensor) -> Tensor:
                     return nn.functional.linear(x, self._weight(name, module), module.bias)
@@ -325,8 +332,7 @@ class _Block:
         kept = {
             module: once(name, module)
             for name, module in self._layer.named_modules()
-            if ((name and "." not in name) or isinstance(module, nn.Linear | QuantLinear))
-            and not isinstance(module, Owner)
+            if ((name and "." not in name) or is_plain(module)) and not isinstance(module, Owner)
         }
         with patched_forwards(kept):
             return _output(self._layer(hidden, **call))
@@ -412,8 +418,27 @@ def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | N
     return None
 
 
+@contextmanager
+def _told(model: LanguageModel) -> Iterator[None]:
+    """A block that runs decoder layers by themselves, which some architectures do not allow.
+
+    Raises:
+        CheckpointError: this one does not.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(
+            f"the decoder layers of {type(model.model).__name__} cannot be run one by one "
+            f"({' '.join(str(error).split())[:200]}), which calibration needs; convert it without "
+            "--calibration"
+        ) from error
+
+
 def _output(output: Tensor | tuple) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 @contextmanager

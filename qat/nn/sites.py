@@ -56,6 +56,8 @@ ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
 them, so they stay in floating point."""
 
 
+MORE_THAN_LINEAR = ("Llama4Router", "PhimoeTopKRouter", "DeepseekV4GroupedLinear")
+"""Classes below `nn.Linear` that compute something else; they stay in floating point."""
 NARROWEST = 16
 """Inputs of the narrowest linear that is quantized: below, scales weigh more than indices save."""
 
@@ -170,6 +172,12 @@ def experts_of(owner: nn.Module, name: str) -> int:
     return owner._opened.get(name, (0, False))[0] if isinstance(owner, Owner) else 0
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether it is a linear that does nothing else."""
+    is_linear = isinstance(module, nn.Linear) and type(module).__name__ not in MORE_THAN_LINEAR
+    return is_linear or isinstance(module, QuantLinear)
+
+
 def stack_of(module: Any) -> Stack | None:
     """Where `module` keeps experts; None if it keeps none."""
     if type(module).__name__ in STACKS:
@@ -181,16 +189,22 @@ def stack_of(module: Any) -> Stack | None:
 
 def open_sites(model: nn.Module) -> None:
     """Put a linear in the place of each weight that is none, without changing the function."""
-    modules: list[Any] = [*model.modules()]
-    for module in modules:
+    pairs = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*pairs, *pairs.values()}
+    names_of: dict[nn.Module, str] = {}
+    for module_name, owned in [*model.named_modules(remove_duplicate=False)]:
+        module: Any = owned
         for name, child in [*module.named_children()]:
             if isinstance(child, Conv1D):
                 child = _opened_conv(child)
                 setattr(module, name, child)
-            if isinstance(child, nn.Linear) and child.in_features < NARROWEST:
-                cast(Any, child).stays_float = True
-        if isinstance(module, Owner):
-            continue
+            names_of[child] = f"{module_name}.{name}".lstrip(".")
+            if isinstance(child, nn.Linear):
+                is_tied = f"{names_of[child]}.weight" in tied
+                if child.in_features < NARROWEST or is_tied or not is_plain(child):
+                    cast(Any, child).stays_float = True
+        if isinstance(module, Owner) or hasattr(module, "base_model_prefix"):
+            continue  # whole models read no more than their head's dtype
         stack = stack_of(module) or Stack(())
         names = [name for name in stack.names if _is_stack(module, name)]
         linears = [n for n, child in module.named_children() if isinstance(child, nn.Linear)]
