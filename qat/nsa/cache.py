@@ -18,7 +18,7 @@ from qat.kernels.nsa import decode, router
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import Past
 from qat.kernels.nsa.select import pool, select
-from qat.nsa.attention import TokenRows, rows_of_mask
+from qat.nsa.rows import TokenRows, rows_of_mask
 
 if TYPE_CHECKING:
     from qat.nsa.attention import Heads, NSAAttention

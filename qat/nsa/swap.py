@@ -18,7 +18,8 @@ from qat.files import parse_toml
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.select import Inputs
 from qat.nn.swap import decoder_layers, embedding_dtype
-from qat.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts, TokenRows
+from qat.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
+from qat.nsa.rows import TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

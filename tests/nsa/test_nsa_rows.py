@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qat.kernels.attention import document_mask
-from qat.nsa.attention import (
+from qat.nsa.rows import (
     TokenRows,
     padding_of,
     rows_of_documents,
