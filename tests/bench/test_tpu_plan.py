@@ -7,11 +7,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qat.bench.config import TOPOLOGIES, BenchConfig, split_names
-from qat.bench.tpu_plan import run
+from qat.bench.tpu_plan import pieces, run
 from qat.bench.tpu_plan import run as compiling
-from qat.bench.tpu_plan import run as needed
-from qat.bench.tpu_plan.pieces import check_alike, end_of_forward, split, trace
-from qat.bench.tpu_plan.run import MARGIN, Compiled, memory_for, plan_tpu, sizes, used_gib
+from qat.bench.tpu_plan.pieces import (
+    Compiled,
+    check_alike,
+    end_of_forward,
+    split,
+    trace,
+    used_gib,
+)
+from qat.bench.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
 from qat.cli.bench import bench
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
@@ -77,7 +83,7 @@ def test_the_verb_shows_both_ways_and_ends_with_them(monkeypatch, tmp_path: Path
 
 
 def test_one_line_says_that_the_extra_is_absent(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(needed, "find_spec", lambda name: None)
+    monkeypatch.setattr(pieces, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"jax, torchax, libtpu not .*; run: .*\[tpu-plan\]"):
         bench("tiny", config=BenchConfig(plan="v6e"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

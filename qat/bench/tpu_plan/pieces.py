@@ -3,9 +3,11 @@
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws, L layers.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from qat.bench.batches import random_batch, random_source
 from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, quantized_model, standing_still
 from qat.data.packing import Batch
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install
 from qat.evaluate.divergence import to_targets
 from qat.kernels import head as head_kernels
 from qat.losses.formulas import Targets
@@ -47,6 +49,45 @@ VIEWS = {
     aten.clone.default,
 }
 """What backward does again rather than keep: it moves no numbers."""
+
+
+def check_installed() -> None:
+    """Refuse to plan without the extra.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    missing = [name for name in ("jax", "torchax", "libtpu") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
+            f"{how_to_install('tpu-plan')}"
+        )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a step."""
+
+    peak_gib: float | None
+    """None if the step does not fit into the memory of the device."""
+    needed_gib: float | None
+    """What it would take; the peak if it fits."""
+    seconds: float
+    """Of the compiler alone."""
+
+
+def used_gib(message: str) -> float | None:
+    """What the compiler says that a step would take, in either of its two ways.
+
+    `Used 48.66G of 15.75G hbm`, or `(16.34G) exceeds available HBM (14.40G)`.
+    """
+    size = r"([\d.]+)([KMGT])"
+    found = re.search(rf"Used {size} of {size} hbm|\({size}\) exceeds available HBM", message)
+    if found is None:
+        return None
+    number, unit = (found[1], found[2]) if found[1] else (found[5], found[6])
+    return float(number) * 1024.0 ** ("KMGT".index(unit) - 2)
 
 
 class AnyNumber(TorchDispatchMode):

@@ -4,9 +4,7 @@ The largest batch is found by compiling: every size that is named was compiled.
 """
 
 import logging
-import re
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
@@ -14,7 +12,8 @@ from qat.backend.device import select
 from qat.bench.config import BenchConfig, Topology
 from qat.bench.find_max import largest_that_fits
 from qat.bench.results import Results, environment
-from qat.errors import ConfigError, how_to_install
+from qat.bench.tpu_plan.pieces import Compiled, Traceable, check_installed
+from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -22,45 +21,6 @@ MARGIN = 0.1
 """Share of the memory left free: a runtime's own buffers, and another version's schedule."""
 OCTAVES, STEPS = 16, 4
 """Sizes tried are 1 ... 2**16, so many in each octave."""
-
-
-def check_installed() -> None:
-    """Refuse to plan without the extra.
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    missing = [name for name in ("jax", "torchax", "libtpu") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"plan: {', '.join(missing)} not installed, expected the extra for planning TPUs; run: "
-            f"{how_to_install('tpu-plan')}"
-        )
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler says of a step."""
-
-    peak_gib: float | None
-    """None if the step does not fit into the memory of the device."""
-    needed_gib: float | None
-    """What it would take; the peak if it fits."""
-    seconds: float
-    """Of the compiler alone."""
-
-
-def used_gib(message: str) -> float | None:
-    """What the compiler says that a step would take, in either of its two ways.
-
-    `Used 48.66G of 15.75G hbm`, or `(16.34G) exceeds available HBM (14.40G)`.
-    """
-    size = r"([\d.]+)([KMGT])"
-    found = re.search(rf"Used {size} of {size} hbm|\({size}\) exceeds available HBM", message)
-    if found is None:
-        return None
-    number, unit = (found[1], found[2]) if found[1] else (found[5], found[6])
-    return float(number) * 1024.0 ** ("KMGT".index(unit) - 2)
 
 
 @dataclass(frozen=True)
@@ -209,8 +169,6 @@ class Planner:
         self._memory_gib = memory_gib
         _check(config)
         check_installed()
-        from qat.bench.tpu_plan.pieces import Traceable
-
         on_cpu = {"device": "cpu", "dtype": self.dtype, "compile": "off"}
         self._student = Traceable(config.model_copy(update=on_cpu), source)
 

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from qat.backend.before_torch import keep_libtpu_offline
 from qat.bench.config import Topology
-from qat.bench.tpu_plan.pieces import Traceable, aten
-from qat.bench.tpu_plan.run import Compiled, check_installed, used_gib
+from qat.bench.tpu_plan.pieces import Compiled, Traceable, aten, check_installed, used_gib
 from qat.data.packing import Batch
 from qat.kernels.head import BLOCK_TOKENS
 from qat.losses.formulas import Targets
