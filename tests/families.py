@@ -19,7 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 LAYERS = dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers"), 4)
 WIDTHS = dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"), 64)
-INNER = dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96)
+INNER = dict.fromkeys(
+    ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "dim_ff"), 96
+)
 HEADS = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4)
 LENGTHS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128)
 EXPERTS = {
