@@ -188,7 +188,7 @@ def _generation_config(
 ) -> GenerationConfig:
     """A fresh configuration that takes from the checkpoint only how a text ends."""
     eos = model.model.generation_config.eos_token_id
-    eos = model.config.eos_token_id if eos is None else eos
+    eos = getattr(model.config, "eos_token_id", None) if eos is None else eos
     pad = eos[0] if isinstance(eos, list) else eos
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     return GenerationConfig(
