@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from matplotlib.axis import Axis
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 import qat
 from qat.backend import nvidia
@@ -38,9 +36,6 @@ IN_EVERY_ROW = (
     *("commit", "dirty", "device", "cpu", "threads", "host", "run", "python", "torch", "triton"),
 )
 NOT_IN_TABLE = ("samples",)
-WIDE, VERY_WIDE = 5.0, 100.0
-"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
-numbers at it."""
 
 
 class Results:
@@ -144,17 +139,6 @@ def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> st
     rule = ["---", *("---:" for _ in headings[1:])]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
     return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
-
-
-def fit_scale(axis: Axis, values: Sequence[float]) -> None:
-    """A logarithmic axis with plain numbers for values that span much, else a linear one."""
-    if min(values) <= 0 or max(values) < WIDE * min(values):
-        return
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    is_crowded = max(values) > VERY_WIDE * min(values)
-    axis.set_major_locator(LogLocator(subs=(1.0,) if is_crowded else (1.0, 2.0, 5.0)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def has_changes() -> bool | None:

@@ -1,15 +1,16 @@
 """The report's pictures, each in a light and a dark dress: data in, bytes of an image out."""
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qat.observe.runs import Conversion, Module, TrainingRun
 
@@ -17,6 +18,9 @@ SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4a
 COLORS = SERIES * 4  # of more runs than that no chart can be read
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
 MAX_POINTS = 800
+WIDE, VERY_WIDE = 5.0, 100.0
+"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
+numbers at it."""
 
 
 @dataclass(frozen=True)
@@ -220,3 +224,14 @@ def _style(theme: Theme) -> dict[str, Any]:
         "legend.labelcolor": theme.ink,
         "svg.hashsalt": "qat",
     }
+
+
+def fit_scale(axis: Axis, values: Sequence[float]) -> None:
+    """A logarithmic axis with plain numbers for values that span much, else a linear one."""
+    if min(values) <= 0 or max(values) < WIDE * min(values):
+        return
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    is_crowded = max(values) > VERY_WIDE * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if is_crowded else (1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

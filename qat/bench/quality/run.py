@@ -25,9 +25,9 @@ from qat.bench.quality.plan import (
     read_quality,
 )
 from qat.bench.quality.prepare import Unmade, Workshop, check_shapes, resolve, with_equal_time
-from qat.bench.results import environment, fit_scale, markdown_table, write_comparison
+from qat.bench.results import environment, markdown_table, write_comparison
 from qat.errors import TrainingError
-from qat.observe.charts import LIGHT, SERIES, Chart
+from qat.observe.charts import LIGHT, SERIES, Chart, fit_scale
 from qat.process import cores
 
 PAGE = "quality.md"

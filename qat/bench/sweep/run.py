@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from qat.backend.nvidia import gpu_samples
 from qat.bench.jobs import Ended, claimed, run_processes
-from qat.bench.results import fit_scale, markdown_table, write_comparison
+from qat.bench.results import markdown_table, write_comparison
 from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
 from qat.bench.sweep.plan import (
     SweepConfig,
@@ -30,7 +30,7 @@ from qat.bench.sweep.telemetry import Watch, machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
 from qat.files import write_atomically
-from qat.observe.charts import LIGHT, SERIES, Chart
+from qat.observe.charts import LIGHT, SERIES, Chart, fit_scale
 
 HOME = Path("runs/sweep")
 MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
