@@ -52,8 +52,8 @@ STACKS = {
 """By class, where experts do not run through transformers' interface for them."""
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
-"""Names of the linears that choose experts: a few numbers a token, and all that follows hangs on
-them, so they stay in floating point."""
+"""Names of what chooses experts: a few numbers a token, and all that follows hangs on them, so it
+stays in floating point."""
 
 
 MORE_THAN_LINEAR = ("Llama4Router", "PhimoeTopKRouter", "DeepseekV4GroupedLinear")
@@ -214,8 +214,19 @@ def open_sites(model: nn.Module) -> None:
             module._opened, module._read = {}, read
             for name in names:
                 _open_stack(module, name, stack.is_transposed)
-        if names:
-            _keep_routers(model, module)
+    for part in (part for router in routers(model).values() for part in router.modules()):
+        cast(Any, part).stays_float = True
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, the modules that choose among experts."""
+    found: dict[str, nn.Module] = {}
+    for parent_name, parent in model.named_modules():
+        children = dict(parent.named_children())
+        if "experts" in children or any(stack_of(child) for child in children.values()):
+            names = children.keys() & set(ROUTERS)
+            found |= {f"{parent_name}.{n}".lstrip("."): children[n] for n in sorted(names)}
+    return found
 
 
 def close_sites(model: nn.Module) -> None:
@@ -263,15 +274,6 @@ def _open_stack(module: Any, name: str, is_transposed: bool) -> None:
     linear.weight = nn.Parameter(rows.reshape(-1, rows.shape[2]), weight.requires_grad)
     module._opened[name] = (len(rows), is_transposed)
     module.add_module(name, linear)
-
-
-def _keep_routers(model: Any, experts: nn.Module) -> None:
-    """Mark the linears beside `experts` that choose among them."""
-    for parent in model.modules():
-        if experts in parent.children():
-            for name, child in parent.named_children():
-                if name in ROUTERS:
-                    child.stays_float = True
 
 
 def _opened_conv(conv: Conv1D) -> TransposedLinear:

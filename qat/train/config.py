@@ -9,7 +9,7 @@ from qat.data.config import Location
 from qat.errors import ConfigError
 from qat.losses.config import parse_losses
 
-KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates")
+KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates", "router")
 """What may learn; each kind has its own learning rate."""
 
 Scope = Literal["mlp", "attention", "e2e"]
@@ -28,8 +28,9 @@ class StepConfig(DeviceSettings):
     e2e: Learns[bool] = False
     """Train all quantized linears (the default)."""
     learn: Learns[str] = "weights,scales,codebook"
-    """What learns: any of weights, scales, codebook, lora, norms, gates, joined by commas (lora is
-    for codes that stay: not with weights; gates: what sparse attention adds)."""
+    """What learns: any of weights, scales, codebook, lora, norms, gates, router, joined by commas
+    (lora is for codes that stay: not with weights; gates: what sparse attention adds; router: what
+    chooses among experts)."""
     lora_rank: Learns[int] = Field(16, gt=0)
     """Rank of the adapters that learn=lora adds; those that a student has already go on."""
     loss: Loss[str] = "tail"
@@ -123,6 +124,8 @@ class TrainConfig(StepConfig):
     """Peak learning rate of the normalisation weights."""
     lr_gates: Rates[float] = Field(3e-3, ge=0)
     """Peak learning rate of sparse attention's gates and pooling weights."""
+    lr_router: Rates[float] = Field(1e-3, ge=0)
+    """Peak learning rate of what chooses among experts."""
     schedule: Rates[Literal["cosine", "constant", "wsd"]] = "cosine"
     """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
     warmup_steps: Rates[int] = Field(

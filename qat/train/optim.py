@@ -17,6 +17,7 @@ from qat.backend.base import Copying
 from qat.errors import ConfigError
 from qat.nn.quant_linear import LutLinear
 from qat.nn.sharded import ShardedLutLinear
+from qat.nn.sites import routers
 from qat.nn.step import quant_linears
 from qat.nsa.fit import natural_size
 from qat.quant.lora import LORA_NAMES
@@ -42,6 +43,12 @@ DECAY_FRAC = 0.2
 """The share of a run's steps over which `wsd` falls: the last fifth."""
 START, GROWTH_INTERVAL = 2.0**16, 2000
 """The loss scale's first value and the good steps before it doubles, as `torch.amp.GradScaler`."""
+WHY_NONE = {
+    "gates": "the student's attention has no gates (it is dense, or its branches are merged): "
+    "convert with --attention nsa",
+    "router": "the student has no experts to choose among",
+}
+"""Why a kind that is not of linears may have no parameters."""
 NSA_PART = ".nsa."
 """In the name of every parameter that sparse attention adds: gates and pooling weights."""
 
@@ -62,7 +69,7 @@ def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KIND
 
 
 def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    """Parameter names by kind: of the linears `names`, of every norm, of all sparse attention.
+    """Parameter names by kind: of the linears `names`, and all norms, gates or routers.
 
     Fixed grids have no codebook to learn: beside other kinds that one is then left out.
 
@@ -77,23 +84,21 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
             is_fixed_grid = kind == "codebook" and modules[name].spec.codebook != "lut"
             if kind in found and not is_fixed_grid:
                 found[kind].append(f"{name}.{local}")
-    if "norms" in found:
-        found["norms"] = [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n]
-    if "gates" in found:
-        found["gates"] = [name for name, _ in model.named_parameters() if NSA_PART in name]
-        if not found["gates"]:
-            raise ConfigError(
-                "learn=gates, but the student's attention has no gates (it is dense, or its "
-                "branches are merged); drop it from --learn, or convert with --attention nsa"
-            )
+    everywhere = {
+        "norms": lambda: [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n],
+        "gates": lambda: [name for name, _ in model.named_parameters() if NSA_PART in name],
+        "router": lambda: [
+            f"{name}.{local}" for name, router in routers(model).items()
+            for local, _ in router.named_parameters()
+        ],
+    }  # fmt: skip
+    found |= {kind: named() for kind, named in everywhere.items() if kind in found}
     if not found.get("codebook", ["other"]) and len(found) > 1:
         del found["codebook"]
     for kind, parameters in found.items():
         if not parameters:
-            raise ConfigError(
-                f"learn={kind}, but the linears in scope hold no {kind} that can learn; drop it "
-                "from --learn"
-            )
+            why = WHY_NONE.get(kind, f"the linears in scope hold no {kind} that can learn")
+            raise ConfigError(f"learn={kind}, but {why}; drop it from --learn")
     return found
 
 
@@ -352,6 +357,8 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
         "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
         "gates": lambda name: natural_size(name, parameters[name]),
+        # a bias, often zero, adds to logits
+        "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,
         **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),
     }
     return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}

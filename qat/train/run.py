@@ -73,8 +73,8 @@ WHY_NOT = {
         "learn mlp_only attention_only e2e lora_rank optimizer latent_dtype"
     ),
     "a run has one course of rates": (
-        "lr lr_scales lr_codebook lr_lora lr_norms lr_gates schedule warmup_steps min_lr_ratio "
-        "weight_decay beta2 clip_grad_norm"
+        "lr lr_scales lr_codebook lr_lora lr_norms lr_gates lr_router schedule warmup_steps "
+        "min_lr_ratio weight_decay beta2 clip_grad_norm"
     ),
     "the losses before and after would not compare": "loss temperature teacher dtype",
     "the best student is told by the same sequences from the first to the last": "eval_sequences",

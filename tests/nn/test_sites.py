@@ -10,7 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear
-from qat.nn.sites import Owner, StackedLinear, close_sites, experts_of, open_sites, watching
+from qat.nn.sites import (
+    Owner,
+    StackedLinear,
+    close_sites,
+    experts_of,
+    open_sites,
+    routers,
+    watching,
+)
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.fit import fit_weight
@@ -25,6 +33,12 @@ FAMILIES = {
     "JetMoeForCausalLM": 20,
     "DeepseekV3ForCausalLM": None,
     "MambaForCausalLM": 16,
+}
+ROUTED = {
+    "MixtralForCausalLM": "model.layers.0.mlp.gate",
+    "Qwen2MoeForCausalLM": "model.layers.0.mlp.shared_expert_gate",
+    "GptOssForCausalLM": "model.layers.0.mlp.router",
+    "HunYuanMoEV1ForCausalLM": "model.layers.0.mlp.gate",
 }
 IDS = torch.arange(24).view(2, 12) * 7 % VOCAB
 
@@ -61,6 +75,8 @@ def test_routers_and_narrow_linears_stay_in_floating_point() -> None:
     names = linear_names(model)
     assert not any(name.endswith("router") for name in names)
     assert any("experts.gate_up_proj" in name for name in names)
+    for family, router in ROUTED.items():
+        assert router in routers(build(family))
     narrow = nn.Sequential(nn.Linear(8, 32), nn.Linear(16, 32))
     open_sites(narrow)
     assert narrow[0].stays_float and not hasattr(narrow[1], "stays_float")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+from families import build
 from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import tiny_model
 from torch import Tensor
@@ -13,10 +14,11 @@ from train_case import config
 from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
+from qat.nn.sites import open_sites
 from qat.nn.swap import linear_names, replace_module, to_latent
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes
 
 ALL = ("weights", "scales", "codebook", "norms")
 
@@ -407,3 +409,26 @@ def test_only_float16_scales_the_loss(tmp_path) -> None:
     optimizer = optimizer_of(student(), settings(tmp_path, dtype="fp32"), ("scales",))
     loss = torch.ones(())
     assert optimizer.loss_scale is None and optimizer.scale_loss(loss) is loss
+
+
+def test_routers_learn_by_their_own_rate_when_they_are_named(tmp_path) -> None:
+    model = build("Qwen3MoeForCausalLM")
+    open_sites(model)
+    found = learnable(model, [], ("router",))
+    assert found == {"router": [f"model.layers.{n}.mlp.gate.weight" for n in range(4)]}
+    mlp = model.model.layers[2].mlp
+    gate = mlp.gate.weight
+    before = gate.detach().clone()
+    optimizer = Optimizer(model, found, settings(tmp_path, learn="router", lr_router=0.05))
+    model(torch.arange(24).view(2, 12), use_cache=False).logits.square().mean().backward()
+    assert gate.grad.abs().max() > 0 and mlp.experts.down_proj.weight.grad is None
+    step_with(optimizer, gradient=1e-3)
+    assert before.sub(gate).mean().item() == pytest.approx(0.05 * rms(before), rel=1e-3)
+    with pytest.raises(ConfigError, match="no experts to choose among"):
+        learnable(student(), [], ("router",))
+
+
+def test_a_routers_bias_moves_by_its_rate_whatever_its_size() -> None:
+    model = build("GptOssForCausalLM")
+    name = "model.layers.0.mlp.router.bias"
+    assert natural_sizes(model, {"router": [name]}) == {name: 1.0}

@@ -12,6 +12,7 @@ RATES = {
     "lr_lora": 0.01,
     "lr_norms": 0.001,
     "lr_gates": 0.003,
+    "lr_router": 0.001,
     "min_lr_ratio": 0.0,
     "weight_decay": 0.0,
     "beta2": 0.95,
