@@ -6,9 +6,11 @@ are imported when first used: `import qat` itself imports neither torch nor tran
 """
 
 import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING
-
-import wrapt
 
 if TYPE_CHECKING:
     from qat import losses
@@ -16,11 +18,37 @@ if TYPE_CHECKING:
 
 __all__ = ["distill", "load", "losses", "quantize", "save"]
 __version__ = "0.1.0"
+REGISTRY, OURS = "transformers.quantizers.auto", "qat.models.hf_quantizer"
+"""Module that lists how checkpoints are quantized, and the one that adds ours to it."""
 
-# transformers is slow to import: join its registry when, and only if, it gets loaded
-wrapt.register_post_import_hook(
-    lambda _: importlib.import_module("qat.models.hf_quantizer"), "transformers.quantizers.auto"
-)
+
+class _JoinRegistry:
+    """Imports `OURS` behind `REGISTRY`, when and only if somebody imports that.
+
+    transformers takes seconds to import. wrapt's hook does the same, and imports asyncio and ssl
+    for it, which took a quarter of the time of `qat --help`.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """What the finders behind this one find, with `OURS` at the end; none of another name."""
+        if name != REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            importlib.import_module(OURS)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if REGISTRY in sys.modules:
+    importlib.import_module(OURS)
+else:
+    sys.meta_path.insert(0, _JoinRegistry())
 
 
 def __getattr__(name: str) -> object:
