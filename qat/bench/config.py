@@ -211,6 +211,30 @@ class AttentionConfig(Settings):
         return text
 
 
+class SweepConfig(Settings):
+    """How a sweep runs; nothing here changes what is compared but `tiny`."""
+
+    tiny: bool = False
+    """Run the recipe's [tiny] variant, which a CPU takes in seconds."""
+    dry_run: bool = False
+    """Print the runs and stop."""
+    strict: bool = False
+    """Fail a run in which something else ran than was asked for."""
+    sample_s: float = Field(1.0, gt=0)
+    """Seconds between samples of GPU and host."""
+    allow_command: bool = False
+    """Run the program that a recipe of verb = "command" names: read it before."""
+
+
+class QualityConfig(Settings):
+    """Where the jobs of a recipe run; nothing here changes what they find."""
+
+    workers: int = Field(1, ge=1)
+    """Jobs side by side on each device; seconds compare only between rows of equal workers."""
+    device: str = "auto"
+    """auto or cuda, whose jobs spread over all GPUs, cpu, cuda:1 or mps."""
+
+
 def parse_gib(text: str) -> float:
     """`16GiB`, `24 GB` or `512MiB` in GiB.
 

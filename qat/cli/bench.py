@@ -11,8 +11,8 @@ from qat.bench.config import (
     BenchConfig,
     KernelsConfig,
     MeasureConfig,
+    QualityConfig,
 )
-from qat.bench.quality.plan import QualityConfig
 from qat.cli.bench_compare import compare, record, sweep
 from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import OTHERS, Required

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from qat.bench.sweep.plan import SweepConfig
+from qat.bench.config import SweepConfig
 from qat.cli.parser import print_result
 from qat.cli.tables import numbers_table, wide_console
 

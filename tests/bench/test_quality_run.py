@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from quality_case import call, make_teacher_and_texts, write
 
+from qat.bench.config import QualityConfig
 from qat.bench.quality import run
 from qat.bench.quality.job import heartbeat_facts, run_job
-from qat.bench.quality.plan import QualityConfig, QualityJob, read_quality
+from qat.bench.quality.plan import QualityJob, read_quality
 from qat.bench.quality.prepare import resolve
 from qat.bench.quality.run import Failure, least_busy, run_jobs
 from qat.errors import QatError

@@ -13,9 +13,10 @@ import pytest
 from train_case import make_place
 
 from qat.bench import jobs
+from qat.bench.config import SweepConfig
 from qat.bench.sweep import run as sweep_run
 from qat.bench.sweep.job import run_job
-from qat.bench.sweep.plan import SweepConfig, read_sweep
+from qat.bench.sweep.plan import read_sweep
 from qat.bench.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.bench.sweep.work import leak_facts
 from qat.cli import main

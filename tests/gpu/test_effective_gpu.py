@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.config import BenchConfig
+from qat.bench.config import BenchConfig, SweepConfig
 from qat.bench.run import run_bench
-from qat.bench.sweep.plan import SweepConfig
 from qat.bench.sweep.run import run_sweep
 from qat.errors import TrainingError
 from qat.kernels import dispatch

@@ -26,15 +26,6 @@ Table = dict[str, Any]
 """A table that belongs to another verb, which checks it."""
 
 
-class QualityConfig(Settings):
-    """Where the jobs of a recipe run; nothing here changes what they find."""
-
-    workers: int = Field(1, ge=1)
-    """Jobs side by side on each device; seconds compare only between rows of equal workers."""
-    device: str = "auto"
-    """auto or cuda, whose jobs spread over all GPUs, cpu, cuda:1 or mps."""
-
-
 class Texts(Settings):
     """What is learned from, and what is judged on."""
 

@@ -16,9 +16,9 @@ import torch
 from matplotlib.axes import Axes
 
 from qat.backend.device import devices, select
+from qat.bench.config import QualityConfig
 from qat.bench.jobs import Ended, run_processes
 from qat.bench.quality.plan import (
-    QualityConfig,
     QualityJob,
     QualityPlan,
     QualityRecipe,

@@ -23,21 +23,6 @@ NOT_SWEPT = {
 """Settings of a verb that one run of a sweep does not take."""
 
 
-class SweepConfig(Settings):
-    """How a sweep runs; nothing here changes what is compared but `tiny`."""
-
-    tiny: bool = False
-    """Run the recipe's [tiny] variant, which a CPU takes in seconds."""
-    dry_run: bool = False
-    """Print the runs and stop."""
-    strict: bool = False
-    """Fail a run in which something else ran than was asked for."""
-    sample_s: float = Field(1.0, gt=0)
-    """Seconds between samples of GPU and host."""
-    allow_command: bool = False
-    """Run the program that a recipe of verb = "command" names: read it before."""
-
-
 class StepsConfig(BenchConfig):
     """What one run with `verb = "bench"` times."""
 

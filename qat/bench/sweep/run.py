@@ -15,11 +15,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from qat.backend.nvidia import gpu_samples
+from qat.bench.config import SweepConfig
 from qat.bench.jobs import Ended, claimed, run_processes
 from qat.bench.results import markdown_table, write_comparison
 from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
 from qat.bench.sweep.plan import (
-    SweepConfig,
     SweepRecipe,
     SweepRun,
     make_groups,
