@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from qat.convert.calibrate import (
     StageInputs,
     TokenBatch,
     patched_forwards,
-    quantize_in_order,
+    stages_in_order,
 )
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
@@ -78,17 +79,11 @@ def measure_sensitivities(
             ticker.advance()
             ticker.note(name)
 
-        def measure_alone(names: list[str]) -> None:
-            for name in names:
-                for spec in formats[name]:
-                    note(name, spec, fit_weight(_weight(modules[name]), spec))
-
-        def measure_stage(names: list[str], inputs: StageInputs | StackInputs) -> None:
-            if isinstance(inputs, StackInputs):
-                (name,) = names
-                for spec in formats[name]:
-                    fit = fit_stack_to_inputs(_weight(modules[name]), spec, *inputs, ops=COLUMN_OPS)
-                    note(name, spec, fit.quantized)
+        def measure_stage(names: list[str], inputs: StageInputs | StackInputs | None) -> None:
+            if not isinstance(inputs, StageInputs):  # each by itself
+                for name in names:
+                    for spec in formats[name]:
+                        note(name, spec, _fitted(_weight(modules[name]), spec, inputs))
                 return
             for spec in dict.fromkeys(spec for name in names for spec in formats[name]):
                 own = [name for name in names if spec in formats[name]]
@@ -98,10 +93,17 @@ def measure_sensitivities(
                     note(name, spec, fit.quantized)
 
         outside = [name for name, module in modules.items() if judge.layer_of(module) is None]
-        measure_alone(outside)
         inside = [name for name in formats if name not in outside]
-        quantize_in_order(model, rest, inside, measure_stage, quantize_alone=measure_alone)
+        for names, inputs in chain([(outside, None)], stages_in_order(model, rest, inside)):
+            measure_stage(names, inputs)
     return found
+
+
+def _fitted(weight: Tensor, spec: LutSpec, inputs: StackInputs | None) -> QuantizedWeight:
+    """A weight in a format: fitted to its values, or that of experts to the inputs of each."""
+    if inputs is None:
+        return fit_weight(weight, spec)
+    return fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS).quantized
 
 
 def split_calibration(batches: Sequence[TokenBatch]) -> tuple[TokenBatch, list[TokenBatch]]:

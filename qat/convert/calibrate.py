@@ -52,10 +52,6 @@ class StackInputs(NamedTuple):
     """How many came, `(E,)`."""
 
 
-QuantizeStage = Callable[[list[str], StageInputs | StackInputs], None]
-"""Replaces the named linears."""
-
-
 class TokenBatch(NamedTuple):
     """Tokens to run a model on, `(B, S)` each."""
 
@@ -96,18 +92,17 @@ class Walk:
 
 
 @torch.no_grad()
-def quantize_in_order(
+def stages_in_order(
     student: LanguageModel,
     batches: Sequence[TokenBatch],
     names: list[str],
-    quantize_stage: QuantizeStage,
     *,
-    quantize_alone: Callable[[list[str]], None] = lambda names: None,
     teacher: Walk | None = None,
-) -> None:
-    """Walk the decoder layers; `quantize_stage` replaces the `names` of each stage in turn.
+) -> Iterator[tuple[list[str], StageInputs | StackInputs | None]]:
+    """Walk the decoder layers, and give the `names` of each stage in turn with their inputs.
 
-    What no batch reaches is left to `quantize_alone`.
+    Whoever takes a stage replaces its linears, or leaves them, before taking the next one. What no
+    batch reaches comes without inputs, behind the stages of its layer.
 
     `teacher` walks the same batches. It may walk the student's own layers: it goes through each
     before the linears of that are replaced.
@@ -130,9 +125,10 @@ def quantize_in_order(
         for stage, aims in zip(plans[kind], taught, strict=True):
             read, is_stack = block.run_to(stage), stage.stack is not None
             inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, aims)
-            quantize_stage([prefix + name for name in stage.names], inputs)
+            yield [prefix + name for name in stage.names], inputs
         seen = {name for stage in plans[kind] for name in stage.names}
-        quantize_alone([prefix + name for name in mine if name not in seen])
+        if unseen := [prefix + name for name in mine if name not in seen]:
+            yield unseen, None
         walk.go_on(block.outputs())
 
 

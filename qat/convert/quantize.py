@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import on
 from qat.convert.bits_budget import BudgetReport
-from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, quantize_in_order
+from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS
 from qat.logs import Ticker, progress
@@ -126,7 +127,13 @@ def quantize_model(
     if base is None:
         _say_requantized(model, todo)
     description = f"quantizing to {plan.name}"
-    with progress(description, len(todo), "linears") as ticker, matmul_precision("medium"):
+    workers = workers or on(student.device).workers()
+    with (
+        progress(description, len(todo), "linears") as ticker,
+        matmul_precision("medium"),
+        torch.no_grad(),
+        ThreadPoolExecutor(workers) as pool,
+    ):
         job = _Conversion(model, todo, base and base.model, ticker)
         # before the tables change: the teacher reads its own
         teacher = Walk(base or student, calibration) if calibration and linears else None
@@ -136,22 +143,13 @@ def quantize_model(
             began, weight = time.perf_counter(), job.weight(name)
             return weight, fit_weight(weight, todo[name]), time.perf_counter() - began
 
-        def fit_alone(names: list[str]) -> None:
-            with ThreadPoolExecutor(workers or on(student.device).workers()) as pool:
-                fits = zip(names, pool.map(fit, names), strict=True)
-                for name, (weight, quantized, seconds) in fits:
-                    job.put(name, weight, quantized, output_error=None, seconds=seconds)
-
-        fit_alone(alone)
-        if teacher:
-            quantize_in_order(
-                student,
-                calibration,
-                linears,
-                job.quantize_stage,
-                quantize_alone=fit_alone,
-                teacher=teacher,
-            )
+        walk = stages_in_order(student, calibration, linears, teacher=teacher) if teacher else ()
+        for names, inputs in chain([(alone, None)], walk):
+            if inputs is not None:
+                job.quantize_stage(names, inputs)
+                continue
+            for name, (weight, quantized, seconds) in zip(names, pool.map(fit, names), strict=True):
+                job.put(name, weight, quantized, output_error=None, seconds=seconds)
     if job.rare:
         logger.warning(
             "%d of %d weights of experts saw fewer than %d calibration tokens and were rounded "

@@ -13,8 +13,8 @@ from qat.convert.calibrate import (
     StageInputs,
     TokenBatch,
     Walk,
-    quantize_in_order,
     record_block_inputs,
+    stages_in_order,
 )
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import decoder_layers, linear_names, replace_module
@@ -73,7 +73,8 @@ def test_each_stage_sees_what_the_blocks_quantized_so_far_make(
             new = frozen_linear(linear.out_features, linear.in_features, SPECS["lut2"])
             replace_module(model, name, new)
 
-    quantize_in_order(LanguageModel(model), data, linear_names(model), spy)
+    for names, inputs in stages_in_order(LanguageModel(model), data, linear_names(model)):
+        spy(names, inputs)
     assert order == [
         [f"model.layers.{layer}.{part}" for part in stage] for layer in (0, 1) for stage in STAGES
     ]
@@ -137,7 +138,9 @@ def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: b
             replace_module(model, name, new)
 
     walk = Walk(teacher, data)
-    quantize_in_order(LanguageModel(model), data, linear_names(model), spy, teacher=walk)
+    language_model = LanguageModel(model)
+    for names, inputs in stages_in_order(language_model, data, linear_names(model), teacher=walk):
+        spy(names, inputs)
 
 
 def test_experts_that_see_some_tokens_have_no_gap() -> None:
@@ -147,13 +150,8 @@ def test_experts_that_see_some_tokens_have_no_gap() -> None:
         layer.mlp = _Routed(layer.mlp)
     names = [n for n in linear_names(model) if "mlp" in n]
     walk = Walk(LanguageModel(model), batches())
-    quantize_in_order(
-        LanguageModel(model),
-        batches(),
-        names,
-        lambda stage, inputs: seen.update(dict.fromkeys(stage, inputs)),
-        teacher=walk,
-    )
+    for stage, inputs in stages_in_order(LanguageModel(model), batches(), names, teacher=walk):
+        seen.update(dict.fromkeys(stage, inputs))
     assert len(seen) == 6 and all(inputs.second_moment.isfinite().all() for inputs in seen.values())
     assert all(inputs.input_gap is None and inputs.stream_gap is None for inputs in seen.values())
 
@@ -172,9 +170,8 @@ class _Routed(nn.Module):
 
 def test_without_a_teacher_there_is_no_gap() -> None:
     model, seen = tiny_model(), []
-    quantize_in_order(
-        LanguageModel(model), batches(), linear_names(model), lambda _, inputs: seen.append(inputs)
-    )
+    for _, inputs in stages_in_order(LanguageModel(model), batches(), linear_names(model)):
+        seen.append(inputs)
     assert seen and all(inputs[1:] == (None, None) for inputs in seen)
 
 
@@ -183,21 +180,16 @@ def test_only_the_named_linears_are_visited() -> None:
     names = [
         n for n in linear_names(model) if "layers.1." in n and n.endswith(("up_proj", "q_proj"))
     ]
-    quantize_in_order(
-        LanguageModel(model), batches(), names, lambda stage, _: visited.append(stage)
-    )
+    for stage, _ in stages_in_order(LanguageModel(model), batches(), names):
+        visited.append(stage)
     assert visited == [[name] for name in names]
 
 
 def test_packed_blocks_are_walked_too() -> None:
     model, data, seen = tiny_quantized("qwen3", SPECS["lut4"]), batches(), {}
     names = [name for name in linear_names(model) if "down" in name]
-    quantize_in_order(
-        LanguageModel(model),
-        data,
-        names,
-        lambda stage, inputs: seen.update(dict.fromkeys(stage, inputs.second_moment)),
-    )
+    for stage, inputs in stages_in_order(LanguageModel(model), data, names):
+        seen.update(dict.fromkeys(stage, inputs.second_moment))
     for name, H in moments(model, names, data).items():
         torch.testing.assert_close(seen[name].double(), H, rtol=1e-4, atol=1e-6)
 
@@ -218,10 +210,7 @@ def test_recorded_inputs_replay_the_model(architecture: str) -> None:
 
 def test_hooks_are_gone_when_quantizing_fails() -> None:
     model = tiny_model()
-
-    def broken(_names: list[str], _inputs: StageInputs) -> None:
-        raise RuntimeError("our bug")
-
     with pytest.raises(RuntimeError, match="our bug"):
-        quantize_in_order(LanguageModel(model), batches(), linear_names(model), broken)
+        for _ in stages_in_order(LanguageModel(model), batches(), linear_names(model)):
+            raise RuntimeError("our bug")
     assert not any(module._forward_pre_hooks for module in model.modules())

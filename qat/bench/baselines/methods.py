@@ -27,7 +27,7 @@ from qat.bench.baselines.training import (
 from qat.bench.baselines.uniform import efficientqat_lesson, gptq, round_to_nearest, uniform_bits
 from qat.bench.config import MeasureConfig
 from qat.bench.measure import compile_anew
-from qat.convert.calibrate import StageInputs, TokenBatch, quantize_in_order
+from qat.convert.calibrate import TokenBatch, stages_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
@@ -211,16 +211,14 @@ def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
     settings, model, size = job.settings, job.model, job.settings.group_size
     weights = {name: model.get_submodule(name).weight for name in job.names}
 
-    def by_gptq(names: list[str], inputs: StageInputs) -> None:
-        """As published: towards each weight itself, on the student's inputs."""
-        for name in names:
-            bits = settings.bits_of(name)
-            weights[name].copy_(gptq(weights[name], inputs.second_moment, bits, size))
-
     job.backend.reset_peak_memory()
     began = time.perf_counter()
     if method == "gptq":
-        quantize_in_order(LanguageModel(model), job.calibration, job.names, by_gptq)
+        # as published: towards each weight itself, on the student's inputs
+        for names, inputs in stages_in_order(LanguageModel(model), job.calibration, job.names):
+            for name in names if inputs is not None else ():
+                bits = settings.bits_of(name)
+                weights[name].copy_(gptq(weights[name], inputs.second_moment, bits, size))
     else:
         for name, weight in weights.items():
             weight.copy_(round_to_nearest(weight, settings.bits_of(name), size))
