@@ -40,15 +40,22 @@ def cache(
     check_inputs(models=[config.teacher], out=out or CACHES)
     check_source(config.data, config.format, config.text_field)
     from qat.backend.device import select
-    from qat.data.build import open_shared
-    from qat.models.teacher_cache import build_teacher_cache, with_length
+    from qat.data.build import build_cache, open_shared
+    from qat.models.teacher_cache import cache_teacher, with_length
     from qat.ranks import joined
 
     session = select(config.device).session(config.xla_cache_dir)
     with session, joined(config.device, exchange=False) as ranks:
         config, source = with_length(config, open_shared(config, ranks), ranks)
         out = out or CACHES / suggested_name(config, source)
-        manifest = build_teacher_cache(config, source, out, ranks=ranks)
+        manifest = build_cache(
+            config.settings(source.format),
+            **cache_teacher(config, ranks)._asdict(),
+            documents=source.documents,
+            out=out,
+            batch_size=config.batch_size,
+            ranks=ranks,
+        )
     return dict(out=out, **_numbers(out, manifest)) if ranks.is_first else {}
 
 

@@ -1,17 +1,16 @@
-"""A teacher's cache from settings: loads the teacher, runs it fast, and builds."""
+"""What a teacher's cache takes of the model: the teacher itself, and how long its rows are."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.data.build import build_cache
-from qat.data.cache import Manifest, TeacherInfo
+from qat.data.cache import TeacherInfo
 from qat.data.config import CacheConfig, DataFormat
 from qat.data.sources import DataSource, Document
 from qat.data.text import encode, render
@@ -91,53 +90,43 @@ def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[
     return min(longest, -(-usual // UNIT) * UNIT)
 
 
-def build_teacher_cache(
-    config: CacheConfig, source: DataSource, out: Path, *, ranks: Ranks = ALONE
-) -> Manifest:
-    """Build the cache that `config` describes from `source`; goes on where it stopped.
+class CacheTeacher(NamedTuple):
+    """A teacher as `build_cache` asks it."""
 
-    Its `sequence_length` is settled (`with_length`). Each of `ranks` runs the teacher over its
-    share, on a device of its own.
+    tokenizer: PreTrainedTokenizerBase
+    teacher: LanguageModel
+    info: TeacherInfo
+
+
+def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
+    """Open the teacher of `config`, on a device of its own for each of `ranks`, made fast.
 
     Raises:
-        ConfigError, DataError, CacheError, CheckpointError: see their messages.
+        ConfigError: one teacher is to be spread over the devices of several ranks.
+        CheckpointError: there is no such teacher, or it has no tokenizer.
     """
     if ranks.size > 1 and config.device_map is not None:
         raise ConfigError(
             f"device_map={config.device_map} spreads one teacher over the devices, but "
             f"{ranks.size} ranks run one each; drop --device-map or start a single process"
         )
-    settings = config.settings(source.format)
-    tokenizer, teacher = ranks.together(lambda: _open_teacher(config))
+
+    def opened() -> tuple[PreTrainedTokenizerBase, LanguageModel]:
+        trust = config.trust_remote_code
+        tokenizer = load_tokenizer(config.teacher, trust_remote_code=trust)
+        teacher = load_teacher(
+            config.teacher,
+            device=config.device,
+            dtype=config.dtype,
+            device_map=config.device_map,
+            trust_remote_code=trust,
+        )
+        return tokenizer, teacher
+
+    tokenizer, teacher = ranks.together(opened)
     if select(config.device).compiles() and config.device_map is None:
         Regions(teacher.model, is_compiled=True, recompute_every=None).install()
-    return build_cache(
-        settings,
-        tokenizer=tokenizer,
-        teacher=teacher,
-        info=_describe_teacher(config, teacher),
-        documents=source.documents,
-        out=out,
-        batch_size=config.batch_size,
-        ranks=ranks,
-    )
-
-
-def _open_teacher(config: CacheConfig) -> tuple[PreTrainedTokenizerBase, LanguageModel]:
-    trust = config.trust_remote_code
-    tokenizer = load_tokenizer(config.teacher, trust_remote_code=trust)
-    teacher = load_teacher(
-        config.teacher,
-        device=config.device,
-        dtype=config.dtype,
-        device_map=config.device_map,
-        trust_remote_code=trust,
-    )
-    return tokenizer, teacher
-
-
-def _describe_teacher(config: CacheConfig, teacher: LanguageModel) -> TeacherInfo:
-    return TeacherInfo(
+    info = TeacherInfo(
         name=config.teacher,
         identity=model_identity(config.teacher, trust_remote_code=config.trust_remote_code),
         vocab_size=teacher.head.out_features,
@@ -145,3 +134,4 @@ def _describe_teacher(config: CacheConfig, teacher: LanguageModel) -> TeacherInf
         dtype=str(teacher.dtype).removeprefix("torch."),
         remote_code=config.trust_remote_code,
     )
+    return CacheTeacher(tokenizer, teacher, info)

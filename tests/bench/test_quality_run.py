@@ -177,7 +177,7 @@ def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys)
     follows = {"name": "follows", "equal_time_to": "little"}
     good = {"name": "good", "train": False}
     with monkeypatch.context() as patched:
-        patched.setattr("qat.bench.quality.prepare.build_teacher_cache", None)
+        patched.setattr("qat.bench.quality.prepare.build_cache", None)
         write({**little, "name": "alone"})
         assert call(patched) == 1
         assert "no recipe can be made; the first, 'alone': bits_budget=1.5" in (

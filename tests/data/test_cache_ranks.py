@@ -13,10 +13,9 @@ from qat.data.build import open_shared
 from qat.data.cache import read_manifest
 from qat.data.config import CacheConfig
 from qat.data.shard import LOGS, in_order, merged, note_shard
-from qat.data.sources import DataSource
 from qat.errors import CacheError, ConfigError, DataError
 from qat.files import held
-from qat.models.teacher_cache import build_teacher_cache
+from qat.models.teacher_cache import cache_teacher
 from qat.ranks import ALONE, Ranks
 
 SMALL = {"shard_size": 4}
@@ -149,7 +148,7 @@ def test_one_teacher_over_all_devices_is_for_one_process() -> None:
     two = Ranks(0, 2, torch.device("cpu"))
     message = "device_map=auto spreads one teacher over the devices, but 2 ranks run one each; drop"
     with pytest.raises(ConfigError, match=message):
-        build_teacher_cache(config, DataSource((), "plain", "x"), Path("c"), ranks=two)
+        cache_teacher(config, two)
 
 
 def test_only_the_first_rank_reads_the_data(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from qat.bench.quality.plan import (
 from qat.config import fingerprint
 from qat.convert.config import read_plan
 from qat.convert.convert import check_conversion, convert_checkpoint
+from qat.data.build import build_cache
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.errors import CacheError, ConfigError, QatError
@@ -49,7 +50,7 @@ from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_teacher, model_identity
-from qat.models.teacher_cache import build_teacher_cache
+from qat.models.teacher_cache import cache_teacher
 from qat.train.start import train_student
 
 logger = logging.getLogger(__name__)
@@ -344,7 +345,13 @@ class Workshop:
                 logger.info("building a cache: %s", table)
                 config = cache_config(self.recipe, table, self.device)
                 source = open_source(config.data, config.format, config.text_field)
-                build_teacher_cache(config, source, place)
+                build_cache(
+                    config.settings(source.format),
+                    **cache_teacher(config)._asdict(),
+                    documents=source.documents,
+                    out=place,
+                    batch_size=config.batch_size,
+                )
 
         def convert(plan: QualityPlan) -> None:
             if plan.convert is not None:
