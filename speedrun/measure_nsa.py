@@ -13,7 +13,7 @@ from cyclopts import App
 from speed_case import EXACT, FROZEN, Figure, Row, record, results_in, settled, show, timed_row
 
 from qat.backend.device import select
-from qat.bench.attention import Work, measured, ways_of
+from qat.bench.attention import measured, ways_of
 from qat.bench.config import AttentionConfig
 from qat.bench.measure import Clock, Timing
 from qat.bench.results import Results
@@ -24,6 +24,7 @@ from qat.cli.tables import row_table, wide_console
 from qat.kernels.nsa.config import PRESETS
 from qat.logs import configure
 from qat.nsa.swap import swap_attention, unswap_attention
+from qat.nsa.ways import Work
 
 app = App(help=__doc__)
 KINDS = {

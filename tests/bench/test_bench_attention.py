@@ -9,25 +9,13 @@ import torch
 from nsa_case import small
 
 from qat.backend.device import on
-from qat.bench.attention import (
-    Attend,
-    Layer,
-    Way,
-    Work,
-    call_of,
-    crossovers,
-    inputs_of,
-    layer_of,
-    problem,
-    ready,
-    run_attention,
-    ways_of,
-)
+from qat.bench.attention import call_of, crossovers, ready, run_attention, ways_of
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
 from qat.kernels.nsa import reference
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.router import Route, attend
+from qat.nsa.ways import Attend, Layer, Way, Work, inputs_of, layer_of, problem
 
 TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
 
@@ -106,7 +94,8 @@ def test_what_computes_something_else_is_not_timed(name: str) -> None:
     right, layer = attending(config)
     assert "computes something else: " in problem(partial(WRONG[name], right), layer, config)
     work = Work(length=700, group=2, key_heads=3, width=16, batch=2)
-    way = Way(name, config, lambda layer, work: partial(WRONG[name], right))
+    wrong = partial(problem, config=config)
+    way = Way(name, lambda layer, work: partial(WRONG[name], right), wrong)
     row = ready(way, work, "forward", on(torch.device("cpu")))
     assert row["status"] == "WRONG" and "computes something else" in row["reason"]
 

@@ -1,0 +1,195 @@
+"""Ways to compute sparse attention of a layer that is handed in, and the proof that they do.
+
+Shapes: B rows, H query heads, K key-value heads, S positions, D head width.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.kernels.nsa import decode, reference, router
+from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.kernels.nsa.select import Inputs, pool
+from qat.kernels.nsa.select import select as select_blocks
+from qat.nsa.attention import NUM_BRANCHES, squashed
+
+BACKENDS = ("reference", "flex", "gather", "fla")
+Pass = Literal["forward", "train", "decode"]
+
+
+class Work(NamedTuple):
+    """How much there is to attend to."""
+
+    length: int
+    """S; in decode the positions so far, the new one included."""
+    group: int
+    """H / K."""
+    key_heads: int
+    width: int
+    batch: int
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.group * self.key_heads
+
+
+class Layer(NamedTuple):
+    """What a layer hands its attention."""
+
+    query: Tensor
+    """`(B, H, S, D)`, rotated; one position in decode."""
+    key: Tensor
+    """`(B, K, S, D)`, rotated."""
+    value: Tensor
+    """`(B, K, S, D)`."""
+    raw_gates: Tensor
+    """`(B, S, H, 3)`, before they are squashed."""
+
+
+Attend = Callable[[Layer], Tensor]
+"""To `(B, S, H, D)`."""
+
+
+def layer_of(work: Work, which: Pass, *, device: torch.device, dtype: torch.dtype) -> Layer:
+    """Random heads, laid out as projections give them."""
+    generator = torch.Generator(device).manual_seed(0)
+    queries = 1 if which == "decode" else work.length
+
+    def drawn(length: int, *shape: int) -> Tensor:
+        size = (work.batch, length, *shape)
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    layer = Layer(
+        drawn(queries, work.heads, work.width).transpose(1, 2),
+        drawn(work.length, work.key_heads, work.width).transpose(1, 2),
+        drawn(work.length, work.key_heads, work.width).transpose(1, 2),
+        drawn(queries, work.heads, NUM_BRANCHES),
+    )
+    return Layer(*(tensor.requires_grad_(which == "train") for tensor in layer))
+
+
+def inputs_of(layer: Layer, config: NSAConfig) -> Inputs:
+    """With pooled keys and gates made."""
+    pooled_value = gates = None
+    if config.mode != "merged":
+        pooled_value, gates = pool(layer.value, config), squashed(layer.raw_gates, config)
+    pooled_key = pool(layer.key, config)
+    scale = layer.query.shape[-1] ** -0.5
+    return Inputs(layer.query, layer.key, layer.value, pooled_key, pooled_value, gates, None, scale)
+
+
+class Way(NamedTuple):
+    """A way to attend, and what makes it ready for one layer."""
+
+    name: str
+    prepare: Callable[[Layer, Work], Attend]
+    """Raises ConfigError or RuntimeError where it cannot."""
+    problem: Callable[[Attend, Layer], str | None] | None = None
+    """What it computes instead of what it should; None for dense attention."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every key of the past is read."""
+        return self.problem is None
+
+
+def sparse_ways(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
+    """Every backend on every preset by its own name: `nsa flex`, ...; one way to decode each."""
+    for preset in presets:
+        config = PRESETS[preset]
+        if which == "decode":
+            decoding = partial(_decoding, config=config)
+            yield Way(f"{preset} decode", decoding, partial(problem, config=config))
+            continue
+        for backend in BACKENDS:
+            by_backend = config.model_copy(update={"backend": backend})
+            sparse = partial(_sparse, config=by_backend)
+            yield Way(f"{preset} {backend}", sparse, partial(problem, config=by_backend))
+
+
+def _sparse(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
+    device = layer.query.device
+    route = router.choose(
+        config, length=work.length, group=work.group, head_dim=work.width, device=device
+    )
+
+    def attend(layer: Layer) -> Tensor:
+        return router.attend(inputs_of(layer, config), config, route)
+
+    if route.backend not in ("flex", "gather"):
+        return attend
+    return torch.compile(attend, fullgraph=True, dynamic=False)
+
+
+def _decoding(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
+    """A step inside a tile, or one that is a tile: it keeps its key and value, and attends."""
+    kept = decode.Past.empty(layer.key, work.length, config)
+    inputs = inputs_of(layer._replace(query=layer.key.repeat_interleave(work.group, 1)), config)
+    decode.fill(kept, inputs, select_blocks(inputs, config), config)
+    position = torch.full((work.batch,), work.length - 1, device=layer.key.device)
+    key, value = layer.key[:, :, -1], layer.value[:, :, -1]
+    gates = None if inputs.gates is None else inputs.gates[:, 0]
+
+    def attend(layer: Layer) -> Tensor:
+        decode.append(kept, key, value, position, config=config)
+        query, how = layer.query[:, :, 0], {"config": config, "scale": inputs.scale}
+        if config.select_tile == 1:
+            decode.choose(query, kept, position, **how)
+        return decode.attend(query, kept, position, gates=gates, **how)[:, None]
+
+    return attend
+
+
+# Whether what is timed is sparse attention: a corner of it against the reference.
+#
+# The past alone counts, and heads do not meet, so that the reference need not see all of either.
+
+BEYOND, KEY_HEADS = 512, 2
+"""Positions behind the reach of the selection, and key-value heads, that are compared."""
+CLOSE = 0.05
+"""Farthest that a head's output may be from the reference's, of its norm, in any dtype."""
+MOST_WITHIN, MOST_BEYOND = 0.01, 0.5
+"""Shares that may be further away: within the reach of the selection, and beyond it, where near
+ties may be rounded apart and another block change the output of a tile."""
+
+
+def problem(attend: Attend, layer: Layer, config: NSAConfig) -> str | None:
+    """What `attend` computes instead; None: `config`, as far as the first positions tell.
+
+    Call it as the way is timed, with gradients or without: what is compiled depends on that.
+    """
+    found = attend(layer).detach()
+    with torch.no_grad():
+        expected = _corner(layer, config)
+        _, length, heads, _ = expected.shape
+        distance = (found[:, :length, :heads].float() - expected).norm(dim=-1)
+        far = (distance / expected.norm(dim=-1)).nan_to_num(nan=torch.inf) > CLOSE
+    for part, most, where in (
+        (far[:, : config.reach], MOST_WITHIN, f"the first {config.reach} positions"),
+        (far[:, config.reach :], MOST_BEYOND, f"those up to {far.shape[1]}"),
+    ):
+        share = part.float().mean().item() if part.numel() else 0.0
+        if share > most:
+            return (
+                f"computes something else: {share:.0%} of {where} are far from what the reference "
+                "says; nothing of it is timed"
+            )
+    return None
+
+
+def _corner(layer: Layer, config: NSAConfig) -> Tensor:
+    """`(B, length, heads, D)` float32: the reference's first positions and heads, of the blocks
+    that the layer's own dtype selects."""
+    length = config.reach + BEYOND
+    key, value = (tensor[:, :KEY_HEADS, :length] for tensor in (layer.key, layer.value))
+    heads = key.shape[1] * (layer.query.shape[1] // layer.key.shape[1])
+    query, gates = layer.query[:, :heads, :length], layer.raw_gates[:, :length, :heads]
+    inputs = inputs_of(Layer(query, key, value, gates), config)
+    selection = select_blocks(inputs, config)
+    names = ("query", "key", "value", "pooled_key", "pooled_value", "gates")
+    wide = {n: t.float() for n in names if (t := getattr(inputs, n)) is not None}
+    return reference.attend(inputs._replace(**wide), selection, config)
