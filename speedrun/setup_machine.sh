@@ -97,11 +97,13 @@ is_own_qat() {
 }
 
 prepare_environment() {
+    local extra=base
+    case "$DRIVE" in gs://*) extra=remote ;; esac # what reads a bucket
     if is_colab; then
-        use_running_python && setup_env base || say_not_installed
+        use_running_python && setup_env "$extra" || say_not_installed
         QAT="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/qat"
     elif ! is_own_qat; then
-        setup_env base || say_not_installed
+        setup_env "$extra" || say_not_installed
         QAT="$VENV/bin/qat"
     fi
 }

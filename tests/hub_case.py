@@ -13,6 +13,7 @@ from threading import Thread
 from typing import ClassVar
 
 import lz4.frame
+from fsspec.implementations.local import LocalFileSystem
 
 
 def checkpoint(directory: Path, size: int = 3000) -> Path:
@@ -143,3 +144,17 @@ def serving(data: bytes) -> Iterator[Server]:
         finally:
             http.shutdown()
             thread.join()
+
+
+class Bucket(LocalFileSystem):
+    """A store whose `gs://bucket` is a directory on this machine."""
+
+    protocol = "gs"
+    place: ClassVar[Path]
+
+    def __init__(self, **how: object) -> None:
+        super().__init__(auto_mkdir=True, **how)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("gs://bucket", str(cls.place)))

@@ -13,24 +13,21 @@ import logging
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from qat.config import fingerprint
 from qat.data.cache import MANIFEST, SHARD, Shard, parse_manifest, shard_problem, write_atomic
 from qat.data.reader import TeacherCache
-from qat.errors import CacheError, ConfigError, HubError, how_to_install
+from qat.errors import CacheError, ConfigError, HubError
 from qat.files import inside, partial_file, sync
+from qat.hub.mirrors import open_store, store_errors
 from qat.hub.web import download, version_file
 from qat.secrets import scrubbed
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +39,6 @@ BUDGET_BYTES = 64 * 2**30
 TRIES = 3
 FRESH = 16
 """Shards fetched last that stay whatever the budget says: a reader may be about to open them."""
-OF_STORES = {
-    "aiohttp": "ClientError",
-    "botocore.exceptions": "BotoCoreError",
-    "gcsfs.retry": "HttpError",
-}
-"""Modules of libraries that read addresses, and what they raise beside Python's own errors."""
 MANIFEST_LIMIT = 2**30
 CHUNK = 2**22
 
@@ -190,7 +181,7 @@ class _Remote:
                 "directory that 'qat cache' built; copy it there as it is"
             )
         self._address = address.rstrip("/")
-        self._system, self._root = _file_system(self._address)
+        self._system, self._root = open_store(self._address, ConfigError)
 
     def read(self, name: str, limit: int) -> bytes:
         """The bytes of a small file."""
@@ -225,7 +216,7 @@ class _Remote:
                     f"{self._address}/{name} is not there, expected a teacher cache that 'qat "
                     "cache' built; check the address"
                 ) from None
-            except (OSError, RuntimeError, ValueError, *_of_stores()) as error:
+            except store_errors() as error:
                 if getattr(error, "errno", None) == errno.ENOSPC:
                     raise
                 why = scrubbed(" ".join(str(error).split()) or type(error).__name__)
@@ -236,26 +227,3 @@ class _Remote:
                     ) from None
                 logger.warning("%s/%s: %s; trying again", self._address, name, why)
         raise AssertionError("unreachable")
-
-
-def _of_stores() -> list[type[Exception]]:
-    """The errors that libraries for stores have of their own, of those that are in use."""
-    found = ((sys.modules.get(module), name) for module, name in OF_STORES.items())
-    return [getattr(module, name) for module, name in found if module is not None]
-
-
-def _file_system(address: str) -> tuple["AbstractFileSystem", str]:
-    """What reads an address, and the path in it.
-
-    Raises:
-        ConfigError: nothing installed here does.
-    """
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"cache {address} cannot be read ({error}), expected a directory or an address that "
-            f"fsspec knows; for s3:// and gs:// install what reads it: {how_to_install('remote')}"
-        ) from None

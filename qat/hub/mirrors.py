@@ -1,20 +1,33 @@
 """Brings what a mirror holds to this machine's own disk, one function for each kind of mirror."""
 
+import errno
 import shutil
-import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qat.config import fingerprint
-from qat.errors import HubError
+from qat.errors import HubError, QatError, how_to_install
 from qat.files import inside
 from qat.hub.files import MIB, SUFFIXES, copy_file, is_archive, mebibytes
 from qat.hub.web import TIMEOUT_S, download
 from qat.logs import progress
+from qat.secrets import scrubbed
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 PICKLE = ".pt"
 """A checkpoint of the reference system that lies alone."""
+OF_STORES = {
+    "aiohttp": "ClientError",
+    "botocore.exceptions": "BotoCoreError",
+    "gcsfs.retry": "HttpError",
+    "google.auth.exceptions": "GoogleAuthError",
+}
+"""Modules of libraries that read stores, and what they raise beside Python's own errors."""
 
 
 class FetchPlaces(NamedTuple):
@@ -83,34 +96,45 @@ def in_bucket(mirrors: tuple[str, ...], bucket: str) -> tuple[str, ...]:
     return tuple(places)
 
 
-def storage_command(verb: str, *words: str) -> list[str]:
-    """A command line of Google's own tool for gs:// paths: `cp`, or `rsync` of directories.
+def open_store(address: str, error: type[QatError]) -> tuple["AbstractFileSystem", str]:
+    """What reads and writes an address such as `gs://bucket/path` or `s3://...`, and its path.
 
     Raises:
-        HubError: neither gcloud nor gsutil is on the PATH.
+        error: nothing installed here does.
     """
-    recursive = ["-r"] if verb == "rsync" else []
-    if shutil.which("gcloud"):
-        return ["gcloud", "storage", verb, *recursive, *words]
-    if shutil.which("gsutil"):
-        return ["gsutil", "-q", verb, *recursive, *words]
-    raise HubError("gs:// needs gcloud or gsutil, and neither is on the PATH; install gcloud")
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as found:
+        raise error(
+            f"{address} cannot be read ({found}), expected an address that fsspec knows; for "
+            f"s3:// and gs:// install what reads it: {how_to_install('remote')}"
+        ) from None
 
 
-def run_storage(verb: str, *words: str) -> None:
-    """Run Google's tool, silently.
+def store_errors() -> tuple[type[Exception], ...]:
+    """What reading a store may raise: Python's own errors, and those of libraries in use."""
+    found = ((sys.modules.get(module), name) for module, name in OF_STORES.items())
+    own = (getattr(module, name) for module, name in found if module is not None)
+    return (OSError, RuntimeError, ValueError, *own)
+
+
+@contextmanager
+def in_store(address: str) -> Iterator[tuple["AbstractFileSystem", str]]:
+    """The store of `address`, and the path in it; what goes wrong there is a line.
 
     Raises:
-        HubError: it is missing or fails; the line that says why.
+        HubError: nothing here reads it, or it fails.
     """
-    command = storage_command(verb, *words)
-    result = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["no message"]
-        why = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
-        raise HubError(f"{' '.join(command[:3])} {words[0]}: {why}")
+    store, root = open_store(address, HubError)
+    try:
+        yield store, root
+    except store_errors() as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:  # of this machine's disk
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise HubError(f"{address}: {scrubbed(why)}") from None
 
 
 def _local(path: Path) -> Arrival:
@@ -152,11 +176,20 @@ def _storage(address: str, places: FetchPlaces) -> Arrival:
     url = f"gs://{address}".rstrip("/")
     name = url.rpartition("/")[2]
     part = _part(places, url, name)
-    if is_archive(name) or name.endswith(PICKLE):
-        run_storage("cp", url, str(part))
-    else:
-        part.mkdir(exist_ok=True)
-        run_storage("rsync", url, str(part))
+    with in_store(url) as (store, root):
+        if store.isfile(root):
+            store.get_file(root, str(part))
+            return Arrival(part, name, is_ours=True)
+        files = store.find(root)
+        if not files:
+            raise HubError(f"{url} is not there, neither as a file nor as a directory")
+        # nothing of an earlier try stays: what lies there may have changed since
+        shutil.rmtree(part, ignore_errors=True)
+        for file in files:
+            inner = file.removeprefix(root).lstrip("/")
+            to = inside(part, inner, found_in=url, error=HubError)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            store.get_file(file, str(to))
     return Arrival(part, name, is_ours=True)
 
 

@@ -25,7 +25,7 @@ from qat.hub.files import (
     regular_files,
     sha256_tree,
 )
-from qat.hub.mirrors import run_storage
+from qat.hub.mirrors import in_store
 from qat.logs import Ticker, progress
 
 
@@ -150,7 +150,8 @@ def push(
         pack(directory, archive, name=inside, skip=skip)
         root, size, sha256 = peeled(directory), archive.stat().st_size, sha256_file(archive)
         if is_remote:
-            run_storage("cp", str(archive), target)
+            with in_store(target) as (store, path):
+                store.put_file(str(archive), path)
         else:
             put(archive, Path(target), replace=replace)
         return Pushed(target, kind_of(root), size, sha256, sha256_tree(root, skip))

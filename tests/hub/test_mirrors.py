@@ -1,33 +1,19 @@
 """Each kind of mirror, and what it says when it does not work."""
 
-import os
-import sys
+from functools import partial
 from pathlib import Path
 
+import fsspec
 import gdown
 import huggingface_hub
 import pytest
-from hub_case import checkpoint
+from hub_case import Bucket, checkpoint
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from qat.cli import run_verb
 from qat.errors import HubError
 from qat.hub import mirrors
 from qat.hub.mirrors import FetchPlaces, fetch, in_bucket, lookup
-
-TOOL = """#!{python}
-import pathlib, shutil, sys
-with open({log!r}, "a") as log:
-    log.write(" ".join(sys.argv[1:]) + "\\n")
-source, target = sys.argv[-2:]
-place = pathlib.Path({bucket!r}, source.removeprefix("gs://bucket/"))
-if not place.exists():
-    sys.exit("starting\\nERROR: (gcloud.storage) the following URLs matched no objects: " + source)
-if place.is_dir():
-    shutil.copytree(place, target, dirs_exist_ok=True)
-else:
-    shutil.copyfile(place, target)
-"""
 
 
 @pytest.fixture
@@ -139,39 +125,42 @@ def test_a_model_hub_out_of_reach(
     fail("hf:owner/name", places, f"hf:owner/name: {said}")
 
 
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch) -> Path:
-    """A stand-in for Google's tool that reads this directory, and nothing else on the PATH."""
-    bucket, tools = tmp_path / "bucket", tmp_path / "tools"
-    bucket.mkdir()
-    tools.mkdir()
-    log = str(tmp_path / "log")
-    text = TOOL.format(python=sys.executable, log=log, bucket=str(bucket))
-    (tools / "gcloud").write_text(text)
-    (tools / "gcloud").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools))
-    return bucket
-
-
-def test_storage(places: FetchPlaces, bucket: Path, tmp_path: Path) -> None:
+def test_storage(places: FetchPlaces, bucket: Path) -> None:
     (bucket / "a.tar.lz4").write_bytes(b"packed")
     checkpoint(bucket / "runs" / "q2")
     assert fetch("gs://bucket/a.tar.lz4", places).path.read_bytes() == b"packed"
     arrival = fetch("gs://bucket/runs/q2/", places)
     assert (arrival.path / "config.json").is_file() and arrival.name == "q2"
-    asked = (tmp_path / "log").read_text().splitlines()
-    assert asked[0].startswith("storage cp gs://bucket/a.tar.lz4 ")
-    assert asked[1].startswith("storage rsync -r gs://bucket/runs/q2 ")
-    fail("gs://bucket/b.tgz", places, "cp gs://bucket/b.tgz: ERROR: .* matched no objects")
+    (bucket / "runs" / "q2" / "config.json").unlink()  # nothing of the first time stays
+    assert not (fetch("gs://bucket/runs/q2", places).path / "config.json").exists()
+    fail("gs://bucket/b.tgz", places, "gs://bucket/b.tgz is not there, neither as a file")
 
 
-def test_storage_needs_its_tool(places: FetchPlaces, bucket: Path) -> None:
-    tool = bucket.parent / "tools" / "gcloud"
-    tool.rename(tool.with_name("gsutil"))
+def test_storage_needs_what_reads_it(places: FetchPlaces, bucket: Path, monkeypatch) -> None:
+    monkeypatch.setattr(fsspec.core, "url_to_fs", partial(refuse, ImportError("Install gcsfs")))
+    fail("gs://bucket/a.tgz", places, r"cannot be read .Install gcsfs.*install.*\[remote\]")
+
+
+@pytest.mark.parametrize("error", [PermissionError("Forbidden:\n no"), RuntimeError("no no")])
+def test_a_store_that_says_no(
+    error: Exception, places: FetchPlaces, bucket: Path, monkeypatch
+) -> None:
     (bucket / "a.tgz").write_bytes(b"packed")
-    assert fetch("gs://bucket/a.tgz", places).path.read_bytes() == b"packed"
-    os.remove(tool.with_name("gsutil"))
-    fail("gs://bucket/a.tgz", places, "needs gcloud or gsutil")
+    monkeypatch.setattr(Bucket, "get_file", partial(refuse, error))
+    fail("gs://bucket/a.tgz", places, "^gs://bucket/a.tgz: .*no")
+
+
+def refuse(error: Exception, *_: object, **__: object) -> None:
+    raise error
+
+
+def test_a_name_in_a_store_leads_nowhere_else(
+    places: FetchPlaces, bucket: Path, monkeypatch
+) -> None:
+    checkpoint(bucket / "runs" / "q2")
+    found = [f"{bucket}/runs/q2/../../left"]
+    monkeypatch.setattr(Bucket, "find", lambda *_: found)
+    fail("gs://bucket/runs/q2", places, "expected a name inside")
 
 
 def test_a_bucket_in_place_of_a_drive() -> None:

@@ -58,12 +58,10 @@ def test_no_folder(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_a_bucket(tmp_path: Path, monkeypatch) -> None:
-    commands = []
-    monkeypatch.setattr(pushing, "run_storage", lambda *words: commands.append(words))
+def test_a_bucket(tmp_path: Path, bucket: Path) -> None:
     pushed = push(checkpoint(tmp_path / "model"), "gs://bucket/runs/")
     assert pushed.to == "gs://bucket/runs/model.tar.lz4"
-    assert [(verb, to) for verb, _, to in commands] == [("cp", pushed.to)]
+    assert sha256_file(bucket / "runs" / "model.tar.lz4") == pushed.sha256
 
 
 def test_what_reads_back_differently_does_not_appear(tmp_path: Path, folder, monkeypatch) -> None:
