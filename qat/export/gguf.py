@@ -37,8 +37,10 @@ PRE_TOKENIZERS = {
     r"|\s+(?!\S)|\s+": "qwen2",
     CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": "llama-bpe",
+    True: "smollm",
 }
-"""What llama.cpp calls the expression that a byte-level tokenizer splits text with."""
+"""What llama.cpp calls the expression that a byte-level tokenizer splits text with; True: GPT-2's,
+with every digit apart."""
 
 
 def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
@@ -56,8 +58,15 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
     given = values.get("pre_tokenizer") or {}
     parts = given.get("pretokenizers", [given] if given else [])
     if any(part["type"] == "ByteLevel" for part in parts):
-        splits = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
-        pre = PRE_TOKENIZERS.get(splits[0]) if len(splits) == 1 else None if splits else "gpt-2"
+        # what splits text before the bytes do: an expression, or digits one by one
+        steps = [
+            part["pattern"].get("Regex")
+            if part["type"] == "Split"
+            else part.get("individual_digits")
+            for part in parts
+            if part["type"] != "ByteLevel"
+        ]
+        pre = PRE_TOKENIZERS.get(steps[0]) if len(steps) == 1 else None if steps else "gpt-2"
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
     if model["type"] == "BPE" and model.get("byte_fallback"):
         kind = "llama"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from quantized import SPECS, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers.pre_tokenizers import Digits, Sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -217,6 +218,13 @@ def test_the_tokenizer_goes_into_a_gguf(
     read = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file=gguf.FILE_NAME)
     assert read(text).input_ids == tiny_tokenizer()(text).input_ids
     tokenizer = copy.deepcopy(tiny_tokenizer())
+    byte_level = tokenizer.backend_tokenizer.pre_tokenizer
+    for digits, expected in (([Digits(individual_digits=True)], True), ([Digits()], False)):
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([*digits, byte_level])
+        writer = library.GGUFWriter(None, "llama")
+        assert gguf_tokenizer.add_tokenizer(writer, tokenizer, 320) == expected
+        if expected:
+            assert writer.kv_data[0]["tokenizer.ggml.pre"].value == "smollm"
     tokenizer.backend_tokenizer.pre_tokenizer = None
     writer = library.GGUFWriter(None, "llama")
     assert not gguf_tokenizer.add_tokenizer(writer, tokenizer, 320)
