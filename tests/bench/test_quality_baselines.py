@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from cache_case import TOKENIZER, build, teacher
@@ -22,7 +23,13 @@ from qat.bench.baselines.reference import (
     nearest_entries,
     svd_scale,
 )
-from qat.bench.baselines.training import BaselineJob, put_plain, rehearse
+from qat.bench.baselines.training import (
+    BaselineJob,
+    Deployed,
+    put_plain,
+    rehearse,
+    split_stacks,
+)
 from qat.bench.baselines.uniform import (
     BlockLinear,
     Budget,
@@ -233,6 +240,63 @@ def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> Non
         assert max(len(group.unique()) for row in rows for group in row) <= 4
         assert not torch.equal(linear.weight, float_teacher.model.get_submodule(name).weight)
     assert time_step(method, float_teacher, cache, settings=settings(), steps=2) == 0.0
+
+
+def mixture() -> LanguageModel:
+    model = families.build("Qwen3MoeForCausalLM")
+    model.lm_head.weight.data *= 20
+    return LanguageModel(model)
+
+
+@pytest.fixture(scope="module")
+def mixtures_cache(tmp_path_factory: pytest.TempPathFactory) -> TeacherCache:
+    place = tmp_path_factory.mktemp("mixture") / "cache"
+    build(place, teacher=mixture())
+    return TeacherCache.open(place)
+
+
+@pytest.mark.parametrize("method", [*PTQ, *TRAINED])
+def test_every_expert_is_quantized_by_itself(mixtures_cache: TeacherCache, method: str) -> None:
+    float_teacher = mixture()
+    found = train_baseline(
+        method,
+        float_teacher,
+        TOKENIZER,
+        mixtures_cache,
+        settings=settings(plan="q2a2", max_steps=4),
+        calibration=calibration(mixtures_cache),
+    )
+    names = linear_names(found.model.model)
+    assert names == linear_names(float_teacher.model)
+    stack = found.model.model.get_submodule("model.layers.1.mlp.experts.gate_up_proj").weight
+    assert len(stack) == 4 * 64 and stack.isfinite().all()
+    for expert in stack.chunk(4):
+        if method == "reference":  # levels of its own under a scale of low rank of its own
+            assert torch.linalg.matrix_rank(expert) > 2
+        else:
+            groups = expert.unflatten(1, (-1, 32)).flatten(0, 1)
+            assert max(len(group.unique()) for group in groups) <= 4
+    assert (
+        0
+        < exact_divergence(
+            found.model, float_teacher, [mixtures_cache.batch(range(4), "held_out")]
+        ).kl_nats
+    )
+
+
+def test_split_experts_compute_what_the_stack_did() -> None:
+    model = mixture().model
+    ids = torch.arange(24).view(2, 12)
+    before = model(ids, use_cache=False).logits
+    split_stacks(model)
+    assert len(linear_names(model)) == 4 * (4 + 2 * 4)
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    put_plain(model, {"model.layers.0.self_attn.q_proj": Deployed(torch.zeros(64, 64), 1)})
+    assert len(linear_names(model)) == 4 * (4 + 2)
+    model.model.layers[0].self_attn.q_proj.weight.data = (
+        mixture().model.model.layers[0].self_attn.q_proj.weight
+    )
+    assert torch.equal(model(ids, use_cache=False).logits, before)
 
 
 @pytest.mark.parametrize("method", TRAINED)

@@ -18,6 +18,7 @@ from qat.bench.baselines.training import (
     Deployed,
     Lesson,
     PlainStep,
+    SplitStack,
     dense_copy,
     distil,
     plain_step,
@@ -27,7 +28,7 @@ from qat.bench.baselines.training import (
 from qat.bench.baselines.uniform import efficientqat_lesson, gptq, round_to_nearest, uniform_bits
 from qat.bench.config import MeasureConfig
 from qat.bench.measure import compile_anew
-from qat.convert.calibrate import TokenBatch, stages_in_order
+from qat.convert.calibrate import StackInputs, TokenBatch, stages_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
@@ -211,14 +212,23 @@ def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
     settings, model, size = job.settings, job.model, job.settings.group_size
     weights = {name: model.get_submodule(name).weight for name in job.names}
 
+    stacks = {n: m for n, m in model.named_modules() if isinstance(m, SplitStack)}
+    parts = tuple(f"{name}." for name in stacks)
+    alone = [name for name in job.names if not name.startswith(parts)]
     job.backend.reset_peak_memory()
     began = time.perf_counter()
     if method == "gptq":
         # as published: towards each weight itself, on the student's inputs
-        for names, inputs in stages_in_order(LanguageModel(model), job.calibration, job.names):
-            for name in names if inputs is not None else ():
+        walk = stages_in_order(LanguageModel(model), job.calibration, [*alone, *stacks])
+        for names, inputs in walk:
+            if isinstance(inputs, StackInputs):
+                experts = enumerate(inputs.second_moments)
+                moments = {f"{names[0]}.experts.{expert}": each for expert, each in experts}
+            else:
+                moments = {} if inputs is None else dict.fromkeys(names, inputs.second_moment)
+            for name, second_moment in moments.items():
                 bits = settings.bits_of(name)
-                weights[name].copy_(gptq(weights[name], inputs.second_moment, bits, size))
+                weights[name].copy_(gptq(weights[name], second_moment, bits, size))
     else:
         for name, weight in weights.items():
             weight.copy_(round_to_nearest(weight, settings.bits_of(name), size))

@@ -31,6 +31,7 @@ from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts
+from qat.nn.sites import StackedLinear, experts_of, open_sites
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, linear_names, replace_module
 from qat.train.optim import lr_share
@@ -290,6 +291,7 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
         del settings.quantization_config
     with student.device:
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+        open_sites(model)
     linears = quant_linears(student.model)
     for name, linear in linears.items():
         plain = model.get_submodule(name)
@@ -325,8 +327,38 @@ def put_plain(model: nn.Module, deployed: dict[str, Deployed]) -> float:
     for name, (weight, _) in deployed.items():
         bias = model.get_submodule(name).bias
         replace_module(model, name, _linear(weight, bias))
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, SplitStack):
+            replace_module(model, name, _linear(module.weight, None))
     bits = sum(part.stored_bits for part in deployed.values())
     return bits / sum(part.weight.numel() for part in deployed.values())
+
+
+class SplitStack(nn.Module):
+    """Stands where a model keeps experts in one linear, with a linear for each of them.
+
+    The methods know nothing of experts: each sees one weight at a time, as published.
+    """
+
+    def __init__(self, stack: nn.Linear, experts: int) -> None:
+        super().__init__()
+        self.in_features = stack.in_features
+        self.experts = nn.ModuleList(_linear(part, None) for part in stack.weight.chunk(experts))
+
+    @property
+    def weight(self) -> Tensor:
+        """`(E * O, I)`: what each linear, whatever a method made of it, multiplies with."""
+        unit = torch.eye(self.in_features, device=next(self.parameters()).device)
+        return torch.cat([linear(unit).T for linear in self.experts])
+
+
+def split_stacks(model: nn.Module) -> None:
+    """Give every expert linears of its own, which `put_plain` takes back."""
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, StackedLinear):
+            owner, _, key = name.rpartition(".")
+            experts = experts_of(model.get_submodule(owner), key)
+            replace_module(model, name, SplitStack(module, experts))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -389,6 +421,7 @@ class BaselineJob:
         backend = select(settings.device)
         dtype = backend.dtype(settings.dtype)
         model = dense_copy(teacher, torch.float32).to(backend.device)
+        split_stacks(model)
         return cls(
             model=model,
             names=linear_names(model),
