@@ -60,6 +60,9 @@ class MeasureConfig(StepConfig):
 
     to: Formats[str] = "q2a4"
     """Preset that a student given by a shape's name is quantized by."""
+    layers: Formats[int | None] = Field(None, ge=1)
+    """Decoder layers of a student given by a shape's name; all that it was published with if not
+    given."""
     attention: Formats[str | None] = None
     """How the student attends, as 'qat convert --attention' names it; as it is if not given."""
     cache_dir: Text[Path | None] = None
@@ -318,20 +321,29 @@ def _sizes(
 
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960}
+MIXTURE = {**QWEN3, "model_type": "qwen3_moe", "norm_topk_prob": True}
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
 GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "max_position_embeddings": 32768}
 GEMMA3 |= {"sliding_window": 512}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {**QWEN3, **_sizes(64, 128, 2, (2, 1, 32)), "vocab_size": 512},
+    "tiny-moe": {
+        **MIXTURE, **_sizes(64, 128, 2, (2, 1, 32)), "vocab_size": 512,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
     "qwen3-0.6b": {**QWEN3, **_sizes(1024, 3072, 28, (16, 8, 128))},
     "qwen3-1.7b": {**QWEN3, **_sizes(2048, 6144, 28, (16, 8, 128))},
     "qwen3-4b": {**QWEN3, **_sizes(2560, 9728, 36, (32, 8, 128))},
     "qwen3-8b": {**QWEN3, **_sizes(4096, 12288, 36, (32, 8, 128), tied=False)},
+    "qwen3-30b-a3b": {
+        **MIXTURE, **_sizes(2048, 6144, 48, (32, 4, 128), tied=False),
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
     "llama-3.2-1b": {**LLAMA, **_sizes(2048, 8192, 16, (32, 8, 64))},
     "llama-3.2-3b": {**LLAMA, **_sizes(3072, 8192, 28, (24, 8, 128))},
     "gemma-3-270m": {**GEMMA3, **_sizes(640, 2048, 18, (4, 1, 256))},
     "gemma-3-1b": {**GEMMA3, **_sizes(1152, 6912, 26, (4, 1, 256))},
-}
+}  # fmt: skip
 """Arguments of each architecture's configuration class."""
 
 

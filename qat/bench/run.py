@@ -110,7 +110,12 @@ def predict(measured: Measured, device: Device) -> DevicePrediction:
     return DevicePrediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))
 
 
-FACTS = (*(name for name in StepConfig.model_fields if name != "xla_cache_dir"), "to", "attention")
+FACTS = (
+    *(name for name in StepConfig.model_fields if name != "xla_cache_dir"),
+    "to",
+    "layers",
+    "attention",
+)
 """Settings that every row repeats."""
 SAFE_SHARE = 0.9
 """Of the memory of a machine that overcommits: a search stays within it."""

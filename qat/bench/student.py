@@ -12,10 +12,12 @@ from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig, shape_called
 from qat.convert.config import ConvertConfig, read_plan
 from qat.data.packing import Batch
+from qat.errors import ConfigError
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.nn.quant_linear import FrozenLutLinear
+from qat.nn.sites import open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention
 from qat.quant.codebook import fixed_grid
@@ -54,10 +56,15 @@ def quantized_model(
     once.
     """
     if Path(source).exists() or "/" in source:
+        if config.layers is not None:
+            raise ConfigError(
+                f"layers={config.layers}, but {source} is no shape's name and has the layers that "
+                "it has; leave --layers out"
+            )
         return load_model(source, device=config.device, dtype="fp32").model
-    model = random_model(source, config, device).float()
+    model = random_model(source, config, device)
     quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
-    return model
+    return model.float()
 
 
 def random_model(
@@ -68,10 +75,13 @@ def random_model(
     Raises:
         ConfigError: no shape has that name, or the device is not there.
     """
-    settings = AutoConfig.for_model(**shape_called(shape))
+    layers = {} if config.layers is None else {"num_hidden_layers": config.layers}
+    settings = AutoConfig.for_model(**shape_called(shape) | layers)
     torch.manual_seed(config.seed)
     with torch.device(device or select(config.device).device):
-        return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+    open_sites(model)
+    return model
 
 
 def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:

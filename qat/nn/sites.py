@@ -159,12 +159,12 @@ def watching(owner: Owner, watch: Callable[[str, int, Tensor], None]) -> Iterato
 
 def weight_for(linear: nn.Linear | QuantLinear, x: Tensor) -> Tensor:
     """The weight `(E * O, I)` that `linear` would multiply `x` with."""
-    if not isinstance(linear, QuantLinear):
-        return linear.weight
     kind = x.device.type
-    return linear.weight_in(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    )
+    is_mixed = torch.is_autocast_enabled(kind)
+    if isinstance(linear, QuantLinear):
+        return linear.weight_in(torch.get_autocast_dtype(kind) if is_mixed else x.dtype)
+    # autocast knows no grouped products, which otherwise would compute in float32
+    return linear.weight.to(torch.get_autocast_dtype(kind)) if is_mixed else linear.weight
 
 
 def experts_of(owner: nn.Module, name: str) -> int:

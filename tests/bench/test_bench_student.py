@@ -18,6 +18,7 @@ PUBLISHED = {  # parameters, a tied head once
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "gemma-3-270m": 268_098_176,
@@ -26,7 +27,7 @@ PUBLISHED = {  # parameters, a tied head once
 
 
 def test_shapes_have_the_published_number_of_parameters() -> None:
-    assert set(PUBLISHED) == set(SHAPES) - {"tiny"}
+    assert set(PUBLISHED) == set(SHAPES) - {"tiny", "tiny-moe"}
     for name, published in PUBLISHED.items():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape_called(name)))
@@ -44,6 +45,18 @@ def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
         rms = linear.quantized_weight().pow(2).mean().sqrt().item()
         assert rms == pytest.approx(WEIGHT_RMS, rel=0.25)
     assert set(QatConfig.of(model).modules) == set(linears)
+
+
+def test_a_shape_of_experts_has_as_many_layers_as_are_asked_for() -> None:
+    student = open_student("tiny-moe", BenchConfig(device="cpu", layers=1))
+    linears = quant_linears(student.model)
+    stack = linears["model.layers.0.mlp.experts.gate_up_proj"]
+    assert len(linears) == 6 and stack.out_features == 8 * 2 * 32
+    assert {t.dtype for t in student.model.state_dict().values()} == {torch.float32, torch.uint8}
+    ids = torch.arange(8)[None]
+    assert student.hidden(ids, ids).isfinite().all()
+    with pytest.raises(ConfigError, match="layers=1, but some/model is no shape's name"):
+        open_student("some/model", BenchConfig(device="cpu", layers=1))
 
 
 def test_a_student_attends_as_it_is_told() -> None:

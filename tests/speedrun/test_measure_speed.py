@@ -46,6 +46,20 @@ def test_cases_take_turns_and_ratios_stay_within_a_round(tmp_path: Path, capsys)
     assert "frozen_candidates_504" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_mixture_takes_turns_with_a_dense_student(tmp_path: Path, capsys) -> None:
+    import measure_moe
+
+    out, sizes = tmp_path / "out", {"batch_size": 2, "mixture_batch_size": 4}
+    measure_moe.measure(out=out, dense="tiny", mixture="tiny-moe", layers=1, device="cpu", **sizes)
+    turns = [
+        (row["case"], row["layers"], row["batch_size"]) for row in lines(out / "results.jsonl")
+    ]
+    assert turns == [("tiny", None, 2), ("tiny-moe", 1, 4)] * 2
+    ratio = figures(out)["moe_step_mfu_over_dense"]
+    assert ratio["value"] > 0 and ratio["runs"] == 2 and "tiny-moe" in capsys.readouterr().out
+
+
 def test_an_unknown_case_is_refused() -> None:
     import measure_step_speed
 
