@@ -26,14 +26,18 @@ from teacher_rows import endless_batches, pack_rows, with_empty_rows
 from teacher_texts import Piece, read_pieces, split, without_repetition, write_pieces
 from tiny_teacher_text import encode, train_tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from qat.backend import device as backend
 from qat.config import Settings
 from qat.data.packing import NO_LABEL
 from qat.models.regions import compute_in
+from qat.nn.sites import close_sites, experts_of, open_sites, routers
 
 README = Path(__file__).with_name("teacher_readme.md")
+BALANCE = 0.01
+"""Of the loss that lets all experts be used (arXiv:2101.03961, eq. 4), beside the cross-entropy."""
 SYNCHRONISE_EVERY = 10
 """Steps that the host may run ahead of the device: how exactly the schedule knows the time."""
 JUDGED = ("validate", "report", "report_other")
@@ -47,7 +51,11 @@ class TeacherConfig(Settings):
     layers: int = Field(12, ge=1)
     """Transformer blocks."""
     ffn: int = Field(2048, ge=64)
-    """Width inside an MLP."""
+    """Width inside an MLP, or inside one expert."""
+    experts: int = Field(0, ge=0)
+    """Experts of every MLP; 0 for a dense model."""
+    chosen: int = Field(2, ge=1)
+    """Experts that a token is sent to."""
     vocabulary: int = Field(16384, ge=512)
     """Entries of the tokenizer, special tokens included."""
     row: int = Field(512, ge=16)
@@ -92,19 +100,34 @@ def head_nats(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
 class Trainer:
     """One training run: model, optimizers, and rows on the device; the clock is the caller's."""
 
-    def __init__(self, model: Qwen3ForCausalLM, config: TeacherConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: TeacherConfig) -> None:
         self.config = config
         self.device = backend.select(config.device)
         self.dtype = self.device.dtype("auto")
         self.model = model.to(self.device.device).train()
         self._end_precision = compute_in(self.model, self.dtype)
-        matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
-        self._muon = Muon(matrices, weight_decay=config.weight_decay, dtype=self.dtype)
+        open_sites(model)
+        chosen_by = routers(model).values()
+        self._routed: list[Tensor] = []
+        for router in chosen_by:
+            router.register_forward_hook(lambda _module, _args, out: self._routed.append(out[0]))
+        apart = {id(p) for router in chosen_by for p in router.parameters()}
+        layers = model.model.layers.parameters()
+        matrices = [p for p in layers if p.ndim > 1 and id(p) not in apart]
+        experts = {
+            child.weight: count
+            for module in model.modules()
+            for name, child in module.named_children()
+            if (count := experts_of(module, name))
+        }
+        self._muon = Muon(
+            matrices, experts=experts, weight_decay=config.weight_decay, dtype=self.dtype
+        )
         self._adam = torch.optim.AdamW(self._adam_groups(matrices), betas=(0.9, 0.95))
         self._head_nats: Callable = head_nats
         if self.device.compiles():
             self._head_nats = torch.compile(head_nats)
-            for layer in model.model.layers:
+            for layer in () if config.experts else model.model.layers:
                 layer.forward = torch.compile(layer.forward)
 
     def _adam_groups(self, matrices: list[nn.Parameter]) -> list[dict]:
@@ -115,17 +138,23 @@ class Trainer:
     def nats(self, ids_NL: Tensor, labels_NL: Tensor) -> Tensor:
         """Cross-entropy of rows, whole rows attending, in nats summed over labels."""
         with self.device.autocast(self.dtype):
-            # a mask given as None is the causal one, and nobody looks into positions for it
+            # a mask given as None is the causal one, and nobody looks into positions for it;
+            # a mixture takes no table of masks
+            mask = None if self.config.experts else {"full_attention": None}
             hidden = self.model.model(
-                input_ids=ids_NL, attention_mask={"full_attention": None}, use_cache=False
+                input_ids=ids_NL, attention_mask=mask, use_cache=False
             ).last_hidden_state
             weight = self.model.lm_head.weight
             return self._head_nats(hidden.flatten(0, 1), weight, labels_NL.flatten())
 
     def gradients(self, ids_NL: Tensor, labels_NL: Tensor) -> Tensor:
         """Mean cross-entropy in nats, detached; its gradients are added to the parameters'."""
+        self._routed.clear()
         loss = self.nats(ids_NL, labels_NL) / (labels_NL != NO_LABEL).sum()
-        loss.backward()
+        balance = load_balancing_loss_func(
+            tuple(self._routed), self.config.experts, self.config.chosen
+        ) if self._routed else 0.0  # fmt: skip
+        (loss + BALANCE * balance).backward()
         return loss.detach()
 
     def move(self, lr: float) -> None:
@@ -151,6 +180,7 @@ class Trainer:
         self._end_precision()
         for layer in self.model.model.layers:
             vars(layer).pop("forward", None)
+        close_sites(self.model)
 
 
 def train(
@@ -222,10 +252,13 @@ def new_tokenizer(pieces: list[Piece], config: TeacherConfig) -> PreTrainedToken
     return train_tokenizer(chosen, config.vocabulary)
 
 
-def new_model(config: TeacherConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def new_model(config: TeacherConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The untrained teacher."""
     kv_heads = max(1, config.hidden // HEAD_DIM // 3)
-    shape = Shape(config.vocabulary, config.hidden, config.ffn, config.layers, kv_heads)
+    shape = Shape(
+        config.vocabulary, config.hidden, config.ffn, config.layers, kv_heads,
+        config.experts, config.chosen,
+    )  # fmt: skip
     return new_qwen3(shape, tokenizer, dropout=config.dropout, seed=config.seed)
 
 

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from tiny_teacher_text import encode, pack
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from qat.backend.base import Backend
 from qat.data.packing import NO_LABEL
@@ -25,34 +31,50 @@ class Shape(NamedTuple):
     ffn: int
     layers: int
     kv_heads: int
+    experts: int = 0
+    """In every MLP, `ffn` wide each; 0 for one MLP that all tokens go through."""
+    chosen: int = 2
+    """Experts that a token is sent to."""
 
 
 def new_qwen3(
     shape: Shape, tokenizer: PreTrainedTokenizerFast, *, dropout: float, seed: int
-) -> Qwen3ForCausalLM:
+) -> PreTrainedModel:
     """Random weights from the seed; `dropout` acts on what a branch adds to the residual."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.hidden // HEAD_DIM,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            attn_implementation="sdpa",
-        )
+    of_experts = dict(
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.chosen,
+        moe_intermediate_size=shape.ffn,
+        norm_topk_prob=True,
     )
+    kind, more = (Qwen3MoeConfig, of_experts) if shape.experts else (Qwen3Config, {})
+    config = kind(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.hidden // HEAD_DIM,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **more,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if dropout:
         for layer in model.model.layers:
-            for branch, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
-                setattr(branch, name, _DropoutLinear(getattr(branch, name), dropout))
+            attention, mlp = layer.self_attn, layer.mlp
+            attention.o_proj = _DropoutLinear(attention.o_proj, dropout)
+            if shape.experts:  # a mixture is not compiled: a hook costs nothing
+                mlp.register_forward_hook(
+                    lambda module, _args, y: F.dropout(y, dropout, training=module.training)
+                )
+            else:
+                mlp.down_proj = _DropoutLinear(mlp.down_proj, dropout)
     return model
 
 
@@ -108,7 +130,7 @@ def judge(
     The first token of a document has no context and is left out of both; the end token counts.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
-    model = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32).to(device.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(device.device).eval()
     encoded = encode(tokenizer, documents)
     packed = pack(encoded, row)
     batches = zip(*(tensor.split(rows) for tensor in packed), strict=True)

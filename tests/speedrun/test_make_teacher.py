@@ -196,11 +196,15 @@ def test_muon_moves_by_the_learning_rate_and_decays(script: object) -> None:
 
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(16, 64)) for _ in range(2)]
+    stack = torch.nn.Parameter(torch.cat([*parameters]).detach())  # two experts
+    parameters.append(stack)
     before = [p.detach().clone() for p in parameters]
-    mover = muon.Muon(parameters, weight_decay=0.5, dtype=torch.float32)
+    mover = muon.Muon(parameters, experts={stack: 2}, weight_decay=0.5, dtype=torch.float32)
     for p in parameters:
         p.grad = torch.randn_like(p)
+    stack.grad = torch.cat([p.grad for p in parameters[:2]])
     mover.step(0.1)
+    torch.testing.assert_close(stack, torch.cat(parameters[:2]))
     for old, new in zip(before, parameters, strict=True):
         update = (new.detach() - 0.95 * old) / 0.1
         assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15)
@@ -236,3 +240,23 @@ def test_small_run_writes_teacher_and_texts(script, read, texts, tmp_path, capsy
     assert model.config.vocab_size == 512 and model.config.max_position_embeddings >= 512
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert "| report_other |" in (out / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_mixture_is_a_teacher_too(script, texts, tmp_path) -> None:
+    out = tmp_path / "teacher"
+    config = script.TeacherConfig(
+        hidden=64, layers=2, ffn=64, experts=8, chosen=2, vocabulary=512, row=64, rows=4,
+        max_seconds=4, evaluations=2, validate_share=0.05, leave_out=("other",), device="cpu",
+    )  # fmt: skip
+    script.main(texts=texts, out=out, config=config)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert model.config.model_type == "qwen3_moe" and model.config.num_experts == 8
+    assert model.model.layers[1].mlp.experts.down_proj.shape == (8, 64, 64)
+    rows = AutoTokenizer.from_pretrained(out)(sentences(30, 7), return_tensors="pt").input_ids
+    with torch.no_grad():
+        routed = model(rows, output_router_logits=True)
+    for logits in routed.router_logits:
+        used = logits.topk(2).indices.flatten().bincount(minlength=8)
+        assert (used > 0).sum() >= 6, used
+    assert routed.logits.softmax(2).max() > 0.05  # of 512 words: it learned something
