@@ -2,8 +2,9 @@
 # Everything behind docs/quality.md: teachers, texts, four comparisons, figures.
 #
 #     bash speedrun/quality.sh MODELS TEXTS RECORD [teacher_88m|stories|minimind|tiny ...]
+#     bash speedrun/quality.sh MODELS TEXTS RECORD mixture smollm2
 #
-# MODELS holds stories15M and minimind2-small; TEXTS is a folder of texts by source, or a bundle of
+# MODELS holds stories15M and minimind2-small, and SmolLM2's .gguf for the second; TEXTS is a folder of texts by source, or a bundle of
 # speedrun/research/make_teacher.py; figures are appended to RECORD/figures.jsonl when all four were made. Run
 # it from the root of the repository; it takes all GPUs that there are, and goes on where it was
 # stopped.
@@ -53,6 +54,24 @@ tiny() { # GPUS
     compare "$1" tiny_qwen3
     until [ -e texts/stories15m.jsonl ]; do sleep 1; done
     compare "$1" stories15m_more
+}
+
+mixture() { # GPUS
+    [ -e teachers/mixture/model.safetensors ] || on_gpus "$1" python speedrun/research/make_teacher.py \
+        --texts "$texts" --out teachers/mixture --max-seconds "$seconds" --hidden 512 --layers 8 \
+        --ffn 512 --experts 16 --chosen 4 --rows 32
+    compare "$1" mixture
+    python speedrun/quality_figures.py over-baselines runs/mixture --recipe q2a4 --figure moe_kl_ratio \
+        --goal "<= 0.5" --figures "$record/figures.jsonl"
+}
+
+smollm2() { # GPUS
+    mkdir -p teachers/smollm2
+    ln -sf "$models"/SmolLM2-135M-Instruct.Q4_1.gguf teachers/smollm2/
+    sample "$1" smollm2/SmolLM2-135M-Instruct.Q4_1.gguf texts/smollm2.jsonl "$((documents / 2))" 0.9 0 126
+    compare "$1" smollm2
+    python speedrun/quality_figures.py over-baselines runs/smollm2 --kl smollm2_kl \
+        --figure smollm2_over_best_baseline --goal "<= 0.4" --figures "$record/figures.jsonl"
 }
 
 gradients() { # GPUS

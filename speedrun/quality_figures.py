@@ -4,11 +4,13 @@
     python speedrun/quality_figures.py tables runs/stories15m
     python speedrun/quality_figures.py chances runs/stories15m
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
+    python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
 
 `runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
 """
 
 import json
+import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +140,35 @@ def equal_time(*directories: Path, figures: Path) -> None:
     measured = {key: worst.rows[0][key] for key in ("commit", "device")}
     name, value = "kl_over_formed_reference_time", values[worst.name]
     record(figures, name, value, "", "<= 0.2", measured=measured)
+
+
+@app.command
+def over_baselines(
+    directory: Path, *, figure: str, goal: str, figures: Path, recipe: str = "", kl: str = ""
+) -> None:
+    """Append our KL over the best baseline's, and with `kl` every recipe's own as `KL_recipe`.
+
+    Ours is RECIPE, or else the best of those that are no larger than that baseline and trained as
+    long.
+    """
+    results = Results(directory.name, read(directory / "results.jsonl"))
+    measured = {key: results.rows[0][key] for key in ("commit", "device")}
+    best = min(results.baselines(), key=results.kl)
+    ours = recipe or results.best(best)
+    sizes = {name: round(results.of(name)[0]["bits_per_weight"], 3) for name in (ours, best)}
+    print(f"{figure}: {ours} beside {best}, {sizes} bits")
+    ratio = round(results.kl(ours) / results.kl(best), 4)
+    record(figures, figure, ratio, "", goal, measured=measured, runs=len(results.of(ours)))
+    names = dict.fromkeys(
+        row["recipe"] for row in results.rows if kl and row["method"] != "teacher"
+    )
+    for name in names:
+        slug = "_".join(re.findall(r"[a-z0-9.]+", name.lower()))
+        runs = len(results.of(name))
+        spread = round(results.spread(name), 4) if runs > 1 else None
+        value = round(results.kl(name), 4)
+        record(figures, f"{kl}_{slug}", value, "nats/token", "", measured=measured, runs=runs,
+               spread=spread)  # fmt: skip
 
 
 @app.command

@@ -75,3 +75,34 @@ def test_the_budget_is_ours_and_not_that_of_recipes_on_equal_time(script) -> Non
         for method, steps in (("reference", 935), ("teacher", 0), ("qat", 600))
     ]
     assert script.Results("teacher", rows).steps == 600
+
+
+def test_ours_no_larger_is_compared_with_the_best_baseline(script, tmp_path: Path) -> None:
+    facts = {"text": "held_out", "commit": "c0ffee", "device": "cpu"}
+    rows = [
+        {"method": method, "recipe": recipe, "steps": steps, "kl_nats": kl, "bits_per_weight": bits}
+        for method, recipe, steps, kl, bits in (
+            ("teacher", "teacher", 0, 0.0, 16.0),
+            ("gptq", "GPTQ", 0, 2.0, 3.06),
+            ("torchao_int2", "torchao, lr 1e-3", 50, 0.8, 3.06),
+            ("torchao_int2", "torchao, lr 1e-3", 50, 1.2, 3.06),
+            ("qat", "mixed bits", 50, 0.25, 3.0),
+            ("qat", "mixed bits, larger", 50, 0.1, 3.5),
+        )
+    ]
+    path = tmp_path / "small" / "results.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(facts | row) + "\n" for row in rows))
+    out = tmp_path / "figures.jsonl"
+    script.over_baselines(path.parent, figure="ratio", goal="<= 0.4", figures=out, kl="small_kl")
+    found = {line["figure"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert found["ratio"]["value"] == 0.25 and found["ratio"]["commit"] == "c0ffee"
+    assert found["small_kl_torchao_lr_1e_3"]["spread"] == pytest.approx(0.2828, abs=1e-4)
+    assert set(found) == {
+        "ratio", "small_kl_gptq", "small_kl_torchao_lr_1e_3", "small_kl_mixed_bits",
+        "small_kl_mixed_bits_larger",
+    }  # fmt: skip
+    script.over_baselines(
+        path.parent, figure="named", goal="", figures=out, recipe="mixed bits, larger"
+    )
+    assert json.loads(out.read_text().splitlines()[-1])["value"] == 0.1
