@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else quantized, as float weights to start from.
+"""Checkpoints that somebody else quantized or adapted, as float weights to start from.
 
 transformers turns some formats into floats itself (`OWN`). GPTQ and AWQ it opens only with
 libraries of kernels, which need a GPU, so their few lines of arithmetic are here:
@@ -8,6 +8,7 @@ Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int3
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from transformers import (
     FineGrainedFP8Config,
     Mxfp4Config,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from qat.errors import CheckpointError
+from qat.errors import CheckpointError, how_to_install
 
 OWN: dict[str, Callable[[], Any]] = {
     "mxfp4": lambda: Mxfp4Config(dequantize=True),
@@ -34,6 +36,7 @@ BY_HAND = ("gptq", "awq")
 """The methods whose weights `float_state` reads."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ put each of the eight numbers of an int32: number n lies in nibble `AWQ_ORDER[n]`."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PACKED = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -117,3 +120,39 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 32, bits)
     numbers = (packed.long()[:, :, None] >> shifts) & (2**bits - 1)
     return numbers.view(len(packed), -1)
+
+
+def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    """`model` with the adapter of peft in `directory` added to its weights.
+
+    Raises:
+        CheckpointError: peft is not installed, or the adapter is for another model or cannot be
+            added to weights.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise CheckpointError(
+            f"{directory} holds an adapter of peft, which is not installed; merge the adapter "
+            f"yourself, or: {how_to_install('adapters')}"
+        ) from None
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{directory} holds no {ADAPTER_WEIGHTS}, expected the adapter's weights; save it anew "
+            "with peft"
+        )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(model, directory, torch_device=str(model.device))
+    if any("missing adapter keys" in str(each.message) for each in told):
+        raise CheckpointError(
+            f"{directory} lacks weights of layers that its settings name, expected all of them; it "
+            "is damaged, or for another model"
+        )
+    if not hasattr(adapted, "merge_and_unload"):
+        raise CheckpointError(
+            f"{directory} is an adapter of {adapted.active_peft_config.peft_type.value}, which is "
+            "no change of weights, expected LoRA or the like; start from the model without it"
+        )
+    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    return merged

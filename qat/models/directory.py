@@ -20,6 +20,8 @@ RUN_POINTERS = ("best", "latest")
 """Files of a run directory that name one of its checkpoints, in order of preference."""
 GGUF = ".gguf"
 """Ending of llama.cpp's files, which hold a whole model with its tokenizer."""
+ADAPTER = "adapter_config.json"
+"""What a directory without config.json holds whose model is another one with an adapter of peft."""
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-[0-9]{6,}")
 
@@ -38,7 +40,7 @@ def resolve(source: str) -> str:
             f"{source} holds pickled tensors (.pt), expected a model directory, a run directory or "
             f"a hub id; if Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
         )
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or adapted(source):
         _check_indices(path)
         return source
     is_gguf = path.suffix == GGUF and path.is_file()
@@ -74,8 +76,42 @@ def resolve(source: str) -> str:
     return source
 
 
+def adapted(source: str) -> str | None:
+    """The resolved source of the model that the adapter in `source` is for; None without one.
+
+    Raises:
+        CheckpointError: what the adapter names is no model, or has an adapter itself.
+    """
+    path = Path(source, ADAPTER)
+    if not path.is_file() or Path(source, "config.json").is_file():
+        return None
+    try:
+        base = json.loads(path.read_bytes())["base_model_name_or_path"]
+        is_named = isinstance(base, str) and bool(base)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_named = False
+    if not is_named:
+        raise CheckpointError(
+            f"{path} names no model, expected base_model_name_or_path; write there which model the "
+            "adapter is for"
+        )
+    if (Path(base) / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{path} is for {base}, which has an adapter itself, expected a model; merge that one "
+            "first"
+        )
+    try:
+        return resolve(base)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is for {base}, which is not found: {error}") from error
+
+
 def as_transformers_asks(source: str) -> tuple[str, dict[str, str]]:
-    """A resolved source as `from_pretrained` takes it: the place, and which GGUF file there."""
+    """A resolved source as `from_pretrained` takes it: the place, and which GGUF file there.
+
+    Of an adapter those of the model that it is for.
+    """
+    source = adapted(source) or source
     path = Path(source)
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == GGUF else (source, {})
 

@@ -19,8 +19,22 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import CheckpointError
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
-from qat.models.dequantize import BY_HAND, OWN, float_state, method_of, read_settings
-from qat.models.directory import GGUF, as_transformers_asks, is_kept_here, resolve
+from qat.models.dequantize import (
+    BY_HAND,
+    OWN,
+    float_state,
+    method_of,
+    read_settings,
+    with_adapter,
+)
+from qat.models.directory import (
+    ADAPTER,
+    GGUF,
+    adapted,
+    as_transformers_asks,
+    is_kept_here,
+    resolve,
+)
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, read_config
@@ -39,8 +53,9 @@ def load_model(
     """The model that `source` names, packed or float, on `device` and in eval mode.
 
     `source` is a model directory, a run directory (its best checkpoint, else its latest) or a hub
-    id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a hub. Code that
-    comes with a model runs only with `trust_remote_code`.
+    id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a hub, unless it
+    holds an adapter for a model there. Code that comes with a model runs only with
+    `trust_remote_code`.
 
     Raises:
         CheckpointError: there is no such model, or it is damaged, or its head is not understood.
@@ -75,6 +90,8 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
     source = resolve(source)
     with Opening(source, "a tokenizer"):
         place, file = as_transformers_asks(source)
+        if Path(source, "tokenizer_config.json").is_file():  # an adapter may have its own
+            place, file = source, {}
         tokenizer = AutoTokenizer.from_pretrained(
             place, local_files_only=is_kept_here(place), trust_remote_code=trust_remote_code, **file
         )
@@ -122,8 +139,13 @@ def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
         return commit
     digest = xxhash.xxh3_128()
     weights = (*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin"))
-    is_file = Path(source).is_file()
-    for path in [Path(source)] if is_file else [Path(source, "config.json"), *sorted(weights)]:
+    files = [Path(source, "config.json"), *sorted(weights)]
+    if Path(source).is_file():
+        files = [Path(source)]
+    elif base := adapted(source):
+        digest.update(model_identity(base, trust_remote_code=trust_remote_code).encode())
+        files[0] = Path(source, ADAPTER)
+    for path in files:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -157,7 +179,17 @@ def _open(source: str, how: _How) -> LanguageModel:
     path = resolve(source)
     if path != source:
         logger.info("%s: loading %s", source, path)
-    if is_packed(Path(path)):
+    if base := adapted(path):
+        if is_packed(Path(base)):
+            raise CheckpointError(
+                f"{path} is an adapter for {base}, which is a packed checkpoint, expected a float "
+                "model; merge the adapter into that one and convert the result"
+            )
+        model = _load_float(base, how)
+        with Opening(path, "an adapter of peft", weights=True):
+            model = with_adapter(model, Path(path))
+        logger.info("%s: merged into the weights of %s", path, base)
+    elif is_packed(Path(path)):
         model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
         model = _load_float(path, how)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from qat.backend.device import select
 from qat.errors import CheckpointError, QatError
 from qat.files import inside
-from qat.models.directory import as_transformers_asks, check_checksums, is_kept_here
+from qat.models.directory import ADAPTER, as_transformers_asks, check_checksums, is_kept_here
 
 TABLES = (
     "config.json",
@@ -24,7 +24,7 @@ TABLES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "adapter_config.json",
+    ADAPTER,
     "*.index.json",
 )
 """Files beside a model that hold a JSON object, as far as they are there and small."""
@@ -37,6 +37,7 @@ READERS = (
     "tokenizers",
     "safetensors",
     "gguf",
+    "peft",
 )
 """Packages that read a model's files, and the code that a model brought."""
 PLACES = {"generation": "generation_config.json", "token": "the tokenizer's files"}
@@ -163,10 +164,10 @@ def _check_tables(directory: Path) -> None:
     """
     for path in (path for pattern in TABLES for path in sorted(directory.glob(pattern))):
         values = read_table(path)
-        if path.name == "adapter_config.json":
+        if path.name == ADAPTER and (directory / "config.json").is_file():
             raise CheckpointError(
-                f"{directory} holds an adapter (adapter_config.json), for which transformers would "
-                "load another model, expected a whole one; merge it into its model, or remove it"
+                f"{directory} holds an adapter ({ADAPTER}), for which transformers would load "
+                "another model, expected a model or an adapter; remove that file or config.json"
             )
         if path.name.endswith(".index.json"):
             _check_index(path, values)

@@ -1,6 +1,8 @@
 """Checkpoints that others quantized are read as the floats that they stand for."""
 
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from qat.convert.convert import convert_model
 from qat.errors import CheckpointError
 from qat.models.checkpoint import save_checkpoint
 from qat.models.dequantize import AWQ_ORDER
-from qat.models.load import load_model
+from qat.models.load import load_model, load_tokenizer, model_identity
 from qat.nn.swap import linear_names
 
 GROUP = 16
@@ -124,3 +126,109 @@ def test_a_packed_weight_without_its_scales_is_damaged(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "in", {"quant_method": "gptq", "bits": 4}, linear)
     with pytest.raises(CheckpointError, match="up_proj lacks its qzeros or scales"):
         load_model(source, device="cpu")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A tiny model with a tokenizer in `base`, and a LoRA adapter for it."""
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks by a name that will go
+        made = peft.get_peft_model(model, settings)
+    made.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_merged_into_its_model(adapter: Path, tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    merged = load_model(str(adapter), device="cpu", dtype="fp32").model
+    assert f"{adapter}: merged into the weights of {tmp_path / 'base'}" in caplog.text
+    base, extra = tiny_model(), load_file(adapter / "adapter_model.safetensors")
+    for name, parameter in base.named_parameters():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        wished = parameter.detach()
+        if f"{key}A.weight" in extra:
+            wished = wished + 16 / 4 * extra[f"{key}B.weight"] @ extra[f"{key}A.weight"]
+        torch.testing.assert_close(merged.get_parameter(name).detach(), wished)
+    assert len(extra) == 2 * 2 * 2 and not hasattr(merged, "peft_config")
+    assert load_tokenizer(str(adapter))("the cat").input_ids
+    assert model_identity(str(adapter)) != model_identity(str(tmp_path / "base"))
+    before = model_identity(str(adapter))
+    extra = {name: 2 * tensor for name, tensor in extra.items()}
+    save_file(extra, adapter / "adapter_model.safetensors")
+    assert model_identity(str(adapter)) != before
+    convert_model(
+        load_model(str(adapter), device="cpu"), ConvertConfig(to="q2a4", device="cpu")
+    )  # the merged model is an ordinary one
+
+
+def changed(adapter: Path, **values: object) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def remove_weights(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+
+
+def of_another_model(adapter: Path) -> None:
+    changed(adapter, target_modules=["c_attn"])
+
+
+def lose_a_layer(adapter: Path) -> None:
+    path = adapter / "adapter_model.safetensors"
+    kept = {name: t for name, t in load_file(path).items() if ".layers.1." not in name}
+    save_file(kept, path)
+
+
+def of_a_prompt(adapter: Path) -> None:
+    changed(adapter, peft_type="PROMPT_TUNING", task_type="CAUSAL_LM", num_virtual_tokens=4)
+    save_file({"prompt_embeddings": torch.zeros(4, 32)}, adapter / "adapter_model.safetensors")
+
+
+def of_nothing(adapter: Path) -> None:
+    changed(adapter, base_model_name_or_path=None)
+
+
+def of_a_lost_model(adapter: Path) -> None:
+    changed(adapter, base_model_name_or_path="./not/here")
+
+
+def of_itself(adapter: Path) -> None:
+    changed(adapter, base_model_name_or_path=str(adapter))
+
+
+def in_pieces(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_weights, "holds no adapter_model.safetensors"),
+        (of_another_model, "does not give an adapter of peft .*c_attn"),
+        (lose_a_layer, "lacks weights of layers that its settings name"),
+        (of_a_prompt, "is an adapter of PROMPT_TUNING, which is no change of weights"),
+        (of_nothing, "names no model, expected base_model_name_or_path"),
+        (of_a_lost_model, "is for ./not/here, which is not found"),
+        (of_itself, "which has an adapter itself"),
+        (in_pieces, "names no model"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused(adapter: Path, damage, message: str) -> None:
+    damage(adapter)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(str(adapter), device="cpu", dtype="fp32")
+
+
+def test_an_adapter_needs_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(CheckpointError, match=r"peft, which is not installed; .*\[adapters\]"):
+        load_model(str(adapter), device="cpu", dtype="fp32")
