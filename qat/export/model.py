@@ -18,7 +18,7 @@ from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError, ExportError
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
-from qat.export.parts import DtypeError, float_model, logits_of, probe_ids
+from qat.export.parts import DtypeError, align, float_model, logits_of, probe_ids
 from qat.export.targets import check_model, load_target
 from qat.files import check_free, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
@@ -185,6 +185,7 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
     except UNREADABLE as error:
         raise ExportError(f"what was written cannot be read back ({error}); report this") from error
     if target.COMPARED == "bits":
+        align(model)
         expected, allowed = logits_of(model, ids), 0.0
     else:
         has_constants = target.COMPARED == "constants"

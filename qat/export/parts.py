@@ -220,6 +220,15 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
+def align(model: PreTrainedModel) -> None:
+    """Move each parameter to where torch puts new tensors.
+
+    In a file one may begin at any byte, and a CPU sums a product of few rows in another order then.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Those of the model that transformers reads from `directory`, in the dtype of `model`."""
     with quiet_transformers():
@@ -227,6 +236,7 @@ def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Ten
             directory, dtype=embedding_dtype(model), local_files_only=True
         )
         open_sites(reloaded)  # so that experts multiply in the layout that they have in `model`
+        align(reloaded)
         return logits_of(reloaded.eval(), ids)  # some decompress at the first call
 
 

@@ -709,3 +709,17 @@ def test_the_verbs_convert_for_targets_and_export_to_them(
         tiny_tokenizer().save_pretrained(tmp_path / "odd")
         run_verb(["convert", str(tmp_path / "odd"), "--to", "q2a2", "--for", "gguf", "--out", "x"])
     assert not Path("x").exists()
+
+
+def test_parameters_move_to_where_torch_puts_them() -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        room = torch.empty(parameter.numel() + 3)
+        room[3:] = parameter.detach().flatten()
+        parameter.data = room[3:].view_as(parameter)
+    assert any(parameter.data_ptr() % 64 for parameter in model.parameters())
+    parts.align(model)
+    assert not any(parameter.data_ptr() % 64 for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
