@@ -16,6 +16,9 @@ from qat.generate.decode import Decoder, Sampling, until_end
 from qat.models.language_model import LanguageModel, judging
 from qat.models.regions import as_written
 
+MEDIA = ("image", "video", "audio")
+"""What a token of a prompt may stand for in models of more than text."""
+
 
 class Generated(NamedTuple):
     """What a model said."""
@@ -49,11 +52,12 @@ def generate_text(
     A `Decoder` continues in the place of its model's own loop; its draws differ.
 
     Raises:
-        ConfigError: the prompt holds no token.
+        ConfigError: the prompt holds no token, or one that stands for an image or the like.
     """
     ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
     own = model.model if isinstance(model, Decoder) else model
+    _refuse_media(own, tokenizer, ids)
     config = _generation_config(own, max_new_tokens, temperature, top_p)
     if isinstance(model, Decoder):
         new_ids = _decode(model, ids, config, streamer)
@@ -170,6 +174,22 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool 
             f"prompt={prompt!r} holds no token; expected something to continue; use --prompt TEXT"
         )
     return torch.tensor([ids])
+
+
+def _refuse_media(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> None:
+    """Refuse a prompt in which a token stands for something that is no text.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for medium in MEDIA:
+        for key in (f"{medium}_token_id", f"{medium}_token_index"):
+            token = getattr(model.model.config, key, None)
+            if token is not None and (ids == token).any():
+                raise ConfigError(
+                    f"the prompt holds {tokenizer.convert_ids_to_tokens(token)!r}, which stands "
+                    f"for {medium} input, expected text alone; leave it out"
+                )
 
 
 def repeated_frac(ids: list[int], n: int = 4) -> float:

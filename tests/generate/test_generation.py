@@ -85,3 +85,16 @@ def test_repetition_is_told() -> None:
     assert repeated_frac(list(range(20))) == 0.0
     assert repeated_frac([7] * 13) == pytest.approx(0.9)
     assert repeated_frac([1, 2] * 4, n=2) == pytest.approx(1 - 2 / 7)
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "image_token_index"])
+def test_a_prompt_with_a_picture_is_refused(key: str, model: LanguageModel) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    prompt = "what is on <image> the mat"
+    model.model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    generate_text(model, tokenizer, prompt, max_new_tokens=1)  # a model of text alone
+    setattr(model.model.config, key, tokenizer.convert_tokens_to_ids("<image>"))
+    generate_text(model, tokenizer, PROMPT, max_new_tokens=1)
+    with pytest.raises(ConfigError, match="holds '<image>', which stands for image input, expe"):
+        generate_text(model, tokenizer, prompt, max_new_tokens=1)
