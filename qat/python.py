@@ -33,7 +33,7 @@ def load(
     """The model that `source` names, packed or float, on `device` and in eval mode.
 
     Args:
-        source: model directory, run directory (its best student) or hub id.
+        source: model directory, run directory (its best student), GGUF file or hub id.
         device: auto, cpu, cuda, cuda:1, mps.
         dtype: of what is not packed: auto, fp32, bf16, fp16.
         trust_remote_code: run the code that comes with the model.

@@ -23,7 +23,7 @@ def evaluate(
     """Judge STUDENT by a teacher cache, by its teacher, on a text, and on tasks.
 
     Args:
-        student: model directory, run directory or hub id.
+        student: model directory, run directory, GGUF file or hub id.
         config: settings.
     """
     from qat.cli.inputs import check_inputs

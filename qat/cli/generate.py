@@ -19,7 +19,7 @@ def generate(
     """Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.
 
     Args:
-        model: model directory, run directory or hub id.
+        model: model directory, run directory, GGUF file or hub id.
         config: settings.
     """
     from qat.cli.inputs import check_inputs

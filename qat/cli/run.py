@@ -267,7 +267,7 @@ def run(
     OUT/recipe.toml has all that were used.
 
     Args:
-        model: directory or hub id of a causal language model.
+        model: directory, GGUF file or hub id of a causal language model.
         config: settings.
         out: directory for everything that is made.
         targets: what the student is to be exported to: formats become what that holds without

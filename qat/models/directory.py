@@ -22,6 +22,8 @@ GGUF = ".gguf"
 """Ending of llama.cpp's files, which hold a whole model with its tokenizer."""
 ADAPTER = "adapter_config.json"
 """What a directory without config.json holds whose model is another one with an adapter of peft."""
+SOURCES = "a model directory, a run directory, a GGUF file or a hub id"
+"""What a user may call a model, for messages."""
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-[0-9]{6,}")
 
@@ -37,8 +39,8 @@ def resolve(source: str) -> str:
     theirs = import_command(path)
     if theirs is not None:
         raise CheckpointError(
-            f"{source} holds pickled tensors (.pt), expected a model directory, a run directory or "
-            f"a hub id; if Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
+            f"{source} holds pickled tensors (.pt), expected {SOURCES}; if "
+            f"Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
         )
     if (path / "config.json").is_file() or adapted(source):
         _check_indices(path)
@@ -64,14 +66,11 @@ def resolve(source: str) -> str:
             return str(checkpoint)
     if path.exists():
         raise CheckpointError(
-            f"{source} holds neither config.json nor a run's checkpoint; expected a model "
-            "directory, a run directory or a hub id: check the path"
+            f"{source} holds neither config.json nor a run's checkpoint; expected {SOURCES}: check "
+            "the path"
         )
     if not _may_be_hub_id(source):
-        raise CheckpointError(
-            f"{source} does not exist; expected a model directory, a run directory or a hub id: "
-            "check the path"
-        )
+        raise CheckpointError(f"{source} does not exist; expected {SOURCES}: check the path")
     is_online(source)
     return source
 

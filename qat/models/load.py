@@ -52,9 +52,9 @@ def load_model(
 ) -> LanguageModel:
     """The model that `source` names, packed or float, on `device` and in eval mode.
 
-    `source` is a model directory, a run directory (its best checkpoint, else its latest) or a hub
-    id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a hub, unless it
-    holds an adapter for a model there. Code that comes with a model runs only with
+    `source` is a model directory, a run directory (its best checkpoint, else its latest), a GGUF
+    file or a hub id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a
+    hub, unless it holds an adapter for a model there. Code that comes with a model runs only with
     `trust_remote_code`.
 
     Raises:

@@ -6,17 +6,25 @@ code is our bug and keeps its traceback.
 """
 
 import json
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, __version__
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
 from qat.backend.device import select
 from qat.errors import CheckpointError, QatError
 from qat.files import inside
-from qat.models.directory import ADAPTER, as_transformers_asks, check_checksums, is_kept_here
+from qat.models.directory import (
+    ADAPTER,
+    SOURCES,
+    as_transformers_asks,
+    check_checksums,
+    is_kept_here,
+)
 
 TABLES = (
     "config.json",
@@ -40,6 +48,29 @@ READERS = (
     "peft",
 )
 """Packages that read a model's files, and the code that a model brought."""
+GGUFS = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer", "t5", "umt5"})
+"""Architectures of decoders that transformers reads from llama.cpp's files."""
+KNOWN = {
+    "trust_remote_code": (
+        "brings code of its own, expected {wished} that transformers knows; read that code, and if "
+        "you trust it add --trust-remote-code (qat cache, convert, train)"
+    ),
+    "GGUF model with architecture (.{1,60}?) is not supported": (
+        "holds a model of the GGUF architecture {name}, expected one that transformers "
+        f"{__version__} reads from such files ({', '.join(GGUFS)}); name the directory "
+        "or the hub id of the model that it was made from"
+    ),
+    r"Unrecognized configuration class <class '[\w.]*?(\w+)'> for this kind of AutoModel": (
+        "has a configuration of the class {name}, for which transformers has no causal language "
+        "model, expected one that has; name the whole model if this is a part of one, or choose "
+        "another"
+    ),
+    "has model type `(.{1,60}?)` but Transformers does not recognize": (
+        "holds a model of type {name}, expected one that transformers "
+        f"{__version__} knows; choose another model, or update transformers"
+    ),
+}
+"""By what transformers says of a model, what a user is told of it."""
 PLACES = {"generation": "generation_config.json", "token": "the tokenizer's files"}
 """By what is in the names of transformers' modules, the file that they read."""
 
@@ -71,16 +102,14 @@ class Opening:
     ) -> None:
         if error is None or not _is_of_files(error, trace):
             return
-        if "trust_remote_code" in str(error):
-            raise CheckpointError(
-                f"{self._source} brings code of its own, expected {self._wished} that transformers "
-                "knows; read that code, and if you trust it add --trust-remote-code (qat cache, "
-                "convert, train)"
-            ) from None
+        for pattern, sentence in KNOWN.items():
+            if found := re.search(pattern, str(error)):
+                name = found[1] if found.groups() else ""
+                said = sentence.format(name=name, wished=self._wished)
+                raise CheckpointError(f"{self._source} {said}") from None
         raise CheckpointError(
             f"{self._source} does not give {self._wished} ({_place(trace)}{_short(error)}); "
-            "expected a model directory, a run directory or a hub id: check the name, or copy the "
-            "files anew"
+            f"expected {SOURCES}: check the name, or copy the files anew"
         ) from error
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -140,3 +141,30 @@ def test_what_is_sound_opens(teacher: Path, student: Path) -> None:
         load_model(str(model), device="cpu")
         load_tokenizer(str(model))
         assert load_config(str(model)).model_type == "qwen3"
+
+
+KINDS = {
+    "bert_of_tomorrow": "holds a model of type bert_of_tomorrow, expected one that transformers",
+    "t5": "has a configuration of the class T5Config, for which transformers has no causal lang",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_none_for_us_is_called_by_its_name(kind: str, teacher: Path) -> None:
+    (teacher / "config.json").write_text(json.dumps({"model_type": kind}))
+    said = refused(lambda path: load_model(path, device="cpu"), teacher)
+    assert said.startswith(f"{teacher} {KINDS[kind]}") and len(said) < 300
+
+
+@pytest.mark.parametrize("opener", [lambda path: load_model(path, device="cpu"), load_tokenizer])
+def test_a_gguf_of_an_unknown_architecture_is_called_by_its_name(
+    opener: object, tmp_path: Path
+) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "rwkv6")
+    writer.add_name("a model")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = refused(opener, tmp_path / "model.gguf")
+    assert "holds a model of the GGUF architecture rwkv6, expected one that transformers" in said
+    assert "llama" in said and "tokenizer" not in said and "hub id of the model that" in said
