@@ -105,7 +105,70 @@ OWN: dict[str, dict[str, object]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    "dots1": {"first_k_dense_replace": 1, "layer_types": ["full_attention"] * 4},
+    "dots1": {
+        "first_k_dense_replace": 1,
+        "layer_types": ["full_attention"] * 4,
+        "n_shared_experts": 1,
+    },
+    "longcat_flash": {
+        "num_layers": 2,  # of two attentions each
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+            }
+        }
+    },
+    "kimi_linear": {
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "nemotron_h": {
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "dots3_note_text": {
+        "qk_rope_head_dim": 8,
+        "head_dim": 24,
+        "moe_intermediate_size": 32,
+        "shared_experts_intermediate_size": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense"] * 4,
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "qwen4_exp_text": {
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"languages": ["en"], "default_language": "en"},
     "reformer": {"is_decoder": True},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -186,7 +249,6 @@ NOT_BUILT = {
     "Gemma3nForConditionalGeneration": "its tower for images needs timm",
     "Gemma4AssistantForCausalLM": "drafts for another model, whose states it reads",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model, whose states it reads",
-    "LongcatFlashForCausalLM": "needs settings of its own",
     "MusicgenForCausalLM": "makes sound",
     "MusicgenMelodyForCausalLM": "makes sound",
     "Qwen4ExpForCausalLM": "needs settings of its own",

@@ -43,13 +43,29 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         CheckpointError: the model has no list of as many blocks as its configuration names.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    # a block of LongCat has two attentions, each of which it calls a hidden layer
+    num_layers = getattr(config, "num_layers", config.num_hidden_layers)
     decoder = model.get_decoder()  # a vision tower may have as many blocks
     if decoder is model or not hasattr(decoder, "base_model_prefix"):  # found by a wrong name
         decoder = body_of(model)
     for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
+        part = getattr(getattr(module, "config", None), "base_config_key", "")
+        if part.startswith(("vision", "audio")):
+            continue
+        lists = [
+            (name, child)
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers
+        ]
+        if len(lists) > 1:
+            names = ", ".join(name for name, _ in lists)
+            raise CheckpointError(
+                f"{type(model).__name__} keeps the parts of its {num_layers} decoder blocks apart "
+                f"({names}), expected one list of blocks; choose another model"
+            )
+        if lists:
+            return lists[0][1]
     raise CheckpointError(
         f"{type(model).__name__} has no list of {num_layers} decoder blocks; expected a causal "
         "language model made of such blocks; choose another model"

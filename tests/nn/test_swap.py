@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import build
 from quantized import SPECS, latent_linear, random_weight, tiny_quantized
 from tiny import ARCHITECTURES, tiny_model
 from torch import nn
@@ -113,3 +114,19 @@ def test_to_frozen_keeps_bias_mode_and_gradient_flags() -> None:
     assert isinstance(model[0], FrozenLutLinear) and not model[0].training
     assert torch.equal(model(x), before)
     assert torch.equal(model[0].bias, latent.bias)
+
+
+def test_blocks_are_the_texts_and_not_a_towers() -> None:
+    model = build("GitForCausalLM")  # whose tower has as many layers
+    assert decoder_layers(model) is model.git.encoder.layer
+
+
+def test_a_block_may_count_as_several_layers() -> None:
+    model = build("LongcatFlashForCausalLM")
+    assert model.config.num_hidden_layers == 4
+    assert decoder_layers(model) is model.model.layers and len(model.model.layers) == 2
+
+
+def test_blocks_whose_parts_lie_apart_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="apart .attentions, layer_norm1, ffns, layer_norm2"):
+        decoder_layers(build("XLMWithLMHeadModel"))
