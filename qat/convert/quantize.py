@@ -32,7 +32,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.sites import Owner
+from qat.nn.sites import MORE_THAN_LINEAR, NARROWEST, Owner
 from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
 from qat.quant.error_feedback import (
     FEWEST_INPUTS,
@@ -175,16 +175,20 @@ def quantize_model(
 def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
     """Refuse a plan that means weights which are no linears: experts fused into one tensor.
 
+    Those are at least two matrices that are no narrower than the narrowest linear to quantize.
+
     Raises ConfigError.
     """
     linears = (nn.Linear, QuantLinear, nn.Conv1d, nn.Conv2d, Owner)
     blocks = {id(module) for module in decoder_layers(model).modules()}
     for path, module in model.named_modules():
-        if id(module) not in blocks or isinstance(module, linears):
+        is_known = isinstance(module, linears) or type(module).__name__ in MORE_THAN_LINEAR
+        if id(module) not in blocks or is_known:
             continue
         for key, weight in module.named_parameters(path, recurse=False):
-            is_fused = weight.dim() >= (2 if path.endswith("experts") else 3)
-            if is_fused and plan.spec_for(key) is not None:
+            is_fused = "experts" in path.split(".") or math.prod(weight.shape[:-2]) > 1
+            is_wide = weight.dim() > 1 and min(weight.shape[-2:]) >= NARROWEST
+            if is_fused and is_wide and plan.spec_for(key) is not None:
                 raise ConfigError(
                     f"{key} holds experts in one tensor of shape {tuple(weight.shape)}, expected "
                     f"linears: plan {plan.name} cannot quantize them yet; choose a model without "

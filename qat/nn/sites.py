@@ -56,8 +56,13 @@ ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
 stays in floating point."""
 
 
-MORE_THAN_LINEAR = ("Llama4Router", "PhimoeTopKRouter", "DeepseekV4GroupedLinear")
-"""Classes below `nn.Linear` that compute something else; they stay in floating point."""
+MORE_THAN_LINEAR = (
+    "Llama4Router",
+    "PhimoeTopKRouter",
+    "DeepseekV4GroupedLinear",
+    "RecurrentGemmaRglru",
+)
+"""Classes whose matrices are no linears of a whole token; they stay in floating point."""
 NARROWEST = 16
 """Inputs of the narrowest linear that is quantized: below, scales weigh more than indices save."""
 

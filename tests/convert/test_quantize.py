@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import build
 from quantized import SPECS, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.convert.calibrate import TokenBatch
-from qat.convert.quantize import QuantizeReport, quantize_model
+from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import FrozenLutLinear
@@ -313,3 +314,19 @@ def test_a_base_of_another_shape_is_refused(base: dict, found: str) -> None:
     )
     with pytest.raises(ConfigError, match=message):
         quantize_model(LanguageModel(tiny_model()), plan(), base=LanguageModel(tiny_model(**base)))
+
+
+@pytest.mark.parametrize(
+    "family", ["KimiLinearForCausalLM", "RwkvForCausalLM", "RecurrentGemmaForCausalLM"]
+)
+def test_parameters_of_three_sides_need_not_be_experts(family: str) -> None:
+    model = LanguageModel(build(family)).model
+    assert any(p.dim() >= 3 for p in model.parameters())
+    check_experts(plan(), model)
+
+
+def test_experts_that_no_entry_opens_are_refused() -> None:
+    model = LanguageModel(build("DbrxForCausalLM")).model
+    with pytest.raises(ConfigError, match=r"experts.mlp.w1 holds experts in one tensor of shape"):
+        check_experts(plan(), model)
+    check_experts(PRESETS["q2a4"].model_copy(update={"rules": ()}), model)
