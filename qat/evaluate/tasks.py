@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.device import select
 from qat.errors import ConfigError, DataError, how_to_install
 from qat.evaluate.config import EvalConfig
-from qat.models.language_model import LanguageModel, judging
+from qat.models.language_model import LanguageModel, judging, most_positions
 from qat.models.regions import as_written
 
 Scores = dict[str, dict[str, float]]
@@ -58,7 +58,7 @@ class Tasks:
             tokenizer=tokenizer,
             backend="causal",
             batch_size=config.batch_size,
-            max_length=getattr(model.config, "max_position_embeddings", None),
+            max_length=most_positions(model.config),
         )
         try:
             with judging(model), as_written(model.model):

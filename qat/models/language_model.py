@@ -35,6 +35,8 @@ LOGIT_FACTORS = {
     "logits_mup_width_multiplier": -1,
 }
 """Keys of configurations by which models multiply (1) or divide (-1) logits, or what makes them."""
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys of configurations that bound logits softly."""
 HALVES = (torch.bfloat16, torch.float16)
 MOST_OF_NOISE = 2.0
 """How many times what a rounding in every layer changes, two ways through the body may differ."""
@@ -63,7 +65,7 @@ class LanguageModel:
     @property
     def longest(self) -> int:
         """Tokens that a sequence may have; more than any where the architecture knows no limit."""
-        return getattr(self.config, "max_position_embeddings", sys.maxsize)
+        return most_positions(self.config) or sys.maxsize
 
     @property
     def head(self) -> nn.Module:
@@ -208,7 +210,7 @@ class LanguageModel:
     @property
     def softcap(self) -> float | None:
         """The bound that the model's logits are softly kept in, if there is one."""
-        return getattr(self.config, "final_logit_softcapping", None)
+        return softcap_of(self.config)
 
     def head_in(self, dtype: torch.dtype) -> Head:
         """The output embedding for computing in `dtype`; a cast that it needs is made once.
@@ -255,6 +257,17 @@ def judging(model: LanguageModel) -> Iterator[None]:
 def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
     """A block in which every decoder layer gives each value off by `eps` of it, up or down."""
     generator = torch.Generator().manual_seed(0)
+def most_positions(config: Any) -> int | None:
+    """Tokens that a sequence may have by a text configuration; None where it knows no limit."""
+    found = getattr(config, "max_position_embeddings", None)
+    return None if found is None or found < 1 else found  # XLNet writes -1
+
+
+def softcap_of(config: Any) -> float | None:
+    """The bound that a text configuration softly keeps logits in; None without one."""
+    return next((cap for cap in (getattr(config, key, None) for key in SOFTCAPS) if cap), None)
+
+
 
     def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
         is_bare = isinstance(output, Tensor)

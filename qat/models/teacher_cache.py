@@ -15,7 +15,7 @@ from qat.data.config import CacheConfig, DataFormat
 from qat.data.sources import DataSource, Document
 from qat.data.text import encode, render
 from qat.errors import ConfigError, QatError
-from qat.models.language_model import LanguageModel
+from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_teacher, load_tokenizer, model_identity
 from qat.models.regions import Regions
 from qat.ranks import ALONE, Ranks
@@ -79,7 +79,7 @@ def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[
     tokenizer = load_tokenizer(config.teacher, trust_remote_code=trust)
     model = load_config(config.teacher, trust_remote_code=trust).get_text_config()
     longest = LONGEST_TEXT if data_format == "plain" else LONGEST_CHAT
-    longest = min(longest, getattr(model, "max_position_embeddings", longest))
+    longest = min(longest, most_positions(model) or longest)
     renderings = []
     with suppress(QatError):  # the build says what is wrong with a chat when it comes to it
         for document in documents:
@@ -130,7 +130,7 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
         name=config.teacher,
         identity=model_identity(config.teacher, trust_remote_code=config.trust_remote_code),
         vocab_size=teacher.head.out_features,
-        max_positions=getattr(teacher.config, "max_position_embeddings", None),
+        max_positions=most_positions(teacher.config),
         dtype=str(teacher.dtype).removeprefix("torch."),
         remote_code=config.trust_remote_code,
     )

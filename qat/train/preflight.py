@@ -22,7 +22,7 @@ from qat.errors import ConfigError, QatError
 from qat.kernels.nsa.router import choose
 from qat.models.cost import device_called, token_flops
 from qat.models.directory import resolve
-from qat.models.language_model import LanguageModel
+from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_model, load_tokenizer
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
@@ -580,7 +580,7 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
         lambda: cache.check_student(
             tokenizer_hash(tokenizer),
             model.vocab_size,
-            getattr(model, "max_position_embeddings", None),
+            most_positions(model),
         ),
     )
     for check in checks:

@@ -29,7 +29,7 @@ from qat.evaluate.divergence import to_targets
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets
-from qat.models.language_model import LanguageModel
+from qat.models.language_model import LanguageModel, softcap_of
 from qat.models.regions import compile_facts
 from qat.nn.sites import StackedLinear, experts_of, open_sites
 from qat.nn.step import quant_linears
@@ -279,8 +279,7 @@ def chunked_loss(
 ) -> ChunkedLoss:
     """The exact sum of losses behind the head of `model`, computed in `dtype`."""
     head = model.get_output_embeddings().weight.detach().to(dtype)
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return ChunkedLoss(head, softcap, terms, temperature)
+    return ChunkedLoss(head, softcap_of(model.config.get_text_config()), terms, temperature)
 
 
 @torch.no_grad()
