@@ -52,6 +52,8 @@ class LanguageModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         open_sites(model)
+        if not getattr(model.base_model, "layers_are_rescaled", True):
+            model.config.rescale_every = 0  # else RWKV halves weights in place where it infers
         self._is_plain = use_packed_attention(model)
         self._cast_head: Tensor | None = None
         factors = {key: getattr(self.config, key, None) or 1.0 for key in LOGIT_FACTORS}
@@ -136,9 +138,11 @@ class LanguageModel:
     def check_split(self) -> None:
         """Compare head and body, each alone, with what the whole model does on four tokens.
 
+        And what the body does where the last of them is another one.
+
         Raises:
             CheckpointError: the model does something to its hidden states or logits that is not
-                known here, or computes values that are not finite.
+                known here, reads tokens that come later, or computes values that are not finite.
         """
         if self.head is None:
             raise CheckpointError(
@@ -158,7 +162,24 @@ class LanguageModel:
                 "its head; try --dtype bf16 or fp32, copy the weights anew, or choose another model"
             )
         self._check_head(bodies[-1], whole)
-        self._check_body(ids, self._scaled(bodies[-1]))
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        found = self.hidden(ids, positions)
+        off, noise = self._off(found, self._scaled(bodies[-1]), ids)
+        if not off <= MOST_OF_NOISE * noise:
+            raise CheckpointError(
+                f"{type(self.model).__name__} computes other hidden states where documents are "
+                f"packed (off by {off:.2g} of their size, where rounding gives {noise:.2g}), "
+                "expected the same; choose another model"
+            )
+        before = slice(0, ids.shape[1] - 1)
+        other = self.hidden(ids.index_fill(1, positions[0, -1:], 0), positions)
+        off, noise = self._off(other[:, before], found[:, before], ids)
+        if not off <= MOST_OF_NOISE * noise:
+            raise CheckpointError(
+                f"{type(self.model).__name__} reads tokens that come later (another last one "
+                f"changes the hidden states before it by {off:.2g} of their size, where rounding "
+                f"gives {noise:.2g}), expected a causal language model; choose another model"
+            )
 
     def _check_head(self, body: Tensor, whole: Tensor) -> None:
         """The same head on the same hidden states: nothing but the last bit may differ.
@@ -183,29 +204,24 @@ class LanguageModel:
         # negated, so that a NaN counts as different
         if not difference <= most:
             raise CheckpointError(
-                f"{type(self.model).__name__} changes its logits behind the head (by up to "
-                f"{difference:.3g}), expected a plain or soft-capped head; choose another model"
+                f"{type(self.model).__name__} gives other logits than its head makes of its hidden "
+                f"states (by up to {difference:.3g}), expected a plain or soft-capped head; choose "
+                "another model"
             )
 
-    def _check_body(self, ids: Tensor, expected: Tensor) -> None:
-        """The model's own way through its body and ours may differ by rounding.
+    def _off(self, found: Tensor, expected: Tensor, ids: Tensor) -> tuple[float, float]:
+        """How far hidden states of `ids` are off, and how far a rounding in every layer puts them.
 
-        How much that is depends on the model: deep ones with large values in a few channels are
-        far off after one rounding a layer. So it is measured.
+        That depends on the model: deep ones with large values in a few channels are far off. So it
+        is measured, unless all is equal.
         """
-        positions = torch.arange(ids.shape[1], device=self.device)[None]
-        found = self.hidden(ids, positions)
         off = _distance(found, expected)
         if off == 0:
-            return
+            return 0.0, 0.0
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        plain = self.hidden(ids, positions)
         with disturbed(self.model, max(torch.finfo(expected.dtype).eps, TF32_EPS)):
-            noise = _distance(self.hidden(ids, positions), found)
-        if not off <= MOST_OF_NOISE * noise:
-            raise CheckpointError(
-                f"{type(self.model).__name__} computes other hidden states where documents are "
-                f"packed (off by {off:.2g} of their size, where rounding gives {noise:.2g}), "
-                "expected the same; choose another model"
-            )
+            return off, _distance(self.hidden(ids, positions), plain)
 
     @property
     def softcap(self) -> float | None:
@@ -241,6 +257,17 @@ class LanguageModel:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+def most_positions(config: Any) -> int | None:
+    """Tokens that a sequence may have by a text configuration; None where it knows no limit."""
+    found = getattr(config, "max_position_embeddings", None)
+    return None if found is None or found < 1 else found  # XLNet writes -1
+
+
+def softcap_of(config: Any) -> float | None:
+    """The bound that a text configuration softly keeps logits in; None without one."""
+    return next((cap for cap in (getattr(config, key, None) for key in SOFTCAPS) if cap), None)
+
+
 @contextmanager
 def judging(model: LanguageModel) -> Iterator[None]:
     """Run a block without gradients and dropout; the model's mode is put back afterwards."""
@@ -257,17 +284,6 @@ def judging(model: LanguageModel) -> Iterator[None]:
 def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
     """A block in which every decoder layer gives each value off by `eps` of it, up or down."""
     generator = torch.Generator().manual_seed(0)
-def most_positions(config: Any) -> int | None:
-    """Tokens that a sequence may have by a text configuration; None where it knows no limit."""
-    found = getattr(config, "max_position_embeddings", None)
-    return None if found is None or found < 1 else found  # XLNet writes -1
-
-
-def softcap_of(config: Any) -> float | None:
-    """The bound that a text configuration softly keeps logits in; None without one."""
-    return next((cap for cap in (getattr(config, key, None) for key in SOFTCAPS) if cap), None)
-
-
 
     def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
         is_bare = isinstance(output, Tensor)

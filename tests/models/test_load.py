@@ -1,13 +1,16 @@
 """Whatever a user may call a model: directories, runs, bad names."""
 
+import copy
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import families
 import pytest
 import torch
+from families import build, tiny_config
 from quantized import SPECS, tiny_quantized
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
@@ -17,7 +20,7 @@ from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError
 from qat.models.checkpoint import save_checkpoint
 from qat.models.directory import resolve
-from qat.models.language_model import LanguageModel
+from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
 
 IDS = torch.arange(12).view(2, 6)
@@ -247,7 +250,7 @@ def test_scaled_logits_are_refused() -> None:
         return output
 
     model.forward = scaled
-    with pytest.raises(CheckpointError, match="changes its logits behind the head"):
+    with pytest.raises(CheckpointError, match="gives other logits than its head makes"):
         LanguageModel(model).check_split()
 
 
@@ -305,7 +308,7 @@ def test_a_changed_head_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPat
         return output
 
     model.forward = scaled
-    with pytest.raises(CheckpointError, match="changes its logits behind the head"):
+    with pytest.raises(CheckpointError, match="gives other logits than its head makes"):
         LanguageModel(model).check_split()
 
 
@@ -368,3 +371,48 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) 
     index.write_text("[]")
     with pytest.raises(CheckpointError, match="index.json is damaged"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["XLNetLMHeadModel", "CpmAntForCausalLM"])
+def test_a_model_that_reads_what_comes_later_is_refused(family: str) -> None:
+    with pytest.raises(CheckpointError, match="reads tokens that come later"):
+        LanguageModel(build(family)).check_split()
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_may_round_otherwise_beside_another_token(family: str, dtype: torch.dtype) -> None:
+    LanguageModel(build(family).to(dtype)).check_split()
+
+
+@pytest.mark.parametrize("family", ["RecurrentGemmaForCausalLM", "xLSTMForCausalLM"])
+def test_logits_are_soft_capped_by_any_name_of_the_bound(family: str) -> None:
+    model = build(family)
+    model.get_output_embeddings().weight.data.mul_(1000)
+    split = LanguageModel(model)
+    split.check_split()
+    assert split.softcap == 30
+    with torch.no_grad():
+        found = split.logits(split.hidden(IDS, torch.arange(6).expand(2, 6)))
+    assert 29 < found.abs().max() <= 30
+
+
+def test_a_limit_of_positions_may_be_none() -> None:
+    assert LanguageModel(tiny_model()).longest == 128
+    for family in ("XLNetLMHeadModel", "CpmAntForCausalLM"):  # -1, and no such key
+        assert most_positions(tiny_config(families.FAMILIES[family])) is None
+
+
+def test_rwkv_infers_with_the_weights_that_it_has() -> None:
+    model = build("RwkvForCausalLM")
+    model.get_input_embeddings().weight.data.mul_(1000)  # far above the epsilon of norms
+    weight = model.rwkv.blocks[3].attention.output.weight
+    before = weight.detach().clone()
+    split = LanguageModel(copy.deepcopy(model))
+    model.config.rescale_every = 2
+    with torch.no_grad():
+        expected = model(IDS).logits
+        found = split.logits(split.hidden(IDS, torch.arange(6).expand(2, 6)))
+    assert not torch.equal(weight, before)
+    assert torch.equal(split.model.rwkv.blocks[3].attention.output.weight, before)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
