@@ -92,7 +92,14 @@ def tried(family: str) -> str:
     if not verb:
         return ""
     last = said.getvalue().strip().splitlines()[-1].removeprefix("qat: ")
-    return f"`qat {verb}`: {last}".replace(folder, "")
+    for name, word in {
+        "float": "MODEL",
+        "cache": "CACHE",
+        "student": "STUDENT",
+        "run": "RUN",
+    }.items():
+        last = last.replace(f"{folder}/{name}", word)
+    return f"`qat {verb}`: {last}"
 
 
 def table(first: str, second: str, rows: dict[str, str]) -> str:
