@@ -175,10 +175,9 @@ def test_the_attention_of_a_mixture_can_be_quantized(family: str, tmp_path: Path
     assert len(found) == 8 and {role_of(name) for name in found} == {"attention"}
 
 
-HEAD = "changes its logits behind the head|hidden ones before the head, expected nothing between"
-APART = "cannot be run one by one"
-STACK = "holds experts in one tensor"
-UNKNOWN = "Unrecognized configuration class"
+HEAD = "than its head makes of its hidden states|hidden ones before the head, expected nothing"
+PART = "for which transformers has no causal language model, expected one that has"
+LATER = "reads tokens that come later"
 REFUSED = {
     "BertLMHeadModel": HEAD,
     "BigBirdForCausalLM": HEAD,
@@ -189,7 +188,6 @@ REFUSED = {
     "MegatronBertForCausalLM": HEAD,
     "ModernBertDecoderForCausalLM": HEAD,
     "ProphetNetForCausalLM": HEAD,
-    "RecurrentGemmaForCausalLM": HEAD,
     "RemBertForCausalLM": HEAD,
     "RobertaForCausalLM": HEAD,
     "RobertaPreLayerNormForCausalLM": HEAD,
@@ -197,18 +195,15 @@ REFUSED = {
     "RoFormerForCausalLM": HEAD,
     "XLMRobertaForCausalLM": HEAD,
     "XLMRobertaXLForCausalLM": HEAD,
-    "xLSTMForCausalLM": HEAD,
     "XmodForCausalLM": HEAD,
-    "GitForCausalLM": APART,
-    "XLMWithLMHeadModel": APART,
-    "KimiLinearForCausalLM": STACK,
-    "RwkvForCausalLM": STACK,
-    "Emu3ForCausalLM": UNKNOWN,
-    "MllamaForCausalLM": UNKNOWN,
+    "CpmAntForCausalLM": LATER,
+    "XLNetLMHeadModel": LATER,
+    "Emu3ForCausalLM": PART,
+    "MllamaForCausalLM": PART,
+    "DbrxForCausalLM": "holds experts in one tensor",
     "HrmTextForCausalLM": "has no list of 32 decoder blocks",
-    "NemotronHForCausalLM": "does not give a causal language model",
-    "XLNetLMHeadModel": "reads at most -1 positions",
-    "ZayaForCausalLM": "gives other logits",
+    "ReformerModelWithLMHead": "cannot be run one by one",
+    "XLMWithLMHeadModel": "keeps the parts of its 4 decoder blocks apart",
 }
 """Classes that are refused, and what is said of them."""
 
