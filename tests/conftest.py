@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 
 # without a GPU, Triton's kernels run in its interpreter; it looks at this when it is imported
 if shutil.which("nvidia-smi") is None:
@@ -14,6 +15,10 @@ import torch
 
 def pytest_collection_finish() -> None:
     """Leave what is imported by now out of garbage collection: each would take half a second."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from triton_interpreter import patch_language_once
+
+        patch_language_once()
     gc.collect()
     gc.freeze()
 

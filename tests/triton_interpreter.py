@@ -1,5 +1,9 @@
 """Where Triton's interpreter does not compute as a GPU does, and how a test mends it."""
 
+import inspect
+from functools import cache
+from types import FunctionType, ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -36,3 +40,46 @@ def round_fma_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+
+
+@cache
+def _languages(function: FunctionType) -> frozenset[ModuleType]:
+    """The modules of Triton's language that a kernel's code sees."""
+    values = function.__globals__.values()
+    return frozenset(one for one in (tl, tl.core) if any(value is one for value in values))
+
+
+@cache
+def _builtins(language: ModuleType | type) -> list[str]:
+    """What the interpreter replaces of a module or class of Triton's language, by name."""
+    return [name for name, member in inspect.getmembers(language) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(language: ModuleType | type, builder: object, scope: object) -> None:
+    for name in _builtins(language):
+        member = getattr(language, name)
+        if tl.core.is_builtin(member):  # some stay replaced after a launch
+            interpreter._patch_attr(language, name, member, builder, scope)
+
+
+def patch_language_once() -> None:
+    """Let a kernel's launch put the interpreter in place of Triton's language, not each call in it.
+
+    Each call of a device function looked through the whole language again, for functions that the
+    launch had replaced already: half of the time of most kernels.
+    """
+    patch, patched = interpreter._patch_lang, set()
+
+    class Launch(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            super().restore()
+            patched.clear()
+
+    def patch_once(function: FunctionType) -> interpreter._LangPatchScope:
+        languages, scope = _languages(function), Launch()
+        if not languages <= patched:
+            scope._changes = patch(function)._changes
+            patched.update(languages)
+        return scope
+
+    interpreter._patch_lang, interpreter._patch_builtin = patch_once, _patch_builtin
