@@ -59,8 +59,8 @@ elif [ "$1 $2" = "-m venv" ]; then
     cp "$0" "${@: -1}/bin/python"
 elif [ "$1" = -c ] && [[ "$2" == *'get_path("scripts")'* || "$2" == *'get_path("purelib")'* ]]; then
     echo "$PYTHON_HOME"
-else
-    exec REAL "$@"
+elif [ "$1 $2" != "-c import pip" ]; then
+    exec REAL -S "$@"
 fi
 """
 
