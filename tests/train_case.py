@@ -11,11 +11,14 @@ from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer
 from qat.quant.spec import LutSpec
+from qat.train import judge
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, make_trainable
+
+judge.SAMPLE_TOKENS = 4  # a user reads 32; half of a run of a few steps would go into them
 
 
 def make_place(place: Path, spec: LutSpec = SPECS["lut2"]) -> Path:

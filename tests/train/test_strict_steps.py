@@ -78,13 +78,11 @@ def test_a_run_reads_after_ends_of_steps_alone(
 ) -> None:
     values = {"max_steps": 4, "log_every": 2, "eval_every": 4, "save_every": 4}
     values |= {"grad_accum_steps": 2, "batch_size": 2}
-    monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 4)
     trainer = trainer_of(place, tmp_path, **values)
     with inside(strict, trainer.student.model):
         trainer.train()
     lines = read_json_lines(tmp_path / "run/metrics.jsonl")
     monkeypatch.undo()
-    monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 4)
     plain = trainer_of(place, tmp_path / "plain", **values)
     plain.train()
     expected = read_json_lines(tmp_path / "plain/run/metrics.jsonl")
