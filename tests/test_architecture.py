@@ -26,15 +26,9 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def definitions(path: Path) -> Iterator[Definition]:
-    """Every function and class of a file, nested ones too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return (node for node in ast.walk(tree) if isinstance(node, Definition))
-
-
-def public_definitions(path: Path) -> Iterator[Definition]:
+def public_definitions(tree: ast.Module) -> Iterator[Definition]:
     """Module-level functions and classes, and the methods of those classes, without underscore."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree.body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
@@ -42,37 +36,32 @@ def public_definitions(path: Path) -> Iterator[Definition]:
                 yield from (each for each in members if not each.name.startswith("_"))
 
 
+def is_lax(node: ast.AST) -> bool:
+    """Whether a call loads a state and lets keys be missing."""
+    return (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "load_state_dict"
+        and any(
+            k.arg == "strict" and getattr(k.value, "value", 0) is not True for k in node.keywords
+        )
+    )
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_public_definitions_have_docstrings(path: Path) -> None:
+def test_sources_are_documented_plainly_named_and_load_strictly(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    missing = [node.name for node in public_definitions(path) if not ast.get_docstring(node)]
+    missing = [node.name for node in public_definitions(tree) if not ast.get_docstring(node)]
     if tree.body and not ast.get_docstring(tree):
         missing.insert(0, "the module")
     assert missing == []
-
-
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=name_of)
-def test_code_is_ascii(path: Path) -> None:
-    assert path.read_bytes().isascii()
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_names_carry_no_versions(path: Path) -> None:
-    names = [path.stem, *(node.name for node in definitions(path))]
+    nodes = list(ast.walk(tree))
+    names = [path.stem, *(node.name for node in nodes if isinstance(node, Definition))]
     assert [name for name in names if VERSIONED.search(name)] == []
+    assert [node.lineno for node in nodes if is_lax(node)] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_state_is_loaded_strictly(path: Path) -> None:
-    calls = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
-    loads = [n for n in calls if getattr(n.func, "attr", "") == "load_state_dict"]
-    lax = [
-        n.lineno
-        for n in loads
-        for k in n.keywords
-        if k.arg == "strict" and getattr(k.value, "value", None) is not True
-    ]
-    assert lax == []
+def test_code_is_ascii() -> None:
+    assert [name_of(path) for path in SOURCES + TESTS if not path.read_bytes().isascii()] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "qat").rglob("__init__.py")), ids=name_of)
