@@ -422,19 +422,23 @@ GEMMA = {
 }
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
-    ("to", "architecture", "settings"),
+    ("to", "architecture", "settings", "is_tied"),
     [
         *(
-            ("mlx", kind, {"rope_parameters": r})
-            for kind in ("llama", "qwen3")
-            for r in ROPES.values()
+            ("mlx", kind, {"rope_parameters": r, "num_hidden_layers": 1}, bool(tied + i & 1))
+            for tied, kind in enumerate(("llama", "qwen3"))
+            for i, r in enumerate(ROPES.values())
         ),
-        ("mlx", "gemma3", GEMMA),
-        *(("coreml", "llama", {"rope_parameters": ROPES[n]}) for n in ("default", "llama3")),
-        ("compressed-tensors", "gemma3", GEMMA),
-        ("torchao", "gemma3", GEMMA),
+        *(
+            ("coreml", "llama", {"rope_parameters": ROPES[n], "num_hidden_layers": 1}, tied)
+            for n, tied in (("default", True), ("llama3", False))
+        ),
+        *(
+            (to, "gemma3", GEMMA, tied)
+            for to in ("mlx", "compressed-tensors", "torchao")
+            for tied in (True, False)
+        ),
     ],
 )
 def test_the_rotary_settings_of_real_models_are_kept(

@@ -10,7 +10,14 @@ from observe.synthetic import write_conversion, write_run
 
 from qat.errors import CheckpointError, ConfigError
 from qat.observe.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
-from qat.observe.page import COLUMNS, number, run_table, with_unique_labels, write_report
+from qat.observe.page import (
+    COLUMNS,
+    Written,
+    number,
+    run_table,
+    with_unique_labels,
+    write_report,
+)
 from qat.observe.runs import Conversion, Module, TrainingRun, read_directory
 
 
@@ -54,8 +61,15 @@ def test_module_knows_its_kind_layer_and_error() -> None:
     assert module.model_copy(update={"weighted_error": 0.2}).error == 0.2
 
 
-def test_page_is_self_contained(run: Path, conversion: Path, tmp_path: Path) -> None:
-    written = write_report([run, conversion], tmp_path / "out" / "report.html")
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A page about a run and a conversion, which is only read."""
+    place = tmp_path_factory.mktemp("report")
+    directories = [write_run(place / "runs/first"), write_conversion(place / "checkpoints/q2")]
+    return write_report(directories, place / "out" / "page.html")
+
+
+def test_page_is_self_contained(written: Written) -> None:
     html = written.page.read_text(encoding="utf-8")
     assert not re.search(r"""(src|href|srcset)=["'](?!data:)""", html)
     assert "@import" not in html and "url(" not in html and "<script" not in html
@@ -63,15 +77,14 @@ def test_page_is_self_contained(run: Path, conversion: Path, tmp_path: Path) -> 
         assert base64.b64decode(picture).startswith(b"<?xml")
 
 
-def test_page_shows_what_was_measured(run: Path, conversion: Path, tmp_path: Path) -> None:
-    html = write_report([run, conversion], tmp_path / "report.html").page.read_text("utf-8")
+def test_page_shows_what_was_measured(written: Written) -> None:
+    html = written.page.read_text("utf-8")
     for text in ("first", "q2a4", "2.98", "0123abc", "Return &lt;the&gt; list.", "max_steps = 200"):
         assert text in html
     assert html.count("<tr><td>model.layers.") == 42
 
 
-def test_pictures_lie_beside_the_page(run: Path, conversion: Path, tmp_path: Path) -> None:
-    written = write_report([run, conversion], tmp_path / "page.html")
+def test_pictures_lie_beside_the_page(written: Written) -> None:
     names = {path.name for path in written.pictures}
     assert names == {
         "page-loss.png",
@@ -82,7 +95,7 @@ def test_pictures_lie_beside_the_page(run: Path, conversion: Path, tmp_path: Pat
         "page-q2-bits.png",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures)
-    assert not list(tmp_path.glob(".*"))
+    assert not list(written.page.parent.glob(".*"))
 
 
 def test_same_input_gives_the_same_page(run: Path, tmp_path: Path) -> None:
