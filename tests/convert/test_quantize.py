@@ -231,6 +231,7 @@ def test_aiming_at_the_teacher_brings_the_whole_model_closer(
     assert divergence(trained, aimed, said) < 0.95 * divergence(trained, plain, said)
 
 
+@pytest.mark.slow
 def test_the_float_base_is_the_aim_of_a_quantized_model(
     trained: PreTrainedModel, said: Tensor
 ) -> None:
