@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from qat.errors import ExportError
 from qat.models.stored_state import quantized_modules
+from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.nsa.swap import nsa_config
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
@@ -33,10 +34,19 @@ class Holder(Protocol):
 
 KEEPS_ATTENTION = "packed"
 """The one target that holds sparse attention: the checkpoint itself."""
+KEEP_SITES = ("packed", "dense")
+"""Those that hold weights which are not those of linears."""
 
 
-def check_attention(name: str, model: PreTrainedModel) -> None:
-    """Refuse a model whose sparse attention the target called `name` would lose (ExportError)."""
+def check_architecture(name: str, model: PreTrainedModel) -> None:
+    """Refuse a model with something that the target called `name` has no place for (ExportError):
+    sparse attention, experts in one tensor, transposed weights."""
+    site = None if name in KEEP_SITES else odd_site(model)
+    if site is not None:
+        raise ExportError(
+            f"{name} cannot hold {type(model).__name__}: {site}, expected linears; export --to "
+            "dense, or keep the packed checkpoint"
+        )
     if name != KEEPS_ATTENTION and nsa_config(model) is not None:
         raise ExportError(
             f"{name} cannot hold sparse attention, expected dense attention; swap it out with 'qat "
@@ -107,7 +117,7 @@ class Shipping(NamedTuple):
             ConfigError: a pattern of the plan matches nothing.
         """
         for name, target in self.targets.items():
-            check_attention(name, model)
+            check_architecture(name, model)
             target.check(model)
         tables = table_names(model)
         specs = plan.assign(linear_names(model), tables)

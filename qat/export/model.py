@@ -32,6 +32,7 @@ from qat.models.cost import (
 from qat.models.directory import atomic_directory, resolve
 from qat.models.language_model import disturbed
 from qat.models.load import load_tokenizer
+from qat.models.opening import is_of_files
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
@@ -182,8 +183,14 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
     target, ids = load_target(name), probe_ids(model)
     try:
         found = target.read_logits(model, directory, ids)
-    except UNREADABLE as error:
-        raise ExportError(f"what was written cannot be read back ({error}); report this") from error
+    except Exception as error:
+        if not (isinstance(error, UNREADABLE) or is_of_files(error, error.__traceback__)):
+            raise
+        why = " ".join(str(error).split())[:200]
+        raise ExportError(
+            f"what was written of {type(model).__name__} cannot be read back ({why}), expected a "
+            "model that this format's programs know; export --to dense"
+        ) from error
     if target.COMPARED == "bits":
         align(model)
         expected, allowed = logits_of(model, ids), 0.0

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.convert.shipping import check_attention
+from qat.convert.shipping import check_architecture
 from qat.errors import ExportError
 from qat.export.config import TargetName
 from qat.models.checkpoint import load_skeleton
@@ -100,7 +100,7 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
         ExportError: the first module that would lose something, why, and what to do.
     """
     target = load_target(name)
-    check_attention(name, model)
+    check_architecture(name, model)
     target.check(model)
     for module_name, module in quantized_modules(model).items():
         loss = _lost(target, module)
@@ -131,7 +131,7 @@ def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, Lac
 def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | None:
     """What a target lacks for a model."""
     try:
-        check_attention(name, model)
+        check_architecture(name, model)
         target.check(model)
     except ExportError as error:
         return Lack(str(error).removeprefix(f"{name} ").split(",")[0], is_format=False)

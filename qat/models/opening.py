@@ -46,6 +46,9 @@ READERS = (
     "safetensors",
     "gguf",
     "peft",
+    "mlx_lm",
+    "compressed_tensors",
+    "torchao",
 )
 """Packages that read a model's files, and the code that a model brought."""
 GGUFS = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer", "t5", "umt5"})
@@ -100,7 +103,7 @@ class Opening:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or not _is_of_files(error, trace):
+        if error is None or not is_of_files(error, trace):
             return
         for pattern, sentence in KNOWN.items():
             if found := re.search(pattern, str(error)):
@@ -149,7 +152,8 @@ def check_attention(config: PreTrainedConfig) -> None:
                 )
 
 
-def _is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
+def is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an error began in what reads a model's files, or runs it, and not in our own code."""
     if isinstance(error, QatError) or select("cpu").is_out_of_memory(error):
         return False
     is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception

@@ -203,6 +203,7 @@ def open_sites(model: nn.Module) -> None:
             if isinstance(child, Conv1D):
                 child = _opened_conv(child)
                 setattr(module, name, child)
+                module.transposes = name
             names_of[child] = f"{module_name}.{name}".lstrip(".")
             if isinstance(child, nn.Linear):
                 is_tied = f"{names_of[child]}.weight" in tied
@@ -223,6 +224,16 @@ def open_sites(model: nn.Module) -> None:
         cast(Any, part).stays_float = True
 
 
+def odd_site(model: nn.Module) -> str | None:
+    """Which weights a model's own files do not keep as those of linears, said in a few words."""
+    for name, module in model.named_modules():
+        if isinstance(module, Owner) and module._opened:
+            return f"{name} keeps experts in one tensor"
+        if hasattr(module, "transposes"):
+            return f"{name}.{module.transposes} keeps its weight transposed"
+    return None
+
+
 def routers(model: nn.Module) -> dict[str, nn.Module]:
     """By name, the modules that choose among experts."""
     found: dict[str, nn.Module] = {}
@@ -241,6 +252,7 @@ def close_sites(model: nn.Module) -> None:
         for name, child in [*module.named_children()]:
             if isinstance(child, TransposedLinear):
                 setattr(module, name, _closed_conv(child))
+                vars(module).pop("transposes", None)
         if isinstance(module, Owner):
             owner: Any = module
             for name, (experts, is_transposed) in module._opened.items():

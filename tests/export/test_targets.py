@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import get_args
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -727,3 +728,43 @@ def test_parameters_move_to_where_torch_puts_them() -> None:
     assert not any(parameter.data_ptr() % 64 for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("family", "site"),
+    [
+        ("Qwen3MoeForCausalLM", "model.layers.0.mlp.experts keeps experts in one tensor"),
+        ("GPT2LMHeadModel", r"transformer.h.0.attn.c_\w+ keeps its weight transposed"),
+    ],
+)
+def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(
+    tmp_path: Path, family: str, site: str
+) -> None:
+    families.saved(family, tmp_path / "float")
+    for to in set(TARGETS) - {"packed", "dense"}:
+        with pytest.raises(ExportError, match=f"{to} cannot hold {family}: {site}"):
+            Shipping({to: load_target(to)}).plan(
+                PRESETS["q2a4"], load_model(str(tmp_path / "float"), device="cpu").model
+            )
+    student = load_model(str(tmp_path / "float"), device="cpu")
+    quantize_model(student, PRESETS["q2a4"])
+    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
+    lacks = ships_to(tmp_path / "packed")
+    assert [name for name, lack in lacks.items() if lack is None] == ["packed", "dense"]
+    with pytest.raises(ExportError, match=f"mlx cannot hold {family}: {site}"):
+        export_model(str(tmp_path / "packed"), ExportConfig(to="mlx"), tmp_path / "mlx")
+    export_model(str(tmp_path / "packed"), ExportConfig(to="dense"), tmp_path / "dense")
+
+
+@pytest.mark.slow
+def test_what_a_library_cannot_run_is_one_line(tmp_path: Path) -> None:
+    families.saved("FalconForCausalLM", tmp_path / "float")
+    student = load_model(str(tmp_path / "float"), device="cpu")
+    to = Shipping({"compressed-tensors": load_target("compressed-tensors")})
+    quantize_model(student, to.plan(PRESETS["q2a4"], student.model))
+    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
+    with pytest.raises(ExportError, match="FalconForCausalLM cannot be read back .*weight") as seen:
+        export_model(
+            str(tmp_path / "packed"), ExportConfig(to="compressed-tensors"), tmp_path / "out"
+        )
+    assert "\n" not in str(seen.value) and not (tmp_path / "out").exists()
