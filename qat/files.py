@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import hashlib
+import json
 import logging
 import os
 import re
@@ -220,6 +221,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def partial_file(path: Path) -> Path:
     """Where the bytes of `path` lie until they are whole."""
     return path.with_name(f".{path.name}.partial")
+
+
+def listed_files(path: Path, beside: Collection[str]) -> set[str]:
+    """The names of files that the JSON file `path` lists as ours, and those `beside` them.
+
+    None without a sound list.
+    """
+    try:
+        return {*beside, *json.loads(path.read_bytes())["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return set()
 
 
 def allowed(mode: int) -> int:

@@ -365,18 +365,14 @@ def _read(path: Path) -> list[tuple[bytes, dict]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append((line, _object(line)))
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ValueError(f"it is a {type(entry).__name__}")
+            found.append((line, entry))
         except ValueError as error:
             if number < len(lines) or b"\0" not in line:
                 raise CheckpointError(
                     f"{path}: line {number} of {len(lines)} is damaged ({error}), expected a JSON "
                     "object; restore the file or remove that line"
                 ) from None
-    return found
-
-
-def _object(line: bytes) -> dict:
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise ValueError(f"it is a {type(found).__name__}")
     return found

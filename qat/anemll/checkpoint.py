@@ -127,7 +127,11 @@ def build_model(legacy: LegacyState, config: Config) -> tuple[PreTrainedModel, l
     for name, linear in imported.items():
         put_quantized(model, name, linear.quantized, linear.spec)
         if linear.lora is not None:
-            _check_takes_lora(model, name)
+            if name in table_names(model):
+                raise CheckpointError(
+                    f"{name} has a LoRA, expected none on the head, whose table takes no adapter; "
+                    "save the checkpoint without it"
+                )
             model.get_submodule(name).set_lora(linear.lora)
     return model.eval(), list(imported.values())
 
@@ -145,14 +149,11 @@ def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
         next((t for key, t in legacy.others.items() if key.endswith(end)), None)
         for end in ("lm_head.weight", "embed_tokens.weight")
     )
-    is_apart = head is not None and embedding is not None and not _equal(head, embedding)
-    if is_apart or any(name.endswith("lm_head") for name in legacy.linears):
+    are_there = head is not None and embedding is not None
+    is_tied = are_there and head.shape == embedding.shape and torch.equal(head, embedding)
+    if (are_there and not is_tied) or any(name.endswith("lm_head") for name in legacy.linears):
         config.tie_word_embeddings = False
     return config
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _check_names(legacy: LegacyState, skeleton: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -201,14 +202,6 @@ def _with_tensors(
     with quiet_transformers():
         return type(skeleton).from_pretrained(
             None, config=skeleton.config, state_dict=state, dtype=torch.float32
-        )
-
-
-def _check_takes_lora(model: PreTrainedModel, name: str) -> None:
-    if name in table_names(model):
-        raise CheckpointError(
-            f"{name} has a LoRA, expected none on the head, whose table takes no adapter; save "
-            "the checkpoint without it"
         )
 
 

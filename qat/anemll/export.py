@@ -150,17 +150,15 @@ def _by_part(model: PreTrainedModel) -> dict[str, dict[str, QuantLinear]]:
 
 
 def _common(linears: dict[str, QuantLinear]) -> _Common:
+    ranks = (
+        m.spec.rank if m.spec.scale == "low_rank" else m.in_features // m.spec.group_size
+        for m in linears.values()
+    )
     return _Common(
         bits=max((m.spec.bits for m in linears.values()), default=4),
-        rank=max((_rank(m) for m in linears.values()), default=1),
+        rank=max(ranks, default=1),
         lora_rank=max((m.lora_rank for m in linears.values()), default=0),
     )
-
-
-def _rank(linear: QuantLinear) -> int:
-    if linear.spec.scale == "low_rank":
-        return linear.spec.rank
-    return linear.in_features // linear.spec.group_size
 
 
 @torch.no_grad()

@@ -61,7 +61,10 @@ def import_linear(name: str, parts: Parts, legacy: LegacyState, shape: tuple[int
         quantized, num_floored = _from_first(name, wide, settings, shape[1])
     else:
         quantized, num_floored = _from_second(name, wide, settings), 0
-    quantized = ascending(_fill_up(quantized))
+    lut = quantized.codebook.float()  # filled up to `2**bits` levels: the largest is repeated
+    missing = 2 ** _bits_for(lut.numel()) - lut.numel()
+    lut = torch.cat([lut, lut.max().expand(missing)])
+    quantized = ascending(quantized._replace(codebook=lut))
     return Imported(
         quantized, _spec_of(quantized), _adapter(name, wide, settings, shape), num_floored
     )
@@ -240,14 +243,6 @@ def _entries_of(name: str, values: Tensor, num_entries: int) -> tuple[Tensor, Te
             "expected entries of the LUT alone; name a checkpoint whose codes are frozen"
         )
     return lut, indices.to(torch.uint8)
-
-
-def _fill_up(quantized: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with `2**bits` levels: the largest is repeated."""
-    lut = quantized.codebook.float()
-    missing = 2 ** _bits_for(lut.numel()) - lut.numel()
-    lut = torch.cat([lut, lut.max().expand(missing)])
-    return quantized._replace(codebook=lut)
 
 
 def _spec_of(quantized: QuantizedWeight) -> LutSpec:

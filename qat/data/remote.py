@@ -146,7 +146,14 @@ class LocalShards:
         """
         path = shard.path(self._directory)
         if shard_problem(self._directory, shard, deep=False) is not None:
-            self._make_room(shard.bytes)
+            with self._lock:
+                while (
+                    len(self._sizes) > FRESH
+                    and sum(self._sizes.values()) + shard.bytes > self.budget
+                ):
+                    name, _ = self._sizes.popitem(last=False)
+                    (self._directory / name).unlink(missing_ok=True)
+                    logger.debug("%s made room for another shard", name)
             partial = partial_file(path)
             try:
                 self._fetch(shard, partial)
@@ -162,13 +169,6 @@ class LocalShards:
         with self._lock:
             self._sizes[shard.file] = shard.bytes
             self._sizes.move_to_end(shard.file)
-
-    def _make_room(self, more: int) -> None:
-        with self._lock:
-            while len(self._sizes) > FRESH and sum(self._sizes.values()) + more > self.budget:
-                name, _ = self._sizes.popitem(last=False)
-                (self._directory / name).unlink(missing_ok=True)
-                logger.debug("%s made room for another shard", name)
 
 
 class _Remote:

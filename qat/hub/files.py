@@ -9,7 +9,7 @@ from secrets import token_hex
 from typing import BinaryIO, Literal
 
 from qat.errors import HubError
-from qat.files import sha256_file, sync, whole_directory, whole_file
+from qat.files import listed_files, sha256_file, sync, whole_directory, whole_file
 from qat.logs import Ticker, progress
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def atomic_directory(
     whole = whole_directory(
         out,
         replace=replace,
-        written=received_files,
+        written=lambda out: listed_files(out / RECEIPT, (RECEIPT,)),
         overwrite=False,
         place=place,
         root=peeled,
@@ -47,14 +47,6 @@ def atomic_directory(
     )
     with _explained(out), whole as partial:
         yield partial
-
-
-def received_files(directory: Path) -> set[str]:
-    """The names of the files that `qat hub` brought to `directory`; none without a receipt."""
-    try:
-        return {RECEIPT, *json.loads((directory / RECEIPT).read_bytes())["files"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return set()
 
 
 @contextmanager

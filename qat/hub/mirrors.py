@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,7 +62,8 @@ def fetch(mirror: str, places: FetchPlaces) -> Arrival:
         for scheme, fetcher in FETCHERS.items():
             if mirror.startswith(scheme):
                 return fetcher(mirror.removeprefix(scheme), places)
-        return _local(Path(mirror))
+        found = lookup(Path(mirror))
+        return Arrival(found, found.name, is_ours=False)
     except OSError as error:  # of a Drive that went away, or a full disk
         raise HubError(f"{mirror}: {error.strerror or error}") from error
 
@@ -137,11 +139,6 @@ def in_store(address: str) -> Iterator[tuple["AbstractFileSystem", str]]:
         raise HubError(f"{address}: {scrubbed(why)}") from None
 
 
-def _local(path: Path) -> Arrival:
-    found = lookup(path)
-    return Arrival(found, found.name, is_ours=False)
-
-
 def _drive(relative: str, places: FetchPlaces) -> Arrival:
     if places.drive is None:
         raise HubError(
@@ -161,15 +158,12 @@ def _drive(relative: str, places: FetchPlaces) -> Arrival:
     return Arrival(part, found.name, is_ours=True)
 
 
-def _web(scheme: str) -> Callable[[str, FetchPlaces], Arrival]:
-    def fetch_web(address: str, places: FetchPlaces) -> Arrival:
-        url = f"{scheme}{address}"
-        name = address.partition("?")[0].rstrip("/").rpartition("/")[2]
-        part = _part(places, url, name)
-        download(url, part, places.size)
-        return Arrival(part, name, is_ours=True)
-
-    return fetch_web
+def _web(scheme: str, address: str, places: FetchPlaces) -> Arrival:
+    url = f"{scheme}{address}"
+    name = address.partition("?")[0].rstrip("/").rpartition("/")[2]
+    part = _part(places, url, name)
+    download(url, part, places.size)
+    return Arrival(part, name, is_ours=True)
 
 
 def _storage(address: str, places: FetchPlaces) -> Arrival:
@@ -258,8 +252,8 @@ def _part(places: FetchPlaces, mirror: str, name: str) -> Path:
 FETCHERS: dict[str, Callable[[str, FetchPlaces], Arrival]] = {
     "drive:": _drive,
     "gdrive:": _google_drive,
-    "https://": _web("https://"),
-    "http://": _web("http://"),
+    "https://": partial(_web, "https://"),
+    "http://": partial(_web, "http://"),
     "gs://": _storage,
     "hf:": _model_hub,
 }

@@ -65,15 +65,10 @@ def _(grad: Tensor, joined: Tensor) -> Tensor:
     return joined.new_empty(joined.shape)
 
 
-def _keep_input(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
-    return _silu_mul_backward(grad, *ctx.saved_tensors)
-
-
-fused_silu_mul.register_autograd(_gradient, setup_context=_keep_input)
+fused_silu_mul.register_autograd(
+    lambda ctx, grad: _silu_mul_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @triton.jit

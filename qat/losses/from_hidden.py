@@ -8,7 +8,6 @@ those few numbers alone, and has the kernels carry that to hidden states and hea
 Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
@@ -95,7 +94,11 @@ class _LossInForward(torch.autograd.Function):
         weight, bias = learnable
         head = Head(cast(Tensor, weight), bias, task.softcap)
         needs = ctx.needs_input_grad if is_wanted else [False]
-        gradients = _begin_gradients(hidden, head, needs)
+        of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
+        of_weight = wide(torch.zeros_like(head.weight)) if any(needs[1:]) else None
+        has_bias = any(needs[1:]) and head.bias is not None
+        of_bias = wide(torch.zeros_like(cast(Tensor, head.bias))) if has_bias else None
+        gradients = Gradients(of_hidden, of_weight, of_bias)
         dtype, size, kind = hidden.dtype, task.chunk_tokens(), hidden.device.type
         if dtype != torch.float64 and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -121,15 +124,6 @@ class _LossInForward(torch.autograd.Function):
         return of_hidden, None, None, *of_head
 
 
-def _begin_gradients(hidden: Tensor, head: Head, needs: Sequence[bool]) -> Gradients:
-    """Where the gradients go that `needs` names, the hidden states' first, the head's last."""
-    of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
-    if not any(needs[1:]):
-        return Gradients(of_hidden, None, None)
-    of_bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
-    return Gradients(of_hidden, wide(torch.zeros_like(head.weight)), of_bias)
-
-
 def _scale_(stored: Tensor, factor: Tensor) -> Tensor:
     """Multiply in place, in float32 also where `stored` is narrower: `factor` would round in it."""
     for part in stored.split(SCALED_TOKENS):
@@ -147,16 +141,11 @@ def loss_from_hidden(
 ) -> dict[str, Tensor]:
     """The sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in nats.
 
-    Equal to `loss_from_logits(head.logits(hidden), ...)`, but neither `(T, V)` nor `(T, N, D)` ever
-    exists. The gradient of `"loss"` is computed along with it (see `sums_with_gradient`), and only
-    `"loss"` has one. Nothing waits for the device.
+    Equal to `loss_from_logits(head.logits(hidden), ...)` for the last hidden states `(T, D)`, but
+    neither `(T, V)` nor `(T, N, D)` ever exists. The gradient of `"loss"` is computed along with it
+    (see `sums_with_gradient`), and only `"loss"` has one. Nothing waits for the device.
 
-    Args:
-        hidden: `(T, D)` last hidden states.
-        head: the output embedding.
-        targets: the teacher's word on the T tokens.
-        terms: weight by name of loss, as `parse_losses` gives them.
-        temperature: softmax temperature of the divergences, > 0.
+    `terms` are weights by name of loss, as `parse_losses` gives them.
 
     Raises:
         ValueError: `temperature` is not positive, or the targets lack what a loss reads.

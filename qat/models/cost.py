@@ -31,7 +31,8 @@ def parameter_count(model: nn.Module) -> int:
     inside = {id(p) for linear in linears.values() for p in linear.parameters()}
     plain = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     plain += sum(_num_weights(table) for table in lut_tables(model).values())
-    return plain + sum(_num_weights(m) + _num_biases(m) for m in linears.values())
+    biases = sum(m.bias.numel() for m in linears.values() if m.bias is not None)
+    return plain + biases + sum(map(_num_weights, linears.values()))
 
 
 def quantized_parameter_count(model: nn.Module) -> int:
@@ -89,10 +90,6 @@ def model_bytes(path: Path) -> int:
 
 def _num_weights(module: QuantLinear | FrozenLutTable) -> int:
     return module.out_features * module.in_features
-
-
-def _num_biases(linear: QuantLinear) -> int:
-    return 0 if linear.bias is None else linear.bias.numel()
 
 
 # Model FLOPs of a training step.
@@ -186,27 +183,26 @@ def _attention_flops(model: LanguageModel, S: int) -> float:
         if heads is None or (kinds is not None and kinds[layer] in WITHOUT_SCORES):
             continue
         head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        is_sparse = layer in swapped
-        keys = _mean_sparse_keys(sparse, S) if is_sparse else _mean_keys(settings, layer, S)
+        keys = _mean_keys(settings, layer, S, sparse if layer in swapped else None)
         flops += 4.0 * heads * head_dim * keys
     return flops
 
 
-def _mean_keys(settings: object, layer: int, S: int) -> float:
-    """Keys that a query sees on average in one layer: causal, and inside its window."""
+def _mean_keys(settings: object, layer: int, S: int, sparse: NSAConfig | None) -> float:
+    """Keys that a query sees on average in one layer: causal, and inside its window.
+
+    With `sparse` attention pooled keys are among them.
+    """
+    if sparse is not None:
+        selected = _mean_within(sparse.selected_keys, S)
+        if sparse.mode == "merged":
+            return selected
+        compressed = sum(sparse.num_compressed(length) for length in range(1, S + 1)) / S
+        return selected + _mean_within(sparse.window, S) + compressed
     kinds = getattr(settings, "layer_types", None)
     window = getattr(settings, "sliding_window", None)
     is_local = kinds is not None and kinds[layer] == "sliding_attention" and window
     return _mean_within(window if is_local else S, S)
-
-
-def _mean_sparse_keys(config: NSAConfig, S: int) -> float:
-    """Keys, pooled ones among them, that a query of sparse attention sees on average."""
-    selected = _mean_within(config.selected_keys, S)
-    if config.mode == "merged":
-        return selected
-    compressed = sum(config.num_compressed(length) for length in range(1, S + 1)) / S
-    return selected + _mean_within(config.window, S) + compressed
 
 
 def _mean_within(reach: int, S: int) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from qat.errors import CheckpointError
-from qat.files import import_command, inside, sha256_file, whole_directory
+from qat.files import import_command, inside, listed_files, sha256_file, whole_directory
 from qat.online import is_online
 
 # What a user may call a model: a directory, a run, or a hub id.
@@ -69,7 +69,8 @@ def resolve(source: str) -> str:
             f"{source} holds neither config.json nor a run's checkpoint; expected {SOURCES}: check "
             "the path"
         )
-    if not _may_be_hub_id(source):
+    is_path = source.startswith((".", "/", "~")) or path.parent.is_dir()
+    if is_path or len(path.parts) != 2:  # no `owner/name` of a hub
         raise CheckpointError(f"{source} does not exist; expected {SOURCES}: check the path")
     is_online(source)
     return source
@@ -148,14 +149,6 @@ def is_kept_here(source: str) -> bool:
     return Path(source).exists() or not is_online(source)
 
 
-def _may_be_hub_id(source: str) -> bool:
-    """Whether `source` looks like `owner/name`, not like a path below what is here."""
-    path = Path(source)
-    return (
-        not source.startswith((".", "/", "~")) and len(path.parts) == 2 and not path.parent.is_dir()
-    )
-
-
 # Hashes that a packed checkpoint has of its own files, so that damage is never taken for sound.
 
 
@@ -214,15 +207,6 @@ def check_checksums(directory: Path, *, weights: bool) -> None:
             )
 
 
-def listed_files(directory: Path) -> set[str]:
-    """The names of the files in `directory` that qat wrote there; none without a sound list."""
-    path = directory / CHECKSUMS
-    try:
-        return {*BESIDE, *json.loads(path.read_bytes())["files"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return set()
-
-
 def _sha256(file: Path) -> str:
     """SHA-256 of a file, read once as long as the system says that it is the same.
 
@@ -251,7 +235,10 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
         CheckpointError: the disk is full, or `out` cannot be written for another reason.
     """
     try:
-        with whole_directory(out, replace=replace, written=listed_files) as partial:
+        whole = whole_directory(
+            out, replace=replace, written=lambda out: listed_files(out / CHECKSUMS, BESIDE)
+        )
+        with whole as partial:
             yield partial
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

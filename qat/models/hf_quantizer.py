@@ -89,7 +89,11 @@ class QatConfig(QuantizationConfigMixin):
                 "'qat convert' first"
             )
         format = SPARSE_FORMAT if is_sparse else FORMAT
-        return cls(format, {name: _entry(m) for name, m in modules.items()})
+        entries = {name: m.spec.model_dump() for name, m in modules.items()}
+        for name, module in modules.items():
+            if isinstance(module, QuantLinear) and module.lora_rank > 0:
+                entries[name][LORA_RANK] = module.lora_rank
+        return cls(format, entries)
 
     def specs(self) -> dict[str, LutSpec]:
         """Each quantized module's spec.
@@ -321,13 +325,6 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
             f"for a weight of {O} x {I}; the file is damaged: copy it anew"
         )
     linear.set_lora(Lora(torch.empty(O, rank, device="meta"), torch.empty(rank, I, device="meta")))
-
-
-def _entry(module: QuantLinear | FrozenLutTable) -> dict[str, object]:
-    """What `quantization_config` says of one module."""
-    has_adapter = isinstance(module, QuantLinear) and module.lora_rank > 0
-    adapter = {LORA_RANK: module.lora_rank} if has_adapter else {}
-    return {**module.spec.model_dump(), **adapter}
 
 
 def _without_rank(values: object) -> object:

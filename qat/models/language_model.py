@@ -14,7 +14,7 @@ from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
-from qat.models.regions import no_mask, use_packed_attention
+from qat.models.regions import use_packed_attention
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
@@ -104,7 +104,9 @@ class LanguageModel:
         """The mask, made here: transformers would ask the device whether rows are packed."""
         say_route(self.model, position_ids.shape[1], position_ids.device)
         is_read = is_packed and not is_all_sparse(self.model.config)
-        mask = document_mask(position_ids) if is_read else no_mask(position_ids.device)
+        # for layers that read none: transformers makes another where it gets None
+        no_mask = position_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        mask = document_mask(position_ids) if is_read else no_mask
         return {
             "attention_mask": mask,
             "document_positions": position_ids,

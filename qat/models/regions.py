@@ -56,11 +56,6 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     return config._attn_implementation == NAME
 
 
-def no_mask(device: torch.device) -> Tensor:
-    """`(1, 1, 1, 1)`, for layers that read none: transformers makes another where it gets None."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
 def make_mask(*args: object, **kwargs: object) -> Tensor | None:
     """As `sdpa_mask` of transformers; the mask of tokens `(B, N)` itself if all layers are sparse.
 

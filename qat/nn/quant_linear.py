@@ -235,12 +235,6 @@ class QuantLinear(nn.Module):
             else:
                 parameter.grad += gradient
 
-    def _formed_weight(self) -> Tensor | None:
-        joined, rows = self._joined
-        if joined is None or joined.formed is None:
-            return self.formed
-        return joined.formed[rows]
-
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -251,9 +245,11 @@ class QuantLinear(nn.Module):
 
         Its gradient is pulled back to what it is made of.
         """
-        formed = self._formed_weight()
-        if formed is not None:
-            return formed
+        joined, rows = self._joined
+        if joined is not None and joined.formed is not None:
+            return cast(Tensor, joined.formed[rows])
+        if self.formed is not None:
+            return self.formed
         parameters = self.weight_parameters()
         return _FormedWeight.apply(self, tuple(parameters), dtype, *parameters.values())
 

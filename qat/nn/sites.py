@@ -212,7 +212,8 @@ def open_sites(model: nn.Module) -> None:
         if isinstance(module, Owner) or hasattr(module, "base_model_prefix"):
             continue  # whole models read no more than their head's dtype
         stack = stack_of(module) or Stack(())
-        names = [name for name in stack.names if _is_stack(module, name)]
+        weights = {name: module._parameters.get(name) for name in stack.names}
+        names = [name for name, w in weights.items() if w is not None and w.dim() == 3]
         linears = [n for n, child in module.named_children() if isinstance(child, nn.Linear)]
         read = tuple(name for name in linears if _reads_weight(cast(Hashable, type(module)), name))
         if names or read:
@@ -277,11 +278,6 @@ def _reads_weight(own: Hashable, name: str) -> bool:
 @cache
 def _owner_class(own: Any) -> type[nn.Module]:
     return type(own.__name__, (Owner, own), {"__doc__": own.__doc__})
-
-
-def _is_stack(module: nn.Module, name: str) -> bool:
-    weight = module._parameters.get(name)
-    return weight is not None and weight.dim() == 3
 
 
 def _open_stack(module: Any, name: str, is_transposed: bool) -> None:

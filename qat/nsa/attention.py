@@ -222,21 +222,17 @@ class NSAAttention(nn.Module):
         return rotated.to(pooled_key.dtype), pooled_value
 
     def _heads(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Heads:
-        query, key, value = (
-            projected.unflatten(-1, (-1, self.head_dim)) for projected in self._projected(hidden)
-        )
+        if hasattr(self, "qkv"):  # the projections are joined: one matmul
+            parts = self.qkv.split(self.qkv(hidden))
+        else:
+            parts = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         rotated_query, rotated_key = apply_rotary_pos_emb(query, key, *position_embeddings)
         dtype = value.dtype
         return Heads(rotated_query.to(dtype), rotated_key.to(dtype), value, key.to(dtype))
-
-    def _projected(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, as one matmul where the projections are joined."""
-        if hasattr(self, "qkv"):
-            return self.qkv.split(self.qkv(hidden))
-        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
 
     def _check_length(self, length: int) -> None:
         limit = self.config.max_position_embeddings

@@ -161,7 +161,11 @@ class NSALayer(DynamicLayer):
     ) -> Tensor:
         length, config, parts = self.get_seq_length() + 1, self.config, module.nsa
         if length > self.kept.room:
-            self._grow(length)
+            old = self.kept
+            self.kept = Past.empty(old.keys, _room(length + length // SPARE), config)
+            for new, kept in zip(self.kept, old, strict=True):
+                if kept is not None:
+                    new[:, :, : kept.shape[2]] = kept
         append, place = {"config": config}, self.position
         if parts.pool_key is not None:
             append["weights"] = (parts.pool_key, parts.pool_value)
@@ -178,14 +182,6 @@ class NSALayer(DynamicLayer):
         self._moved(1)
         self._show(length)
         return out
-
-    def _grow(self, length: int) -> None:
-        """Room for more positions, and what is kept in it."""
-        old = self.kept
-        self.kept = Past.empty(old.keys, _room(length + length // SPARE), self.config)
-        for new, kept in zip(self.kept, old, strict=True):
-            if kept is not None:
-                new[:, :, : kept.shape[2]] = kept
 
     def _moved(self, by: int) -> None:
         self.position += by

@@ -122,7 +122,9 @@ def _train(
     def learn(call: Call) -> Tensor:
         target = reference.attend_densely(call.inputs())
         with torch.enable_grad():
-            off, of = _squares(call.module, _sparse(call.regated()), target)
+            # computed anew: its gradient is wanted
+            regated = call._replace(gates=call.module.nsa.gates_of(call.hidden))
+            off, of = _squares(call.module, _sparse(regated), target)
             (off / of.clamp(min=TINY)).backward(inputs=[*call.module.nsa.parameters()])
         return target
 
@@ -220,11 +222,13 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
             call.module.route(inputs.length, inputs.query.device),
             select(inputs, config),
         )
+        is_other = route.backend == "dense" and inputs.length > config.reach
+        is_slow = route.backend == "reference" and inputs.query.device.type == "cuda"
         found.append(
             LayerHealth(
                 layer=call.module.layer_idx,
                 route=route,
-                is_fallback=_falls_back(route, inputs, config),
+                is_fallback=is_other or (is_slow and route.requested == "auto"),
                 gates=None if call.gates is None else gate_health(call.gates),
                 selection=selection_health(inputs, selection, config),
             )
@@ -245,12 +249,6 @@ def health_numbers(layers: list[LayerHealth]) -> dict[str, object]:
     fallbacks = sum(layer.is_fallback for layer in layers)
     counts = {"nsa_recall_least_frac": lowest, "nsa_fallbacks": fallbacks}
     return {**means, **counts, "nsa_layers": values}
-
-
-def _falls_back(route: router.Route, inputs: Inputs, config: NSAConfig) -> bool:
-    is_other = route.backend == "dense" and inputs.length > config.reach
-    is_slow = route.backend == "reference" and inputs.query.device.type == "cuda"
-    return is_other or (is_slow and route.requested == "auto")
 
 
 def gate_health(gates: Tensor) -> GateHealth:

@@ -215,10 +215,6 @@ class Call(NamedTuple):
         """What a backend computes from."""
         return self.module.inputs(self.heads, self.gates, self.angles, self.rows)
 
-    def regated(self) -> Call:
-        """The same with its gates computed anew, for whoever wants their gradient."""
-        return self._replace(gates=self.module.nsa.gates_of(self.hidden))
-
 
 Attend = Callable[[Call], Tensor]
 """From a call to `(B, S, H, D)`, tokens in the order of `Call.inputs`."""

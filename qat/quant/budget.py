@@ -53,7 +53,11 @@ def choose_options(items: Sequence[Sequence[Option]], budget: int) -> list[int]:
         bits = bits[origin] + np.array([option.bits for option in options])[taken]
         cost = cost[origin] + np.array([option.cost for option in options])[taken]
         hopeful = (bits <= budget) & (cost + rest - price * (budget - bits) <= limit)
-        kept = _undominated(bits, cost, np.flatnonzero(hopeful))
+        # those sums that no other takes with fewer or equal bits and less cost
+        among = np.flatnonzero(hopeful)
+        order = among[np.lexsort((cost[among], bits[among]))]
+        before = np.minimum.accumulate(cost[order])[:-1]
+        kept = order[np.concatenate([[True], cost[order][1:] < before])]
         bits, cost = bits[kept], cost[kept]
         steps.append((origin[kept], taken[kept]))
     last, chosen = int(cost.argmin()), []  # from the cheapest sum back to what led to it
@@ -80,10 +84,3 @@ def _cheapest(items: Sequence[Sequence[Option]], price: float) -> Option:
     """All items in their cheapest options at that price, the smaller of two equals, added up."""
     taken = [min(options, key=lambda o: (o.cost + price * o.bits, o.bits)) for options in items]
     return Option(sum(option.cost for option in taken), sum(option.bits for option in taken))
-
-
-def _undominated(bits: np.ndarray, cost: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """Those places `among` the sums that no other takes with fewer or equal bits and less cost."""
-    order = among[np.lexsort((cost[among], bits[among]))]
-    before = np.minimum.accumulate(cost[order])[:-1]
-    return order[np.concatenate([[True], cost[order][1:] < before])]

@@ -431,7 +431,10 @@ def solve_levels(weight: Tensor, scales: Tensor, indices: Tensor, *, H: Tensor, 
     pulled = (H @ parts).view(C, -1).double()
     normal = pulled @ parts.view(C, -1).double().T
     right = pulled @ weight.reshape(-1).double()
-    return _solve(normal, right).float()
+    diagonal = normal.diagonal()
+    # a ridge that only an unused level can feel
+    ridge = 1e-9 * diagonal.mean() + torch.finfo(torch.float64).tiny
+    return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right).float()
 
 
 def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpec) -> None:
@@ -462,13 +465,6 @@ def _renew_residual(columns: Columns) -> None:
 def _row_energy(columns: Tensor, H: Tensor) -> Tensor:
     """`x^T H x` of each column x of `(I, O)`: its share of the output's mean square, `(O,)`."""
     return (columns * (H @ columns)).sum(0)
-
-
-def _solve(normal: Tensor, right: Tensor) -> Tensor:
-    """Symmetric solve with a ridge that only an unused unknown can feel."""
-    diagonal = normal.diagonal()
-    ridge = 1e-9 * diagonal.mean() + torch.finfo(torch.float64).tiny
-    return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right)
 
 
 def aim_all(

@@ -167,10 +167,6 @@ class TrainConfig(StepConfig):
     trust_remote_code: Loss[bool] = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
 
-    def has_short_warm_up(self) -> bool:
-        """Whether nobody chose the warm-up, and it is shorter than that of a long run."""
-        return "warmup_steps" not in self.model_fields_set and self.warmup_steps < MOST_WARM_UP
-
     @model_validator(mode="after")
     def _check_shard(self) -> Self:
         if self.shard_latents and "weights" not in self.kinds:

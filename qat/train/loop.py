@@ -186,7 +186,11 @@ class Trainer:
         ticker.advance()
         if is_pause:
             with self._pulse.pause():
-                self._pause()
+                # a best student is always saved
+                is_best = self._is_due(self.config.eval_every) and self._evaluate()
+                if is_best or self._is_due(self.config.save_every):
+                    check_alike(self.optimizer.replicated(), self.step, self.ranks)
+                    self.saver.save(self.step, self.best, is_best=is_best)
         if self.take_step.is_stop_agreed and self.step < self.config.max_steps:
             with self._pulse.pause():
                 self._stop(result)
@@ -231,13 +235,6 @@ class Trainer:
             facts=self.take_step.compile_facts(),
         )
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
-
-    def _pause(self) -> None:
-        """Evaluate and save where they are due; a best student is always saved."""
-        is_best = self._is_due(self.config.eval_every) and self._evaluate()
-        if is_best or self._is_due(self.config.save_every):
-            check_alike(self.optimizer.replicated(), self.step, self.ranks)
-            self.saver.save(self.step, self.best, is_best=is_best)
 
     def _evaluate(self) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.

@@ -357,6 +357,10 @@ class Pulse:
         tokens_per_s, size = self._positions / seconds, self._ranks.size
         exchange_s = self._ranks.exchange_s()
         mfu_of = self._flops_share
+        # of the latest `RECENT` steps, from one's end to the next: ends are the device's, so a host
+        # that runs ahead of it does not hide what a step takes
+        between = self._backend.seconds_between
+        self._steps_s.extend(between(*ends) for ends in pairwise(self._ends))
         self._heartbeat.write(
             time=_now(),
             elapsed_s=self._clock() - self._began,
@@ -371,7 +375,8 @@ class Pulse:
             step_s=seconds / self._steps,
             data_wait_s=self._waited_s / self._steps,
             exchange_s=None if exchange_s is None else exchange_s / self._steps,
-            **self._quantiles(),
+            **_p50_p95("step_s", self._steps_s),
+            **_p50_p95("data_wait_s", self._waits),
             **self._memory(),
             **{**UNKNOWN, **self._watchdog.health},
             **facts,
@@ -415,15 +420,6 @@ class Pulse:
         self._steps = self._positions = 0
         self._waited_s = 0.0
         self._ends = deque([self._backend.mark()], maxlen=RECENT + 1)
-
-    def _quantiles(self) -> dict[str, float | None]:
-        """Of the latest `RECENT` steps: the time from one's end to the next, and waits for data.
-
-        Ends are the device's, so a host that runs ahead of it does not hide what a step takes.
-        """
-        between = self._backend.seconds_between
-        self._steps_s.extend(between(*ends) for ends in pairwise(self._ends))
-        return {**_p50_p95("step_s", self._steps_s), **_p50_p95("data_wait_s", self._waits)}
 
     def _memory(self) -> dict[str, float | None]:
         held, reserved = self._backend.held_memory_gib(), self._backend.reserved_memory_gib()

@@ -324,7 +324,11 @@ class Saver:
         with self._timed("arrive"):
             copy.copying.wait()
         with self._timed("convert"):
-            packed, state = self._as_stored(copy.tensors)
+            raw: dict[str, Tensor] = {}
+            state: dict[str, Tensor] = {}
+            for name, tensor in copy.tensors.items():
+                (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
+            packed = stored_state(self._student.model, raw)
         with atomic_directory(copy.path, replace=True) as partial:
             with self._timed("write"):
                 write_checkpoint(self._student.model, self._tokenizer, partial, packed)
@@ -340,14 +344,6 @@ class Saver:
             self._run.point("best", copy.path)
         self._run.point("latest", copy.path)
         self._run.remove_old(self._config.keep, self._config.milestone_every)
-
-    def _as_stored(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The packed model as a checkpoint stores it, and the trainer's state."""
-        raw: dict[str, Tensor] = {}
-        state: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
-        return stored_state(self._student.model, raw), state
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

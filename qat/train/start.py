@@ -29,7 +29,7 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import add_adapters, to_latent
 from qat.quant.spec import role_of
 from qat.ranks import ALONE, Ranks
-from qat.train.config import TrainConfig, divide
+from qat.train.config import MOST_WARM_UP, TrainConfig, divide
 from qat.train.judge import CODES_PREFIX, Judge
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
@@ -265,7 +265,8 @@ def _prepare(
     """
     if choice.checkpoint is None:
         optimizer = make_trainable(model.model, config, ranks=ranks)
-        if config.has_short_warm_up():
+        is_chosen = "warmup_steps" in config.model_fields_set
+        if not is_chosen and config.warmup_steps < MOST_WARM_UP:
             logger.info(
                 "warm-up: %d %s, a tenth of %d (--warmup-steps sets another)",
                 config.warmup_steps,

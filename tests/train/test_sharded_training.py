@@ -141,7 +141,9 @@ def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(place, tmp_pat
                 assert moments["exp_avg"].shape == owner.weight.shape
                 sizes[name] = [owner.weight.numel(), owner.weight_count()]
             form_weights(model, torch.float32)
-            units = {n: linear._formed_weight().clone() for n, linear in linears.items()}
+            units = {
+                n: linear.weight_in(torch.float32).detach().clone() for n, linear in linears.items()
+            }
             trainer.saver.save(6, 0.0, is_best=False)
             trainer.saver.finish()
             ranks.wait()
@@ -149,7 +151,7 @@ def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(place, tmp_pat
             for name, linear in quant_linears(exported.model).items():
                 equal[name] = torch.equal(units[name], linear.quantized_weight())
 
-        before(Trainer, "_pause", look)
+        before(Trainer, "_evaluate", look)
         train(place, out, ranks=ranks)
         return {"sizes": sizes, "equal": equal}
 

@@ -185,13 +185,7 @@ def run_kernels(
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)
     if found:
-        keep_tuned(found, results, backend.name())
+        table = tuned.table_path(backend.name())
+        write_table(table, found, {name: results.environment[name] for name in TABLE_FACTS})
+        write_atomically(results.path / table.name, table.read_text(encoding="utf-8"))
     return report
-
-
-def keep_tuned(found: list[Tuned], results: Results, device: str) -> None:
-    """Put what was adopted into the device's table, and a copy of it beside the results."""
-    facts = {name: results.environment[name] for name in TABLE_FACTS}
-    path = tuned.table_path(device)
-    write_table(path, found, facts)
-    write_atomically(results.path / path.name, path.read_text(encoding="utf-8"))

@@ -64,14 +64,10 @@ def compressed_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
 def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """`(B, S, H, D)`: attention under a mask that broadcasts to `(B, K, S, keys)`."""
     query = inputs.query.unflatten(1, (-1, inputs.group))
-    logits = (inputs.scale * query @ key[:, :, None].mT).to(_wide(query))
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    logits = (inputs.scale * query @ key[:, :, None].mT).to(wide)
     shares = masked_softmax(logits, mask[:, :, None]).to(value.dtype)
     return (shares @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of its softmax."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 # Dense causal attention over the same inputs: what Native Sparse Attention is on short rows.
