@@ -1,8 +1,10 @@
 """A linear whose weight is `W = codebook[indices] * S`, plus an adapter if it has one.
 
 `QuantLinear` is what all forms share: form `W`, run one matmul, pull the gradient of `W` back to
-what it is made of. `FrozenLutLinear` has packed indices; `LutLinear` a latent weight that they
-follow. A formed weight is a leaf of autograd that hands its gradient on and keeps none: `room_for`.
+what it is made of. `d_codebook[c]` sums `dW * S` where the index is `c`; the scale of a group sums
+`dW * codebook[indices]` over it. `FrozenLutLinear` has packed indices; `LutLinear` a latent weight
+that they follow, which takes `dW` as it is. A formed weight is a leaf of autograd that hands its
+gradient on and keeps none: `room_for`.
 
 Shapes: O out_features, I in_features, C codebook entries.
 """
