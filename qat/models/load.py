@@ -261,6 +261,9 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
     if method not in (None, QUANT_METHOD) or source.endswith(GGUF):
         logger.info("%s: its %s weights are read as floats", source, method or "GGUF")
         model.hf_quantizer = None
+        for parameter in model.parameters():  # formats may give bfloat16 whatever was asked for
+            if parameter.dtype != torch.float32:  # some are kept in float32 on purpose
+                parameter.data = parameter.data.to(how.dtype)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     if info["missing_keys"]:

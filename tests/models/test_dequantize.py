@@ -5,19 +5,28 @@ import sys
 import warnings
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
+from qat.backend.base import DTYPES
 from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_model
+from qat.convert.quantize import quantize_model
+from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError
+from qat.export.config import ExportConfig
+from qat.export.model import export_model
+from qat.export.targets import load_target
 from qat.models.checkpoint import save_checkpoint
 from qat.models.dequantize import AWQ_ORDER
 from qat.models.load import load_model, load_tokenizer, model_identity
+from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names
+from qat.quant.spec import PRESETS
 
 GROUP = 16
 
@@ -103,6 +112,79 @@ def test_awq_is_read_as_floats_and_can_be_converted(
     save_checkpoint(found.model, tiny_tokenizer(), tmp_path / "out")
     again = load_model(str(tmp_path / "out"), device="cpu")
     assert len(linear_names(again.model)) == 14
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the four bits of MXFP4 (OCP Microscaling Formats v1.0, E2M1)."""
+
+
+def rewritten(out: Path, settings: dict[str, object], state: dict[str, Tensor]) -> str:
+    """The checkpoint in `out` with another state, which is quantized as `settings` say."""
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return str(out)
+
+
+def test_experts_in_mxfp4_are_read_as_floats(tmp_path: Path) -> None:
+    families.saved("GptOssForCausalLM", tmp_path)
+    state, wished = load_file(tmp_path / "model.safetensors"), {}
+    for name in [n for n in state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        E, I, O = state.pop(name).shape
+        codes = torch.randint(16, (E, O, I // 32, 32))
+        exponents = torch.randint(118, 124, (E, O, I // 32))
+        scales = torch.exp2(exponents.float() - 127)
+        wished[name] = (torch.tensor(FP4)[codes] * scales[..., None]).flatten(2)
+        state[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        state[f"{name}_scales"] = exponents.to(torch.uint8)
+    source = rewritten(tmp_path, {"quant_method": "mxfp4"}, state)
+    found = load_model(source, device="cpu", dtype="fp32")
+    assert len(wished) == 8
+    for name, weight in wished.items():
+        assert torch.equal(found.model.get_submodule(name).weight, weight.flatten(0, 1))
+    convert_model(found, ConvertConfig(to="q2a4", device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_blocks_of_fp8_are_read_as_floats(tmp_path: Path, dtype: str) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96)
+    model.bfloat16().save_pretrained(tmp_path)
+    state, wished = load_file(tmp_path / "model.safetensors"), {}
+    for name in [n for n in state if "proj.weight" in n]:
+        O, I = state[name].shape
+        blocks = state[name].float().view(O // 32, 32, I // 32, 32)
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        wished[name] = (codes.float() * scales[:, None, :, None]).view(O, I)
+        state[name], state[f"{name}_scale_inv"] = codes.view(O, I), scales
+    settings = {
+        "quant_method": "fp8",
+        "weight_block_size": [32, 32],
+        "activation_scheme": "dynamic",
+    }
+    found = load_model(rewritten(tmp_path, settings, state), device="cpu", dtype=dtype).model
+    assert {p.dtype for p in found.parameters()} == {DTYPES[dtype]}
+    assert len(wished) == 14
+    for name, weight in wished.items():
+        assert torch.equal(found.get_parameter(name), weight.to(DTYPES[dtype]))
+
+
+def test_our_own_compressed_tensors_are_read_as_floats(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "in")
+    student = load_model(str(tmp_path / "in"), device="cpu", dtype="fp32")
+    plan = Shipping({"compressed-tensors": load_target("compressed-tensors")}).plan(
+        PRESETS["q2a4"], student.model
+    )
+    quantize_model(student, plan)
+    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
+    export_model(str(tmp_path / "packed"), ExportConfig(to="compressed-tensors"), tmp_path / "out")
+    found = load_model(str(tmp_path / "out"), device="cpu", dtype="fp32").model
+    packed = load_model(str(tmp_path / "packed"), device="cpu", dtype="fp32").model
+    linears = quant_linears(packed)
+    assert len(linears) == 14 and not quant_linears(found)
+    for name, linear in linears.items():
+        assert torch.equal(found.get_submodule(name).weight, linear.quantized_weight())
 
 
 @pytest.mark.parametrize(
