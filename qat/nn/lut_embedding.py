@@ -4,6 +4,7 @@ Shapes: V words, D model width, B sequences, S positions.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form
+from qat.nn.quant_linear import keeping_dtype
 from qat.quant.spec import LutSpec
 from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
 
@@ -91,12 +93,7 @@ class FrozenLutTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-
-        def move(tensor: Tensor) -> Tensor:
-            applied = fn(tensor)
-            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
-
-        return super()._apply(move, recurse)
+        return super()._apply(partial(keeping_dtype, fn), recurse)
 
     def extra_repr(self) -> str:
         """Shape and format, for `print(model)`."""

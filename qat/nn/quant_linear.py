@@ -10,6 +10,7 @@ Shapes: O out_features, I in_features, C codebook entries.
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -67,6 +68,12 @@ def room_for(
 
         room.register_post_accumulate_grad_hook(hand_on)
     return room
+
+
+def keeping_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Where `fn` puts a tensor: `model.to(bfloat16)` must not round what a weight is made of."""
+    applied = fn(tensor)
+    return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
 
 class QuantLinear(nn.Module):
@@ -256,12 +263,7 @@ class QuantLinear(nn.Module):
         return _FormedWeight.apply(self, tuple(parameters), dtype, *parameters.values())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.to(bfloat16)` must not round what the weight is made of: follow the device alone
-        def move(tensor: Tensor) -> Tensor:
-            applied = fn(tensor)
-            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
-
-        return super()._apply(move, recurse)
+        return super()._apply(partial(keeping_dtype, fn), recurse)
 
     def extra_repr(self) -> str:
         """Shape and format, for `print(model)`."""
