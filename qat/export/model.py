@@ -30,8 +30,8 @@ from qat.models.cost import (
     whole_model_bits,
 )
 from qat.models.directory import atomic_directory, resolve
-from qat.models.language_model import disturbed
 from qat.models.load import load_tokenizer
+from qat.models.noise import disturbed
 from qat.models.opening import is_of_files
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,20 +14,18 @@ from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
+from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.regions import use_packed_attention
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
     body_of,
-    decoder_layers,
     embedding_dtype,
     layer_config,
     module_device,
 )
 from qat.nsa.swap import is_all_sparse, say_route
 
-TF32_EPS = 2.0**-10
-"""The rounding of matmuls that take their factors from float32 in TF32, as a GPU may."""
 LOGIT_FACTORS = {
     "logit_scale": 1,
     "lm_head_multiplier": 1,
@@ -155,7 +153,7 @@ class LanguageModel:
         bodies: list[Tensor] = []
         # OPT's head skips the base model
         parts = {self.model.get_decoder(), body_of(self.model)} - {self.model}
-        with _watching(parts, lambda _m, _a, output: bodies.append(output[0])):
+        with hooked(parts, lambda _m, _a, output: bodies.append(output[0])):
             whole = self.model(input_ids=ids, use_cache=False).logits
         if not bodies or not whole.isfinite().all():
             found = "logits that are not finite" if bodies else "logits without its base model"
@@ -200,7 +198,7 @@ class LanguageModel:
         most = eps * whole.abs().max().item()
         if self._gain != 1:
             off = self.logits(
-                hidden + hidden.abs() * eps * _signs(hidden, torch.Generator().manual_seed(0))
+                hidden + hidden.abs() * eps * signs(hidden, torch.Generator().manual_seed(0))
             )
             most += MOST_OF_NOISE * (off.float() - split.float()).abs().max().item()
         # negated, so that a NaN counts as different
@@ -217,13 +215,13 @@ class LanguageModel:
         That depends on the model: deep ones with large values in a few channels are far off. So it
         is measured, unless all is equal.
         """
-        off = _distance(found, expected)
+        off = distance(found, expected)
         if off == 0:
             return 0.0, 0.0
         positions = torch.arange(ids.shape[1], device=self.device)[None]
         plain = self.hidden(ids, positions)
         with disturbed(self.model, max(torch.finfo(expected.dtype).eps, TF32_EPS)):
-            return off, _distance(self.hidden(ids, positions), plain)
+            return off, distance(self.hidden(ids, positions), plain)
 
     @property
     def softcap(self) -> float | None:
@@ -280,40 +278,3 @@ def judging(model: LanguageModel) -> Iterator[None]:
             yield
     finally:
         model.model.train(was_training)
-
-
-@contextmanager
-def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
-    """A block in which every decoder layer gives each value off by `eps` of it, up or down."""
-    generator = torch.Generator().manual_seed(0)
-
-    def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-        is_bare = isinstance(output, Tensor)
-        hidden = output if is_bare else output[0]
-        hidden = hidden * (1 + eps * _signs(hidden, generator))
-        return hidden if is_bare else (hidden, *output[1:])
-
-    with _watching(decoder_layers(model), disturb):
-        yield
-
-
-def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """1 or -1 for each value of `like`."""
-    return torch.randint(2, like.shape, generator=generator).to(like) * 2 - 1
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """`|found - expected| / |expected|`, Frobenius."""
-    expected = expected.float()
-    return ((found.float().to(expected.device) - expected).norm() / expected.norm()).item()
-
-
-@contextmanager
-def _watching(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
-    """A block in which `hook` sees, and may replace, what each of the modules gives."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
