@@ -40,6 +40,7 @@ STATE_SPACES = {
     "time_step_rank": 16,
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),  # rows are padded to the next one
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
