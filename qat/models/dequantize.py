@@ -29,7 +29,7 @@ from qat.errors import CheckpointError, how_to_install
 OWN: dict[str, Callable[[], Any]] = {
     "mxfp4": lambda: Mxfp4Config(dequantize=True),
     "fp8": lambda: FineGrainedFP8Config(dequantize=True),
-    "compressed-tensors": lambda: CompressedTensorsConfig(run_compressed=False),
+    "compressed-tensors": lambda: CompressedTensorsConfig(dequantize=True),
 }
 """By name of the method, the settings with which transformers gives floats."""
 BY_HAND = ("gptq", "awq")
@@ -46,6 +46,16 @@ def method_of(config: PreTrainedConfig) -> str | None:
     if settings is None:
         return None
     return str(settings.get("quant_method") if isinstance(settings, dict) else settings)
+
+
+def has_several_schemes(config: PreTrainedConfig) -> bool:
+    """Whether parts of a compressed-tensors checkpoint are packed in different ways.
+
+    transformers 5.23 reads all of them in the way of the first.
+    """
+    settings = getattr(config, "quantization_config", None)
+    groups = settings.get("config_groups") if isinstance(settings, dict) else None
+    return len(groups or ()) > 1
 
 
 def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:

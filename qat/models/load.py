@@ -1,6 +1,7 @@
 """Opens whatever a user may call a model: a directory, a run, or a hub id."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from qat.models.dequantize import (
     BY_HAND,
     OWN,
     float_state,
+    has_several_schemes,
     method_of,
     read_settings,
     with_adapter,
@@ -221,16 +223,25 @@ def _split(source: str, model: PreTrainedModel) -> LanguageModel:
     return found
 
 
-def _by_hand(source: str, config: PreTrainedConfig) -> tuple[type, None, dict[str, Any]]:
-    """What opens a checkpoint of GPTQ or AWQ: the model's own class, and a state of floats."""
-    directory = Path(source)
-    if not directory.is_dir():
-        directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
-    state = float_state(directory, read_settings(directory))
+def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, None, dict[str, Any]]:
+    """What opens a checkpoint that transformers does not turn into floats, or not rightly: the
+    model's own class, and a state of floats."""
+    if method_of(config) in BY_HAND:
+        directory = Path(source)
+        if not directory.is_dir():
+            directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
+        state = float_state(directory, read_settings(directory))
+    else:
+        packed = AutoModelForCausalLM.from_pretrained(
+            source, dtype=how.dtype, local_files_only=is_kept_here(source)
+        )
+        packed.hf_quantizer.compressor.decompress_model(packed)
+        state = packed.state_dict()
     del config.quantization_config
     with torch.device("meta"):
-        made = type(AutoModelForCausalLM.from_config(config))
-    return made, None, {"config": config, "state_dict": state}
+        made = AutoModelForCausalLM.from_config(config)
+    state = {name: state[name] for name in made.state_dict() if name in state}
+    return type(made), None, {"config": config, "state_dict": state}
 
 
 def _load_float(source: str, how: _How) -> PreTrainedModel:
@@ -244,9 +255,11 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
         "output_loading_info": True,
     }
     opening = Opening(source, "a causal language model", weights=True)
-    with opening, quiet_transformers():
-        if method in BY_HAND:
-            opener, place, more = _by_hand(source, config)
+    with opening, quiet_transformers(), warnings.catch_warnings():
+        # one that says that `OWN` is heeded
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+        if method in BY_HAND or has_several_schemes(config):
+            opener, place, more = _by_hand(source, config, how)
         else:
             place, more = as_transformers_asks(source)
             more = more | {"trust_remote_code": how.trust_remote_code}

@@ -169,12 +169,13 @@ def test_blocks_of_fp8_are_read_as_floats(tmp_path: Path, dtype: str) -> None:
         assert torch.equal(found.get_parameter(name), weight.to(DTYPES[dtype]))
 
 
-def test_our_own_compressed_tensors_are_read_as_floats(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["q2a4", "q4a4"])  # packed in two ways, and in one
+def test_our_own_compressed_tensors_are_read_as_floats(preset: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "in")
     student = load_model(str(tmp_path / "in"), device="cpu", dtype="fp32")
     plan = Shipping({"compressed-tensors": load_target("compressed-tensors")}).plan(
-        PRESETS["q2a4"], student.model
+        PRESETS[preset], student.model
     )
     quantize_model(student, plan)
     save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
