@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -279,7 +279,14 @@ class Optimizer:
 
     def lr_share(self, step: int) -> float:
         """The schedule's share of the peak at `step`."""
-        return lr_share(step, self._config)
+        config = self._config
+        return lr_share(
+            step,
+            config.max_steps,
+            schedule=config.schedule,
+            warmup_steps=config.warmup_steps,
+            min_ratio=config.min_lr_ratio,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Parameters, moments, starting sizes and loss scale as flat tensors, for a checkpoint.
@@ -357,22 +364,29 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}
 
 
-def lr_share(step: int, config: TrainConfig) -> float:
+def lr_share(
+    step: int,
+    max_steps: int,
+    *,
+    schedule: Literal["cosine", "constant", "wsd"],
+    warmup_steps: int,
+    min_ratio: float,
+) -> float:
     """The learning rate of optimizer step `step` (from 0) as a share of its peak.
 
-    Rises linearly over the warm-up; then `constant` stays at 1, `cosine` falls to `min_lr_ratio` at
+    Rises linearly over `warmup_steps`; then `constant` stays at 1, `cosine` falls to `min_ratio` at
     the end, and `wsd` (warm-up, stable, decay) stays at 1 and falls linearly over the last fifth.
     """
-    warmup_steps, last, least = config.warmup_steps, config.max_steps - 1, config.min_lr_ratio
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    if config.schedule == "constant":
+    if schedule == "constant":
         return 1.0
-    if config.schedule == "wsd":
-        decay_steps = max(1, round(DECAY_FRAC * config.max_steps))
-        return 1 - (1 - least) * max(0.0, 1 - (last - step) / decay_steps)
-    done = (step - warmup_steps) / max(1, last - warmup_steps)
-    return least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
+    if schedule == "wsd":
+        decay_steps = max(1, round(DECAY_FRAC * max_steps))
+        done = max(0.0, 1 - (max_steps - 1 - step) / decay_steps)
+        return 1 - (1 - min_ratio) * done
+    done = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * done)) / 2
 
 
 class LossScale:

@@ -365,12 +365,21 @@ def _say_changes(
         logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
     is_constant = config.schedule == "constant"
     if "max_steps" in changed and not is_constant and choice.step < config.max_steps:
-        before = config.model_copy(update={"max_steps": run.begun_with()[0].max_steps})
+        step, before = choice.step, run.begun_with()[0].max_steps
+        shares = [
+            lr_share(
+                at,
+                of,
+                schedule=config.schedule,
+                warmup_steps=config.warmup_steps,
+                min_ratio=config.min_lr_ratio,
+            )
+            for at, of in ((max(0, step - 1), before), (step, config.max_steps))
+        ]
         logger.info(
             "from here on the rates follow the %s schedule of %d steps: they were at %.2g of their "
             "peak and go on at %.2g",
             config.schedule,
             config.max_steps,
-            lr_share(max(0, choice.step - 1), before),
-            lr_share(choice.step, config),
+            *shares,
         )

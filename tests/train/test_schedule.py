@@ -4,21 +4,16 @@ import math
 
 import pytest
 
-from qat.train.config import TrainConfig
 from qat.train.optim import lr_share
 
 N, WARMUP, LEAST = 100, 10, 0.1
 
 
 def shares(schedule: str, warmup: int = WARMUP, steps: int = N) -> list[float]:
-    config = TrainConfig(
-        cache_dir="c",
-        max_steps=steps,
-        schedule=schedule,
-        warmup_steps=warmup,
-        min_lr_ratio=LEAST,
-    )
-    return [lr_share(step, config) for step in range(steps)]
+    return [
+        lr_share(step, steps, schedule=schedule, warmup_steps=warmup, min_ratio=LEAST)
+        for step in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
