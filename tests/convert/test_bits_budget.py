@@ -65,7 +65,8 @@ def test_bits_go_where_they_count() -> None:
 
 
 def test_more_bits_never_cost_more() -> None:
-    found = [plan_within_budget(student(), MLP, b, tokens(6))[1] for b in (4.8, 5.4, 6.2)]
+    small = {"num_hidden_layers": 1}
+    found = [plan_within_budget(student(**small), MLP, b, tokens(6))[1] for b in (4.8, 5.4, 6.2)]
     costs = [report.predicted_kl_nats for report in found]
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
 
@@ -73,15 +74,15 @@ def test_more_bits_never_cost_more() -> None:
 def test_the_plan_says_which_linears_and_in_which_groups() -> None:
     spec = LutSpec(bits=4, group_size=16, codebook="int")
     plan = QuantPlan(name="mlp", rules=(PlanRule(pattern="*.mlp.*", spec=spec),))
-    found, report = plan_within_budget(student(), plan, 4.0, tokens(6))
-    assert all(".mlp." in name for name in report.modules) and len(report.modules) == 6
+    found, report = plan_within_budget(student(num_hidden_layers=1), plan, 4.0, tokens(6))
+    assert all(".mlp." in name for name in report.modules) and len(report.modules) == 3
     assert all(r.spec.group_size == 16 and r.spec.codebook == "lut" for r in found.rules)
 
 
 def test_scales_of_8_bits_leave_more_for_the_indices() -> None:
     eights = EIGHTS.model_copy(update={"scale_bits": 8})
     plan = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=eights),))
-    model = student()
+    model = student(num_hidden_layers=1)
     found, report = plan_within_budget(model, plan, 4.6, tokens(6))  # below 2 + 16 / 8
     assert all(rule.spec.scale_bits == 8 for rule in found.rules)
     quantize_model(model, found)
@@ -92,8 +93,9 @@ def test_scales_of_8_bits_leave_more_for_the_indices() -> None:
 def test_groups_may_be_wider() -> None:
     spec = LutSpec(bits=2, group_size=16)
     plan = QuantPlan(name="p", rules=(PlanRule(pattern="*.mlp.*", spec=spec),))
-    _, narrow = plan_within_budget(student(), plan, 4.0, tokens(6))
-    _, both = plan_within_budget(student(), plan, 4.0, tokens(6), wider_groups=True)
+    one, other = (student(num_hidden_layers=1) for _ in range(2))
+    _, narrow = plan_within_budget(one, plan, 4.0, tokens(6))
+    _, both = plan_within_budget(other, plan, 4.0, tokens(6), wider_groups=True)
     trials = both.modules["model.layers.0.mlp.up_proj"]
     assert {(t.bits, t.group_size) for t in trials} == {(b, g) for b in (2, 3, 4) for g in (16, 32)}
     assert both.predicted_kl_nats <= narrow.predicted_kl_nats
@@ -101,7 +103,7 @@ def test_groups_may_be_wider() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_may_share_the_budget(tied: bool) -> None:
-    model = student(tie_word_embeddings=tied)
+    model = student(tie_word_embeddings=tied, num_hidden_layers=1)
     tables = table_names(model.model)
     plan, report = plan_within_budget(model, MLP, 5.9, tokens(6), with_tables=True)
     assert set(report.modules) == {*tables, *(n for n in linear_names(model.model) if "mlp" in n)}
