@@ -6,4 +6,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # each process would compile some 700 files anew
-exec "$PYTHON" -m pytest -n auto --maxprocesses 4 "$@"
+exec "$PYTHON" -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"
