@@ -14,7 +14,7 @@ import torch
 import transformers
 from tiny import VOCAB, tiny_tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LAYERS = dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers"), 4)
@@ -204,7 +204,10 @@ OWN: dict[str, dict[str, object]] = {
 def _families() -> dict[str, str]:
     found: dict[str, str] = {}
     for kind, names in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
-        found.setdefault(names if isinstance(names, str) else names[0], kind)
+        name = names if isinstance(names, str) else names[0]
+        # several kinds may share a class, which one of them is called after
+        if name not in found or name == f"{CONFIG_MAPPING_NAMES[kind][:-6]}ForCausalLM":
+            found[name] = kind
     return found
 
 
