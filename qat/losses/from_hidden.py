@@ -118,17 +118,14 @@ class _LossInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_total: Tensor, *_: Tensor) -> tuple:  # noqa: ANN401
-        stored = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = (None if g is None else _scale_(g, g_total).to(dtype) for g, dtype in stored)
+        scaled = []
+        for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            # in place, in float32 also where it is narrower: the factor would round in it
+            for part in () if stored is None else stored.split(SCALED_TOKENS):
+                part.copy_(wide(part) * g_total)
+            scaled.append(None if stored is None else stored.to(dtype))
         of_hidden, *of_head = scaled
         return of_hidden, None, None, *of_head
-
-
-def _scale_(stored: Tensor, factor: Tensor) -> Tensor:
-    """Multiply in place, in float32 also where `stored` is narrower: `factor` would round in it."""
-    for part in stored.split(SCALED_TOKENS):
-        part.copy_(wide(part) * factor)
-    return stored
 
 
 def loss_from_hidden(
