@@ -16,9 +16,9 @@ import torch
 def pytest_collection_finish() -> None:
     """Leave what is imported by now out of garbage collection: each would take half a second."""
     if "triton.runtime.interpreter" in sys.modules:
-        from triton_interpreter import patch_language_once
+        from triton_interpreter import without_waste
 
-        patch_language_once()
+        without_waste()
     gc.collect()
     gc.freeze()
 
