@@ -21,16 +21,17 @@ from transformers import __version__
 from qat import cli
 
 sys.path.insert(0, str(ROOT / "tests"))
-from families import FAMILIES, NOT_BUILT, walk
+from families import FAMILIES, NOT_BUILT, OF_IMAGES, walk
 
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """\
 # Which models work
 
 For who wants to know whether a model's class can be a teacher and a student before downloading it.
-A tiny random model of each class of causal language models in transformers {version} went through
-`qat cache`, `convert --to q2a4 --calibration`, `train`, `eval`, `generate` and `export --to dense`.
-Converting opens what it wrote again and compares tensors to the bit; exporting compares logits.
+A tiny random model of each class of causal language models in transformers {version}, and of
+{of_images} of images and text, went through `qat cache`, `convert --to q2a4 --calibration`,
+`train`, `eval`, `generate` and `export --to dense`. Converting opens what it wrote again and
+compares tensors to the bit; exporting compares logits.
 `python speedrun/measure_families.py` wrote this page. {working} of {tried} classes work.
 
 A class that is not listed may work: what is needed is said in
@@ -59,7 +60,7 @@ def measure(*, family: str | None = None, figures: Path | None = None) -> None:
             goal = ">= 45" if name == "working" else ""
             record(figures, f"families_{name}", count, "classes", goal, runs=1)
     PAGE.write_text(
-        HEAD.format(version=__version__, **counts)
+        HEAD.format(version=__version__, of_images=len(OF_IMAGES), **counts)
         + "## Work\n\n"
         + "\n".join(f"- `{name}`" for name in works)
         + "\n\n## Are refused\n\n"

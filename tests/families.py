@@ -15,7 +15,10 @@ import transformers
 from tiny import VOCAB, tiny_tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 LAYERS = dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers"), 4)
 WIDTHS = dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"), 64)
@@ -90,6 +93,8 @@ LATENT_ATTENTION = {
     "index_head_dim": 16,
 }
 """For configurations that have a `kv_lora_rank`."""
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+"""Rotary positions of three axes."""
 OWN: dict[str, dict[str, object]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
@@ -169,6 +174,9 @@ OWN: dict[str, dict[str, object]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "glm4v_text": {"rope_parameters": MROPE},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"languages": ["en"], "default_language": "en"},
     "reformer": {
@@ -201,6 +209,29 @@ OWN: dict[str, dict[str, object]] = {
 }
 
 
+OF_IMAGES = (
+    "aria",
+    "cohere2_vision",
+    "deepseek_vl",
+    "glm4v",
+    "idefics3",
+    "internvl",
+    "kimi_k25",
+    "lfm2_vl",
+    "llava",
+    "llava_onevision",
+    "mistral3",
+    "ovis2",
+    "paligemma",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+)
+"""Kinds of images and text that transformers opens by another name than causal models."""
+
+
 def _families() -> dict[str, str]:
     found: dict[str, str] = {}
     for kind, names in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
@@ -208,7 +239,7 @@ def _families() -> dict[str, str]:
         # several kinds may share a class, which one of them is called after
         if name not in found or name == f"{CONFIG_MAPPING_NAMES[kind][:-6]}ForCausalLM":
             found[name] = kind
-    return found
+    return found | {MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]: kind for kind in OF_IMAGES}
 
 
 FAMILIES = _families()

@@ -32,7 +32,7 @@ from qat.models.cost import (
 from qat.models.directory import atomic_directory, resolve
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
-from qat.models.opening import is_of_files
+from qat.models.opening import auto_class, is_of_files
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
@@ -256,10 +256,11 @@ def write_card(
     """
     specs = Counter(module.spec for module in quantized_modules(model).values())
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701
+    how_to_load = load_target(target).HOW_TO_LOAD.replace("DIR", name)
     text = environment.from_string(TEMPLATE).render(
         name=name,
         target=target,
-        how_to_load=load_target(target).HOW_TO_LOAD.replace("DIR", name),
+        how_to_load=how_to_load.replace("AutoModelForCausalLM", auto_class(model.config).__name__),
         architecture=type(model).__name__,
         parameters=parameter_count(model),
         version=qat.__version__,

@@ -13,7 +13,6 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,6 +20,7 @@ from transformers import (
 
 from qat.errors import ExportError, how_to_install
 from qat.models.checkpoint import quiet_transformers
+from qat.models.opening import auto_class
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
@@ -232,7 +232,7 @@ def align(model: PreTrainedModel) -> None:
 def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Those of the model that transformers reads from `directory`, in the dtype of `model`."""
     with quiet_transformers():
-        reloaded = AutoModelForCausalLM.from_pretrained(
+        reloaded = auto_class(model.config).from_pretrained(
             directory, dtype=embedding_dtype(model), local_files_only=True
         )
         open_sites(reloaded)  # so that experts multiply in the layout that they have in `model`

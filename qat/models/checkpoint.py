@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
-from qat.models.opening import Opening, read_config, read_table
+from qat.models.opening import Opening, auto_class, read_config, read_table
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
 from qat.nn.sites import close_sites
 from qat.nsa.swap import nsa_config
@@ -104,7 +104,7 @@ def check_written(directory: Path, model: PreTrainedModel) -> None:
     what = f"what was written of {type(model).__name__}"
     try:
         with quiet_transformers():
-            again = AutoModelForCausalLM.from_pretrained(
+            again = auto_class(model.config).from_pretrained(
                 directory, dtype="auto", local_files_only=True, trust_remote_code=False
             )
     except (CheckpointError, OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -155,15 +155,16 @@ def load_checkpoint(
     """The model of a packed checkpoint, its quantized linears as `FrozenLutLinear`, in eval mode.
 
     `dtype` is that of everything but packed indices, codebooks and scales; `auto` takes the one it
-    was saved in. Exactly `AutoModelForCausalLM.from_pretrained`, with errors in one line.
+    was saved in. Exactly `from_pretrained` of transformers, with errors in one line.
 
     Raises:
         CheckpointError: there is none, or it is damaged, incomplete or of an unknown format.
     """
     _check_packed(path)
+    config = read_config(str(path))
     with Opening(path, "a whole packed checkpoint", weights=True), quiet_transformers():
         try:
-            return AutoModelForCausalLM.from_pretrained(
+            return auto_class(config).from_pretrained(
                 path,
                 dtype=dtype,
                 device_map=device_map,
@@ -185,7 +186,7 @@ def load_skeleton(path: Path) -> PreTrainedModel:
     config = read_config(str(path))
     with Opening(path, "a packed checkpoint"):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
         quantizer = QatHfQuantizer(QatConfig.from_dict(config.quantization_config))
         quantizer.preprocess_model(model)
     return model.eval()

@@ -9,7 +9,6 @@ import torch
 import xxhash
 from huggingface_hub import snapshot_download
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -39,7 +38,7 @@ from qat.models.directory import (
 )
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
-from qat.models.opening import Opening, read_config
+from qat.models.opening import Opening, auto_class, read_config
 from qat.models.stored_state import packed_state_dict
 from qat.nsa.swap import KEY, nsa_config
 
@@ -232,14 +231,14 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
             directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
         state = float_state(directory, read_settings(directory))
     else:
-        packed = AutoModelForCausalLM.from_pretrained(
+        packed = auto_class(config).from_pretrained(
             source, dtype=how.dtype, local_files_only=is_kept_here(source)
         )
         packed.hf_quantizer.compressor.decompress_model(packed)
         state = packed.state_dict()
     del config.quantization_config
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config)
+        made = auto_class(config).from_config(config)
     state = {name: state[name] for name in made.state_dict() if name in state}
     return type(made), None, {"config": config, "state_dict": state}
 
@@ -247,7 +246,7 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
 def _load_float(source: str, how: _How) -> PreTrainedModel:
     config = read_config(source, trust_remote_code=how.trust_remote_code)
     method = None if source.endswith(GGUF) else method_of(config)
-    opener, place = AutoModelForCausalLM, source
+    opener, place = auto_class(config), source
     named: dict[str, Any] = {
         "dtype": how.dtype,
         "device_map": how.placement(),

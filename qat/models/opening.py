@@ -12,8 +12,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from transformers import AutoConfig, PreTrainedConfig, __version__
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    __version__,
+)
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from qat.backend.device import select
 from qat.errors import CheckpointError, QatError
@@ -132,6 +142,16 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
         )
     check_attention(config)
     return config
+
+
+def auto_class(
+    config: PreTrainedConfig,
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """What opens a model of that configuration: of text, or else of images and text."""
+    kind = type(config)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def check_attention(config: PreTrainedConfig) -> None:

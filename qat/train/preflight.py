@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from qat.backend import device as backends
 from qat.data.packing import Batch
@@ -24,6 +23,7 @@ from qat.models.cost import device_called, token_flops
 from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_model, load_tokenizer
+from qat.models.opening import auto_class
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
@@ -565,7 +565,8 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
     if peak is None:
         return None
     with torch.device("meta"):
-        model = LanguageModel(AutoModelForCausalLM.from_config(load_config(student)))
+        settings = load_config(student)
+        model = LanguageModel(auto_class(settings).from_config(settings))
     S, K = cache.sequence_length, cache.manifest.settings.top_k
     flops = token_flops(model, linear_names(model.model), config, S=S, K=K).total
     return config.max_steps * config.sequences_per_step * S * flops / (peak * USUAL_SHARE) / 3600

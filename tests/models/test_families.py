@@ -123,6 +123,24 @@ def test_the_text_model_of_a_multimodal_one_is_meant(tmp_path: Path) -> None:
     assert decoder_layers(model) is model.model.language_model.layers
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["SmolVLMForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"]
+)
+def test_the_text_of_a_model_of_images_is_quantized_beside_its_tower(
+    family: str, tmp_path: Path
+) -> None:
+    families.saved(family, tmp_path / "float")
+    source = str(tmp_path / "float")
+    convert_checkpoint(source, ConvertConfig(to="q2a4", device="cpu"), tmp_path / "packed")
+    before, after = (load_model(str(tmp_path / n), device="cpu").model for n in ("float", "packed"))
+    assert type(after).__name__ == family
+    assert {role_of(name) for name in quant_linears(after)} == {"mlp", "attention"}
+    assert not any("vision" in name or "visual" in name for name in quant_linears(after))
+    tower = {n: w for n, w in before.named_parameters() if "vision" in n or "visual" in n}
+    assert tower and all(torch.equal(after.get_parameter(name), w) for name, w in tower.items())
+
+
 @pytest.mark.parametrize("is_calibrated", [False, True])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_experts_of_a_mixture_are_quantized_and_learn(
@@ -196,6 +214,8 @@ REFUSED = {
     "XLMRobertaForCausalLM": HEAD,
     "XLMRobertaXLForCausalLM": HEAD,
     "XmodForCausalLM": HEAD,
+    "Cohere2VisionForConditionalGeneration": HEAD,
+    "PaliGemmaForConditionalGeneration": "computes other hidden states where documents are packed",
     "CpmAntForCausalLM": LATER,
     "XLNetLMHeadModel": LATER,
     "Emu3ForCausalLM": PART,

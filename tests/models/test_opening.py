@@ -9,13 +9,14 @@ from gguf import GGUFWriter
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from qat.errors import CheckpointError
 from qat.models import load
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint
 from qat.models.directory import CHECKSUMS
 from qat.models.load import load_config, load_model, load_tokenizer
-from qat.models.opening import Opening
+from qat.models.opening import Opening, auto_class
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +144,23 @@ def test_what_is_sound_opens(teacher: Path, student: Path) -> None:
         assert load_config(str(model)).model_type == "qwen3"
 
 
+@pytest.mark.parametrize(
+    "kind, name",
+    [("qwen3", "CausalLM"), ("gemma3", "CausalLM"), ("qwen3_vl", "ImageTextToText")],
+)
+def test_models_of_images_open_by_the_name_that_transformers_has_for_them(
+    kind: str, name: str
+) -> None:
+    assert auto_class(CONFIG_MAPPING[kind]()).__name__ == f"AutoModelFor{name}"
+
+
 KINDS = {
     "bert_of_tomorrow": "holds a model of type bert_of_tomorrow, expected one that transformers",
     "t5": "has a configuration of the class T5Config, for which transformers has no causal lang",
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bert_of_tomorrow", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_model_that_is_none_for_us_is_called_by_its_name(kind: str, teacher: Path) -> None:
     (teacher / "config.json").write_text(json.dumps({"model_type": kind}))
     said = refused(lambda path: load_model(path, device="cpu"), teacher)
