@@ -245,6 +245,7 @@ def test_a_budget_becomes_a_plan_that_can_be_used_again(place: Path, tmp_path: P
     assert not (tmp_path / "again" / PLAN_NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
     place: Path, tmp_path: Path
 ) -> None:

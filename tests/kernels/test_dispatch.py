@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT_TRITON = """
 import importlib, pkgutil, sys
 
@@ -19,5 +21,6 @@ assert topk.top_k_of_logits(torch.eye(3), 1).ids.flatten().tolist() == [0, 1, 2]
 """
 
 
+@pytest.mark.slow
 def test_every_file_of_kernels_can_be_imported_without_triton() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_TRITON], check=True)

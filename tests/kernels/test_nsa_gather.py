@@ -83,6 +83,7 @@ def test_output_and_gradients_are_the_references(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_lists_longer_than_a_chunk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "CHUNK", 32)
     monkeypatch.setattr(gather, "MOST_BYTES", 1)  # a row of heads at a time

@@ -55,9 +55,10 @@ def test_joined_projections_compute_the_same(architecture, is_formed, spec) -> N
     torch.testing.assert_close(again, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
 @pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_compiled_layers_compute_the_same(architecture, is_fused, monkeypatch) -> None:
     if is_fused:
         pytest.importorskip("triton")

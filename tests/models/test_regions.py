@@ -59,6 +59,7 @@ def test_every_nth_layer_runs_twice(every, calls) -> None:
     assert count == calls
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_equal_layers_share_one_graph_with_their_recomputation(monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

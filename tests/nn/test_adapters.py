@@ -165,7 +165,7 @@ def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_joined_linears_compute_the_same(is_compiled: bool) -> None:
     model = LanguageModel(tiny_adapted("qwen3", SPECS["lut2"]))
     form_weights(model.model, torch.float32)

@@ -19,6 +19,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         sys.modules.pop(name)
 
 
+@pytest.mark.slow
 def test_a_hundred_mutants(script: ModuleType, tmp_path: Path) -> None:
     outcomes = script.fuzz(tmp_path, range(100))
     assert sum(outcomes.values()) == 100

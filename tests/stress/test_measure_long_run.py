@@ -43,6 +43,7 @@ def test_a_look_sees_memory_and_handles(tmp_path: Path) -> None:
     assert clock() - began == pytest.approx(7200, abs=1)
 
 
+@pytest.mark.slow
 def test_looking_itself_keeps_nothing() -> None:
     from measure_long_run import Looks, look
 
