@@ -1,6 +1,7 @@
 """Nothing in qat removes or overwrites what it did not write."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,10 +112,15 @@ def test_a_cache_takes_only_its_own_temporary_files_for_its_own(tmp_path: Path) 
 
 
 def test_shards_make_room_and_nothing_else(tmp_path: Path) -> None:
-    mine = thesis(tmp_path / "my-model.safetensors")
-    kept = LocalShards(tmp_path, lambda name, path: None, budget=1)
-    kept._make_room(10)
-    assert mine.exists() and not kept._sizes
+    shards = build(tmp_path / "cache", shard_size=1).shards
+    (tmp_path / "local").mkdir()
+    mine = thesis(tmp_path / "local" / "my-model.safetensors")
+    source = tmp_path / "cache"
+    kept = LocalShards(mine.parent, lambda shard, to: shutil.copy(source / shard.file, to), 1)
+    for shard in shards:
+        kept.bring(shard)
+    left = {path.name for path in mine.parent.iterdir()} - {mine.name}
+    assert mine.exists() and shards[-1].file in left and len(left) < len(shards)
 
 
 def test_a_file_called_as_the_lock_stays(tmp_path: Path) -> None:
