@@ -35,7 +35,7 @@ QUOTED = {  # figure: the pages that quote it, and how; docs/results.md is gener
     "spine/stories15m_untruncated_kl_trained": ("spine", "{:.4f}"),
 }
 ENTRIES = read_records(RECORDS)
-DEMO_TIME = "bout three minutes on two CPU cores"
+DEMO_TIME = "three to five minutes on two CPU cores"
 
 
 def name_of(path: Path) -> str:

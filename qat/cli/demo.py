@@ -21,7 +21,7 @@ def demo(
     teacher: Path = TINY_TEACHER,
     steps: Annotated[int, Parameter(validator=Number(gt=0))] = 200,
 ) -> dict:
-    """Take a small teacher to an exported 2-bit student; about three minutes on two CPU cores.
+    """Take a small teacher to an exported 2-bit student: three to five minutes on two CPU cores.
 
     A demo that was stopped goes on where it was.
 
