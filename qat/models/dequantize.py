@@ -2,7 +2,7 @@
 
 transformers turns some formats into floats itself (`OWN`). GPTQ and AWQ it opens only with
 libraries of kernels, which need a GPU, so their few lines of arithmetic are here:
-`w = scale * (q - zero)` for each group of inputs.
+`w = scale * (q - zero)` for each group of inputs. Adapters are merged by peft.
 
 Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int32.
 """
@@ -164,5 +164,4 @@ def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
             f"{directory} is an adapter of {adapted.active_peft_config.peft_type.value}, which is "
             "no change of weights, expected LoRA or the like; start from the model without it"
         )
-    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
-    return merged
+    return adapted.merge_and_unload(safe_merge=True)
