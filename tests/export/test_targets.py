@@ -4,6 +4,8 @@ import copy
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -600,19 +602,18 @@ def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
     pytest.importorskip("coremltools")
     from coremltools.converters.mil import Builder as mb
 
-    from qat.export import coreml as coreml_check
-    from qat.export import coreml as coreml_graph
+    from qat.export import coreml_program
 
     linear = frozen_linear(6, 64, SPECS[name].model_copy(update={"level_bits": 16}))
     with torch.no_grad():
         linear.codebook.copy_(linear.levels())
     table = coreml._lookup("it", linear, DTYPES[dtype])
 
-    @mb.program(input_specs=[mb.TensorSpec((1,))], opset_version=coreml_graph.OPSET)
+    @mb.program(input_specs=[mb.TensorSpec((1,))], opset_version=coreml_program.OPSET)
     def program(x):
-        return mb.add(x=mb.cast(x=x, dtype=dtype), y=coreml_graph.lookup(table, "it"))
+        return mb.add(x=mb.cast(x=x, dtype=dtype), y=coreml_program.lookup(table, "it"))
 
-    found = coreml_check.read_weights(program)["it"]
+    found = coreml_program.read_weights(program)["it"]
     assert torch.equal(torch.from_numpy(found), linear.quantized_weight(DTYPES[dtype]))
 
 
@@ -768,3 +769,20 @@ def test_what_a_library_cannot_run_is_one_line(tmp_path: Path) -> None:
             str(tmp_path / "packed"), ExportConfig(to="compressed-tensors"), tmp_path / "out"
         )
     assert "\n" not in str(seen.value) and not (tmp_path / "out").exists()
+
+
+def test_what_a_student_ships_to_is_known_without_any_extra(students: dict) -> None:
+    """As in an environment of the README's first command, which has none of them."""
+    program = """
+import sys
+from pathlib import Path
+for name in ("coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "peft"):
+    sys.modules[name] = None
+from qat.export.targets import TARGETS, ships_to
+assert ships_to(Path(sys.argv[1])).keys() == TARGETS.keys()
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(students["mlx"])],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr

@@ -1,0 +1,217 @@
+"""A decoder as a MIL program: fixed length, no state, every quantized weight a look-up table.
+
+It is the one file that needs coremltools to be imported.
+
+Shapes: S positions, D model width, H heads, K key heads, E head width, V words.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from coremltools import target
+from coremltools.converters.mil import Builder as mb
+from coremltools.converters.mil.mil import Function, Operation, Program, Var, types
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+OPSET = target.iOS18
+MASKED = -30000.0
+"""What is added to a score that must not count: below every score, above what float16 ends at."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A weight as Core ML holds it: `lut[indices] * scale`, each scale for a block of a row."""
+
+    indices: np.ndarray
+    """`(O, I)` uint8."""
+    lut: np.ndarray
+    """`(2**bits,)`, float."""
+    scale: np.ndarray
+    """`(O, G)`, float."""
+
+
+Weights = dict[str, Lookup | np.ndarray]
+"""Every weight of the model by transformers' name."""
+
+
+def decoder(
+    config: PreTrainedConfig, weights: Weights, rotary: tuple[Tensor, Tensor], dtype: type
+) -> Program:
+    """From `input_ids` `(1, S)` to `logits` `(1, S, V)` float32.
+
+    Args:
+        config: of a llama, qwen2 or qwen3 model.
+        weights: in `dtype`; a tied head is left out.
+        rotary: cosines and sines, `(S, E)` each.
+        dtype: `np.float16` or `np.float32`: what the program computes in.
+    """
+    length = rotary[0].shape[0]
+    spec = mb.TensorSpec((1, length), dtype=types.int32)
+
+    @mb.program(input_specs=[spec], opset_version=OPSET)
+    def program(input_ids: Var) -> Var:
+        graph = _Graph(config, weights, rotary, dtype)
+        hidden = mb.gather(x=graph.weight("model.embed_tokens.weight"), indices=input_ids, axis=0)
+        for layer in range(config.num_hidden_layers):
+            hidden = graph.block(hidden, f"model.layers.{layer}.")
+        hidden = graph.norm(hidden, "model.norm")
+        head = "lm_head" if "lm_head.weight" in weights else "model.embed_tokens"
+        logits = graph.linear(hidden, head)
+        return mb.cast(x=logits, dtype="fp32", name="logits")
+
+    return program
+
+
+class _Graph:
+    """The parts of a block, each from weights by name."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        weights: Weights,
+        rotary: tuple[Tensor, Tensor],
+        dtype: type,
+    ) -> None:
+        self.config, self.weights, self.dtype = config, weights, dtype
+        self.made: dict[str, Var] = {}
+        self.cos, self.sin = (part.numpy().astype(dtype)[None, None] for part in rotary)
+        length = rotary[0].shape[0]
+        self.mask = np.triu(np.full((length, length), MASKED, dtype), 1)[None, None]
+        heads = config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def weight(self, name: str) -> Var:
+        """A constant, or a look-up table, made once."""
+        if name not in self.made:
+            value = self.weights[name]
+            is_lookup = isinstance(value, Lookup)
+            self.made[name] = lookup(value, name) if is_lookup else mb.const(val=value, name=name)
+        return self.made[name]
+
+    def linear(self, x: Var, name: str) -> Var:
+        """`x @ W.T + b`."""
+        bias = f"{name}.bias"
+        has_bias = bias in self.weights
+        given = {"bias": self.weight(bias)} if has_bias else {}
+        return mb.linear(x=x, weight=self.weight(f"{name}.weight"), **given)
+
+    def norm(self, x: Var, name: str) -> Var:
+        """`x / sqrt(mean(x^2) + eps) * gamma`: the layer norm of x beside -x, which has mean 0."""
+        width = x.shape[-1]
+        both = mb.concat(values=[x, mb.mul(x=x, y=self.dtype(-1))], axis=-1)
+        epsilon = self.dtype(self.config.rms_norm_eps)
+        normed = mb.layer_norm(x=both, axes=[-1], epsilon=epsilon)
+        rank = len(x.shape)
+        half = mb.slice_by_size(x=normed, begin=[0] * rank, size=[*x.shape[:-1], width])
+        return mb.mul(x=half, y=self.weight(f"{name}.weight"))
+
+    def block(self, x: Var, name: str) -> Var:
+        """Attention, then the gated MLP, each beside the residual stream."""
+        attended = self.attention(self.norm(x, f"{name}input_layernorm"), f"{name}self_attn.")
+        x = mb.add(x=x, y=attended)
+        y = self.norm(x, f"{name}post_attention_layernorm")
+        gate, up = self.linear(y, f"{name}mlp.gate_proj"), self.linear(y, f"{name}mlp.up_proj")
+        inner = mb.mul(x=mb.mul(x=gate, y=mb.sigmoid(x=gate)), y=up)
+        return mb.add(x=x, y=self.linear(inner, f"{name}mlp.down_proj"))
+
+    def attention(self, x: Var, name: str) -> Var:
+        """Causal attention with rotary positions."""
+        config = self.config
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        q = self.rotated(self.heads(x, f"{name}q_proj", heads, f"{name}q_norm"))
+        k = self.rotated(self.heads(x, f"{name}k_proj", key_heads, f"{name}k_norm"))
+        v = self.heads(x, f"{name}v_proj", key_heads, None)
+        k, v = (self.shared(part, heads // key_heads) for part in (k, v))
+        scores = mb.matmul(x=mb.mul(x=q, y=self.dtype(self.head_dim**-0.5)), y=k, transpose_y=True)
+        mixed = mb.matmul(x=mb.softmax(x=mb.add(x=scores, y=self.mask), axis=-1), y=v)
+        length = x.shape[1]
+        joined = mb.reshape(
+            x=mb.transpose(x=mixed, perm=[0, 2, 1, 3]), shape=[1, length, heads * self.head_dim]
+        )
+        return self.linear(joined, f"{name}o_proj")
+
+    def heads(self, x: Var, name: str, count: int, norm: str | None) -> Var:
+        """`(1, S, D)` to `(1, count, S, E)`, normed where the model has such a norm."""
+        split = mb.reshape(x=self.linear(x, name), shape=[1, x.shape[1], count, self.head_dim])
+        if norm is not None and f"{norm}.weight" in self.weights:
+            split = self.norm(split, norm)
+        return mb.transpose(x=split, perm=[0, 2, 1, 3])
+
+    def rotated(self, x: Var) -> Var:
+        """`x * cos + (-x2, x1) * sin`."""
+        x1, x2 = mb.split(x=x, num_splits=2, axis=-1)
+        turned = mb.concat(values=[mb.mul(x=x2, y=self.dtype(-1)), x1], axis=-1)
+        return mb.add(x=mb.mul(x=x, y=self.cos), y=mb.mul(x=turned, y=self.sin))
+
+    def shared(self, x: Var, times: int) -> Var:
+        """Each key head for `times` query heads: `(1, K, S, E)` to `(1, H, S, E)`."""
+        if times == 1:
+            return x
+        _, count, length, width = x.shape
+        tiled = mb.tile(x=mb.reshape(x=x, shape=[count, 1, length, width]), reps=[1, times, 1, 1])
+        return mb.reshape(x=tiled, shape=[1, count * times, length, width])
+
+
+def lookup(weight: Lookup, name: str) -> Var:
+    """A look-up table of the whole tensor under a scale for each block."""
+    bits = int(np.log2(len(weight.lut)))
+    index_type = types.nptype_from_builtin(types.string_to_builtin(f"uint{bits}"))
+    levels = mb.constexpr_lut_to_dense(
+        indices=weight.indices.astype(index_type), lut=weight.lut.reshape(1, 1, -1, 1)
+    )
+    return mb.constexpr_blockwise_shift_scale(data=levels, scale=weight.scale, name=name)
+
+
+# Runs a saved Core ML program without Core ML: coremltools reads it and infers every value.
+#
+# Weights are decompressed by coremltools in the dtype that they are stored in; the rest runs in
+# float32.
+
+
+def read_weights(program: Program) -> dict[str, np.ndarray]:
+    """What coremltools decompresses of each look-up table under its scale, by the name written."""
+    (main,) = program.functions.values()
+    found = [op for op in main.operations if op.op_type == "constexpr_blockwise_shift_scale"]
+    return {op.name: op.materialized_val_inference() for op in found}
+
+
+def evaluate(program: Program, input_ids: np.ndarray) -> np.ndarray:
+    """The output of a program of one input and one output, in float32.
+
+    A look-up table is decompressed where it is used and dropped again.
+    """
+    (main,) = program.functions.values()
+    (given,) = main.inputs.values()
+    values = {given: input_ids.astype(np.int32)}
+    with Function({}, opset_version=OPSET):
+        for op in main.operations:
+            if op.op_type != "const" and not op.op_type.startswith("constexpr_"):
+                values.update(zip(op.outputs, _outputs(op, values), strict=True))
+    return values[main.outputs[0]]
+
+
+def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
+    """The outputs of one operation, its inputs being known."""
+    inputs = {
+        name: [_value(part, values) for part in var]
+        if isinstance(var, list | tuple)
+        else _value(var, values)
+        for name, var in op.inputs.items()
+        if var is not None
+    }
+    if op.op_type == "silu":  # coremltools infers no value of it
+        return [inputs["x"] / (1 + np.exp(-inputs["x"]))]
+    if op.op_type == "cast":
+        return [inputs["x"]]
+    made = getattr(mb, op.op_type)(**inputs)
+    return [var.val for var in (made if isinstance(made, list | tuple) else (made,))]
+
+
+def _value(var: Var, values: dict[Var, np.ndarray]) -> np.ndarray:
+    """What a variable holds, halves as float32."""
+    if var in values:
+        return values[var]
+    is_table = var.op.op_type.startswith("constexpr_")
+    value = var.op.materialized_val_inference() if is_table else var.val
+    return value.astype(np.float32) if getattr(value, "dtype", None) == np.float16 else value
