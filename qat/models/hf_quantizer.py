@@ -171,14 +171,17 @@ class QatHfQuantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation
     """What transformers up to 5.19 calls instead."""
 
-    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel) -> list:
-        """All but those that change a tensor under its name: ours lie as modules hold them."""
+    def update_weight_conversions(self, weight_conversions: list, *model: PreTrainedModel) -> list:
+        """All but those that change a tensor under its name: ours lie as modules hold them.
+
+        Later versions of transformers hand the model over too.
+        """
         others = [
             each
             for each in weight_conversions
             if each._original_source_patterns != each._original_target_patterns
         ]
-        return super().update_weight_conversions(others, model)
+        return super().update_weight_conversions(others, *model)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
