@@ -4,13 +4,15 @@ import gc
 import os
 import shutil
 import sys
+from functools import cache
 
 # without a GPU, Triton's kernels run in its interpreter; it looks at this when it is imported
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-import torch
+
+gc.disable()  # while modules are imported there is next to no garbage
 
 
 def pytest_collection_finish() -> None:
@@ -19,11 +21,21 @@ def pytest_collection_finish() -> None:
         from triton_interpreter import without_waste
 
         without_waste()
+    if "cyclopts.argument" in sys.modules:
+        from cyclopts.argument import _collection
+
+        # each command line would read the source of its classes anew
+        _collection.extract_docstring_help = cache(_collection.extract_docstring_help)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    import torch  # not where tests are only handed out to workers
+
+    # without a GPU, `torch.manual_seed` notes the call and its stack for when there will be one
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
     torch.set_num_threads(1)
