@@ -7,7 +7,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +102,7 @@ def print_result(found: object) -> None:
         sys.stdout.flush()
 
 
+@cache
 def verb_flags() -> dict[str, set[str]]:
     """The names of each verb's flags without dashes in front; of `--a.b` the `a`."""
     found = {}
