@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,33 @@ class Theme:
 LIGHT = Theme(ink="#1c2430", muted="#5c6776", grid="#e3e7ec", paper="#ffffff")
 DARK = Theme(ink="#e6eaf0", muted="#9aa5b4", grid="#2c3440", paper="#171c24")
 
+STYLE: dict[str, Any] = {
+    "text.parse_math": False,  # names are no formulas, whatever dollars they hold
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": LIGHT.ink,
+    "axes.labelcolor": LIGHT.muted,
+    "axes.edgecolor": LIGHT.grid,
+    "axes.facecolor": LIGHT.paper,
+    "figure.facecolor": LIGHT.paper,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": LIGHT.grid,
+    "grid.linewidth": 0.8,
+    "xtick.color": LIGHT.muted,
+    "ytick.color": LIGHT.muted,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.labelcolor": LIGHT.ink,
+    "svg.hashsalt": "qat",
+}
+
 Painter = Callable[[Axes], None]
 
 
@@ -48,9 +75,9 @@ class Chart:
     caption: str
     paint: Painter
 
-    def render(self, theme: Theme, form: str) -> bytes:
-        """The picture as `svg` or `png`; the same input gives the same bytes."""
-        with matplotlib.rc_context(_style(theme)):
+    def render(self, form: str) -> bytes:
+        """The picture in the light dress as `svg` or `png`; the same input gives the same bytes."""
+        with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(5.6, 3.4), layout="constrained")
             axes = figure.subplots()
             self.paint(axes)
@@ -60,6 +87,13 @@ class Chart:
             metadata = {"Date": None} if form == "svg" else {"Software": "qat"}
             figure.savefig(buffer, format=form, dpi=200, metadata=metadata)
         return buffer.getvalue()
+
+
+def in_dark(svg: bytes) -> bytes:
+    """A picture in the light dress in the dark one: drawing it again would take as long."""
+    for light, dark in zip(astuple(LIGHT), astuple(DARK), strict=True):
+        svg = svg.replace(light.encode(), dark.encode())
+    return svg
 
 
 def run_charts(runs: list[TrainingRun]) -> list[Chart]:
@@ -195,35 +229,6 @@ def _shown(name: str) -> str:
 def _dot(points: list[Any]) -> str | None:
     """A marker where points are few enough to tell apart."""
     return "o" if len(points) <= 20 else None
-
-
-def _style(theme: Theme) -> dict[str, Any]:
-    return {
-        "text.parse_math": False,  # names are no formulas, whatever dollars they hold
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.muted,
-        "axes.edgecolor": theme.grid,
-        "axes.facecolor": theme.paper,
-        "figure.facecolor": theme.paper,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "grid.color": theme.grid,
-        "grid.linewidth": 0.8,
-        "xtick.color": theme.muted,
-        "ytick.color": theme.muted,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "lines.linewidth": 1.8,
-        "lines.markersize": 4.5,
-        "legend.frameon": False,
-        "legend.labelcolor": theme.ink,
-        "svg.hashsalt": "qat",
-    }
 
 
 def fit_scale(axis: Axis, values: Sequence[float]) -> None:

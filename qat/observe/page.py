@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from qat.errors import ConfigError
 from qat.files import write_atomically
-from qat.observe.charts import DARK, LIGHT, Chart, conversion_charts, run_charts
+from qat.observe.charts import Chart, conversion_charts, in_dark, run_charts
 from qat.observe.health import health
 from qat.observe.runs import (
     EXAM_CAPTION,
@@ -101,7 +101,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
         check_replaceable(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, chart in pictures.items():
-        write_atomically(path, chart.render(LIGHT, "png"))
+        write_atomically(path, chart.render("png"))
     write_atomically(out, html.encode("utf-8"))
     return Written(out, [*pictures])
 
@@ -233,11 +233,12 @@ def _module_row(module: Module) -> list[str]:
 
 def picture(chart: Chart) -> dict[str, str]:
     """A chart as a template shows it: its words, and both dresses as data."""
+    light = chart.render("svg")
     return {
         "title": chart.title,
         "caption": chart.caption,
-        "light": _data_uri(chart.render(LIGHT, "svg")),
-        "dark": _data_uri(chart.render(DARK, "svg")),
+        "light": _data_uri(light),
+        "dark": _data_uri(in_dark(light)),
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 from observe.synthetic import write_conversion, write_run
 
 from qat.errors import CheckpointError, ConfigError
-from qat.observe.charts import DARK, LIGHT, conversion_charts, run_charts, smooth, thin
+from qat.observe.charts import DARK, STYLE, conversion_charts, in_dark, run_charts, smooth, thin
 from qat.observe.page import (
     COLUMNS,
     Written,
@@ -164,16 +164,21 @@ def test_thin_keeps_the_ends(count: int) -> None:
     assert kept[:1] == rows[:1] and kept[-1:] == rows[-1:]
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK])
-def test_charts_wear_the_theme(run: Path, theme: object) -> None:
-    svg = run_charts([read_directory(run)])[0].render(theme, "svg").decode()
-    assert theme.paper in svg and theme.muted in svg
+def test_the_dark_dress_is_what_would_be_drawn_in_it(run: Path, monkeypatch) -> None:
+    chart = run_charts([read_directory(run)])[0]
+    light = chart.render("svg")
+    colors = {"text.color": "ink", "axes.labelcolor": "muted", "axes.edgecolor": "grid"}
+    colors |= {"axes.facecolor": "paper", "figure.facecolor": "paper", "grid.color": "grid"}
+    colors |= {"xtick.color": "muted", "ytick.color": "muted", "legend.labelcolor": "ink"}
+    for key, name in colors.items():
+        monkeypatch.setitem(STYLE, key, getattr(DARK, name))
+    assert in_dark(light) == chart.render("svg") != light
 
 
 def test_names_are_drawn_letter_by_letter(tmp_path: Path) -> None:
     names = ["x$x^{$", "_hidden"]
     found = [read_directory(write_run(tmp_path / name, steps=10)) for name in names]
-    drawn = run_charts(found)[0].render(LIGHT, "svg").decode()
+    drawn = run_charts(found)[0].render("svg").decode()
     assert "<!-- x$x^{$ -->" in drawn and "<!--  _hidden -->" in drawn
 
 

@@ -27,7 +27,7 @@ from qat.bench.quality.plan import (
 from qat.bench.quality.prepare import Unmade, Workshop, check_shapes, resolve, with_equal_time
 from qat.bench.results import environment, markdown_table, write_comparison
 from qat.errors import TrainingError
-from qat.observe.charts import LIGHT, SERIES, Chart, fit_scale
+from qat.observe.charts import SERIES, Chart, fit_scale
 from qat.process import cores
 
 PAGE = "quality.md"
@@ -330,7 +330,7 @@ def charts(lines: Sequence[QualityLine], text: str) -> dict[str, bytes]:
     return {
         name: Chart(
             name, "", "", partial(_paint, lines=drawn, marks=marks, text=text, key=key, label=label)
-        ).render(LIGHT, "svg")
+        ).render("svg")
         for name, (key, label, drawn) in pictures.items()
     }
 

@@ -30,7 +30,7 @@ from qat.bench.sweep.telemetry import Watch, machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
 from qat.files import write_atomically
-from qat.observe.charts import LIGHT, SERIES, Chart, fit_scale
+from qat.observe.charts import SERIES, Chart, fit_scale
 
 HOME = Path("runs/sweep")
 MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
@@ -363,7 +363,7 @@ def chart(lines: Sequence[SweepLine], unit: str) -> bytes | None:
     drawn = [line for line in lines if line.costs_s]
     if not drawn:
         return None
-    return Chart("sweep", "", "", partial(_paint, lines=drawn, unit=unit)).render(LIGHT, "svg")
+    return Chart("sweep", "", "", partial(_paint, lines=drawn, unit=unit)).render("svg")
 
 
 def _paint(axes: Axes, *, lines: Sequence[SweepLine], unit: str) -> None:
