@@ -1,6 +1,8 @@
 """A small student, a cache for it, and runs: what the tests of the trainer share."""
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from cache_case import TOKENIZER, build
@@ -21,12 +23,26 @@ from qat.train.start import TrainReport, make_trainable
 judge.SAMPLE_TOKENS = 4  # a user reads 32; half of a run of a few steps would go into them
 
 
-def make_place(place: Path, spec: LutSpec = SPECS["lut2"]) -> Path:
+def make_place(place: Path, spec: LutSpec = SPECS["lut2"], layers: int = 2) -> Path:
     """A cache and a student of random two-bit weights in `place`."""
-    build(place / "cache")
-    torch.manual_seed(7)
-    save_checkpoint(tiny_quantized("qwen3", spec), TOKENIZER, place / "student")
+    for name, data in _place(spec, layers).items():
+        path = place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
     return place
+
+
+@cache
+def _place(spec: LutSpec, layers: int) -> dict[Path, bytes]:
+    """The files of such a place, which are the same for every test."""
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        build(place / "cache")
+        torch.manual_seed(7)
+        student = tiny_quantized("qwen3", spec, num_hidden_layers=layers)
+        save_checkpoint(student, TOKENIZER, place / "student")
+        files = [path for path in place.rglob("*") if path.is_file()]
+        return {path.relative_to(place): path.read_bytes() for path in files}
 
 
 def config(place: Path, **values: object) -> TrainConfig:

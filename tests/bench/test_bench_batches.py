@@ -19,7 +19,7 @@ CPU = backend.select("cpu")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("place"))
+    return make_place(tmp_path_factory.mktemp("place"), layers=1)
 
 
 def config(**values: object) -> BenchConfig:

@@ -22,7 +22,7 @@ QUICK = ["--device", "cpu", "--steps", "2", "--warmup", "1"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("place"))
+    return make_place(tmp_path_factory.mktemp("place"), layers=1)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:

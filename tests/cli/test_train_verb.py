@@ -26,7 +26,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("train-verb"))
+    return make_place(tmp_path_factory.mktemp("train-verb"), layers=1)
 
 
 def flags(place: Path, **values: object) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_run_says_what_it_does_and_what_it_came_to(
     assert call(monkeypatch, "train", place / "student", *words, "--out", out) == 0
     count = TeacherCache.open(place / "cache").num_sequences("train")
     assert caplog.messages[:2] == [
-        "training on cpu in fp32: 768 values learn (scales of 6 linears in the MLPs)",
+        "training on cpu in fp32: 384 values learn (scales of 3 linears in the MLPs)",
         f"3 steps, each of 128 tokens (8 sequences of 16): {24 / count:.3g} passes over the "
         f"{count} sequences of {place / 'cache'}",
     ]

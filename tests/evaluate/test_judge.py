@@ -213,7 +213,7 @@ def test_a_decoder_speaks_where_it_fits(place: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_s_best_score_is_what_eval_finds_on_the_same_sequences(tmp_path: Path) -> None:
-    place = make_place(tmp_path)
+    place = make_place(tmp_path, layers=1)
     report = train_student(
         train_config(place), str(place / "student"), tmp_path / "run", resume=False
     )

@@ -15,7 +15,7 @@ from qat.train.judge import CodeWatch
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("codes"))
+    return make_place(tmp_path_factory.mktemp("codes"), layers=1)
 
 
 def shares(place: Path, out: Path, **values: object) -> list[float | None]:

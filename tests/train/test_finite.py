@@ -39,7 +39,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("finite"))
+    return make_place(tmp_path_factory.mktemp("finite"), layers=1)
 
 
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:

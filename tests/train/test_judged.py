@@ -29,7 +29,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = make_place(tmp_path_factory.mktemp("judged"))
+    place = make_place(tmp_path_factory.mktemp("judged"), layers=1)
     build(place / "more", documents=texts(90), num_sequences=70)
     return place
 

@@ -30,7 +30,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("lora"))
+    return make_place(tmp_path_factory.mktemp("lora"), layers=1)
 
 
 def run(

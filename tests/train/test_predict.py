@@ -28,7 +28,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("predict"))
+    return make_place(tmp_path_factory.mktemp("predict"), layers=1)
 
 
 def words(place: Path, **values: object) -> list[object]:
@@ -120,7 +120,7 @@ def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> 
     assert short.prediction is None and not short.is_long and short.errors() == []
     with pytest.raises(ConfigError, match="global_batch_size=6 does not divide by 2 ranks"):
         examine(config(place, global_batch_size=6), str(place / "student"), tmp_path, world=2)
-    other = make_place(tmp_path)
+    other = make_place(tmp_path, layers=1)
     values = json.loads((other / "student" / "config.json").read_text())
     values["max_position_embeddings"] = 8
     (other / "student" / "config.json").write_text(json.dumps(values))

@@ -149,7 +149,7 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path, monkeypatch,
 
 
 def test_a_run_leaves_tables_a_heartbeat_and_a_summary(tmp_path: Path) -> None:
-    place = make_place(tmp_path)
+    place = make_place(tmp_path, layers=1)
     settings = config(place, max_steps=4, save_every=4, eval_every=4)
     report = train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
     out = tmp_path / "run"

@@ -33,7 +33,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("resume"))
+    return make_place(tmp_path_factory.mktemp("resume"), layers=1)
 
 
 def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
@@ -239,7 +239,7 @@ def test_other_code_is_said(place: Path, out: Path, caplog) -> None:
 
 
 def test_a_student_that_was_changed(tmp_path: Path) -> None:
-    place = make_place(tmp_path)
+    place = make_place(tmp_path, layers=1)
     crash(place, tmp_path / "run", 2)
     shutil.rmtree(place / "student")
     changed = tiny_quantized("qwen3", SPECS["lut4"])

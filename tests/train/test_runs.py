@@ -42,7 +42,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("runs"))
+    return make_place(tmp_path_factory.mktemp("runs"), layers=1)
 
 
 def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
@@ -83,7 +83,7 @@ def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(place: Path, tmp_pat
 
 
 def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_path: Path) -> None:
-    place = make_place(tmp_path, SPECS["lut2_s8"])
+    place = make_place(tmp_path, SPECS["lut2_s8"], layers=1)
     whole = tmp_path / "whole", run(place, tmp_path / "whole", lr_scales=1e-3)
     state, _ = load_training_state(RunDirectory(tmp_path / "whole").pointed("latest"))
     names = [n for n in state if n.startswith("parameter.") and n.endswith(".scales")]
@@ -97,7 +97,7 @@ def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_pa
 
 
 def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
-    place = make_place(tmp_path)
+    place = make_place(tmp_path, layers=1)
     shutil.rmtree(place / "cache")
     build(place / "cache", documents=texts(seed=4), num_sequences=20)
     run(place, tmp_path / "run")

@@ -29,7 +29,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("saver"))
+    return make_place(tmp_path_factory.mktemp("saver"), layers=1)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def _one_thread(_seeded: None) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("stops"))
+    return make_place(tmp_path_factory.mktemp("stops"), layers=1)
 
 
 def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:

@@ -19,7 +19,7 @@ from qat.train.loop import Trainer
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("strict"))
+    return make_place(tmp_path_factory.mktemp("strict"), layers=1)
 
 
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:

@@ -29,7 +29,7 @@ def _one_thread(_seeded: None) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As every run's place, with the teacher on disk and a cache that knows it."""
-    place = make_place(tmp_path_factory.mktemp("beside"))
+    place = make_place(tmp_path_factory.mktemp("beside"), layers=1)
     teacher().model.save_pretrained(place / "teacher")
     TOKENIZER.save_pretrained(place / "teacher")
     known = info(name=str(place / "teacher"), identity=model_identity(str(place / "teacher")))
