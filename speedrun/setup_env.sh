@@ -84,18 +84,18 @@ use_running_python() {
     MARK="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qat-installed"
 }
 
-# The version of PYTHON's torch, if it is >= 2.9.
-installed_torch() {
-    "$PYTHON" - <<'PY'
+# Python: `installed` is the version of its torch, or empty if that is not >= 2.9.
+READ_TORCH='
 import importlib.metadata as metadata, re
 try:
-    version = metadata.version("torch")
+    installed = metadata.version("torch")
 except metadata.PackageNotFoundError:
-    version = "0"
-if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 9):
-    print(version)
-PY
-}
+    installed = "0"
+if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < (2, 9):
+    installed = ""
+'
+
+installed_torch() { "$PYTHON" -c "$READ_TORCH"$'\nprint(installed)'; }
 
 # Where this machine has an NVIDIA GPU and PYTHON no torch that drives it: the build of torch that
 # runs with its driver. On other machines pip finds one by itself.
@@ -116,13 +116,13 @@ bring_torch() {
 
 # What an installation depends on, as one number; torch, as a pod's next image may bring another.
 installation_hash() {
-    "$PYTHON" - "$ROOT" "$1" "$(installed_torch)" <<'PY'
+    "$PYTHON" -c "$READ_TORCH"'
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
 files = [root / "pyproject.toml", root / "speedrun" / "constraints.txt"]
-parts = [str(root), sys.version, *sys.argv[2:], *(file.read_text() for file in files)]
+parts = [str(root), sys.version, sys.argv[2], installed, *(file.read_text() for file in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
-PY
+' "$ROOT" "$1"
 }
 
 is_installed() { [ "$(cat "$MARK-$1" 2>/dev/null)" = "$(installation_hash "$1")" ]; }
