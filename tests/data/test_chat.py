@@ -154,11 +154,11 @@ def test_a_template_that_fails_is_one_line(text: str, message: str) -> None:
 def test_a_template_that_never_ends_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ 7 ** (10 ** 9) }}"  # one operation, of C
-    bounds = "; from qat.data import template; template.RENDER_S = 0.5; serve()"
+    bounds = "; from qat.data import template; template.RENDER_S = 0.1; serve()"
     monkeypatch.setattr(template, "CHILD", template.CHILD.replace("; serve()", bounds))
-    monkeypatch.setattr(template, "RENDER_S", 0.5)
+    monkeypatch.setattr(template, "RENDER_S", 0.1)
     template._RENDERER.stop()
-    with pytest.raises(DataError, match="takes longer than 0.5 s for one chat"):
+    with pytest.raises(DataError, match="takes longer than 0.1 s for one chat"):
         render(CHAT, tokenizer, "false")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,16 @@ metric_list:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _datasets_stay_here(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _datasets_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import datasets
+    import lm_eval.evaluator
 
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
-    yield
-    datasets.config.HF_DATASETS_CACHE = before
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("datasets")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
+        # it runs a dozen programs to describe the machine, which we keep nothing of
+        patch.setattr(lm_eval.evaluator, "add_env_info", lambda found: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from quantized import SPECS, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
+from ranks_case import run_ranks
 from tiny import tiny_model, tiny_tokenizer
 from tokenizers.pre_tokenizers import Digits, Sequence
 from torch import Tensor
@@ -41,6 +43,7 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import with_tables
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import pack
+from qat.ranks import Ranks
 
 # coremltools leaves temporary directories to their finalizers
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
@@ -771,13 +774,31 @@ def test_what_a_library_cannot_run_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(seen.value) and not (tmp_path / "out").exists()
 
 
+EXTRAS = ("coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "peft")
+
+
+def test_what_a_student_ships_to_is_known_without_the_libraries_of_targets(
+    students: dict, tmp_path: Path
+) -> None:
+    def act(ranks: Ranks) -> list[str]:
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in EXTRAS:
+                sys.modules[name] = None
+            elif name.startswith(("qat.export", "qat.anemll")):
+                del sys.modules[name]
+        sys.modules |= dict.fromkeys(EXTRAS)
+        return [*import_module("qat.export.targets").ships_to(students["mlx"])]
+
+    assert run_ranks(1, act, tmp_path) == [[*TARGETS]]
+
+
+@pytest.mark.slow
 def test_what_a_student_ships_to_is_known_without_any_extra(students: dict) -> None:
     """As in an environment of the README's first command, which has none of them."""
-    program = """
+    program = f"""
 import sys
 from pathlib import Path
-for name in ("coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "peft"):
-    sys.modules[name] = None
+sys.modules |= dict.fromkeys({EXTRAS})
 from qat.export.targets import TARGETS, ships_to
 assert ships_to(Path(sys.argv[1])).keys() == TARGETS.keys()
 """
