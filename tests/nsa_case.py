@@ -1,6 +1,7 @@
 """Small NSA inputs and the definition spelled out a query at a time, in float64 loops."""
 
 import math
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -105,11 +106,11 @@ def by_loops(inputs: Inputs, config: NSAConfig) -> Tensor:
     B, H, S, D = inputs.query.shape
     out = torch.zeros(B, S, H, D, dtype=torch.float64)
     beginnings = inputs.beginnings().expand(B, -1)
+    blocks = cache(partial(blocks_of_tile, inputs, config))
     for row in range(B):
         for head in range(H):
             for t in range(S):
-                at = (row, head // inputs.group, t // config.select_tile)
-                chosen = blocks_of_tile(inputs, config, at)
+                chosen = blocks((row, head // inputs.group, t // config.select_tile))
                 past = range(int(beginnings[row, t]), t + 1)
                 read = [i for i in past if i // config.select_block in chosen]
                 selected = _attend(inputs, (row, head, t), inputs.key, inputs.value, read)
@@ -141,7 +142,5 @@ def _attend(
     if not read:
         return torch.zeros(values.shape[-1], dtype=torch.float64)
     of = head // inputs.group
-    shares = softmax(
-        [float(inputs.query[row, head, t] @ keys[row, of, i]) * inputs.scale for i in read]
-    )
-    return sum(share * values[row, of, i] for share, i in zip(shares, read, strict=True))
+    scores = keys[row, of, read] @ inputs.query[row, head, t] * inputs.scale
+    return values.new_tensor(softmax(scores.tolist())) @ values[row, of, read]

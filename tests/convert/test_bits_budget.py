@@ -37,7 +37,7 @@ def chosen(report: BudgetReport) -> dict[str, tuple[int, int]]:
 
 
 def test_the_budget_is_met_and_the_plan_is_what_the_report_says() -> None:
-    model = student()
+    model = student(num_hidden_layers=1)
     plan, report = plan_within_budget(model, ALL, 5.6, tokens(6))
     assert report.bits_budget == 5.6 and plan.name == "mixed-5.6"
     assert list(report.modules) == linear_names(model.model)
@@ -121,7 +121,8 @@ def test_tables_may_share_the_budget(tied: bool) -> None:
 def test_tables_that_the_plan_names_stay_out_of_the_budget() -> None:
     four = LutSpec(bits=4, group_size=32)
     rules = (PlanRule(pattern="*embed*", spec=four), *MLP.rules)
-    plan, report = plan_within_budget(student(), QuantPlan(name="p", rules=rules), 5.0, tokens(6))
+    plan = QuantPlan(name="p", rules=rules)
+    plan, report = plan_within_budget(student(num_hidden_layers=1), plan, 5.0, tokens(6))
     assert plan.spec_for("model.embed_tokens", is_table=True) == four
     assert "model.embed_tokens" not in report.modules
 

@@ -522,7 +522,8 @@ def write_wrong(to: TargetName, model: PreTrainedModel, what: dict, directory: P
 def test_the_dtype_is_what_the_target_holds(tmp_path: Path) -> None:
     pytest.importorskip("coremltools")
     torch.manual_seed(0)
-    short, free = mixed("coreml"), tiny_quantized("qwen3", SPECS["lut2"])
+    one = {"num_hidden_layers": 1}
+    short, free = mixed("coreml", **one), tiny_quantized("qwen3", SPECS["lut2"], **one)
     short, free = as_dtype(short, "bf16"), as_dtype(free, "bf16")
     for linear in quant_linears(free).values():
         linear.codebook.data = linear.codebook.data.float() + 1e-5  # no fp16 number
@@ -745,12 +746,10 @@ def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(
     tmp_path: Path, family: str, site: str
 ) -> None:
     families.saved(family, tmp_path / "float")
+    student = load_model(str(tmp_path / "float"), device="cpu")
     for to in set(TARGETS) - {"packed", "dense"}:
         with pytest.raises(ExportError, match=f"{to} cannot hold {family}: {site}"):
-            Shipping({to: load_target(to)}).plan(
-                PRESETS["q2a4"], load_model(str(tmp_path / "float"), device="cpu").model
-            )
-    student = load_model(str(tmp_path / "float"), device="cpu")
+            Shipping({to: load_target(to)}).plan(PRESETS["q2a4"], student.model)
     quantize_model(student, PRESETS["q2a4"])
     save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
     lacks = ships_to(tmp_path / "packed")

@@ -65,7 +65,7 @@ def results(inputs: Inputs, config: NSAConfig, way: object) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("heads", "width", "length", "is_packed"),
     [
-        ((4, 2), 16, 90, False),
+        ((4, 2), 16, 66, False),
         pytest.param((5, 1), 24, 70, True, marks=pytest.mark.slow),
         ((2, 2), 8, 17, False),
     ],

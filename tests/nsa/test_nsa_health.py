@@ -36,8 +36,8 @@ def by_loops(inputs: Inputs, selection: Tensor, size: int, tile: int) -> tuple[f
                 missing += 1
                 for head in range(of * inputs.group, (of + 1) * inputs.group):
                     query = inputs.query[row, head, t]
-                    scores = [float(query @ inputs.key[row, of, i]) * inputs.scale for i in past]
-                    pairs = zip(past, softmax(scores), strict=True)
+                    scores = inputs.key[row, of, past.start : t + 1] @ query * inputs.scale
+                    pairs = zip(past, softmax(scores.tolist()), strict=True)
                     kept.append(sum(share for i, share in pairs if chosen[i // size]))
     return missing / queries, sum(kept) / len(kept)
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 
 from qat.quant.codebook import best_split, coarser, histogram, polish, weighted_kmeans
 
 Array = NDArray[np.float64]
 ALLOWED = 1 + 1e-4  # the promise: 0.01 %
-N = 1000
+N = 600
 LEVELS = (2, 3, 4, 8, 16)
 
 DISTRIBUTIONS = {
@@ -102,6 +101,8 @@ def test_values_far_out_leave_the_others_their_levels(name: str, kind: str, monk
 
     Nor is it from starts of its own.
     """
+    from sklearn.cluster import KMeans  # a second of imports, of each process that collects tests
+
     monkeypatch.setattr("qat.quant.codebook.POLISH_BINS", 4096)
     values, weights = outliers(name, 8000), importance(kind, 8000)
     ours = weighted_kmeans(values, weights, 16)
@@ -113,9 +114,9 @@ def test_values_far_out_leave_the_others_their_levels(name: str, kind: str, monk
 
 
 def test_more_values_than_bins_stay_within_it(monkeypatch) -> None:
-    values, weights = sample("normal", 3000), importance("weighted", 3000)
-    monkeypatch.setattr("qat.quant.codebook.POLISH_BINS", 2048)
-    monkeypatch.setattr("qat.quant.codebook.START_BINS", 1024)
+    values, weights = sample("normal", 1500), importance("weighted", 1500)
+    monkeypatch.setattr("qat.quant.codebook.POLISH_BINS", 1024)
+    monkeypatch.setattr("qat.quant.codebook.START_BINS", 512)
     least = optima(values, weights, 16)[16]
     assert cost(values, weights, weighted_kmeans(values, weights, 16)) <= ALLOWED * least
 
