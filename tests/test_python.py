@@ -38,10 +38,14 @@ def own_losses():
 def place(tmp_path_factory) -> Path:
     """A float model with its tokenizer, a text and a cache."""
     place = tmp_path_factory.mktemp("python")
-    save_float(tiny_model(), place / "my-model")
+    save_float(one_layer(), place / "my-model")
     (place / "my-texts.txt").write_text("\n\n".join(texts(200)))
     build_cache(place / "cache")
     return place
+
+
+def one_layer(seed: int = 0) -> PreTrainedModel:
+    return tiny_model(seed=seed, num_hidden_layers=1)
 
 
 def save_float(model: PreTrainedModel, out: Path) -> None:
@@ -95,11 +99,11 @@ def test_quantize_is_the_verb(place: Path, tmp_path: Path, kind: str) -> None:
 
 def test_tokens_of_any_length_calibrate(place: Path) -> None:
     tokens = [torch.randint(0, 320, (24,)), torch.randint(0, 320, (5, 32))]
-    model = qat.quantize(tiny_model(), "q2a2", calibration=tokens, group_size=16)
-    plain = qat.quantize(tiny_model(), "q2a2", group_size=16)
+    model = qat.quantize(one_layer(), "q2a2", calibration=tokens, group_size=16)
+    plain = qat.quantize(one_layer(), "q2a2", group_size=16)
     assert not same_state(model, plain)
     with pytest.raises(ConfigError, match="rows of up to 200 tokens, expected 2 to 128"):
-        qat.quantize(tiny_model(), "q2a2", calibration=[torch.zeros(200)])
+        qat.quantize(one_layer(), "q2a2", calibration=[torch.zeros(200)])
 
 
 @pytest.mark.parametrize(
@@ -113,14 +117,14 @@ def test_tokens_of_any_length_calibrate(place: Path) -> None:
 )
 def test_mistakes_of_quantize(to, settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        qat.quantize(tiny_model(), to, **settings)
+        qat.quantize(one_layer(), to, **settings)
 
 
 SHORT = {"max_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 2, "device": "cpu"}
 
 
 def test_distill_in_memory_is_distill_of_the_directory(place: Path, tmp_path: Path) -> None:
-    model = qat.quantize(tiny_model(), "q2a2", group_size=16)
+    model = qat.quantize(one_layer(), "q2a2", group_size=16)
     qat.save(model, tmp_path / "student", TOKENIZER)
     paths = place / "cache", tmp_path / "student"
     of_directory = qat.distill(paths[1], paths[0], out=tmp_path / "a", **SHORT)
@@ -132,19 +136,19 @@ def test_distill_in_memory_is_distill_of_the_directory(place: Path, tmp_path: Pa
 
 def test_distill_goes_on(place: Path, tmp_path: Path) -> None:
     def student() -> PreTrainedModel:
-        return qat.quantize(tiny_model(), "q2a2", group_size=16)
+        return qat.quantize(one_layer(), "q2a2", group_size=16)
 
     where = {"out": tmp_path / "run", "tokenizer": TOKENIZER, **SHORT}
     first = qat.distill(student(), place / "cache", **where)
     again = qat.distill(student(), place / "cache", resume=True, **where)
     assert again == first
-    other = qat.quantize(tiny_model(seed=1), "q2a2", group_size=16)
+    other = qat.quantize(one_layer(seed=1), "q2a2", group_size=16)
     with pytest.raises(ConfigError, match="the student was changed since"):
         qat.distill(other, place / "cache", resume=True, **where)
 
 
 def test_distill_wants_the_tokenizer_of_the_cache(place: Path, tmp_path: Path) -> None:
-    model = qat.quantize(tiny_model(), "q2a2", group_size=16)
+    model = qat.quantize(one_layer(), "q2a2", group_size=16)
     with pytest.raises(ConfigError, match="give tokenizer="):
         qat.distill(model, place / "cache", out=tmp_path / "run", **SHORT)
     with pytest.raises(CacheError, match="holds no manifest|no cache|is not"):

@@ -24,7 +24,9 @@ def _one_thread(_seeded: None) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("verb")
     tiny_model(initializer_range=0.2).save_pretrained(place / "float")
-    tiny_tokenizer().save_pretrained(place / "float")
+    tiny_model(initializer_range=0.2, num_hidden_layers=1).save_pretrained(place / "one layer")
+    for name in ("float", "one layer"):
+        tiny_tokenizer().save_pretrained(place / name)
     build(place / "cache")
     return place
 
@@ -102,7 +104,7 @@ def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> N
     out, cache = tmp_path / "out", place / "cache"
     flags = ["--bits-budget", 4.4, "--to", "q2a4", "--calibration", cache, "--device", "cpu"]
     few = ["--calibration-sequences", 4, "--embedding-bits", "auto"]
-    assert call(monkeypatch, "convert", place / "float", *flags, *few, "--out", out) == 0
+    assert call(monkeypatch, "convert", place / "one layer", *flags, *few, "--out", out) == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert result["plan"] == "mixed-4.4" and result["bits_budget"] == 4.4

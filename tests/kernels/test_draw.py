@@ -32,7 +32,7 @@ def on_a_grid(row: Tensor, n: int, cells: int) -> Tensor:
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 def test_the_mean_count_over_all_random_numbers_is_n_p(V: int, scale: float) -> None:
     """The middle points of n * cells intervals: a token's share of them is p but for one point."""
-    n, cells = 50, 2000
+    n, cells = 50, 1000
     row = scale * torch.randn(V)
     mean = counts_of(on_a_grid(row, n, cells), V).mean(0)
     expected = n * torch.softmax(row.double(), 0)

@@ -28,15 +28,15 @@ def subjects(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 def test_some_mutants_of_each_subject(script: ModuleType, subjects: list) -> None:
-    outcomes = script.fuzz(subjects, range(36))
-    assert outcomes.total() == 36
+    outcomes = script.fuzz(subjects, range(20))
+    assert outcomes.total() == 20
     assert {name.partition(" ")[0] for name, _ in outcomes} == {s.name for s in subjects}
     assert {outcome for _, outcome in outcomes} <= {"read", "refused", "read as another one"}
 
 
 @pytest.mark.slow
 def test_many_mutants(script: ModuleType, subjects: list) -> None:
-    outcomes = script.fuzz(subjects, range(36, 236))
+    outcomes = script.fuzz(subjects, range(20, 220))
     assert not [end for _, end in outcomes if end.startswith("WRONG")]
 
 

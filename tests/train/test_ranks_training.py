@@ -25,7 +25,7 @@ FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("ranks"))
+    return make_place(tmp_path_factory.mktemp("ranks"), layers=1)
 
 
 def settings(place: Path, **values: object) -> TrainConfig:
