@@ -1,6 +1,7 @@
-"""The one place that says how an extra is installed."""
+"""The one place that says how an extra is installed, and what works where none is."""
 
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -35,3 +36,15 @@ def test_the_name_is_the_projects() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     (itself,) = (each for each in PROJECT["optional-dependencies"]["dev"] if "," in each)
     assert itself.startswith(f"{DISTRIBUTION}[")
+
+
+ALONE = Path(__file__).with_name("without_extras.py")
+
+
+@pytest.mark.slow
+def test_without_extras_every_module_is_imported_and_every_verb_says_its_help() -> None:
+    command = [sys.executable, "-W", "error", str(ALONE)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    gone = set(found.stdout.split())
+    assert {"gguf", "coremltools", "pytest"} <= gone and not {"torch", "qat"} & gone

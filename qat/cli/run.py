@@ -297,6 +297,7 @@ class Road:
 
         Raises:
             ConfigError: a setting is wrong, or another one than a stage that is done was made with.
+            ExportError: the library of a target is missing.
         """
         self.pipeline = pipeline
         self.model = model
@@ -332,6 +333,7 @@ class Road:
             self.tables["cache"] = self._choices() | self.tables["cache"]
         for stage in STAGES:
             self._resolve(stage)
+        self._check_libraries()
 
     def go(self) -> dict[str, object]:
         """Make what is not made yet; show the teacher beside the students, and what comes next."""
@@ -363,6 +365,18 @@ class Road:
             return bool(self.pipeline.exams())
         place = f"export/{self.targets[0]}" if stage == "export" else PLACES.get(stage, stage)
         return self.pipeline.is_done(stage, place)
+
+    def _check_libraries(self) -> None:
+        """Refuse a target whose library is missing now, not behind all of the work.
+
+        Raises:
+            ExportError: which one, and how it is installed.
+        """
+        from qat.export.targets import check_library
+
+        for target in self.targets:
+            if not self.pipeline.is_done("export", f"export/{target}"):
+                check_library(target)
 
     def _choices(self) -> Table:
         """What was chosen for a cache that is not done yet, or is to be chosen for it."""

@@ -14,7 +14,6 @@ from qat.export.parts import (
     lost_by_grid,
     refuse_low_rank,
     reloaded_logits,
-    require,
     unquantized_state,
     write_config,
 )
@@ -63,9 +62,8 @@ def write(
     """Write config.json, model.safetensors and the tokenizer.
 
     Raises:
-        ExportError: a scale does not fit into the dtype, or the library is not installed.
+        ExportError: a scale does not fit into the dtype.
     """
-    require("compressed_tensors", "ship")
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     dtype = embedding_dtype(model)

@@ -18,7 +18,6 @@ from qat.export.parts import (
     exact,
     lost_by_rank,
     refuse_low_rank,
-    require,
     unquantized_state,
     write_config,
 )
@@ -99,9 +98,8 @@ def write(
     """Write model.mlpackage, config.json and the tokenizer.
 
     Raises:
-        ExportError: bfloat16, levels that float16 does not hold, or coremltools is not installed.
+        ExportError: bfloat16, or levels that float16 does not hold.
     """
-    require("coremltools", "coreml")
     dtype = embedding_dtype(model)
     if dtype not in NUMPY_DTYPES:
         raise DtypeError(

@@ -20,7 +20,6 @@ from qat.export.parts import (
     logits_of,
     lost_by_rank,
     refuse_low_rank,
-    require,
     unquantized_state,
 )
 from qat.models.stored_state import quantized_modules
@@ -343,9 +342,8 @@ def write(
     """Write model.gguf: metadata, tokenizer and tensors.
 
     Raises:
-        ExportError: a scale is no float16, or gguf is not installed.
+        ExportError: a scale is no float16.
     """
-    require("gguf", "ship")
     import gguf
 
     writer = gguf.GGUFWriter(directory / FILE_NAME, ARCHITECTURES[model.config.model_type])

@@ -21,7 +21,6 @@ from qat.export.parts import (
     group_size_near,
     lost_by_grid,
     refuse_low_rank,
-    require,
     unquantized_state,
     write_config,
 )
@@ -113,9 +112,8 @@ def write(
     """Write config.json, model.safetensors and the tokenizer.
 
     Raises:
-        ExportError: a scale does not fit into the dtype, or mlx-lm is not installed.
+        ExportError: a scale does not fit into the dtype.
     """
-    require("mlx_lm", "mlx")
     dtype = embedding_dtype(model)
     tensors, formats = unquantized_state(model, dtype), {}
     for name, module in quantized_modules(model).items():

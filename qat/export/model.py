@@ -19,7 +19,7 @@ from qat.errors import CheckpointError, ExportError
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.parts import DtypeError, align, float_model, logits_of, probe_ids
-from qat.export.targets import check_model, load_target
+from qat.export.targets import check_library, check_model, load_target
 from qat.files import check_free, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
@@ -131,6 +131,7 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
             "--to', or make it an ordinary directory with 'qat convert --attention dense'"
         )
     check_model(config.to, model)
+    check_library(config.to)
     saved = embedding_dtype(load_skeleton(path))
     others = OTHERS.get(saved, ()) if config.dtype == "auto" else ()
     for dtype in (*others, None):

@@ -5,7 +5,6 @@ Shapes: O out_features, I in_features, G groups per row.
 
 import copy
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qat.errors import ExportError, how_to_install
+from qat.errors import ExportError
 from qat.models.checkpoint import quiet_transformers
 from qat.models.opening import auto_class
 from qat.models.stored_state import quantized_modules
@@ -184,21 +183,6 @@ def write_config(
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-
-
-def require(library: str, extra: str) -> None:
-    """Refuse to go on without a target's own library.
-
-    Raises:
-        ExportError: it is not installed, or does not load.
-    """
-    try:
-        import_module(library)
-    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
-        raise ExportError(
-            f"{library} does not load ({' '.join(str(error).split())[:160]}), expected it to check "
-            f"what is written; run: {how_to_install(extra)}"
-        ) from None
 
 
 # Logits on a few tokens: how an export is compared with the model that it came from.

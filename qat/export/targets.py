@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.convert.shipping import check_architecture
-from qat.errors import ExportError
+from qat.errors import ExportError, how_to_install
 from qat.export.config import TargetName
 from qat.models.checkpoint import load_skeleton
 from qat.models.stored_state import quantized_modules
@@ -32,6 +32,15 @@ TARGETS: dict[TargetName, str] = {
     "anemll": "qat.anemll.export",
 }
 """The module of each target; none is imported before it is asked for."""
+LIBRARIES: dict[TargetName, tuple[str, str]] = {
+    "coreml": ("coremltools", "coreml"),
+    "mlx": ("mlx_lm", "mlx"),
+    "compressed-tensors": ("compressed_tensors", "ship"),
+    "gguf": ("gguf", "ship"),
+    "torchao": ("torchao", "adam8bit"),
+}
+"""What writes and reads back the files of a target, and the extra that brings it; others need
+nothing more."""
 
 
 class Lack(NamedTuple):
@@ -71,7 +80,7 @@ class Target(Protocol):
         """Refuse a model whose architecture, quantized or not, cannot be written.
 
         Raises:
-            ExportError: the reason, or a library is missing.
+            ExportError: the reason.
         """
 
     def write(
@@ -91,6 +100,24 @@ class Target(Protocol):
 def load_target(name: TargetName) -> Target:
     """The module of the target called `name`."""
     return import_module(TARGETS[name])
+
+
+def check_library(name: TargetName) -> None:
+    """Refuse the target called `name` where its library is not installed or does not load.
+
+    Raises:
+        ExportError: the library, and the command that installs it.
+    """
+    if name not in LIBRARIES:
+        return
+    library, extra = LIBRARIES[name]
+    try:
+        import_module(library)
+    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
+        raise ExportError(
+            f"{library} does not load ({' '.join(str(error).split())[:160]}), expected it to check "
+            f"what is written; run: {how_to_install(extra)}"
+        ) from None
 
 
 def check_model(name: TargetName, model: PreTrainedModel) -> None:

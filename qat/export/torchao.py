@@ -15,7 +15,6 @@ from qat.export.parts import (
     lost_by_grid,
     refuse_low_rank,
     reloaded_logits,
-    require,
     unquantized_state,
     write_config,
 )
@@ -66,9 +65,8 @@ def write(
     """Write config.json, model.safetensors and the tokenizer.
 
     Raises:
-        ExportError: a scale does not fit into the dtype, or torchao is not installed.
+        ExportError: a scale does not fit into the dtype.
     """
-    require("torchao", "adam8bit")
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     dtype = embedding_dtype(model)

@@ -117,10 +117,10 @@ def parse_losses(text: str) -> dict[str, float]:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
             raise ConfigError(
-                f"losses={text!r} has no loss called {name!r}; there are {', '.join(names)}; {hint}"
+                f"loss={text!r} has no loss called {name!r}; there are {', '.join(names)}; {hint}"
             )
         if name in terms:
-            raise ConfigError(f"losses={text!r} names {name} twice; give each loss one weight")
+            raise ConfigError(f"loss={text!r} names {name} twice; give each loss one weight")
         terms[name] = _weight(weight, name) if colon else 1.0
     return terms
 
@@ -149,18 +149,18 @@ def check_targets(
         reads = reads_of(name)
         if reads is None:
             raise ConfigError(
-                f"losses={name} reads every word of the teacher, but a cache holds top_k={top_k} "
+                f"loss={name} reads every word of the teacher, but a cache holds top_k={top_k} "
                 f"and draws={draws}; use 'qat train --teacher DIR' or choose among {fitting}"
             )
         if not held[reads.kind]:
             raise ConfigError(
-                f"losses={name} reads the teacher's {reads.kind}, but the cache has "
+                f"loss={name} reads the teacher's {reads.kind}, but the cache has "
                 f"top_k={top_k} and draws={draws}; rebuild it with 'qat cache {flags[reads.kind]}' "
                 f"or choose among {fitting}"
             )
         if reads.tail and not has_tail:
             raise ConfigError(
-                f"losses={name} reads the teacher's mass outside its top K, but the cache was "
+                f"loss={name} reads the teacher's mass outside its top K, but the cache was "
                 "imported without it; use --loss candidates, or build a cache with 'qat cache'"
             )
 
@@ -181,7 +181,7 @@ def check_with_teacher(terms: dict[str, float]) -> None:
     for name in terms:
         if name not in WITH_TEACHER:
             raise ConfigError(
-                f"losses={name} reads the teacher from a cache, but --teacher runs it beside the "
+                f"loss={name} reads the teacher from a cache, but --teacher runs it beside the "
                 f"student; drop --teacher or choose among {', '.join(WITH_TEACHER)}"
             )
 
@@ -193,6 +193,6 @@ def _weight(text: str, name: str) -> float:
         weight = float("nan")
     if not 0 < weight < float("inf"):
         raise ConfigError(
-            f"losses: {name} has weight {text!r}; expected a positive number, as in {name}:0.5"
+            f"loss: {name} has weight {text!r}; expected a positive number, as in {name}:0.5"
         )
     return weight

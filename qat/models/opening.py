@@ -7,8 +7,10 @@ code is our bug and keeps its traceback.
 
 import json
 import re
+import sys
 import traceback
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -26,10 +28,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from qat.backend.device import select
-from qat.errors import CheckpointError, QatError
+from qat.errors import CheckpointError, QatError, how_to_install
 from qat.files import inside
 from qat.models.directory import (
     ADAPTER,
+    GGUF,
     SOURCES,
     as_transformers_asks,
     check_checksums,
@@ -82,6 +85,15 @@ KNOWN = {
         "holds a model of type {name}, expected one that transformers "
         f"{__version__} knows; choose another model, or update transformers"
     ),
+    "compressed-tensors>=.{1,20} is required": (
+        "holds weights of compressed-tensors, expected the package that reads them; start from the "
+        "float model, or run: {ship}"
+    ),
+    "sentencepiece or tiktoken installed|`tiktoken` is required": (
+        "holds no tokenizer.json, expected one; copy it there, or, where the tokenizer is in "
+        "another file (such as tokenizer.model), install what reads that: {python} -m pip install "
+        "sentencepiece tiktoken protobuf"
+    ),
 }
 """By what transformers says of a model, what a user is told of it."""
 PLACES = {"generation": "generation_config.json", "token": "the tokenizer's files"}
@@ -103,6 +115,11 @@ class Opening:
 
     def __enter__(self) -> None:
         directory = Path(self._source)
+        if directory.suffix == GGUF and find_spec("gguf") is None:
+            raise CheckpointError(
+                f"{self._source} is a GGUF file, expected the package that reads such; run: "
+                f"{how_to_install('ship')}"
+            )
         if directory.is_dir():
             check_checksums(directory, weights=self._weights)
             _check_tables(directory)
@@ -118,7 +135,12 @@ class Opening:
         for pattern, sentence in KNOWN.items():
             if found := re.search(pattern, str(error)):
                 name = found[1] if found.groups() else ""
-                said = sentence.format(name=name, wished=self._wished)
+                said = sentence.format(
+                    name=name,
+                    wished=self._wished,
+                    python=sys.executable,
+                    ship=how_to_install("ship"),
+                )
                 raise CheckpointError(f"{self._source} {said}") from None
         raise CheckpointError(
             f"{self._source} does not give {self._wished} ({_place(trace)}{_short(error)}); "

@@ -110,7 +110,7 @@ def test_the_loss_is_the_one_of_the_reference(
 
 @pytest.mark.parametrize("loss", ["tail", "reverse_kl", "jsd", "cakld"])
 def test_losses_that_need_a_tail_are_refused(loss: str) -> None:
-    with pytest.raises(ConfigError, match=f"^losses={loss} reads .* use --loss candidates, or"):
+    with pytest.raises(ConfigError, match=f"^loss={loss} reads .* use --loss candidates, or"):
         check_targets({loss: 1.0}, 4, 0, has_tail=False)
     check_targets({"candidates": 1.0, "hard_ce": 0.1}, 4, 0, has_tail=False)
     with pytest.raises(ConfigError, match="sampled .* draws.* among candidates, hard_ce$"):
@@ -122,7 +122,7 @@ def test_a_student_learns_from_it(cache: TeacherCache, place: Path, tmp_path: Pa
     run_verb(["convert", str(place / "base"), "--to", "q4a4_r4", "--out", str(student)])
     flags = ["--cache-dir", str(cache.directory), "--max-steps", "1", "--batch-size", "4"]
     train = ["train", str(student), *flags, "--device", "cpu"]
-    with pytest.raises(ConfigError, match="losses=tail reads the teacher's mass outside"):
+    with pytest.raises(ConfigError, match="loss=tail reads the teacher's mass outside"):
         run_verb([*train, "--loss", "tail", "--out", str(tmp_path / "refused")])
     run_verb([*train, "--out", str(tmp_path / "run")])  # of its own accord with candidates
     assert 'loss = "candidates"' in (tmp_path / "run" / "recipe.toml").read_text()

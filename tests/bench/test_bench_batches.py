@@ -83,7 +83,7 @@ def test_a_cache_of_another_kind_is_refused(place: Path, values: dict, message: 
 def test_a_loss_that_the_cache_cannot_feed_is_refused(tmp_path: Path, place: Path) -> None:
     build(tmp_path / "cache", draws=0)
     student = open_student(str(place / "student"), config())
-    with pytest.raises(ConfigError, match="losses=sampled reads the teacher's draws"):
+    with pytest.raises(ConfigError, match="loss=sampled reads the teacher's draws"):
         open_source(config(cache_dir=tmp_path / "cache", loss="sampled"), student)
 
 

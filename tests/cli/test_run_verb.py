@@ -11,13 +11,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import without_extras
 from cache_case import TOKENIZER, texts
 from cli_case import call
 from tiny import tiny_model
 
 from qat.cli import run_verb
 from qat.cli.demo import demo
-from qat.errors import ConfigError, Stopped
+from qat.errors import ConfigError, ExportError, Stopped
 from qat.observe.page import Written
 
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}
@@ -172,6 +173,26 @@ def test_stopped_behind_any_stage_it_goes_on(
         assert (out / file).read_bytes() == (finished / file).read_bytes()
     ours, theirs = (json.loads((each / "eval.json").read_text()) for each in (out, finished))
     assert ours["trained"]["kl_nats"] == theirs["trained"]["kl_nats"]
+
+
+@pytest.mark.slow
+def test_it_needs_no_extra(place: Path, tmp_path: Path) -> None:
+    alone = Path(without_extras.__file__)
+    command = [sys.executable, "-W", "error", alone, "--recipe", place / "recipe.toml"]
+    command += words(place, tmp_path / "out", "--for", "dense")
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "out/export/dense/model.safetensors").is_file()
+    assert (tmp_path / "out/report.html").is_file()
+
+
+def test_a_library_that_a_target_needs_is_asked_for_before_any_work(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ExportError, match=r"^gguf does not load .*; run: .*\[ship\]"):
+        go(place, tmp_path / "out", "--for", "gguf")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

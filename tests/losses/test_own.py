@@ -44,9 +44,9 @@ def test_a_cache_that_lacks_what_it_reads_is_refused() -> None:
     register("doubled", doubled)
     register("text_alone", text_alone, reads="labels")
     check_targets({"text_alone": 1.0}, top_k=0, draws=50)
-    with pytest.raises(ConfigError, match=r"losses=doubled reads the teacher's topk.*text_alone"):
+    with pytest.raises(ConfigError, match=r"loss=doubled reads the teacher's topk.*text_alone"):
         check_targets({"doubled": 1.0}, top_k=0, draws=50)
-    with pytest.raises(ConfigError, match="losses=doubled reads the teacher's mass outside"):
+    with pytest.raises(ConfigError, match="loss=doubled reads the teacher's mass outside"):
         check_targets({"doubled": 1.0}, top_k=4, draws=0, has_tail=False)
     register("doubled", doubled, reads_tail=False)  # a name may be given again
     check_targets({"doubled": 1.0}, top_k=4, draws=0, has_tail=False)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from qat.errors import CheckpointError
+from qat.errors import CheckpointError, how_to_install
 from qat.models import load
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint
 from qat.models.directory import CHECKSUMS
@@ -165,6 +166,40 @@ def test_a_model_that_is_none_for_us_is_called_by_its_name(kind: str, teacher: P
     (teacher / "config.json").write_text(json.dumps({"model_type": kind}))
     said = refused(lambda path: load_model(path, device="cpu"), teacher)
     assert said.startswith(f"{teacher} {KINDS[kind]}") and len(said) < 300
+
+
+@pytest.mark.parametrize("opener", [lambda path: load_model(path, device="cpu"), load_tokenizer])
+def test_a_gguf_without_its_package_is_named_with_the_extra(
+    opener: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "model.gguf").touch()
+    said = refused(opener, tmp_path / "model.gguf")
+    assert "is a GGUF file, expected the package" in said and said.endswith("[ship]'")
+
+
+# what transformers raises where a package is missing, as far as it is matched
+UNREAD = {
+    "Couldn't instantiate ... You need to have sentencepiece or tiktoken installed to convert": (
+        "holds no tokenizer.json, expected one; copy it there, or"
+    ),
+    "`tiktoken` is required to read a `tiktoken` file. Install it with `pip install tiktoken`.": (
+        f"install what reads that: {sys.executable} -m pip install sentencepiece tiktoken"
+    ),
+    "compressed-tensors>=0.15.0 is required for compressed-tensors quantization. Please": (
+        f"run: {how_to_install('ship')}"
+    ),
+}
+
+
+@pytest.mark.parametrize("theirs", UNREAD)
+def test_a_missing_package_is_named_with_its_command(
+    theirs: str, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qat.models.opening.is_of_files", lambda *_: True)
+    with pytest.raises(CheckpointError) as caught, Opening(teacher, "a tokenizer"):
+        raise ImportError(theirs)
+    assert UNREAD[theirs] in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("opener", [lambda path: load_model(path, device="cpu"), load_tokenizer])
