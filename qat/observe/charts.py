@@ -16,8 +16,19 @@ from qat.observe.runs import Conversion, Module, TrainingRun
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
 COLORS = SERIES * 4  # of more runs than that no chart can be read
+WIDTH, LEGEND_MARK, LEGEND_LETTER = 5.6, 0.65, 0.085
+"""Inches: of a picture; of what stands before a name in its legend; of a letter there."""
+LONGEST_NAME = 56
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
 MAX_POINTS = 800
+SAME_BITS = 1.05
+"""Bits a weight that differ by less are one place on the axis: scales and codebooks of formats that
+are the same but for the size of the weight."""
+DISTANCES = {
+    "kl_tail_nats": ("-", "KL with tail"),
+    "kd_nats": ("--", "KD"),
+}
+"""Distances from the teacher on held-out text: how each is drawn, and what it is called."""
 WIDE, VERY_WIDE = 5.0, 100.0
 """Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
 numbers at it."""
@@ -78,11 +89,11 @@ class Chart:
     def render(self, form: str) -> bytes:
         """The picture in the light dress as `svg` or `png`; the same input gives the same bytes."""
         with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+            figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
             axes = figure.subplots()
             self.paint(axes)
             if form == "png":  # on the page the heading stands above the picture
-                axes.set_title(self.title, loc="left", weight="bold")
+                axes.set_title(_shown(self.title), loc="left", weight="bold")
             buffer = io.BytesIO()
             metadata = {"Date": None} if form == "svg" else {"Software": "qat"}
             figure.savefig(buffer, format=form, dpi=200, metadata=metadata)
@@ -103,15 +114,16 @@ def run_charts(runs: list[TrainingRun]) -> list[Chart]:
         caption = "Nats a token at each optimizer step; the bold line is a running mean."
         charts.append(Chart("loss", "Training loss", caption, partial(_paint_loss, runs)))
     if any(run.evals for run in runs):
-        title = "Held-out divergence from the teacher"
-        caption = (
-            "On documents never trained on. Solid: KL with the tail; dashed: KD over the teacher's "
-            "candidates."
-        )
-        paint = partial(_paint_evals, runs, {"kl_tail_nats": "-", "kd_nats": "--"}, "nats a token")
-        charts.append(Chart("held-out", title, caption, paint))
+        caption = "On documents never trained on; lower is better."
+        if any(row.get(key) is not None for run in runs for row in run.evals for key in DISTANCES):
+            title = "Held-out divergence from the teacher"
+            charts.append(Chart("held-out", title, caption, partial(_paint_distances, runs)))
+        else:  # a cache of draws tells no distance
+            title = "Held-out cross-entropy with the teacher's draws"
+            paint = partial(_paint_evals, runs, "sampled_ce_nats", "nats a token")
+            charts.append(Chart("held-out", title, caption, paint))
         caption = "Of the student on the same documents; lower is better."
-        paint = partial(_paint_evals, runs, {"ppl": "-"}, "perplexity")
+        paint = partial(_paint_evals, runs, "ppl", "perplexity")
         charts.append(Chart("perplexity", "Held-out perplexity", caption, paint))
     if any(run.heartbeats for run in runs):
         caption = "Input positions a second, padding included, over all micro-batches of a step."
@@ -120,26 +132,25 @@ def run_charts(runs: list[TrainingRun]) -> list[Chart]:
 
 
 def conversion_charts(conversion: Conversion) -> list[Chart]:
-    """Error by layer, and bits against error, of one conversion."""
+    """Error by layer of one conversion, and bits against error where bits differ."""
     label, modules = conversion.label, conversion.modules
-    kind = "weighted" if modules[0].weighted_error is not None else "relative"
+    if not modules:  # its attention alone was changed
+        return []
+    kind = conversion.kind_of_error
     by_kind: dict[str, list[Module]] = {}
     for module in modules:
         by_kind.setdefault(module.kind, []).append(module)
-    return [
-        Chart(
-            f"{label}-layers",
-            f"{label}: error by layer",
-            f"The {kind} error of each quantized linear; the marker tells its bits.",
-            partial(_paint_layers, by_kind),
-        ),
-        Chart(
-            f"{label}-bits",
-            f"{label}: bits against error",
-            "One dot a linear; bits a weight include scales and codebook. Down and left is better.",
-            partial(_paint_bits, by_kind),
-        ),
-    ]
+    caption = f"The {kind} error of each quantized linear; the marker tells its bits."
+    paint = partial(_paint_layers, by_kind, f"{kind} error")
+    charts = [Chart(f"{label}-layers", f"{label}: error by layer", caption, paint)]
+    bits = [module.bits_per_weight for module in modules]
+    if max(bits) > SAME_BITS * min(bits):
+        caption = (
+            "One dot a linear; bits a weight include scales and codebook. Down and left is better."
+        )
+        paint = partial(_paint_bits, by_kind, f"{kind} error")
+        charts.append(Chart(f"{label}-bits", f"{label}: bits against error", caption, paint))
+    return charts
 
 
 def smooth(values: Iterable[float], weight: float) -> list[float]:
@@ -172,15 +183,30 @@ def _paint_loss(runs: list[TrainingRun], axes: Axes) -> None:
     _finish(axes, "step", "nats a token")
 
 
-def _paint_evals(runs: list[TrainingRun], dashes: dict[str, str], unit: str, axes: Axes) -> None:
-    """A line of a run for each key of `dashes`; solid ones stand in the legend."""
+def _paint_distances(runs: list[TrainingRun], axes: Axes) -> None:
+    """A line of a run for each of `DISTANCES`: colours tell the runs, dashes the distances."""
+    for key, (dash, _) in DISTANCES.items():
+        _draw_evals(runs, key, axes, dash=dash, is_named=dash == "-" and len(runs) > 1)
+    for dash, name in DISTANCES.values():
+        axes.plot([], [], dash, color=axes.xaxis.label.get_color(), label=name)
+    _finish(axes, "step", "nats a token")
+
+
+def _paint_evals(runs: list[TrainingRun], key: str, unit: str, axes: Axes) -> None:
+    _draw_evals(runs, key, axes)
+    values = [row[key] for run in runs for row in run.evals if row.get(key) is not None]
+    _finish(axes, "step", unit, floor=0.9 * min(values, default=0.0))
+
+
+def _draw_evals(
+    runs: list[TrainingRun], key: str, axes: Axes, *, dash: str = "-", is_named: bool = True
+) -> None:
+    """A line of each run, which stands in the legend if it is named."""
     for run, color in zip(runs, COLORS, strict=False):
-        for key, dash in dashes.items():
-            rows = [row for row in run.evals if row.get(key) is not None]
-            steps, values = [row["step"] for row in rows], [row[key] for row in rows]
-            label = _shown(run.label) if dash == "-" else None
-            axes.plot(steps, values, dash, color=color, marker="o", label=label)
-    _finish(axes, "step", unit)
+        rows = [row for row in run.evals if row.get(key) is not None]
+        steps, values = [row["step"] for row in rows], [row[key] for row in rows]
+        label = _shown(run.label) if is_named else None
+        axes.plot(steps, values, dash, color=color, marker="o", label=label)
 
 
 def _paint_speed(runs: list[TrainingRun], axes: Axes) -> None:
@@ -193,36 +219,46 @@ def _paint_speed(runs: list[TrainingRun], axes: Axes) -> None:
     _finish(axes, "step", "tokens/s")
 
 
-def _paint_layers(kinds: dict[str, list[Module]], axes: Axes) -> None:
+def _paint_layers(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None:
     for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         layers, errors = [m.layer for m in modules], [m.error for m in modules]
         marker = MARKERS.get(modules[0].bits, "s")
         label = f"{kind} ({modules[0].bits} bit)"
         axes.plot(layers, errors, marker=marker, color=color, alpha=0.9, label=label)
-    _finish(axes, "layer", "error")
+    _finish(axes, "layer", unit)
 
 
-def _paint_bits(kinds: dict[str, list[Module]], axes: Axes) -> None:
+def _paint_bits(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None:
     for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         bits, errors = [m.bits_per_weight for m in modules], [m.error for m in modules]
         axes.plot(bits, errors, "o", color=color, alpha=0.75, label=kind)
     most = max(module.bits_per_weight for modules in kinds.values() for module in modules)
     axes.set_xlim(0, 1.06 * most)
-    _finish(axes, "bits a weight", "error")
+    _finish(axes, "bits a weight", unit)
 
 
-def _finish(axes: Axes, x: str, y: str) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+def _finish(axes: Axes, x: str, y: str, *, floor: float = 0.0) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+    last = axes.dataLim.x1
+    if x == "step" and last > 0:  # all pictures of a run begin and end at the same steps
+        axes.set_xlim(-0.03 * last, 1.03 * last)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
+    axes.set_ylim(floor, 1.04 * axes.get_ylim()[1])
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        axes.figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
+        widest = LEGEND_MARK + LEGEND_LETTER * max(map(len, labels))
+        columns = max(1, min(3, len(labels), int(WIDTH / widest)))
+        axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _shown(name: str) -> str:
-    """A name for the legend, which leaves out those that begin with an underscore."""
+    """A name for the legend, which leaves out those that begin with an underscore.
+
+    Of a longer name than a picture is wide the middle is left out.
+    """
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME // 2]}...{name[3 - LONGEST_NAME // 2 :]}"
     return f" {name}" if name.startswith("_") else name
 
 

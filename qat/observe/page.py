@@ -203,18 +203,21 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
 
 def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, Any]:
     modules = conversion.modules
-    mean = sum(module.relative_error for module in modules) / len(modules)
-    worst = max(modules, key=lambda module: module.relative_error)
+    tiles = [
+        ("plan", conversion.plan),
+        ("bits a quantized weight", number(conversion.bits_per_weight)),
+        ("bits a weight of the whole file", number(conversion.whole_bits_per_weight)),
+    ]
+    if modules:
+        mean = sum(module.error for module in modules) / len(modules)
+        worst = max(modules, key=lambda module: module.error)
+        tiles += [
+            (f"mean {conversion.kind_of_error} error", number(mean)),
+            (f"worst, {worst.kind} of layer {worst.layer}", number(worst.error)),
+        ]
     return {
         "label": conversion.label,
-        "tiles": [
-            ("plan", conversion.plan),
-            ("bits a quantized weight", number(conversion.bits_per_weight)),
-            ("bits a weight of the whole file", number(conversion.whole_bits_per_weight)),
-            ("mean relative error", number(mean)),
-            (f"worst, {worst.kind} of layer {worst.layer}", number(worst.relative_error)),
-            ("seconds", number(conversion.seconds)),
-        ],
+        "tiles": [*tiles, ("seconds", number(conversion.seconds))],
         "images": [picture(chart) for chart in charts],
         "rows": [_module_row(module) for module in modules],
     }

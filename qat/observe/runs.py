@@ -89,10 +89,17 @@ class Conversion(BaseModel):
     source: str
     plan: str
     seconds: float
-    bits_per_weight: float
+    bits_per_weight: float | None
+    """Of what is quantized; None where nothing is."""
     whole_bits_per_weight: float | None = None
     """Over the whole file; None in a report that does not say."""
     modules: list[Module]
+
+    @property
+    def kind_of_error(self) -> str:
+        """What `Module.error` is: weighted, by the calibration's inputs, or relative."""
+        is_weighted = any(module.weighted_error is not None for module in self.modules)
+        return "weighted" if is_weighted else "relative"
 
 
 @dataclass(frozen=True)

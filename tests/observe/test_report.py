@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from observe.synthetic import write_conversion, write_run
+from matplotlib.figure import Figure
+from observe.synthetic import write_conversion, write_lines, write_run
 
 from qat.errors import CheckpointError, ConfigError
 from qat.observe.charts import DARK, STYLE, conversion_charts, in_dark, run_charts, smooth, thin
@@ -188,6 +189,67 @@ def test_charts_without_calibration_show_the_plain_error(conversion: Path) -> No
     plain = [m.model_copy(update={"weighted_error": None}) for m in report.modules]
     charts = conversion_charts(report.model_copy(update={"modules": plain}))
     assert "relative error" in charts[0].caption
+
+
+def test_formats_of_the_same_bits_need_no_picture_of_them(conversion: Path) -> None:
+    report = read_directory(conversion)
+    same = [m.model_copy(update={"bits_per_weight": 2.5}) for m in report.modules]
+    charts = conversion_charts(report.model_copy(update={"modules": same}))
+    assert [chart.name for chart in charts] == ["q2-layers"]
+
+
+def test_a_conversion_that_quantized_nothing_has_a_page(conversion: Path, tmp_path: Path) -> None:
+    path = conversion / "convert_report.json"
+    nothing = {"bits_per_weight": None, "whole_bits_per_weight": 16.0, "modules": []}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **nothing}))
+    written = write_report([conversion], tmp_path / "report.html")
+    assert written.pictures == [] and "All 0 linears" in written.page.read_text("utf-8")
+
+
+def test_tiles_and_pictures_show_the_same_error(written: Written) -> None:
+    html = written.page.read_text("utf-8")
+    assert "<span>mean weighted error</span>" in html
+    assert "The weighted error of each quantized linear" in html
+
+
+def drawn(runs: list[Path], name: str) -> str:
+    (chart,) = (c for c in run_charts([read_directory(run) for run in runs]) if c.name == name)
+    return chart.render("svg").decode()
+
+
+def test_a_picture_says_what_its_dashes_are_also_of_one_run(run: Path, tmp_path: Path) -> None:
+    alone = drawn([run], "held-out")
+    assert "<!-- KL with tail -->" in alone and "<!-- KD -->" in alone
+    assert "<!-- first -->" not in alone
+    assert "<!-- first -->" in drawn([run, write_run(tmp_path / "other")], "held-out")
+
+
+def test_a_run_on_draws_shows_their_cross_entropy(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row.pop("kd_nats", None) is not None:
+            row["sampled_ce_nats"] = 2 + row.pop("kl_tail_nats")
+    write_lines(run / "metrics.jsonl", rows)
+    charts = {chart.name: chart for chart in run_charts([read_directory(run)])}
+    assert charts["held-out"].title == "Held-out cross-entropy with the teacher's draws"
+    assert drawn([run], "held-out").count("<use ") > 5  # its points
+
+
+def test_pictures_of_a_run_share_their_steps_and_few_perplexities_fill_theirs(run: Path) -> None:
+    def limits(name: str) -> tuple[tuple[float, float], tuple[float, float]]:
+        axes = Figure().subplots()
+        next(c for c in run_charts([read_directory(run)]) if c.name == name).paint(axes)
+        return axes.get_xlim(), axes.get_ylim()
+
+    (loss, _), (perplexity, (least, most)) = limits("loss"), limits("perplexity")
+    assert loss == perplexity == (-6.0, 206.0)
+    assert 12 < least < 15 and 36 < most < 40
+
+
+def test_long_names_stay_in_the_picture(tmp_path: Path) -> None:
+    names = [f"{letter}{'_name' * 20}" for letter in "ab"]
+    svg = drawn([write_run(tmp_path / name, steps=10) for name in names], "loss")
+    assert f"<!-- {names[0]} -->" not in svg and "<!-- a_name_name_name_name_name_n..._name" in svg
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
