@@ -162,11 +162,11 @@ def test_an_interrupted_build_ends_in_the_same_bytes(
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("left", [2, 5, 8, 11, 13, 15, 19, 20])
 def test_a_crash_between_any_two_file_operations_is_harmless(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    out, left = tmp_path / "c", random.Random(seed).randrange(1, 22)
+    out = tmp_path / "c"
     calls = {"open": Path.open, "replace": Path.replace}
 
     def crashing(name: str) -> object:
