@@ -38,4 +38,5 @@ def _seeded() -> None:
     # without a GPU, `torch.manual_seed` notes the call and its stack for when there will be one
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
+    # on small weights a second thread costs more than it gives, and sums in another order
     torch.set_num_threads(1)

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from cache_case import build
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
@@ -13,11 +12,6 @@ from tiny import tiny_model, tiny_tokenizer
 from qat.cli import main
 from qat.data.reader import TeacherCache
 from qat.evaluate.judge import held_out_divergence
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
 
 
 @pytest.fixture(scope="module")

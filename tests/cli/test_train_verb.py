@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from cli_case import call
 from train_case import config, make_place
 
@@ -17,11 +16,6 @@ from qat.observe.health import Check
 from qat.train.config import TrainConfig
 from qat.train.run import resolved
 from qat.train.start import train_student
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,6 @@ ALL = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=EIGHTS),))
 MLP = QuantPlan(name="mlp", rules=(PlanRule(pattern="*.mlp.*", spec=EIGHTS),))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def student(**overrides: object) -> LanguageModel:
     return LanguageModel(tiny_model(initializer_range=0.2, **overrides))
 

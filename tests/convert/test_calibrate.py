@@ -23,11 +23,6 @@ QKV = [f"self_attn.{p}_proj" for p in "qkv"]
 STAGES = [QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def batches(packed: bool = False) -> list[TokenBatch]:
     """Two batches of different size; packed documents restart their positions."""
     made = []

@@ -50,11 +50,6 @@ spec = { bits = 3, group_size = 8, scale_bits = 8 }
 """
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float model, the same at four bits, a text, and a cache of the same tokenizer."""

@@ -29,11 +29,6 @@ SMALL = LutSpec(bits=2, group_size=8)
 COARSE = LutSpec(bits=2, group_size=32)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def plan(pattern: str = "*", spec: LutSpec | None = SMALL) -> QuantPlan:
     return QuantPlan(name="p", rules=(PlanRule(pattern=pattern, spec=spec),))
 

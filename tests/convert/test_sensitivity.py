@@ -25,11 +25,6 @@ from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 TWO, THREE = LutSpec(bits=2, group_size=8), LutSpec(bits=3, group_size=16)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def tokens(sequences: int, length: int = 12, batch: int = 4) -> list[TokenBatch]:
     ids = torch.randint(VOCAB, (sequences, length), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(length).expand_as(ids)

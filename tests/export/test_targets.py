@@ -58,11 +58,6 @@ WIDE = {
 SHIPPED = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     return model(IDS).logits

@@ -25,11 +25,6 @@ CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33,
 """B, O, C and rows of scales."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def block(B: int, O: int, C: int, G: int) -> tuple[Columns, torch.Tensor, torch.Tensor]:
     """A block in the middle of a sweep, its targets, and a coupling with zeros on its diagonal."""
     levels = torch.randn(C, O).sort(0).values

@@ -21,11 +21,6 @@ D, E, V = 5, 7, 23
 TRIES, GROUPS = 4096, 32
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 def systematic(logits: Tensor, count: int) -> Tensor:
     """What a cache keeps."""
     return draw(logits, torch.rand(len(logits), dtype=torch.float64), count)

@@ -48,11 +48,6 @@ IDS = torch.arange(40).view(2, 20) * 7 % 320
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 def with_random_tables(
     bits: int, architecture: str = "qwen3", linears: LutSpec = SPECS["lut2"], **overrides: object
 ) -> PreTrainedModel:

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from crash import stopped_at
 from observe.run_case import begin, write_steps
 from observe.test_upload import save
@@ -20,11 +19,6 @@ from qat.observe.upload import STATE, Upload, named, restore, stage_run
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,6 @@ from qat.quant.weight import (
 O, I, N = 6, 48, 200
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def inputs(features: int = I, rows: int = N, seed: int = 0) -> Tensor:
     """Correlated rows with features of very different size."""
     generator = torch.Generator().manual_seed(seed)

@@ -24,11 +24,6 @@ from qat.quant.weight import (
 SHAPES = [(1, 32), (7, 96), (33, 32)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def same_bits(left: QuantizedWeight, right: QuantizedWeight) -> bool:
     pairs = zip(
         [left.indices, left.codebook, *left.scales.present().values()],

@@ -5,7 +5,6 @@ Shapes: N values, C levels.
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from qat.quant.codebook import best_split, coarser, histogram, polish, weighted_kmeans
@@ -25,11 +24,6 @@ DISTRIBUTIONS = {
     "ties": lambda rng, n: rng.normal(size=n).round(1),
     "far": lambda rng, n: 1e4 + rng.normal(size=n),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
 
 
 def optima(values: Array, weights: Array, most: int) -> dict[int, float]:

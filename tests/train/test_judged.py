@@ -22,11 +22,6 @@ from qat.train.start import TrainReport, train_student
 MORE = {"max_steps": 8, "cache_dir": "more"}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = make_place(tmp_path_factory.mktemp("judged"), layers=1)

@@ -24,11 +24,6 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "train_20.json"
 IDS = torch.arange(24).view(2, 12)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # the order of sums must not depend on the machine
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("train"))

@@ -23,11 +23,6 @@ from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("lora"), layers=1)

@@ -20,11 +20,6 @@ from qat.train.preflight import examine
 from qat.train.start import TrainReport, train_student
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_sparse_place(tmp_path_factory.mktemp("sparse"))

@@ -23,11 +23,6 @@ from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_size
 ALL = ("weights", "scales", "codebook", "norms")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)  # on small weights a second thread costs more than it gives
-
-
 def settings(tmp_path, **values: object) -> TrainConfig:
     rates = {"lr": 4e-2, "lr_scales": 3e-2, "lr_codebook": 2e-2, "lr_norms": 1e-2}
     flat = {"warmup_steps": 0, "schedule": "constant"}

@@ -35,11 +35,6 @@ from qat.train.run import FREE_TO_CHANGE, WHY_NOT, RunDirectory
 from qat.train.start import TrainReport, _two_digits, train_student
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("runs"), layers=1)

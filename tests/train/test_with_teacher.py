@@ -21,11 +21,6 @@ from qat.train.start import train_student
 from qat.train.step import TrainingStep
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_seeded: None) -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As every run's place, with the teacher on disk and a cache that knows it."""
