@@ -86,7 +86,8 @@ def run(named: set[str]) -> dict[str, State]:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "points.xml"
-        options = ["-n", "2", "-o", "junit_family=xunit2", f"--junitxml={report}"]
+        workers = str(min(2, len(chosen)))
+        options = ["-n", workers, "-o", "junit_family=xunit2", f"--junitxml={report}"]
         subprocess.run([*pytest, *options, *chosen], cwd=ROOT, check=False)
         return outcomes(report)
 

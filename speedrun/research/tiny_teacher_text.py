@@ -11,6 +11,7 @@ import gzip
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sysconfig
 import warnings
@@ -133,10 +134,12 @@ def stdlib_documents() -> Iterator[str]:
 
 
 def _all_texts() -> Iterator[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts):
-            yield from docstrings(path.read_bytes())
+    paths = []
+    for folder, below, files in os.walk(sysconfig.get_path("stdlib")):
+        below[:] = set(below) - SKIPPED_DIRECTORIES
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
+        yield from docstrings(path.read_bytes())
     if importlib.util.find_spec("pydoc_data") is not None:
         from pydoc_data.topics import topics
 
