@@ -120,6 +120,13 @@ def test_dense_and_merged_layers_have_fewer_questions(calm: TrainingRun) -> None
     assert answer(merged, "blocks left out").state == "look"
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is written without what takes a second to draw."""
+    monkeypatch.setattr("qat.observe.page.run_charts", lambda runs: [])
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_has_a_table_of_layers(calm: TrainingRun, tmp_path: Path) -> None:
     lines = [*calm.steps, *with_layers(calm, selected_frac=None).evals]
     kinds = [{**line, "kind": "eval" if "ppl" in line else "train"} for line in lines]
@@ -193,6 +200,7 @@ def test_what_was_forced_resumed_and_skipped_is_told(calm: TrainingRun) -> None:
     assert answer(run, "skipped steps")[1:3] == ("look", "10 %")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_page_and_terminal_show_the_table(tmp_path: Path, capsys) -> None:
     path = write_run(tmp_path / "run")
     write_lines(path / "events-rank1.jsonl", [{"kind": "stall", "step": 120}])

@@ -120,7 +120,8 @@ def test_notes_tell_what_the_run_tells(run: Path) -> None:
     ]
 
 
-def test_the_verb_knows_the_command_and_the_log(run: Path, log: Path, capsys) -> None:
+def test_the_verb_knows_the_command_and_the_log(run: Path, log: Path, monkeypatch) -> None:
+    monkeypatch.setattr("qat.observe.page.run_charts", lambda runs: [])
     found = report(run, log=True, log_file=log)
     assert found["log"] == log and found["entries"] == [
         "first: tail KL 1.10 to 0.274 nats in 200 steps"

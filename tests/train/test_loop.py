@@ -29,6 +29,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("train"))
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what no second layer adds to."""
+    return make_place(tmp_path_factory.mktemp("shallow"), layers=1)
+
+
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
     return make_trainer(config(place, **values), place / "student", out)
 
@@ -85,11 +91,11 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path, learn: s
         assert metrics(parts[split], "train")[0]["loss_nats"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_padding_is_divided_out(place: Path, tmp_path: Path) -> None:
+def test_padding_is_divided_out(shallow: Path, tmp_path: Path) -> None:
     """The last sequence is mostly padding; noise there changes neither loss nor gradient."""
     found = []
     for noise in (0, 5):
-        trainer = trainer_of(place, tmp_path / str(noise), max_steps=1)
+        trainer = trainer_of(shallow, tmp_path / str(noise), max_steps=1)
         padded = trainer.cache.num_sequences("train") - 1
         batch = trainer.cache.batch(np.array([padded, 0, 1, 2]))
         assert not batch.mask[0].all()
@@ -106,13 +112,13 @@ def test_padding_is_divided_out(place: Path, tmp_path: Path) -> None:
     ("loss", "temperature"), [("tail", 1.0), ("candidates", 2.0), ("tail:0.5,hard_ce:2", 1.0)]
 )
 def test_the_logged_loss_is_the_mean_over_valid_tokens(
-    place: Path, tmp_path: Path, loss: str, temperature: float
+    shallow: Path, tmp_path: Path, loss: str, temperature: float
 ) -> None:
     trainer = trainer_of(
-        place, tmp_path, loss=loss, temperature=temperature, max_steps=1, seed=4, batch_size=5
+        shallow, tmp_path, loss=loss, temperature=temperature, max_steps=1, seed=4, batch_size=5
     )
     rows = sequence_indices(4, 0, 5, trainer.cache.num_sequences("train"))
-    batch, model = trainer.cache.batch(rows), load_checkpoint(place / "student")
+    batch, model = trainer.cache.batch(rows), load_checkpoint(shallow / "student")
     with torch.no_grad():  # with a cache, transformers does not keep packed documents apart
         output = model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     logits, targets = output.logits.flatten(0, 1), to_targets(batch)
@@ -133,9 +139,16 @@ def test_the_logged_loss_is_the_mean_over_valid_tokens(
     "loss",
     ["tail", "sampled", "candidates", "reverse_kl", "jsd", "cakld", "hard_ce", "sampled:2,jsd:0.1"],
 )
-def test_every_loss_teaches(place: Path, tmp_path: Path, loss: str) -> None:
+def test_every_loss_teaches(shallow: Path, tmp_path: Path, loss: str) -> None:
     trainer = trainer_of(
-        place, tmp_path, loss=loss, max_steps=5, warmup_steps=0, schedule="constant", batch_size=8
+        shallow,
+        tmp_path,
+        loss=loss,
+        max_steps=5,
+        eval_every=5,
+        warmup_steps=0,
+        schedule="constant",
+        batch_size=8,
     )
     rows = trainer.cache.batch(np.arange(8))
     trainer._micro_batches = lambda _step: [rows]
@@ -188,11 +201,11 @@ def test_gradient_checkpointing_changes_no_loss(place: Path, tmp_path: Path) -> 
     assert metrics(runs[0], "eval") == metrics(runs[1], "eval")
 
 
-def test_mixed_precision_trains_float32_masters(place: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(place, tmp_path, dtype="bf16", max_steps=2)
+def test_mixed_precision_trains_float32_masters(shallow: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(shallow, tmp_path, dtype="bf16", max_steps=2)
     trainer.train()
     assert all(p.dtype == torch.float32 for p in trainer.optimizer.parameters.values())
-    exact = trainer_of(place, tmp_path / "exact", max_steps=2)
+    exact = trainer_of(shallow, tmp_path / "exact", max_steps=2)
     exact.train()
     for low, high in zip(metrics(trainer, "train"), metrics(exact, "train"), strict=True):
         assert low["loss_nats"] == pytest.approx(high["loss_nats"], rel=0.02)
@@ -203,20 +216,20 @@ def test_mixed_precision_trains_float32_masters(place: Path, tmp_path: Path) -> 
     "learn", ["weights,scales,codebook", "scales,codebook", "weights,scales,codebook,norms"]
 )
 def test_trained_saved_and_reloaded_are_one_function(
-    place: Path, tmp_path: Path, learn: str
+    shallow: Path, tmp_path: Path, learn: str
 ) -> None:
-    trainer = trainer_of(place, tmp_path, learn=learn)
+    trainer = trainer_of(shallow, tmp_path, learn=learn)
     trainer.train()
     reloaded = load_checkpoint(trainer.run.pointed("latest"))
-    start = load_checkpoint(place / "student")
+    start = load_checkpoint(shallow / "student")
     with torch.no_grad():
         trained = trainer.student.model(IDS).logits
         assert torch.equal(reloaded(IDS).logits, trained)
         assert not torch.equal(start(IDS).logits, trained)
 
 
-def test_metrics_say_when_and_in_what_unit(place: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(place, tmp_path, log_every=4, max_steps=6)
+def test_metrics_say_when_and_in_what_unit(shallow: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(shallow, tmp_path, log_every=4, max_steps=6)
     trainer.train()
     assert [m["step"] for m in metrics(trainer, "train")] == [4, 6]
     evals = metrics(trainer, "eval")
@@ -230,8 +243,8 @@ def test_metrics_say_when_and_in_what_unit(place: Path, tmp_path: Path) -> None:
     assert all(beat["compiled"] is False and beat["fallback"] is None for beat in beats)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(place: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(place, tmp_path)
+def test_a_loss_that_is_not_a_number_stops_the_run(shallow: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(shallow, tmp_path)
 
     def poison(step: int, parameters: dict) -> None:
         if step == 4:
@@ -250,10 +263,12 @@ def test_a_loss_that_is_not_a_number_stops_the_run(place: Path, tmp_path: Path) 
 
 
 def test_an_infinite_gradient_between_two_checks_is_not_forgotten(
-    place: Path, tmp_path: Path
+    shallow: Path, tmp_path: Path
 ) -> None:
     # a latent weight that became NaN still has an index, so later losses are finite again
-    trainer = trainer_of(place, tmp_path, learn="weights", log_every=4, save_every=4, eval_every=4)
+    trainer = trainer_of(
+        shallow, tmp_path, learn="weights", log_every=4, save_every=4, eval_every=4
+    )
 
     def poison(step: int, parameters: dict) -> None:
         if step == 1:
@@ -265,8 +280,8 @@ def test_an_infinite_gradient_between_two_checks_is_not_forgotten(
         trainer.train()
 
 
-def test_rates_that_blow_up_stop_the_run(place: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(place, tmp_path, lr_scales=1e12, max_steps=20, save_every=20)
+def test_rates_that_blow_up_stop_the_run(shallow: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(shallow, tmp_path, lr_scales=1e12, max_steps=20, save_every=20)
     with pytest.raises(TrainingError, match="lower --lr and its kin, or --clip-grad-norm"):
         trainer.train()
 
