@@ -29,7 +29,7 @@ STAGES = ("cache", "convert", "train", "eval", "export")
 def place(tmp_path_factory) -> Path:
     """A model with its tokenizer, and a text."""
     place = tmp_path_factory.mktemp("run")
-    tiny_model().save_pretrained(place / "model")
+    tiny_model(num_hidden_layers=1).save_pretrained(place / "model")
     TOKENIZER.save_pretrained(place / "model")
     (place / "texts.txt").write_text("\n\n".join(texts(150)))
     (place / "recipe.toml").write_text(
