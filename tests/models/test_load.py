@@ -194,7 +194,7 @@ def test_an_unknown_architecture_is_refused(float_dir: Path) -> None:
 
 
 def test_a_directory_without_tokenizer_is_refused(float_dir: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not give a tokenizer"):
+    with pytest.raises(CheckpointError, match="holds no tokenizer.json, expected one"):
         load_tokenizer(str(float_dir))
 
 
