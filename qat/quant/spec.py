@@ -3,9 +3,9 @@
 import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from qat.config import Settings
 from qat.errors import ConfigError
@@ -33,15 +33,23 @@ def role_of(name: str) -> Role:
     return "other"
 
 
+VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+"""Bits of an index that names a vector: eight of them, or four, or two, fill whole bytes."""
+
+
 class LutSpec(Settings):
     """One weight format: `W = codebook[indices] * S`.
 
+    An index names one level, or a codeword of `vector_size` neighbouring input features of a row:
+    `bits / vector_size` bits a weight.
     A `group` scale is shared by `group_size` consecutive input features of one row; a `low_rank`
     scale is `A diag(g) B` of rank `rank` (of the reference system and the Apple Neural Engine).
     """
 
-    bits: int = Field(ge=1, le=8)
+    bits: int = Field(ge=1, le=12)
     """Bits per index; the codebook has `2**bits` entries (three when ternary)."""
+    vector_size: Literal[1, 2, 4, 8] = 1
+    """Weights that an index names."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
@@ -55,10 +63,31 @@ class LutSpec(Settings):
     (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16] = 32
     """Bits that a learned level is rounded to: a float32, or a float16 for programs that compute
-    in one."""
+    in one. A codebook of vectors, which is large, is always of 16."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_codewords(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("vector_size", 1) != 1:
+            return {"level_bits": 16} | values
+        return values
+
+    @model_serializer(mode="wrap")
+    def _without_usual_size(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What has levels is written as it always was: older versions read it."""
+        values: dict[str, Any] = write(self)
+        if self.vector_size == 1:
+            del values["vector_size"]
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.is_vector:
+            self._check_vectors()
+        elif self.bits > 8:
+            raise ValueError(
+                f"bits={self.bits}, expected at most 8 bits a weight, or vector_size above 1"
+            )
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.codebook == "int" and self.bits == 1:
@@ -69,17 +98,64 @@ class LutSpec(Settings):
             raise ValueError("scale=low_rank is stored in scale_bits=16 or 32, got scale_bits=8")
         return self
 
+    def _check_vectors(self) -> None:
+        d = self.vector_size
+        if self.codebook != "lut":
+            raise ValueError(f"codebook={self.codebook} has vector_size=1, got vector_size={d}")
+        if self.bits not in VECTOR_BITS:
+            raise ValueError(
+                f"bits={self.bits}, expected one of {VECTOR_BITS} with vector_size={d}"
+            )
+        if self.group_size % d:
+            raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
+        if self.level_bits != 16:
+            raise ValueError(f"vector_size={d} needs level_bits=16, got level_bits=32")
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether an index names several weights."""
+        return self.vector_size > 1
+
     @property
     def num_levels(self) -> int:
-        """Entries of the codebook."""
+        """Entries of the codebook: levels, or codewords."""
         return 3 if self.codebook == "ternary" else 2**self.bits
+
+    @property
+    def codebook_shape(self) -> tuple[int, ...]:
+        """`(C,)` of levels, `(C, d)` of codewords."""
+        return (self.num_levels, self.vector_size) if self.is_vector else (self.num_levels,)
+
+    @property
+    def index_bits(self) -> float:
+        """Bits of a weight's index alone, scales and codebook aside: whole for levels."""
+        return self.bits / self.vector_size if self.is_vector else self.bits
+
+    def stored_bits(self, part: str) -> int:
+        """Bits that a checkpoint stores a number of the weight's `part` in: codebook or scale."""
+        if part == "codebook":
+            return 16 if self.is_vector else 32
+        return self.scale_bits
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
         """Refuse a layer whose rows do not split into whole groups, or that has not that rank.
 
         Raises:
-            ConfigError: `group_size` does not divide `in_features`, or `rank` is above either size.
+            ConfigError: `group_size` or `vector_size` does not divide `in_features`, `rank` is
+                above either size, or the codebook has more codewords than the weight has vectors.
         """
+        vectors, left = divmod(out_features * in_features, self.vector_size)
+        if self.is_vector and (left or in_features % self.vector_size):
+            raise ConfigError(
+                f"{name}: vector_size={self.vector_size} does not divide its {in_features} input "
+                f"features; choose a vector_size that does, or levels (vector_size=1)"
+            )
+        if self.is_vector and self.num_levels > vectors:
+            raise ConfigError(
+                f"{name}: bits={self.bits} make {self.num_levels} codewords, more than the "
+                f"{vectors} vectors of {self.vector_size} in its {out_features} x {in_features} "
+                "weight; choose fewer bits"
+            )
         if in_features % self.group_size:
             raise ConfigError(
                 f"{name}: group_size={self.group_size} does not divide its {in_features} input "
