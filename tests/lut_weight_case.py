@@ -5,7 +5,7 @@ from quantized import SPECS, nearest_e5m3, random_codebook, random_scales
 from torch import Tensor
 
 from qat.quant.spec import LutSpec
-from qat.quant.weight import PackedIndices, Scales, pack
+from qat.quant.weight import PackedIndices, Scales, index_dtype, pack
 
 ODD_SPECS = {
     "lut1_odd": LutSpec(bits=1, group_size=7),
@@ -19,6 +19,8 @@ ODD_SPECS = {
     "lut3_odd_r5": LutSpec(bits=3, scale="low_rank", rank=5, group_size=11),
     "lut1_odd_r2": LutSpec(bits=1, scale="low_rank", rank=2, group_size=7),
     "lut2_odd_s32": LutSpec(bits=2, group_size=3, scale_bits=32),
+    "pairs5_odd": LutSpec(bits=5, vector_size=2, group_size=6),
+    "fours12": LutSpec(bits=12, vector_size=4, group_size=12, scale_bits=8),
     "lut4_odd_r3_s32": LutSpec(bits=4, scale="low_rank", rank=3, group_size=7, scale_bits=32),
 }
 """Group sizes that fill no bytes or are no powers of two; rows that end within a byte."""
@@ -32,16 +34,19 @@ def random_parts(
 ) -> tuple[PackedIndices | Tensor, Tensor, Scales]:
     """Source, codebook and scales: scales not rounded yet, some zero; a latent source has ties.
 
-    Levels lie as training may leave them, in any order.
+    Levels lie as training may leave them, in any order. Codewords are rounded, as a format of
+    vectors has them.
     """
+    d = spec.vector_size
     codebook = random_codebook(spec)[torch.randperm(spec.num_levels)]
+    codebook = codebook.half().float() if spec.is_vector else codebook
     scales = random_scales(O, I, spec)
     next(iter(scales.present().values())).view(-1)[::5] = 0
     if source == "packed":
-        indices = torch.randint(spec.num_levels, (O, I), dtype=torch.uint8)
-        return PackedIndices(pack(indices, spec.bits), spec.bits, I), codebook, scales
+        indices = torch.randint(spec.num_levels, (O, I // d), dtype=index_dtype(spec.num_levels))
+        return PackedIndices(pack(indices, spec.bits), spec.bits, I, d), codebook, scales
     latent = torch.randn(O, I) * 0.1
-    if spec.scale == "group":
+    if spec.scale == "group" and not spec.is_vector:
         levels = codebook.sort().values
         middles = ((levels[1:] + levels[:-1]) / 2).repeat(O * I)[: O * I].view(O, I)
         tied = middles * stored(scales)["scales"].repeat_interleave(spec.group_size, 1)
@@ -50,13 +55,18 @@ def random_parts(
 
 
 def chosen(source: PackedIndices | Tensor, codebook: Tensor, scales: Scales) -> Tensor:
-    """The index of each weight, `(O, I)` int64, by trying every level for a latent source.
+    """The index of each weight or vector, int64, by trying every one for a latent source.
 
-    The lower of two levels that are equally near: with `float32` division, as is defined.
+    The lower of two levels that are equally near: with `float32` division, as is defined. The first
+    of two codewords, in float64.
     """
     if isinstance(source, PackedIndices):
         return source.indices().long()
     S = textbook_scale({n: t.float() for n, t in stored(scales).items()}, source.shape[1])
+    if codebook.dim() > 1:
+        shape = (len(source), -1, 1, codebook.shape[1])
+        w, s = source.double().view(shape), S.double().view(shape)
+        return (w - s * codebook.double()).pow(2).sum(-1).argmin(-1)
     scaled = torch.where(S == 0, torch.zeros(()), source.float() / S)
     levels, order = codebook.sort()
     middles = (levels[1:] + levels[:-1]) / 2
@@ -89,6 +99,6 @@ def gradients(
     """The weight and all gradients by autograd, in the dtype of `dW`."""
     tensors = {"codebook": codebook, **stored(scales)}
     parts = {name: t.to(dW.dtype, copy=True).requires_grad_() for name, t in tensors.items()}
-    W = parts["codebook"][indices] * textbook_scale(parts, indices.shape[1])
+    W = parts["codebook"][indices].flatten(1) * textbook_scale(parts, dW.shape[1])
     W.backward(dW)
     return W.detach(), {name: part.grad for name, part in parts.items()}

@@ -9,7 +9,7 @@ from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales, as_stored
+from qat.quant.weight import QuantizedWeight, Scales, as_stored, index_dtype
 
 SPECS = {
     "lut1": LutSpec(bits=1, group_size=8),
@@ -25,6 +25,10 @@ SPECS = {
     "lut4_r1": LutSpec(bits=4, scale="low_rank", rank=1, group_size=8),
     "int4_r3": LutSpec(bits=4, codebook="int", scale="low_rank", rank=3, group_size=8),
     "ternary_r2": LutSpec(bits=2, codebook="ternary", scale="low_rank", rank=2, group_size=8),
+    "pairs6": LutSpec(bits=6, vector_size=2, group_size=16),
+    "fours8_s8": LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8),
+    "eights3": LutSpec(bits=3, vector_size=8, group_size=8),
+    "fours10_r2": LutSpec(bits=10, vector_size=4, scale="low_rank", rank=2, group_size=8),
 }
 
 
@@ -45,7 +49,9 @@ def nearest_e5m3(scales: Tensor) -> Tensor:
 
 
 def random_codebook(spec: LutSpec) -> Tensor:
-    """Ascending levels of the spec's kind."""
+    """Ascending levels of the spec's kind, or codewords."""
+    if spec.is_vector:
+        return torch.randn(spec.codebook_shape)
     if spec.codebook == "lut":
         return torch.randn(spec.num_levels).sort().values
     if spec.codebook == "ternary":
@@ -66,7 +72,8 @@ def random_scales(O: int, I: int, spec: LutSpec) -> Scales:
 
 def random_weight(O: int, I: int, spec: LutSpec) -> QuantizedWeight:
     """A quantized weight of random indices, levels and scales, as a checkpoint stores them."""
-    indices = torch.randint(spec.num_levels, (O, I), dtype=torch.uint8)
+    shape, dtype = (O, I // spec.vector_size), index_dtype(spec.num_levels)
+    indices = torch.randint(spec.num_levels, shape, dtype=dtype)
     return as_stored(QuantizedWeight(indices, random_codebook(spec), random_scales(O, I, spec)))
 
 

@@ -205,7 +205,7 @@ TOLERANCE = 1e-9
 class FormatTrial:
     """One format that a module could have got."""
 
-    bits: int
+    bits: float
     group_size: int
     bits_per_weight: float
     """With scales and codebook."""
@@ -326,7 +326,7 @@ def _trials(
 ) -> list[FormatTrial]:
     return [
         FormatTrial(
-            bits=spec.bits,
+            bits=spec.index_bits,
             group_size=spec.group_size,
             bits_per_weight=option.bits / num_weights,
             kl_nats=option.cost,

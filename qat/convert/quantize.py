@@ -54,7 +54,7 @@ class ModuleReport:
     """How well one linear or table survived."""
 
     name: str
-    bits: int
+    bits: float
     codebook: str
     scale: str
     group_size: int
@@ -204,11 +204,11 @@ def _say_others(plan: QuantPlan, linears: list[str]) -> None:
     if others:
         logger.warning(
             "%d linears (such as %s) are no known part of an MLP or an attention: plan %s gives "
-            "them %d bits; a plan of your own may say otherwise (docs/convert.md)",
+            "them %g bits; a plan of your own may say otherwise (docs/convert.md)",
             len(others),
             others[0],
             plan.name,
-            plan.spec_for(others[0]).bits,
+            plan.spec_for(others[0]).index_bits,
         )
 
 
@@ -216,17 +216,19 @@ def _say_requantized(model: nn.Module, todo: dict[str, LutSpec]) -> None:
     """Name what is fitted to rounded values, since the float ones are not here."""
     modules = {name: model.get_submodule(name) for name in todo}
     rounded = {
-        n: m.spec.bits for n, m in modules.items() if isinstance(m, QuantLinear | FrozenLutTable)
+        n: m.spec.index_bits
+        for n, m in modules.items()
+        if isinstance(m, QuantLinear | FrozenLutTable)
     }
     if rounded:
         name = next(iter(rounded))
         logger.warning(
-            "%d linears and tables are quantized already (%s in %d bits, now %d): without the "
+            "%d linears and tables are quantized already (%s in %g bits, now %g): without the "
             "float weights their error stays; name the float model with --base",
             len(rounded),
             name,
             rounded[name],
-            todo[name].bits,
+            todo[name].index_bits,
         )
 
 
@@ -303,7 +305,7 @@ class _Conversion:
         self._errors.append(error)
         self._reports[name] = ModuleReport(
             name=name,
-            bits=spec.bits,
+            bits=spec.index_bits,
             codebook=spec.codebook,
             scale=spec.scale,
             group_size=spec.group_size,

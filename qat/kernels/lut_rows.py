@@ -101,8 +101,9 @@ Rows = LutRows | Tensor
 
 
 def reads(spec: LutSpec) -> bool:
-    """Whether a weight of that format can be read packed: group scales over whole units."""
-    return spec.scale == "group" and spec.group_size % UNIT == 0 and spec.bits in KERNEL_BITS
+    """Whether a weight of that format can be read packed: levels, group scales of whole units."""
+    is_known = spec.scale == "group" and not spec.is_vector
+    return is_known and spec.group_size % UNIT == 0 and spec.bits in KERNEL_BITS
 
 
 def stack(members: Sequence[Rows]) -> Rows:

@@ -14,7 +14,8 @@ reads the indices of a unit as one word, and neighbouring threads store side by 
 0.6B form in 0.52 ms instead of 0.95 on an H200). A tile is N runs x U units. The products that say
 which weight is formed are rounded one by one, as the reference rounds them: no fused multiply-add.
 
-Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
+Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank, d weights that
+an index names.
 """
 
 from collections.abc import Collection
@@ -35,6 +36,7 @@ from qat.quant.weight import (
     chosen_levels,
     expand_scales,
     round_scales,
+    vector_size,
 )
 
 MOST_LEVELS = 16
@@ -120,8 +122,9 @@ def pull_back(
 
 
 def _by_kernel(codebook: Tensor) -> bool:
-    """Whether the Triton kernel computes: not where the levels are many."""
-    return use_triton(codebook) and codebook.numel() <= MOST_LEVELS
+    """Whether the Triton kernel computes: not where the levels are many, or vectors."""
+    is_small = codebook.dim() == 1 and codebook.numel() <= MOST_LEVELS
+    return use_triton(codebook) and is_small
 
 
 def _reduce(
@@ -140,9 +143,12 @@ def _reduce(
     if wants_codebook:
         # in float64, where no order of summation, not even that of atomics, moves the float32
         # result by more than its last bit
-        sums = dW.new_zeros(dW.shape[0], codebook.numel(), dtype=torch.float64)
-        sums.scatter_add_(1, weight.indices.long(), (dW * S).double())
-        d_codebook = sums.sum(0).float()
+        C, d = len(codebook), vector_size(codebook)
+        indices, parts = weight.indices.long(), (dW * S).double().view(len(dW), -1, d)
+        sums = dW.new_zeros(d, len(dW), C, dtype=torch.float64)
+        for place, part in zip(sums, parts.unbind(-1), strict=True):
+            place.scatter_add_(1, indices, part)
+        d_codebook = sums.sum(1).T.float().view(codebook.shape)
     if wants_scales:
         dS = dW * chosen_levels(weight)
         if scales.scales is not None:

@@ -42,11 +42,12 @@ def quantized_parameter_count(model: nn.Module) -> int:
 
 def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
     """Bits that a checkpoint spends on this weight: packed indices, scales, codebook, adapter."""
-    bits = 8 * module.out_features * packed_width(module.in_features, module.spec.bits)
+    spec = module.spec
+    bits = 8 * module.out_features * packed_width(module.in_features // spec.vector_size, spec.bits)
     is_table = isinstance(module, FrozenLutTable)
     tensors = module.weight_tensors() if is_table else module.weight_parameters()
     for name in tensors.keys() & STORED_DTYPES.keys():
-        itemsize = dtype_as_stored(name, module.spec.scale_bits).itemsize
+        itemsize = dtype_as_stored(name, spec.stored_bits(name)).itemsize
         bits += 8 * itemsize * tensors[name].numel()
     return bits
 

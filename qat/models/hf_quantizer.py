@@ -27,7 +27,13 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
 from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales, dtype_as_stored, from_stored
+from qat.quant.weight import (
+    QuantizedWeight,
+    Scales,
+    dtype_as_stored,
+    from_stored,
+    index_dtype,
+)
 
 if TYPE_CHECKING:  # this file is imported while transformers itself still is
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,6 +43,8 @@ FORMAT = 1
 SPARSE_FORMAT = 2
 """The same, of a model with sparse attention, whose definition config.json has under `nsa`; it may
 have no quantized module."""
+VECTORS = 2
+"""Added to either where a codebook holds vectors, which older versions cannot read."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
 """What config.json names as its file of weights.
 
@@ -55,15 +63,16 @@ class QatConfig(QuantizationConfigMixin):
 
     def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
         others.pop("quant_method", None)
-        if type(format) is not int or format not in (FORMAT, SPARSE_FORMAT):
+        newest = SPARSE_FORMAT + VECTORS
+        if type(format) is not int or not FORMAT <= format <= newest:
             raise CheckpointError(
-                f"quantization_config has format={format!r:.80}, expected format={FORMAT} or "
-                f"{SPARSE_FORMAT}; use the version of qat that wrote this checkpoint, or convert "
-                "the model anew"
+                f"quantization_config has format={format!r:.80}, expected format={FORMAT} to "
+                f"{newest}; use the version of qat that wrote this checkpoint, or convert the "
+                "model anew"
             )
         modules = {} if modules is None else modules
         is_table = isinstance(modules, dict) and all(type(m) is dict for m in modules.values())
-        if others or not is_table or not (modules or format == SPARSE_FORMAT):
+        if others or not is_table or not (modules or format % VECTORS == SPARSE_FORMAT % VECTORS):
             raise CheckpointError(
                 f"quantization_config has keys {sorted(others)} and modules={modules!r:.80}, "
                 "expected only format and a table of a table for each module; convert the model "
@@ -89,6 +98,8 @@ class QatConfig(QuantizationConfigMixin):
                 "'qat convert' first"
             )
         format = SPARSE_FORMAT if is_sparse else FORMAT
+        if any(module.spec.is_vector for module in modules.values()):
+            format += VECTORS
         entries = {name: m.spec.model_dump() for name, m in modules.items()}
         for name, module in modules.items():
             if isinstance(module, QuantLinear) and module.lora_rank > 0:
@@ -215,13 +226,22 @@ class QatHfQuantizer(HfQuantizer):
         from qat.nsa.swap import KEY, nsa_config, swap_attention  # they need transformers
 
         config, found = nsa_config(model), self.quantization_config.format
+        kinds = {FORMAT: "dense", SPARSE_FORMAT: "sparse"}
         expected = FORMAT if config is None else SPARSE_FORMAT
-        if found != expected:
-            kinds = {FORMAT: "dense", SPARSE_FORMAT: "sparse"}
+        has_vectors = any(spec.is_vector for spec in self.quantization_config.specs().values())
+        if has_vectors != (found > VECTORS):
             raise CheckpointError(
-                f"the checkpoint was written with {kinds[found]} attention (format={found}), but "
-                f"{KEY!r} of its config.json makes it {kinds[expected]}; put back the config.json "
-                "that it came with, or change its attention with 'qat convert --attention'"
+                f"quantization_config has format={found} and codebooks of "
+                f"{'vectors' if has_vectors else 'levels'}, expected "
+                f"format={expected + VECTORS * has_vectors}; the file is damaged: copy it anew"
+            )
+        attention = found - VECTORS * has_vectors
+        if attention != expected:
+            raise CheckpointError(
+                f"the checkpoint was written with {kinds[attention]} attention (format={found}), "
+                f"but {KEY!r} of its config.json makes it {kinds[expected]}; put back the "
+                "config.json that it came with, or change its attention with 'qat convert "
+                "--attention'"
             )
         if config is not None:
             swap_attention(model, config)
@@ -229,11 +249,11 @@ class QatHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         for linear in quant_linears(model).values():
             for key, parameter in linear.weight_parameters().items():
-                parameter.data = from_stored(key, parameter.data, linear.spec.scale_bits)
+                parameter.data = from_stored(key, parameter.data, linear.spec.stored_bits(key))
                 parameter.requires_grad_()  # bytes could not
         for table in lut_tables(model).values():
             for key, tensor in table.weight_tensors().items():
-                setattr(table, key, from_stored(key, tensor, table.spec.scale_bits))
+                setattr(table, key, from_stored(key, tensor, table.spec.stored_bits(key)))
         for name, module in quantized_modules(model).items():
             _check_indices(name, module)
 
@@ -270,7 +290,7 @@ def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     for name, module in quantized_modules(model).items():
         dtypes[f"{name}.packed"] = SAFETENSORS_NAMES[torch.uint8]
         for key in weight_parts(module):
-            stored = dtype_as_stored(key, module.spec.scale_bits)
+            stored = dtype_as_stored(key, module.spec.stored_bits(key))
             dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[stored]
     return dtypes
 
@@ -315,8 +335,8 @@ def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> Quantize
         scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
     else:
         scales = Scales(torch.empty(O, I // spec.group_size), bits=spec.scale_bits)
-    indices = torch.empty(O, I, dtype=torch.uint8)
-    return QuantizedWeight(indices, torch.empty(spec.num_levels), scales)
+    indices = torch.empty(O, I // spec.vector_size, dtype=index_dtype(spec.num_levels))
+    return QuantizedWeight(indices, torch.empty(spec.codebook_shape), scales)
 
 
 def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:

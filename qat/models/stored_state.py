@@ -46,9 +46,9 @@ def raw_state(model: nn.Module) -> RawState:
 def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state as a packed checkpoint stores it.
 
-    Of each quantized linear or table: `packed` (uint8), `codebook` (float32, ascending), its scales
-    (float16, or uint8 of 8 bits; `rank_gain` float32), the factors of its adapter (float16) and the
-    bias. Everything else as it is, in bfloat16 where that loses nothing: a student whose masters
+    Of each quantized linear or table: `packed` (uint8), `codebook` (levels in float32, ascending,
+    or codewords in float16), its scales (float16, or uint8 of 8 bits; `rank_gain` float32), the
+    factors of its adapter (float16) and the bias. Everything else as it is, in bfloat16 where that loses nothing: a student whose masters
     are float32 does not grow beyond its teacher.
 
     Raises:
@@ -106,14 +106,16 @@ def _stored_parts(
     packed, codebook = parts.pop(PACKED), parts["codebook"]
     if isinstance(module, QuantLinear):
         codebook = round_levels(codebook, spec.level_bits)
-    parts["codebook"], order = codebook.sort(stable=True)
-    if not on(order.device).equal(order, torch.arange(len(order), device=order.device)):
-        rank = order.argsort().to(torch.uint8)
-        packed = pack(rank[unpack(packed, spec.bits, module.in_features).int()], spec.bits)
+    parts["codebook"] = codebook
+    if not spec.is_vector:
+        parts["codebook"], order = codebook.sort(stable=True)
+        if not on(order.device).equal(order, torch.arange(len(order), device=order.device)):
+            rank = order.argsort().to(torch.uint8)
+            packed = pack(rank[unpack(packed, spec.bits, module.in_features).int()], spec.bits)
     for key, tensor in parts.items():
-        rounded = round_as_stored(key, tensor, spec.scale_bits)
+        rounded = round_as_stored(key, tensor, spec.stored_bits(key))
         finite[f"{name}.{key}"] = rounded.isfinite().all()
-        stored[key] = to_stored(key, rounded, spec.scale_bits)
+        stored[key] = to_stored(key, rounded, spec.stored_bits(key))
     return {PACKED: packed, **stored}
 
 
@@ -139,7 +141,7 @@ def _check_finite(model: nn.Module, finite: dict[str, Tensor]) -> None:
     for full_name, is_finite in zip(finite, _read(list(finite.values())), strict=True):
         if not is_finite:
             name, _, key = full_name.rpartition(".")
-            dtype = dtype_as_stored(key, model.get_submodule(name).spec.scale_bits)
+            dtype = dtype_as_stored(key, model.get_submodule(name).spec.stored_bits(key))
             raise CheckpointError(
                 f"{full_name} holds values that are not finite in {dtype}, expected finite ones; "
                 "lower the learning rate of that kind of parameter"

@@ -34,7 +34,7 @@ class FrozenLutTable(nn.Module):
     def __init__(self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec, self.dtype = spec, dtype
-        self.out_features, self.in_features = quantized.indices.shape
+        self.out_features, self.in_features = quantized.shape
         self.register_buffer("packed", pack(quantized.indices, spec.bits))
         self.register_buffer("codebook", quantized.codebook.float().clone())
         for name, tensor in quantized.scales.present().items():
@@ -56,7 +56,7 @@ class FrozenLutTable(nn.Module):
         return {"codebook": self.codebook, **self._scales().present()}
 
     def indices(self) -> Tensor:
-        """The stored index of each weight: `(V, D)` uint8."""
+        """The stored index of each weight or vector: `(V, D / d)`."""
         return self._source(slice(None)).indices()
 
     def quantized(self) -> QuantizedWeight:
@@ -89,7 +89,8 @@ class FrozenLutTable(nn.Module):
         return formed
 
     def _source(self, which: slice | Tensor) -> PackedIndices:
-        return PackedIndices(self.packed[which], self.spec.bits, self.in_features)
+        spec = self.spec
+        return PackedIndices(self.packed[which], spec.bits, self.in_features, spec.vector_size)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype

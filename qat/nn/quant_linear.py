@@ -93,7 +93,7 @@ class QuantLinear(nn.Module):
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.out_features, self.in_features = quantized.indices.shape
+        self.out_features, self.in_features = quantized.shape
         self.codebook = nn.Parameter(quantized.codebook.float().clone())
         for name, tensor in quantized.scales.present().items():
             self.register_parameter(name, nn.Parameter(tensor.float().clone()))
@@ -107,7 +107,7 @@ class QuantLinear(nn.Module):
         raise NotImplementedError
 
     def indices(self) -> Tensor:
-        """Which level each weight takes: `(O, I)` uint8, no gradient."""
+        """Which level or codeword is taken: `(O, I / d)`, no gradient."""
         raise NotImplementedError
 
     def levels(self) -> Tensor:
@@ -271,9 +271,10 @@ class QuantLinear(nn.Module):
         if self.spec.scale == "low_rank":
             scale = f"rank={self.spec.rank}"
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
+        vectors = f"vector_size={self.spec.vector_size}, " if self.spec.is_vector else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bits={self.spec.bits}, codebook={self.spec.codebook}, {scale}, "
+            f"bits={self.spec.bits}, {vectors}codebook={self.spec.codebook}, {scale}, "
             f"bias={self.bias is not None}{adapter}"
         )
 
@@ -310,17 +311,20 @@ class FrozenLutLinear(QuantLinear):
         """Rename the indices for levels that lie in another order than the ascending, stored one.
 
         Training may carry one level past another; a checkpoint ranks them anew, and a run that goes
-        on from it needs them as they lay. The caller puts `codebook` in place.
+        on from it needs them as they lay. The caller puts `codebook` in place. Codewords are stored
+        as they lie.
         """
+        if self.spec.is_vector:
+            return
         order = codebook.argsort(stable=True).to(self.packed.device, torch.uint8)
         self.packed.copy_(pack(order[self.indices().int()], self.spec.bits))
 
     def source(self) -> PackedIndices:
         """The packed indices."""
-        return PackedIndices(self.packed, self.spec.bits, self.in_features)
+        return PackedIndices(self.packed, self.spec.bits, self.in_features, self.spec.vector_size)
 
     def indices(self) -> Tensor:
-        """The stored index of each weight: `(O, I)` uint8."""
+        """The stored index of each weight or vector: `(O, I / d)`."""
         return self.source().indices()
 
 
@@ -344,7 +348,7 @@ class LutLinear(QuantLinear):
 
     @torch.no_grad()
     def indices(self) -> Tensor:
-        """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
+        """What is nearest to each latent weight or vector under the scales as stored."""
         S = expand_scales(round_scales(self._source_scales()), self.in_features)
         return latent_indices(self.weight, S, self.levels())
 

@@ -51,7 +51,7 @@ class ShardedLutLinear(LutLinear):
         return self.ranks.gather_rows(rows, self.out_features)
 
     def indices(self) -> Tensor:
-        """The level nearest to each latent weight under the scales as stored: `(O, I)` uint8."""
+        """What is nearest to each latent weight or vector of all ranks: `(O, I / d)`."""
         return self.whole(super().indices())
 
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:

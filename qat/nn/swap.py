@@ -104,7 +104,9 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def ascending(quantized: QuantizedWeight) -> QuantizedWeight:
-    """The same weight, bit for bit, with its codebook in ascending order."""
+    """The same weight, bit for bit, with its levels in ascending order; codewords as they lie."""
+    if quantized.codebook.dim() > 1:
+        return quantized
     codebook, order = quantized.codebook.sort(stable=True)
     rank = order.argsort().to(torch.uint8)
     return quantized._replace(codebook=codebook, indices=rank[quantized.indices.int()])

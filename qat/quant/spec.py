@@ -86,7 +86,8 @@ class LutSpec(Settings):
             self._check_vectors()
         elif self.bits > 8:
             raise ValueError(
-                f"bits={self.bits}, expected at most 8 bits a weight, or vector_size above 1"
+                f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
+                "vector_size=2, 4 or 8 too"
             )
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
@@ -128,8 +129,9 @@ class LutSpec(Settings):
 
     @property
     def index_bits(self) -> float:
-        """Bits of a weight's index alone, scales and codebook aside: whole for levels."""
-        return self.bits / self.vector_size if self.is_vector else self.bits
+        """Bits of a weight's index alone, scales and codebook aside: an `int` where it is whole."""
+        whole, rest = divmod(self.bits, self.vector_size)
+        return self.bits / self.vector_size if rest else whole
 
     def stored_bits(self, part: str) -> int:
         """Bits that a checkpoint stores a number of the weight's `part` in: codebook or scale."""

@@ -1,8 +1,12 @@
 """The one representation of a quantized weight, `W = codebook[indices] * S`, and how it is stored.
 
-Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank.
+An entry of the codebook is one level, or a codeword of d neighbouring weights of a row.
+
+Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank, d weights that
+an index names.
 """
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -122,13 +126,29 @@ SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight as indices, levels and scales."""
+    """A weight as indices, levels or codewords, and scales."""
 
     indices: Tensor
-    """`(O, I)` uint8."""
+    """`(O, I / d)`, of the dtype that `index_dtype` says."""
     codebook: Tensor
-    """`(C,)` float32, ascending."""
+    """`(C,)` float32, ascending; or `(C, d)`, codewords in any order."""
     scales: Scales
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(O, I)`."""
+        O, count = self.indices.shape
+        return torch.Size((O, count * vector_size(self.codebook)))
+
+
+def vector_size(codebook: Tensor) -> int:
+    """d: how many weights an entry of the codebook names."""
+    return 1 if codebook.dim() == 1 else codebook.shape[1]
+
+
+def index_dtype(num_levels: int) -> torch.dtype:
+    """The smallest dtype that holds every index of so many levels or codewords."""
+    return torch.uint8 if num_levels <= 256 else torch.int16
 
 
 def expand_scales(scales: Scales, in_features: int) -> Tensor:
@@ -154,28 +174,36 @@ def expand_scales(scales: Scales, in_features: int) -> Tensor:
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """`codebook[indices] * S`, `(O, I)` in the codebook's dtype."""
-    S = expand_scales(weight.scales, weight.indices.shape[1])
+    S = expand_scales(weight.scales, weight.shape[1])
     return chosen_levels(weight) * S
 
 
 def chosen_levels(weight: QuantizedWeight) -> Tensor:
     """`codebook[indices]`, `(O, I)`."""
     flat = weight.indices.flatten().int()
-    return weight.codebook.index_select(0, flat).view(weight.indices.shape)
+    return weight.codebook.index_select(0, flat).view(weight.shape)
 
 
-def dtype_as_stored(name: str, scale_bits: int = 16) -> torch.dtype:
-    """What a checkpoint stores the tensor `name` in; `scale_bits` matters to scales alone."""
-    if name in SCALE_NAMES and scale_bits == WIDE:
+def dtype_as_stored(name: str, bits: int | None = None) -> torch.dtype:
+    """What a checkpoint stores the tensor `name` in.
+
+    `bits` are those of a format (`LutSpec.stored_bits`) where `name` is a codebook or a scale; by
+    default levels have 32 and scales 16.
+    """
+    if bits is None or name not in (*SCALE_NAMES, "codebook"):
+        return STORED_DTYPES[name]
+    if name == "codebook":
+        return torch.float32 if bits == WIDE else torch.float16
+    if bits == WIDE:
         return torch.float32
-    return torch.uint8 if _is_byte(name, scale_bits) else STORED_DTYPES[name]
+    return torch.uint8 if _is_byte(name, bits) else STORED_DTYPES[name]
 
 
-def round_as_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
+def round_as_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
     """`value` in float32 after rounding to what a checkpoint stores `name` in."""
-    if _is_byte(name, scale_bits):
+    if _is_byte(name, bits):
         return round_to_e5m3(value)
-    return value.to(dtype_as_stored(name, scale_bits)).float()
+    return value.to(dtype_as_stored(name, bits)).float()
 
 
 def round_levels(codebook: Tensor, level_bits: int) -> Tensor:
@@ -183,20 +211,20 @@ def round_levels(codebook: Tensor, level_bits: int) -> Tensor:
     return codebook if level_bits == 32 else codebook.half().float()
 
 
-def to_stored(name: str, value: Tensor, scale_bits: int = 16) -> Tensor:
+def to_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
     """The tensor that a checkpoint holds for `value`, which is rounded as stored and finite."""
-    if _is_byte(name, scale_bits):
+    if _is_byte(name, bits):
         return encode(value)
-    return value.to(dtype_as_stored(name, scale_bits))
+    return value.to(dtype_as_stored(name, bits))
 
 
-def from_stored(name: str, stored: Tensor, scale_bits: int = 16) -> Tensor:
+def from_stored(name: str, stored: Tensor, bits: int | None = None) -> Tensor:
     """The float32 values of the tensor that a checkpoint holds for `name`."""
-    return decode(stored) if _is_byte(name, scale_bits) else stored.float()
+    return decode(stored) if _is_byte(name, bits) else stored.float()
 
 
-def _is_byte(name: str, scale_bits: int) -> bool:
-    return name == "scales" and scale_bits == 8
+def _is_byte(name: str, bits: int | None) -> bool:
+    return name == "scales" and bits == 8
 
 
 def round_scales(scales: Scales) -> Scales:
@@ -219,11 +247,13 @@ def above_zero(scales: Scales) -> Scales:
 
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight after a round trip through a checkpoint's dtypes."""
-    codebook = round_as_stored("codebook", weight.codebook)
+    codebook = round_as_stored(
+        "codebook", weight.codebook, WIDE if weight.codebook.dim() == 1 else 16
+    )
     return QuantizedWeight(weight.indices, codebook, round_scales(weight.scales))
 
 
-# Indices of 1 to 8 bits, packed into bytes row by row, least significant bit first.
+# Indices of 1 to 12 bits, packed into bytes row by row, least significant bit first.
 
 
 class PackedIndices(NamedTuple):
@@ -233,52 +263,55 @@ class PackedIndices(NamedTuple):
     """`(O, packed_width)` uint8."""
     bits: int
     in_features: int
+    vector_size: int = 1
 
     @property
     def shape(self) -> torch.Size:
-        """`(O, I)`, that of the indices."""
+        """`(O, I)`, that of the weight."""
         return torch.Size((self.octets.shape[0], self.in_features))
 
     def indices(self) -> Tensor:
-        """`(O, I)` uint8."""
-        return unpack(self.octets, self.bits, self.in_features)
+        """`(O, I / d)`, uint8 or int16."""
+        return unpack(self.octets, self.bits, self.in_features // self.vector_size)
 
 
-def packed_width(in_features: int, bits: int) -> int:
-    """Bytes that one row of indices takes."""
-    return -(-in_features * bits // 8)
+def packed_width(count: int, bits: int) -> int:
+    """Bytes that a row of `count` indices takes."""
+    return -(-count * bits // 8)
 
 
 def pack(indices: Tensor, bits: int) -> Tensor:
-    """`(O, I)` indices below `2**bits` as `(O, ceil(I * bits / 8))` uint8.
+    """`(O, n)` indices below `2**bits` as `(O, ceil(n * bits / 8))` uint8.
 
     Index i of a row lies in its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
-    with zeros. Eight indices fill `bits` whole bytes, so a row is packed eight at a time; where
-    `bits` divides 8, as many as fill one.
+    with zeros. A row is packed as many indices at a time as fill whole bytes.
     """
-    O, I = indices.shape
+    O, n = indices.shape
     if indices.is_meta:  # an empty one of each linear is made where a checkpoint is opened
-        return indices.new_empty((O, packed_width(I, bits)), dtype=torch.uint8)
+        return indices.new_empty((O, packed_width(n, bits)), dtype=torch.uint8)
     if 8 % bits == 0:
         return _pack_bytes(indices.to(torch.uint8), bits)
-    padded = torch.nn.functional.pad(indices, (0, -I % 8)).view(O, -1, 8).to(_word(bits))
-    word = (padded << _shifts(bits, indices.device)).sum(-1, dtype=_word(bits))
-    byte_shifts = torch.arange(0, 8 * bits, 8, device=indices.device)
+    at_once, _ = _together(bits)
+    padded = torch.nn.functional.pad(indices, (0, -n % at_once)).view(O, -1, at_once)
+    shifts = _shifts(bits, indices.device)
+    word = (padded.to(_word(bits)) << shifts).sum(-1, dtype=_word(bits))
+    byte_shifts = torch.arange(0, at_once * bits, 8, device=indices.device)
     octets = (word[..., None] >> byte_shifts) & 255
-    return octets.view(O, -1)[:, : packed_width(I, bits)].to(torch.uint8).contiguous()
+    return octets.view(O, -1)[:, : packed_width(n, bits)].to(torch.uint8).contiguous()
 
 
-def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
-    """The `(O, in_features)` uint8 indices that `pack` packed."""
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The `(O, count)` indices that `pack` packed, of the dtype that `index_dtype` says."""
     O, width = packed.shape
     if 8 % bits == 0:
         parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
-        return torch.stack(parts, -1).flatten(1)[:, :in_features].contiguous()
-    octets = torch.nn.functional.pad(packed, (0, -width % bits)).view(O, -1, bits).to(_word(bits))
-    byte_shifts = torch.arange(0, 8 * bits, 8, device=packed.device)
-    word = (octets << byte_shifts).sum(-1, dtype=_word(bits))
+        return torch.stack(parts, -1).flatten(1)[:, :count].contiguous()
+    at_once, size = _together(bits)
+    octets = torch.nn.functional.pad(packed, (0, -width % size)).view(O, -1, size)
+    byte_shifts = torch.arange(0, at_once * bits, 8, device=packed.device)
+    word = (octets.to(_word(bits)) << byte_shifts).sum(-1, dtype=_word(bits))
     indices = (word[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
-    return indices.view(O, -1)[:, :in_features].to(torch.uint8).contiguous()
+    return indices.view(O, -1)[:, :count].to(index_dtype(2**bits)).contiguous()
 
 
 def _pack_bytes(indices: Tensor, bits: int) -> Tensor:
@@ -291,10 +324,15 @@ def _pack_bytes(indices: Tensor, bits: int) -> Tensor:
     return octets
 
 
+def _together(bits: int) -> tuple[int, int]:
+    """The fewest indices that fill whole bytes, and those bytes."""
+    return 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
+
+
 def _word(bits: int) -> torch.dtype:
-    """What holds eight indices."""
-    return torch.int32 if bits <= 4 else torch.int64
+    """What holds the indices that are packed at a time."""
+    return torch.int32 if _together(bits)[1] < 4 else torch.int64
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8 * bits, bits, device=device)
+    return torch.arange(0, _together(bits)[0] * bits, bits, device=device)

@@ -190,12 +190,12 @@ class CodeWatch:
         """
         flipped, codes = [], 0
         for name, linear in self._linears.items():
-            indices, bits = linear.indices(), linear.spec.bits
+            indices, spec = linear.indices(), linear.spec
             if name in self._last:
-                before = unpack(self._last[name], bits, linear.in_features)
+                before = unpack(self._last[name], spec.bits, indices.shape[1])
                 flipped.append((indices != before).sum())
                 codes += indices.numel()
-            self._last[name] = pack(indices, bits)
+            self._last[name] = pack(indices, spec.bits)
         if not flipped:
             return None
         total = torch.stack(flipped).sum()

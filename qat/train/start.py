@@ -400,7 +400,7 @@ def _final_name(model: nn.Module, trainer: Trainer) -> str:
     for letter, role in (("q", "mlp"), ("a", "attention")):
         linears = [m for name, m in quant_linears(model).items() if role_of(name) == role]
         weights = sum(m.out_features * m.in_features for m in linears)
-        bits = sum(m.spec.bits * m.out_features * m.in_features for m in linears)
+        bits = sum(m.spec.index_bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""
     return f"{quant or 'float'}_{config.scope}_{_two_digits(trainer.best)}_{config.dtype}"
 

@@ -371,7 +371,8 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, r"format=3, expected format=1 or 2"),
+        ({"format": 5}, r"format=5, expected format=1 to 4"),
+        ({"format": 3}, r"format=3 and codebooks of levels, expected format=1;"),
         ({"spare": 1}, r"keys \['spare'\]"),
         ({"modules": {}}, r"modules={}"),
         ({"modules": {NAME: {"bits": 9}}}, rf"{NAME}.*bits=9"),

@@ -31,6 +31,7 @@ class Oracle(nn.Module):
     def __init__(self, linear: QuantLinear) -> None:
         super().__init__()
         self.indices = linear.indices().long()
+        self.shape = linear.out_features, linear.in_features
         self.named = {
             name: nn.Parameter(parameter.detach().half().float() if "scale" in name else parameter)
             for name, parameter in linear.weight_parameters().items()
@@ -40,12 +41,12 @@ class Oracle(nn.Module):
     def weight(self) -> Tensor:
         n = self.named
         if "scales" in n:
-            O, I = self.indices.shape
+            O, I = self.shape
             G = n["scales"].shape[1]
             S = n["scales"][:, :, None].expand(O, G, I // G).reshape(O, I)
         else:
             S = n["scale_out"] @ torch.diag(n["rank_gain"]) @ n["scale_in"]
-        W = n["codebook"][self.indices] * S
+        W = n["codebook"][self.indices].view(self.shape) * S
         return W + (n["weight"] - n["weight"].detach()) if "weight" in n else W
 
     def forward(self, x: Tensor) -> Tensor:

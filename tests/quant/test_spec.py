@@ -20,7 +20,7 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
     ("values", "message"),
     [
         ({"bits": 0}, r"bits=0: .*greater than or equal to 1"),
-        ({"bits": 9}, r"bits=9: .*less than or equal to 8"),
+        ({"bits": 9}, "bits=9, expected at most 8 of an index that names one weight"),
         ({"bits": 2, "group_size": 0}, r"group_size=0: .*greater than 0"),
         ({"bits": 2, "rank": -1}, r"rank=-1: "),
         ({"bits": 2, "codebook": "kmeans"}, r"codebook='kmeans': .*'lut', 'seq', 'int'"),
