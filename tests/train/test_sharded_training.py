@@ -7,6 +7,7 @@ from signal import SIGTERM, raise_signal
 import pytest
 import safetensors.torch
 import torch
+from quantized import SPECS
 from ranks_case import run_ranks
 from test_ranks_training import assert_same_course, before, course
 from train_case import config, make_place
@@ -124,8 +125,9 @@ def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
                 assert mine["loss_nats"] == pytest.approx(its["loss_nats"], rel=tolerance)
 
 
-def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(place, tmp_path):
-    out = tmp_path / "run"
+@pytest.mark.parametrize("spec", ["lut2", "fours8_s8"])
+def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(spec, tmp_path):
+    place, out = make_place(tmp_path, SPECS[spec]), tmp_path / "run"
 
     def act(ranks: Ranks) -> dict:
         sizes, equal = {}, {}
