@@ -1,5 +1,7 @@
 """The baselines follow their papers' formulas, learn, and leave behind what they would deploy."""
 
+import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +49,8 @@ from qat.evaluate.divergence import exact_divergence
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import decoder_layers, linear_names
 
-TRAINED = tuple(name for name in METHODS if name not in PTQ)
+TRAINED = tuple(name for name in METHODS if name not in (*PTQ, "edgerazor"))
+"""Those whose library is always there."""
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,25 @@ def _linears(student: LanguageModel) -> list[nn.Module]:
     return [student.model.get_submodule(name) for name in linear_names(student.model)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "every"), [(0.5, 2), (0.125, 8)])
+def test_edgerazor_learns_with_its_own_quantizers(
+    cache: TeacherCache, share: float, every: int
+) -> None:
+    pytest.importorskip("edgerazor")
+    own = settings(lr=1e-3, int4_share=share)
+    before = train_baseline(
+        "edgerazor", teacher(), TOKENIZER, cache, settings=own.model_copy(update={"lr": 0.0})
+    )
+    found = train_baseline("edgerazor", teacher(), TOKENIZER, cache, settings=own)
+    assert kl(found.model, cache) < kl(before.model, cache)
+    wide = (4 + (every - 1) * math.log2(3)) / every
+    assert found.bits_per_weight == pytest.approx(wide + 16 / 32, abs=1e-3)
+    for linear in _linears(found.model):
+        levels = [len(row.unflatten(0, (-1, 32))[0].unique()) for row in linear.weight]
+        assert max(levels[1::every]) <= 3 < max(levels[::every]) <= 15
+
+
 @pytest.mark.parametrize("method", PTQ)
 def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> None:
     float_teacher = teacher()
@@ -364,6 +386,9 @@ def test_what_a_user_gets_wrong_is_one_line(
     monkeypatch.setattr(methods, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"torchao is not installed; .*\[adam8bit\]"):
         train("torchao_int2")
+    monkeypatch.setitem(sys.modules, "edgerazor.log", None)
+    with pytest.raises(ConfigError, match=r"edgerazor is not installed; .*\[edgerazor\]"):
+        train("edgerazor")
     other = tiny_of_another_vocabulary()
     with pytest.raises(CacheError, match="over a vocabulary of 320"):
         train_baseline("rtn", other, TOKENIZER, cache, settings=settings())

@@ -8,7 +8,7 @@ from qat.config import Settings
 from qat.losses.config import parse_losses
 from qat.quant.spec import role_of
 
-METHODS = ("reference", "torchao_int2", "efficientqat", "rtn", "gptq")
+METHODS = ("reference", "torchao_int2", "efficientqat", "edgerazor", "rtn", "gptq")
 """What our recipes are compared with, by the names that a table carries."""
 PTQ = ("rtn", "gptq")
 """Those that train nothing."""
@@ -18,6 +18,7 @@ OWN = {
     "reference": {"lr": 5e-5, "warmup_steps": 100},
     "torchao_int2": {"lr": 1e-4, "warmup_steps": 50},
     "efficientqat": {"lr": 1e-4, "warmup_steps": 50},
+    "edgerazor": {"lr": 1e-4, "warmup_steps": 50},
 }
 """What a method trains with where the settings leave it open."""
 
@@ -53,6 +54,9 @@ class BaselineSettings(Settings):
     factored: bool = True
     """Whether the reference multiplies rank by rank as published, or by the formed weight: the same
     numbers, faster."""
+    int4_share: float = Field(0.5, gt=0, le=1)
+    """Share of rows that edgerazor keeps in 4 bits, the others being ternary, whatever `plan` says.
+    It is rounded up to every nth row; published are 0.5 ("2.79 bits") and 0.125 ("1.88 bits")."""
     block_steps: int | None = Field(None, ge=0)
     """Steps of efficientqat in each block; by default what half of max_steps pays for."""
     block_lr: float = Field(1e-4, ge=0)

@@ -1,5 +1,7 @@
 """The methods that our recipes are compared with, each from a teacher to a judgeable student."""
 
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +21,7 @@ from qat.bench.baselines.training import (
     Lesson,
     PlainStep,
     SplitStack,
+    check_groups,
     dense_copy,
     distil,
     plain_step,
@@ -109,10 +112,64 @@ def _deployed(
     return found
 
 
+# EdgeRazor's own training (arXiv:2605.04062): rows of 4 bits among ternary ones, straight-through.
+
+ROW_WISE = "weight_quant_uniform_symmetric_clip_per_block_mp_int1_58_int4_static_row_wise_sparse"
+"""What its recipes of "2.79 bits" and "1.88 bits" quantize weights with."""
+
+
+def edgerazor_lesson(job: BaselineJob) -> Lesson:
+    """The weights of all linears learn through EdgeRazor's quantizers; activations stay as are.
+
+    Raises:
+        ConfigError: EdgeRazor is not installed, or a group does not divide a row.
+    """
+    try:
+        from edgerazor.log import set_component_level
+        from edgerazor.qat import QAT
+    except ImportError:
+        raise ConfigError(
+            "method=edgerazor, but edgerazor is not installed; leave the method out, or: "
+            f"{how_to_install('edgerazor')}"
+        ) from None
+    settings = job.settings
+    for name in job.names:
+        check_groups(job.model.get_submodule(name).in_features, settings.group_size)
+    function = {
+        "weight_function": ROW_WISE,
+        "w_block_size": settings.group_size,
+        "w_mixed_precision_prop": settings.int4_share,
+    }
+    select = {"target_names": [re.escape(name) for name in job.names]}
+    set_component_level("QAT", "ERROR")  # it says each of its steps
+    QAT({"function": function, "select": select}).quantize(job.model)
+    linears = {name: job.model.get_submodule(name) for name in job.names}
+    for linear in linears.values():
+        linear.train()  # it passes gradients straight through then alone
+    step = job.step(
+        [linear.weight for linear in linears.values()], job.kd_loss(), steps=settings.max_steps
+    )
+
+    @torch.no_grad()
+    def deploy() -> dict[str, Deployed]:
+        every = int(1 / settings.int4_share)
+        found = {}
+        for name, linear in linears.items():
+            O, I = linear.weight.shape
+            wide = -(-O // every)
+            codes = I * (4 * wide + math.log2(3) * (O - wide))
+            scales = FP16_BITS * O * I // settings.group_size
+            found[name] = Deployed(linear._weight_quant(), math.ceil(codes) + scales)
+        return found
+
+    return Lesson(step, deploy, settings.max_steps)
+
+
 LESSONS: dict[str, Callable[[BaselineJob], Lesson]] = {
     "reference": reference_lesson,
     "torchao_int2": torchao_lesson,
     "efficientqat": efficientqat_lesson,
+    "edgerazor": edgerazor_lesson,
 }
 
 
