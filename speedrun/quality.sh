@@ -4,15 +4,18 @@
 #     bash speedrun/quality.sh MODELS TEXTS RECORD [teacher_88m|stories|minimind|tiny ...]
 #     bash speedrun/quality.sh MODELS TEXTS RECORD mixture smollm2
 #
-# MODELS holds stories15M and minimind2-small, and SmolLM2's .gguf for the second; TEXTS is a folder of texts by source, or a bundle of
-# speedrun/research/make_teacher.py; figures are appended to RECORD/figures.jsonl when all four were made. Run
-# it from the root of the repository; it takes all GPUs that there are, and goes on where it was
-# stopped.
+#     ONLY='2a2|codewords|EdgeRazor' bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind ...
+#
+# MODELS holds stories15M and minimind2-small, and SmolLM2's .gguf; TEXTS is a folder of texts by
+# source, or a bundle of speedrun/research/make_teacher.py; figures are appended to
+# RECORD/figures.jsonl when all four were made. With ONLY the recipes of these words run, and no
+# figure is made. Run it from the root of the repository; it takes all GPUs that there are, and goes
+# on where it was stopped.
 set -uo pipefail
 models=$(realpath "$1") texts=$(realpath "$2") record=$3
 mkdir -p teachers texts runs "$record"
 gpus=$(python -c "import torch; print(max(1, torch.cuda.device_count()))")
-seconds=${TEACHER_SECONDS:-50} documents=${DOCUMENTS:-40000} workers=${WORKERS:-8}
+only=${ONLY:-} seconds=${TEACHER_SECONDS:-50} documents=${DOCUMENTS:-40000} workers=${WORKERS:-8}
 stories=${TINYSTORIES:-$texts/tinystories-sample/tinystories_sample.txt}
 instructions=${INSTRUCTIONS:-$texts/alpaca-demo/alpaca_en_demo.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # many jobs share the cores
@@ -21,7 +24,7 @@ on_gpus() { CUDA_VISIBLE_DEVICES=$1 "${@:2}"; }
 
 compare() { # GPUS NAME
     on_gpus "$1" qat bench quality "speedrun/recipes/quality_$2.toml" --out "runs/$2" \
-        --workers "$workers" > "runs/$2.log" 2>&1
+        --workers "$workers" --only "$only" > "runs/$2.log" 2>&1
 }
 
 sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED [MAX_TOKENS]
@@ -47,11 +50,12 @@ minimind() { # GPUS
     # rows of 256 hold them whole, with the tokens that begin and end them
     sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0 250
     compare "$1" minimind2
-    gradients "$1"
+    [ -n "$only" ] || gradients "$1"
 }
 
 tiny() { # GPUS
     compare "$1" tiny_qwen3
+    [ -z "$only" ] || return 0
     until [ -e texts/stories15m.jsonl ]; do sleep 1; done
     compare "$1" stories15m_more
 }
@@ -61,7 +65,7 @@ mixture() { # GPUS
         --texts "$texts" --out teachers/mixture --max-seconds "$seconds" --hidden 512 --layers 8 \
         --ffn 512 --experts 16 --chosen 4 --rows 32
     compare "$1" mixture
-    python speedrun/quality_figures.py over-baselines runs/mixture --recipe q2a4 --figure moe_kl_ratio \
+    [ -n "$only" ] || python speedrun/quality_figures.py over-baselines runs/mixture --recipe q2a4 --figure moe_kl_ratio \
         --goal "<= 0.5" --figures "$record/figures.jsonl"
 }
 
@@ -70,7 +74,7 @@ smollm2() { # GPUS
     ln -sf "$models"/SmolLM2-135M-Instruct.Q4_1.gguf teachers/smollm2/
     sample "$1" smollm2/SmolLM2-135M-Instruct.Q4_1.gguf texts/smollm2.jsonl "$((documents / 2))" 0.9 0 126
     compare "$1" smollm2
-    python speedrun/quality_figures.py over-baselines runs/smollm2 --kl smollm2_kl \
+    [ -n "$only" ] || python speedrun/quality_figures.py over-baselines runs/smollm2 --kl smollm2_kl \
         --figure smollm2_over_best_baseline --goal "<= 0.4" --figures "$record/figures.jsonl"
 }
 

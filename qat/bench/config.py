@@ -236,6 +236,13 @@ class QualityConfig(Settings):
     """Jobs side by side on each device; seconds compare only between rows of equal workers."""
     device: str = "auto"
     """auto or cuda, whose jobs spread over all GPUs, cpu, cuda:1 or mps."""
+    only: str = ""
+    """Recipes to run now: those whose name holds one of these words, joined by |; all if empty.
+    The table keeps what others found before."""
+
+    def wants(self, name: str) -> bool:
+        """Whether the recipe called `name` is to run."""
+        return any(word.strip() in name for word in self.only.split("|"))
 
 
 def parse_gib(text: str) -> float:

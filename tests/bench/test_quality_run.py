@@ -104,6 +104,25 @@ def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
     assert "with another texts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_some_recipes_run_and_others_keep_what_they_found(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write({"name": "one"}, {"name": "two"}, {"name": "three"})
+
+    def found(only: str) -> list[str]:
+        assert call(monkeypatch, "--only", only) == 0
+        rows = read_json_lines(Path("out/results.jsonl"))
+        return [row["recipe"] for row in rows if row["text"] == rows[0]["text"]]
+
+    assert found("tw") == ["teacher", "two"]
+    assert set(found("one | no such word")) == {"teacher", "one", "two"}
+    assert set(found("")) == {"teacher", "one", "two", "three"}
+    assert call(monkeypatch, "--only", "four") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "only=four, but no recipe's name holds that; choose among 'one', 'two'" in error
+
+
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     from qat.bench.quality import job as students
 
@@ -221,7 +240,7 @@ def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:
     monkeypatch.setattr("qat.bench.quality.run.cores", lambda: 64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)
     config = QualityConfig(workers=4)
-    jobs = run.make_jobs(recipe, resolve(recipe), Path("out"), config, num_devices=4)
+    jobs = run.make_jobs(recipe, resolve(recipe), out=Path("out"), config=config, num_devices=4)
     assert len(jobs) == 3 and {job.threads for job in jobs} == {4}
 
 

@@ -26,7 +26,7 @@ from qat.bench.quality.plan import (
 )
 from qat.bench.quality.prepare import Unmade, Workshop, check_shapes, resolve, with_equal_time
 from qat.bench.results import environment, markdown_table, write_comparison
-from qat.errors import TrainingError
+from qat.errors import ConfigError, TrainingError
 from qat.observe.charts import SERIES, Chart, fit_scale
 from qat.process import cores
 
@@ -100,28 +100,39 @@ class QualityReport:
 
 
 def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport:
-    """Train, judge and compare all recipes of the file; what is finished in `out` is kept.
+    """Train, judge and compare the recipes of the file; what is finished in `out` is kept.
 
     A job that fails is part of the report, and so is a recipe that cannot be made.
+
+    Raises:
+        ConfigError: no recipe is called as `config.only` says.
     """
     spread = devices(config.device)
     shop = Workshop(read_quality(recipe), out, spread[0])
-    plans, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
+    every, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
+    plans = [plan for plan in every if config.wants(plan.name)]
+    if not plans:
+        raise ConfigError(
+            f"only={config.only}, but no recipe's name holds that; choose among "
+            f"{', '.join(repr(plan.name) for plan in every)}, several joined by |"
+        )
     shop.claim()
     plans, later = shop.prepare(plans)
     plans = with_equal_time(plans, shop.step_times(plans))
-    jobs = make_jobs(shop.recipe, plans, out, config, num_devices=len(spread))
+    share = partial(make_jobs, shop.recipe, out=out, config=config, num_devices=len(spread))
+    jobs = share(plans)
+    others = share([plan for plan in every if not config.wants(plan.name)])
     open_jobs = [job for job in jobs if not job.row.exists()]
-    write = partial(write_results, shop, jobs, unmade | later)
+    write = partial(write_results, shop, [*jobs, *others[1:]], unmade | later)
     return write(run_jobs(open_jobs, spread, write))
 
 
 def make_jobs(
     recipe: QualityRecipe,
     plans: Sequence[QualityPlan],
+    *,
     out: Path,
     config: QualityConfig,
-    *,
     num_devices: int,
 ) -> list[QualityJob]:
     """The teacher's job, then all recipes with the first seed, with the second, ..."""
