@@ -4,12 +4,14 @@
     python speedrun/quality_figures.py tables runs/stories15m
     python speedrun/quality_figures.py chances runs/stories15m
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
+    python speedrun/quality_figures.py vectors runs/stories15m runs/minimind2 --figures FILE
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
 
 `runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
 """
 
 import json
+import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from figures import record
 
 app = App(help=__doc__)
 TEACHERS = ("stories15m", "minimind2", "tiny_qwen3", "teacher88m")
-OURS, UNIFORM, TWO_BITS = "mixed bits", "q2a4", "q2a2"
+OURS, UNIFORM, TWO_BITS, VECTORS = "mixed bits", "q2a4", "q2a2", "v2a2"
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
@@ -169,6 +171,67 @@ def over_baselines(
         value = round(results.kl(name), 4)
         record(figures, f"{kl}_{slug}", value, "nats/token", "", measured=measured, runs=runs,
                spread=spread)  # fmt: skip
+
+
+@app.command
+def vectors(*directories: Path, figures: Path) -> None:
+    """Append what codebooks of vectors are worth beside levels, the worst teacher of each.
+
+    Near 2.5 bits: the best of vectors that are no larger than `q2a2`, over it. Near 3.0: mixed bits
+    of both. At the KL of `q2a2`: bits a weight, between two sizes in the logarithm of their KLs.
+    """
+    found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
+
+    def put_worst(figure: str, values: dict[str, float], unit: str, goal: str) -> None:
+        print(figure, {name: round(value, 4) for name, value in values.items()})
+        worst = max(found, key=lambda each: values[each.name])
+        measured = {key: worst.rows[0][key] for key in ("commit", "device")}
+        runs = len(worst.of(TWO_BITS))
+        value = round(values[worst.name], 4)
+        record(figures, figure, value, unit, goal, measured=measured, runs=runs)
+
+    ratios = {}
+    for each in found:
+        fitting = [kl for bits, kl in _vectors(each) if bits <= _size(each, TWO_BITS)]
+        ratios[each.name] = min(fitting) / each.kl(TWO_BITS)
+    put_worst("vector_kl_ratio_equal_bits", ratios, "", "<= 0.75")
+    mixed = {e.name: e.kl(f"{VECTORS} mixed, 3.0") / e.kl(f"{TWO_BITS} mixed, 3.0") for e in found}
+    put_worst("vector_kl_ratio_mixed_3_bits", mixed, "", "<= 0.85")
+    converted = [f"{name}, converted only" for name in (VECTORS, TWO_BITS)]
+    put_worst(
+        "vector_converted_ratio",
+        {each.name: each.kl(converted[0]) / each.kl(converted[1]) for each in found},
+        "",
+        "<= 0.6",
+    )
+    sizes = {each.name: bits_at(_vectors(each), each.kl(TWO_BITS)) for each in found}
+    put_worst("vector_bits_at_q2a2_kl", sizes, "bits", "<= 2.15")
+
+
+def bits_at(points: list[tuple[float, float]], kl: float) -> float:
+    """The least size whose KL is at most `kl`, of `(bits, KL)`; infinite where none is.
+
+    Between a size that is too small and the next, KL falls as `exp(-bits)` does.
+    """
+    points = sorted(points)
+    for before, (bits, value) in zip([None, *points], points, strict=False):
+        if value <= kl and before is None:
+            return bits
+        if value <= kl:
+            share = math.log(before[1] / kl) / math.log(before[1] / value)
+            return before[0] + share * (bits - before[0])
+    return math.inf
+
+
+def _size(results: Results, recipe: str) -> float:
+    return results.of(recipe)[0]["bits_per_weight"]
+
+
+def _vectors(results: Results) -> list[tuple[float, float]]:
+    """Bits and KL of every trained recipe of vectors in all linears of one format."""
+    names = dict.fromkeys(row["recipe"] for row in results.rows)
+    ours = [n for n in names if re.match(rf"{VECTORS}($|, groups)|\d+ codewords", n)]
+    return [(_size(results, name), results.kl(name)) for name in ours]
 
 
 @app.command
