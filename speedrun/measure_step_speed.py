@@ -65,6 +65,8 @@ CASES = (
     Case("frozen_exact", EXACT_FROZEN, goal=">= 160000"),
     Case("plain_compiled", EXACT_FROZEN, way="plain-compiled"),
     Case("latent_exact", LATENT | EXACT),
+    Case("latent_levels", LATENT | EXACT | {"to": "q2a2"}),
+    Case("latent_vectors", LATENT | EXACT | {"to": "v2a2"}),
     Case(
         "reference_504",
         FROZEN | OWN_SETTINGS["reference"] | REFERENCE_BATCH | SLOW_STEPS,
@@ -78,6 +80,7 @@ RATIOS = {
     Figure("frozen_exact_over_plain", "x", ">= 1.15"): ("frozen_exact", "plain_compiled"),
     Figure("latent_exact_over_plain", "x", ">= 0.95"): ("latent_exact", "plain_compiled"),
     Figure("over_reference", "x", ">= 50"): ("frozen_candidates_504", "reference_504"),
+    Figure("vector_step_over_scalar", "x", "<= 1.08"): ("latent_levels", "latent_vectors"),
 }
 
 
@@ -152,7 +155,8 @@ class Turns:
         if case.name not in self.runners:
             student = self._frozen
             if "weights" in case.settings["learn"]:
-                _, student = prepare(self._setting.config, self._shape)
+                named = {name: case.settings[name] for name in ("to",) if name in case.settings}
+                _, student = prepare(self._setting.config.model_copy(update=named), self._shape)
                 student.model.to("cpu")
             settings = dict(case.settings)
             for name in ("batch_size", "steps"):
