@@ -35,7 +35,8 @@ compares tensors to the bit; exporting compares logits.
 `python speedrun/measure_families.py` wrote this page. {working} of {tried} classes work.
 
 A class that is not listed may work: what is needed is said in
-[architecture.md](architecture.md#a-model-family). Of a model of text and images the text is meant.
+[architecture.md](architecture.md#a-model-family). Of a model of text and images the text is meant;
+what prepares its images is copied beside the student.
 
 """
 app = App(help=__doc__)

@@ -14,7 +14,7 @@ from qat.export.parts import (
     loses_nothing,
     reloaded_logits,
 )
-from qat.models.checkpoint import quiet_transformers
+from qat.models.checkpoint import copy_processors, quiet_transformers
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.sites import close_sites, open_sites
 from qat.nn.step import quant_linears
@@ -55,6 +55,7 @@ def write(
     close_sites(dense)
     with quiet_transformers():
         dense.save_pretrained(directory)
+    copy_processors(model, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

@@ -1,6 +1,7 @@
 """Packed checkpoints: Hugging Face directories with bit-packed linears (checkpoints/README.md)."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from qat.models.opening import Opening, auto_class, read_config, read_table
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
 from qat.nn.sites import close_sites
 from qat.nsa.swap import nsa_config
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def save_checkpoint(
@@ -71,6 +74,7 @@ def write_checkpoint(
             model.save_pretrained(directory, save_original_format=False)
     finally:
         model.hf_quantizer.packed = None
+    copy_processors(model, directory)
     _finish(directory, tokenizer, stored_dtype(packed), transformers_weights=NEEDS_QAT)
 
 
@@ -92,7 +96,19 @@ def write_model(
     state = packed_state_dict(model)
     with quiet_transformers():
         model.save_pretrained(directory, state_dict=state)
+    copy_processors(model, directory)
     _finish(directory, tokenizer, stored_dtype(state))
+
+
+def copy_processors(model: PreTrainedModel, directory: Path) -> None:
+    """Copy what prepares images, videos and sound from where `model` was opened, where it lies.
+
+    Nothing here reads these files: they are for whoever runs the student with more than text.
+    """
+    source = Path(model.name_or_path)
+    for name in PROCESSORS:
+        if (source / name).is_file() and not (directory / name).exists():
+            shutil.copyfile(source / name, directory / name)
 
 
 def check_written(directory: Path, model: PreTrainedModel) -> None:

@@ -165,3 +165,12 @@ def test_the_verb_shows_a_table_and_tells_what_it_wrote(
     assert result["to"] == "dense" and result["dtype"] == "bfloat16" and result["logits_equal"]
     assert result["bytes"] == (out / "model.safetensors").stat().st_size
     assert "bits per weight" in shown
+
+
+def test_what_prepares_images_stays_beside_the_model(packed: Path, tmp_path: Path) -> None:
+    (packed / "preprocessor_config.json").write_text('{"size": 3}', encoding="utf-8")
+    save_checkpoint(load_checkpoint(packed), tiny_tokenizer(), tmp_path / "again")
+    for to in ("packed", "dense"):
+        export_model(str(tmp_path / "again"), ExportConfig(to=to), tmp_path / "out" / to)
+        copy = tmp_path / "out" / to / "preprocessor_config.json"
+        assert json.loads(copy.read_text(encoding="utf-8")) == {"size": 3}
