@@ -95,10 +95,14 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
 
 @torch.no_grad()
 def fill_at_random_(linear: FrozenLutLinear) -> None:
-    """Random codes over evenly spread levels in -1 ... 1, and scales that give `WEIGHT_RMS`."""
+    """Random codes over levels evenly spread in -1 ... 1, or random codewords of such numbers, and
+    scales that give `WEIGHT_RMS`."""
     O, I, spec = linear.out_features, linear.in_features, linear.spec
     grid = fixed_grid(spec)
-    levels = (torch.linspace(-1, 1, spec.num_levels) if grid is None else grid).to(linear.codebook)
+    levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
+    if spec.is_vector:
+        levels = torch.empty(spec.codebook_shape).uniform_(-1, 1).half()
+    levels = levels.to(linear.codebook)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()
     linear.packed.random_(0, 256)  # any bits are indices: the presets' codebooks are full
     linear.codebook.copy_(levels)

@@ -259,6 +259,11 @@ def by_group(bits: int, group_size: int = 16) -> LutSpec:
     return LutSpec(bits=bits, group_size=group_size, scale_bits=8)
 
 
+def _vectors(bits: int, vector_size: int) -> LutSpec:
+    """Codewords and a scale of 8 bits for each group of 32: a quarter of a bit a weight."""
+    return LutSpec(bits=bits, vector_size=vector_size, group_size=32, scale_bits=8)
+
+
 def _low_rank(bits: int, rank: int) -> LutSpec:
     return LutSpec(bits=bits, scale="low_rank", rank=rank)
 
@@ -272,5 +277,8 @@ PRESETS = {
         _preset("q4a4_r4", _low_rank(4, 4), _low_rank(4, 4)),
         _preset("q4a4_r32", _low_rank(4, 32), _low_rank(4, 32)),
         _preset("q2a4_r32", _low_rank(2, 32), _low_rank(4, 8)),
+        _preset("v2a4", _vectors(8, 4), by_group(4)),
+        _preset("v2a2", _vectors(8, 4), _vectors(8, 4)),
+        _preset("v3a3", _vectors(6, 2), _vectors(6, 2)),
     )
 }

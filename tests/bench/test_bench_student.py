@@ -12,6 +12,7 @@ from qat.models.hf_quantizer import QatConfig
 from qat.nn.step import quant_linears
 from qat.nsa.swap import nsa_config
 from qat.quant.spec import PRESETS
+from qat.quant.weight import dtype_as_stored
 
 PUBLISHED = {  # parameters, a tied head once
     "qwen3-0.6b": 596_049_920,
@@ -34,7 +35,7 @@ def test_shapes_have_the_published_number_of_parameters() -> None:
         assert sum(p.numel() for p in model.parameters()) == published, name
 
 
-@pytest.mark.parametrize("preset", ["q2a4", "q2a4_r32"])
+@pytest.mark.parametrize("preset", ["q2a4", "q2a4_r32", "v2a2"])
 def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
     model = open_student("tiny", BenchConfig(device="cpu", to=preset)).model
     linears = quant_linears(model)
@@ -44,6 +45,11 @@ def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
         assert not linear.packed.is_meta and linear.indices().unique().numel() > 1
         rms = linear.quantized_weight().pow(2).mean().sqrt().item()
         assert rms == pytest.approx(WEIGHT_RMS, rel=0.25)
+        assert linear.codebook.shape == linear.spec.codebook_shape
+        stored = linear.codebook.to(
+            dtype_as_stored("codebook", linear.spec.stored_bits("codebook"))
+        )
+        assert torch.equal(stored.float(), linear.codebook)
     assert set(QatConfig.of(model).modules) == set(linears)
 
 

@@ -36,6 +36,11 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
             {"bits": 2, "scale": "low_rank", "rank": 4, "scale_bits": 8},
             "scale=low_rank is stored in scale_bits=16 or 32, got scale_bits=8",
         ),
+        ({"bits": 8, "vector_size": 3}, "vector_size=3: Input should be 1, 2, 4 or 8"),
+        ({"bits": 9, "vector_size": 4}, r"bits=9, expected one of \(1, 2, .* 10, 12\) with vector"),
+        ({"bits": 8, "vector_size": 4, "group_size": 6}, "group_size=6 is no multiple of vector_s"),
+        ({"bits": 4, "vector_size": 2, "codebook": "int"}, "codebook=int has vector_size=1, got"),
+        ({"bits": 8, "vector_size": 4, "level_bits": 32}, "vector_size=4 needs level_bits=16"),
     ],
 )
 def test_formats_that_cannot_be(values: dict, message: str) -> None:
@@ -73,6 +78,29 @@ def test_shapes_that_do_not_fit() -> None:
     for O, I in ((7, 64), (64, 4)):
         with pytest.raises(ConfigError, match=rf"k: rank=8 is more than its {O} x {I} weight has"):
             low_rank.check_shape("k", O, I)
+    vectors = LutSpec(bits=6, vector_size=4, scale="low_rank", rank=1, group_size=4)
+    vectors.check_shape("v", 8, 32)
+    with pytest.raises(ConfigError, match="v: vector_size=4 does not divide its 30 input features"):
+        vectors.check_shape("v", 8, 30)
+    with pytest.raises(
+        ConfigError, match="make 64 codewords, more than the 56 vectors of 4 in its"
+    ):
+        vectors.check_shape("v", 7, 32)
+
+
+@pytest.mark.parametrize(
+    ("bits", "size", "found"), [(8, 4, 2), (6, 2, 3), (10, 4, 2.5), (3, 8, 0.375)]
+)
+def test_bits_of_a_weight_where_an_index_names_several(bits: int, size: int, found: float) -> None:
+    spec = LutSpec(bits=bits, vector_size=size)
+    assert spec.index_bits == found and isinstance(spec.index_bits, type(found))
+    assert spec.codebook_shape == (2**bits, size) and spec.stored_bits("codebook") == 16
+
+
+def test_levels_are_written_as_before_there_were_vectors() -> None:
+    assert "vector_size" not in TWO.model_dump() and LutSpec(**TWO.model_dump()) == TWO
+    pairs = LutSpec(bits=6, vector_size=2)
+    assert pairs.model_dump()["vector_size"] == 2 and LutSpec(**pairs.model_dump()) == pairs
 
 
 def test_first_match_decides() -> None:
@@ -160,5 +188,21 @@ def test_a_rule_needs_a_pattern_or_a_role() -> None:
     assert not rule.catches("h.0.mlp.up", is_table=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "mlp", "attention"),
+    [
+        ("v2a4", (8, 4, 32), (4, 1, 16)),
+        ("v2a2", (8, 4, 32), (8, 4, 32)),
+        ("v3a3", (6, 2, 32), (6, 2, 32)),
+    ],
+)
+def test_presets_of_vectors(name: str, mlp: tuple, attention: tuple) -> None:
+    parts = (("a.mlp.up_proj", mlp, name[1]), ("a.self_attn.q_proj", attention, name[3]))
+    for module, expected, bits in parts:
+        spec = PRESETS[name].spec_for(module)
+        assert (spec.bits, spec.vector_size, spec.group_size) == expected
+        assert spec.scale_bits == 8 and spec.index_bits == int(bits)
+
+
 def test_preset_names_are_their_keys() -> None:
-    assert len(PRESETS) == 6 and all(name == preset.name for name, preset in PRESETS.items())
+    assert len(PRESETS) == 9 and all(name == preset.name for name, preset in PRESETS.items())
