@@ -22,7 +22,13 @@ from qat.anemll.checkpoint import build_model
 from qat.anemll.state import read_state
 from qat.errors import ExportError
 from qat.export.model import float_base
-from qat.export.parts import logits_of, unquantized_state, write_config
+from qat.export.parts import (
+    logits_of,
+    lost_by_vectors,
+    refuse_vectors,
+    unquantized_state,
+    write_config,
+)
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names
@@ -61,9 +67,9 @@ class _Common(NamedTuple):
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Group scales of more groups a row than it has ranks."""
-    if spec.scale == "low_rank":
-        return None
+    """Codebooks of vectors, and group scales of more groups a row than it has ranks."""
+    if spec.is_vector or spec.scale == "low_rank":
+        return lost_by_vectors(spec)
     num_groups = shape[1] // spec.group_size
     if num_groups <= MOST_RANK:
         return None
@@ -74,7 +80,12 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """`spec` as it is if it is held, else its bits and codebook with a scale of low rank."""
+    """`spec` as it is if it is held, else its bits and codebook with a scale of low rank.
+
+    Raises:
+        ExportError: an index names several weights.
+    """
+    refuse_vectors(spec)
     if lost(spec, shape) is None:
         return spec
     rank = min(USUAL_RANK, *shape)

@@ -13,6 +13,7 @@ from qat.export.parts import (
     exact,
     lost_by_grid,
     refuse_low_rank,
+    refuse_vectors,
     reloaded_logits,
     unquantized_state,
     write_config,
@@ -47,8 +48,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Integers of as many bits in the plan's groups, scales of 8 bits.
 
     Raises:
-        ExportError: one bit, or scales of low rank.
+        ExportError: one bit, vectors, or scales of low rank.
     """
+    refuse_vectors(spec)
     refuse_low_rank(spec)
     if spec.bits == 1:
         raise ExportError("integers around zero need 2 bits at least; name a plan of 2 to 8 bits")

@@ -1,7 +1,8 @@
 """Target `coreml`: an .mlpackage for iOS 18 and macOS 15, weights as look-up tables.
 
 A weight is `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole tensor, under
-`constexpr_blockwise_shift_scale`, one scale for each group: `W = lut[indices] * scale`.
+`constexpr_blockwise_shift_scale`, one scale for each group: `W = lut[indices] * scale`. An entry of
+the table is a level, or a codeword of neighbouring weights of a row.
 """
 
 from pathlib import Path
@@ -58,7 +59,9 @@ The program has a fixed length and no state: it reads a prompt and gives the log
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Core ML holds any levels under a scale for each group, but no scale of low rank."""
+    """Core ML holds up to 256 levels or codewords, and a scale for each group, none of low rank."""
+    if spec.bits > INDEX_BITS[-1]:
+        return f"its codebook has {spec.num_levels} codewords, expected at most 256"
     return lost_by_rank(spec)
 
 
@@ -66,9 +69,12 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """`spec` with levels of 16 bits, which float16 programs hold too, and scales of 8.
 
     Raises:
-        ExportError: scales are of low rank.
+        ExportError: there are more than 256 codewords, or scales are of low rank.
     """
     refuse_low_rank(spec)
+    reason = lost(spec, shape)
+    if reason is not None:
+        raise ExportError(f"{reason}; name a plan of at most {INDEX_BITS[-1]} bits an index")
     return spec.model_copy(update={"scale_bits": 8, "level_bits": 16})
 
 
@@ -165,7 +171,8 @@ def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
     size = next(2**bits for bits in INDEX_BITS if 2**bits >= len(weight.codebook))
     levels = exact(f"{name}.codebook", weight.codebook.double(), dtype)
     scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype)
-    lut = torch.nn.functional.pad(levels, (0, size - len(levels)))
+    entries = levels.view(len(levels), -1)
+    lut = torch.nn.functional.pad(entries, (0, 0, 0, size - len(levels)))
     return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale.detach().numpy())
 
 

@@ -24,9 +24,9 @@ class Lookup:
     """A weight as Core ML holds it: `lut[indices] * scale`, each scale for a block of a row."""
 
     indices: np.ndarray
-    """`(O, I)` uint8."""
+    """`(O, I / d)` uint8."""
     lut: np.ndarray
-    """`(2**bits,)`, float."""
+    """`(2**bits, d)`, float: an index names d neighbours of a row."""
     scale: np.ndarray
     """`(O, G)`, float."""
 
@@ -158,7 +158,9 @@ def lookup(weight: Lookup, name: str) -> Var:
     bits = int(np.log2(len(weight.lut)))
     index_type = types.nptype_from_builtin(types.string_to_builtin(f"uint{bits}"))
     levels = mb.constexpr_lut_to_dense(
-        indices=weight.indices.astype(index_type), lut=weight.lut.reshape(1, 1, -1, 1)
+        indices=weight.indices.astype(index_type),
+        lut=weight.lut[None, None],
+        **({"vector_axis": np.int32(1)} if weight.lut.shape[1] > 1 else {}),
     )
     return mb.constexpr_blockwise_shift_scale(data=levels, scale=weight.scale, name=name)
 

@@ -19,7 +19,9 @@ from qat.export.parts import (
     group_size_near,
     logits_of,
     lost_by_rank,
+    lost_by_vectors,
     refuse_low_rank,
+    refuse_vectors,
     unquantized_state,
 )
 from qat.models.stored_state import quantized_modules
@@ -261,7 +263,7 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """ggml holds even levels: in groups of 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
-    reason = lost_by_rank(spec)
+    reason = lost_by_vectors(spec) or lost_by_rank(spec)
     if reason is not None:
         return reason
     if spec.codebook == "lut":
@@ -279,8 +281,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Q8_0 in groups of 32; scales of 8 bits.
 
     Raises:
-        ExportError: rows split into neither, or scales are of low rank.
+        ExportError: rows split into neither, an index names a vector, or scales are of low rank.
     """
+    refuse_vectors(spec)
     refuse_low_rank(spec)
     few = spec.bits <= 3
     size = LARGE if few and shape[1] % LARGE == 0 else group_size_near(SMALL, (SMALL,), shape[1])

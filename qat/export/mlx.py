@@ -21,6 +21,7 @@ from qat.export.parts import (
     group_size_near,
     lost_by_grid,
     refuse_low_rank,
+    refuse_vectors,
     unquantized_state,
     write_config,
 )
@@ -62,8 +63,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Even levels without a zero up to 4 bits, integers above, scales of 8 bits.
 
     Raises:
-        ExportError: MLX has no such bits, no such groups, or no scales of low rank.
+        ExportError: MLX has no such bits or groups, no vectors, or no scales of low rank.
     """
+    refuse_vectors(spec)
     refuse_low_rank(spec)
     if spec.bits not in BITS:
         raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")

@@ -268,13 +268,19 @@ def write_card(
         linear_bits=model_bits_per_weight(model),
         whole_bits=whole_model_bits(model),
         formats=[
-            f"{count} | {spec.bits} | {spec.codebook} | {_scale(spec)}"
+            f"{count} | {spec.index_bits:g} | {_levels(spec)} | {_scale(spec)}"
             for spec, count in specs.items()
         ],
         **_history(source),
         **facts,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _levels(spec: LutSpec) -> str:
+    if spec.is_vector:
+        return f"{spec.codebook}, {spec.num_levels} codewords of {spec.vector_size} weights"
+    return spec.codebook
 
 
 def _scale(spec: LutSpec) -> str:

@@ -14,6 +14,7 @@ from qat.export.parts import (
     exact,
     lost_by_grid,
     refuse_low_rank,
+    refuse_vectors,
     reloaded_logits,
     unquantized_state,
     write_config,
@@ -51,8 +52,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Even levels without a zero up to 4 bits, integers above, in the plan's groups.
 
     Raises:
-        ExportError: scales of low rank.
+        ExportError: vectors, or scales of low rank.
     """
+    refuse_vectors(spec)
     refuse_low_rank(spec)
     fits = spec.codebook in ("int", "ternary")
     codebook = spec.codebook if fits else "seq" if spec.bits <= MOST_SEQ_BITS else "int"

@@ -40,7 +40,7 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
 from qat.nn.step import quant_linears
-from qat.nn.swap import with_tables
+from qat.nn.swap import linear_names, with_tables
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import pack
 from qat.ranks import Ranks
@@ -244,6 +244,12 @@ def test_the_tokenizer_goes_into_a_gguf(
         ("gguf", SPECS["int3"], "holds 3 bits of codebook=int in groups of 8 without loss"),
         ("torchao", SPECS["lut2"], "expected seq or int or ternary"),
         ("coreml", SPECS["lut2_r4"], "of low rank"),
+        *(
+            (to, SPECS["fours8_s8"], "an index names 4 weights, expected one;")
+            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "anemll")
+        ),
+        ("anemll", SPECS["fours10_r2"], "an index names 4 weights, expected one;"),
+        ("coreml", LutSpec(bits=10, vector_size=2), "has 1024 codewords, expected at most 256;"),
     ],
 )
 def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) -> None:
@@ -283,6 +289,16 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
         ("gguf", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
         ("coreml", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
         ("compressed-tensors", LutSpec(bits=1), {}, "need 2 bits at least"),
+        *(
+            (
+                to,
+                SPECS["pairs6"],
+                {},
+                f"{to} cannot hold .*q_proj: an index names 2 weights, .*q2a4",
+            )
+            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "anemll")
+        ),
+        ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords, .* at most 8 bits"),
     ],
 )
 def test_a_plan_that_cannot_be_held_is_refused_before_training(
@@ -327,6 +343,19 @@ def test_a_plan_is_bent_to_what_all_its_targets_hold(names: tuple[TargetName, ..
     for name in names:
         check_model(name, model)
     assert {m.spec.bits for m in quantized_modules(model).values()} == {2, 4}
+
+
+def test_vectors_stay_vectors_where_a_target_holds_them() -> None:
+    model = tiny_model(**WIDE)
+    given = {name: spec for name, spec in PRESETS["v2a4"].assign(linear_names(model)).items()}
+    targets = {name: load_target(name) for name in ("packed", "dense", "coreml")}
+    bent = Shipping(targets).plan(PRESETS["v2a4"], model)
+    for rule in bent.rules:
+        wished = {"level_bits": 16, "scale_bits": 8}
+        assert rule.spec == given[rule.pattern].model_copy(update=wished)
+    targets["gguf"] = load_target("gguf")
+    with pytest.raises(ExportError, match="^gguf cannot hold .*gate_proj: an index names 4"):
+        Shipping(targets).plan(PRESETS["v2a4"], model)
 
 
 def test_two_targets_without_a_common_format_are_named() -> None:
@@ -602,6 +631,19 @@ def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
 
     found = coreml_program.read_weights(program)["it"]
     assert torch.equal(torch.from_numpy(found), linear.quantized_weight(DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_core_ml_program_reads_codewords(dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("coremltools")
+    model = tiny_quantized("llama", SPECS["fours8_s8"], num_hidden_layers=1)
+    save_checkpoint(model, None, tmp_path / "student")
+    report = export_model(
+        str(tmp_path / "student"), ExportConfig(to="coreml", dtype=dtype), tmp_path / "out"
+    )
+    assert report.logits_max_diff < (1e-4 if dtype == "fp32" else 1e-1)
+    shown = (tmp_path / "out" / card.CARD).read_text()
+    assert "| 7 | 2 | lut, 256 codewords of 4 weights | one of 8 bits for 16 weights" in shown
 
 
 def test_a_core_ml_program_with_biases_and_a_head_of_its_own(tmp_path: Path) -> None:
