@@ -19,7 +19,7 @@ from qat.files import check_free
 
 if TYPE_CHECKING:
     from qat.anemll.checkpoint import ImportReport
-    from qat.convert.bits_budget import BudgetReport
+    from qat.convert.bits_budget import BudgetReport, FormatTrial
     from qat.convert.quantize import ModuleReport, QuantizeReport
     from qat.logs import Terminal
 
@@ -184,8 +184,14 @@ def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[Mod
         scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
         scale += " s8" if module.scale_bits == 8 else ""
         name = re.sub(r"^.*\.\d+\.", "", module.name)
-        kinds.setdefault((name, f"{module.codebook}{module.bits} {scale}"), []).append(module)
+        kinds.setdefault((name, f"{module.codebook}{_bits(module)} {scale}"), []).append(module)
     return kinds
+
+
+def _bits(report: "ModuleReport | FormatTrial") -> str:
+    """`2`, or of vectors `2 v4`: 2 bits a weight in vectors of 4."""
+    vectors = f" v{report.vector_size}" if report.vector_size > 1 else ""
+    return f"{report.bits:g}{vectors}"
 
 
 def _show_budget(budget: "BudgetReport", console: "Terminal") -> None:
@@ -197,7 +203,7 @@ def _show_budget(budget: "BudgetReport", console: "Terminal") -> None:
     )
     table = Table("module", "format", "KL alone (nats)", "other formats", title=title)
     for name, trials in budget.modules.items():
-        shown = {f"{t.bits} g{t.group_size}": t for t in trials}
+        shown = {f"{_bits(t)} g{t.group_size}": t for t in trials}
         others = [f"{k}: {t.kl_nats:.5f}" for k, t in shown.items() if not t.is_chosen]
         (taken,) = ((k, t) for k, t in shown.items() if t.is_chosen)
         kl = f"{taken[1].kl_nats:.5f}"

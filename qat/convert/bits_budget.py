@@ -195,7 +195,10 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
-LINEAR_BITS = (2, 3, 4)
+LEVELS = ((2, 1), (3, 1), (4, 1))
+"""Bits of an index, and weights that it names, which are tried where the plan has levels."""
+VECTORS = ((8, 4), (6, 2), (8, 2))
+"""The same where it has vectors: 2, 3 and 4 bits a weight too."""
 TABLE_BITS = (4, 8)
 TOLERANCE = 1e-9
 """Relative room for the rounding of a budget."""
@@ -206,6 +209,9 @@ class FormatTrial:
     """One format that a module could have got."""
 
     bits: float
+    """Of a weight's index."""
+    vector_size: int
+    """Weights that an index names."""
     group_size: int
     bits_per_weight: float
     """With scales and codebook."""
@@ -281,9 +287,10 @@ def plan_within_budget(
 ) -> tuple[QuantPlan, BudgetReport]:
     """The plan whose KLs, each measured alone, add up to the least within `bits_budget`.
 
-    Every linear that `plan` quantizes gets 2, 3 or 4 bits of a learned codebook under the plan's
-    form of scale; `with_tables` the embedding and an untied head get 4 or 8. Together they take at
-    most `bits_budget` bits per weight. Tables that the plan itself names stay as it says.
+    Every linear that `plan` quantizes gets 2, 3 or 4 bits a weight of a learned codebook, of levels
+    or of vectors as the plan has it, under the plan's form of scale; what does not fit its shape is
+    not tried. `with_tables` the embedding and an untied head get 4 or 8. Together they take at most
+    `bits_budget` bits per weight. Tables that the plan itself names stay as it says.
 
     Args:
         model: whose weights are quantized and whose output is kept; as before afterwards.
@@ -327,6 +334,7 @@ def _trials(
     return [
         FormatTrial(
             bits=spec.index_bits,
+            vector_size=spec.vector_size,
             group_size=spec.group_size,
             bits_per_weight=option.bits / num_weights,
             kl_nats=option.cost,
@@ -342,17 +350,38 @@ def _linear_formats(
     formats = {}
     for name, spec in specs.items():
         O, I = weight_shape(model.model.get_submodule(name))
-        spec.check_shape(name, O, I)
         groups = [spec.group_size]
         if wider_groups:
             multiples = range(2 * spec.group_size, I + 1, spec.group_size)
             groups += [size for size in multiples if I % size == 0][:1]
-        formats[name] = [
-            spec.model_copy(update={"bits": bits, "codebook": "lut", "group_size": size})
-            for bits in LINEAR_BITS
+        forms = [
+            {"bits": bits, "vector_size": d, "codebook": "lut", "group_size": size}
+            for bits, d in (VECTORS if spec.is_vector else LEVELS)
             for size in groups
         ]
+        formats[name] = _that_fit(name, [spec.model_dump() | form for form in forms], (O, I))
     return formats
+
+
+def _that_fit(
+    name: str, forms: Sequence[dict[str, object]], shape: tuple[int, int]
+) -> list[LutSpec]:
+    """The formats among `forms` that the weight called `name` can have.
+
+    Raises:
+        ConfigError: there is none; what is wrong with the first.
+    """
+    found, errors = [], []
+    for form in forms:
+        try:
+            spec = LutSpec.parse(form, name)
+            spec.check_shape(name, *shape)
+            found.append(spec)
+        except ConfigError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list[LutSpec]]:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from qat.config import Attention, Calibration, Formats, Settings, Speed
 from qat.errors import ConfigError
 from qat.files import parse_toml
-from qat.quant.spec import PRESETS, PlanRule, QuantPlan, by_group
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, by_group
 
 REPORT_NAME = "convert_report.json"
 """What a conversion says of itself, in the checkpoint that it makes."""
@@ -24,10 +24,13 @@ class ConvertConfig(Settings):
     """With --attention and --calibration: steps in which gates and pooling come closer to dense
     attention, layer by layer; 0 for none."""
     to: Formats[str | None] = None
-    """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32) or a TOML file with a plan."""
+    """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
+    3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3) or a TOML file with a
+    plan."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
     """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
-    only says which linears, in which groups (all, in one of two sizes, without a plan)."""
+    only says which linears, of levels or vectors, in which groups (all, of levels, in one of two
+    sizes, without a plan)."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
     embedding_bits: Formats[Literal[4, 8, "auto"] | None] = None
@@ -93,12 +96,11 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
         plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
     if config.group_size is None:
         return plan
-    rules = tuple(
-        rule.model_copy(
-            update={
-                "spec": rule.spec and rule.spec.model_copy(update={"group_size": config.group_size})
-            }
-        )
+    change = {"group_size": config.group_size}
+    specs = [
+        rule.spec and LutSpec.parse(rule.spec.model_dump() | change, f"plan {plan.name}")
         for rule in plan.rules
-    )
+    ]
+    changed = zip(plan.rules, specs, strict=True)
+    rules = tuple(rule.model_copy(update={"spec": spec}) for rule, spec in changed)
     return plan.model_copy(update={"rules": rules})

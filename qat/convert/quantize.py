@@ -55,6 +55,9 @@ class ModuleReport:
 
     name: str
     bits: float
+    """Of a weight's index."""
+    vector_size: int
+    """Weights that an index names."""
     codebook: str
     scale: str
     group_size: int
@@ -306,6 +309,7 @@ class _Conversion:
         self._reports[name] = ModuleReport(
             name=name,
             bits=spec.index_bits,
+            vector_size=spec.vector_size,
             codebook=spec.codebook,
             scale=spec.scale,
             group_size=spec.group_size,

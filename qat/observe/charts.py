@@ -223,7 +223,7 @@ def _paint_layers(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None
     for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         layers, errors = [m.layer for m in modules], [m.error for m in modules]
         marker = MARKERS.get(modules[0].bits, "s")
-        label = f"{kind} ({modules[0].bits} bit)"
+        label = f"{kind} ({modules[0].bits:g} bit{modules[0].vectors})"
         axes.plot(layers, errors, marker=marker, color=color, alpha=0.9, label=label)
     _finish(axes, "layer", unit)
 

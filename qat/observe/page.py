@@ -225,7 +225,7 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
 
 def _module_row(module: Module) -> list[str]:
     numbers = (
-        module.bits,
+        f"{module.bits:g}{module.vectors}",
         module.bits_per_weight,
         module.relative_error,
         module.weighted_error,

@@ -54,8 +54,10 @@ class Module(BaseModel):
 
     name: str
     """Full name in the model, e.g. `model.layers.3.mlp.up_proj`."""
-    bits: int
-    """Bits of an index."""
+    bits: int | float
+    """Of a weight's index."""
+    vector_size: int = 1
+    """Weights that an index names."""
     bits_per_weight: float
     """With scales and codebook."""
     relative_error: float
@@ -63,6 +65,11 @@ class Module(BaseModel):
     weighted_error: float | None = None
     """The same with each input weighted by its importance; None without calibration."""
     seconds: float = 0.0
+
+    @property
+    def vectors(self) -> str:
+        """What to add to the bits where an index names several weights: `, vectors of 4`."""
+        return f", vectors of {self.vector_size}" if self.vector_size > 1 else ""
 
     @property
     def kind(self) -> str:

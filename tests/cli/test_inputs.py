@@ -29,6 +29,7 @@ WRONG = [
     ("cache import none", "none is no directory"),
     ("convert none --to q2a4 --out {tmp}/c", "none does not exist"),
     (f"convert {MODEL} --to q9 --out {{tmp}}/c", "to=q9 is neither a file nor a preset"),
+    (f"convert {MODEL} --to v2a4 --group-size 6 --out {{tmp}}/c", "no multiple of vector_size=4"),
     (f"convert {MODEL} --to q2a4 --out {{tmp}}", "is not empty, expected a new or empty"),
     (f"convert {MODEL} --to q2a4 --base none --out {{tmp}}/c", "none does not exist"),
     (f"convert {MODEL} --to q2a4 --calibration none.txt --out {{tmp}}/c", "none.txt is no file"),

@@ -5,7 +5,7 @@ import torch
 from test_sensitivity import tokens
 from tiny import tiny_model
 
-from qat.convert.bits_budget import BudgetReport, plan_within_budget
+from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
 from qat.models.cost import bits_per_weight, model_bits_per_weight, stored_bits
@@ -83,6 +83,38 @@ def test_scales_of_8_bits_leave_more_for_the_indices() -> None:
     quantize_model(model, found)
     assert model_bits_per_weight(model.model) == pytest.approx(report.bits_per_weight)
     assert report.bits_per_weight <= 4.6
+
+
+FOURS = LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8)
+OF_VECTORS = QuantPlan(
+    name="v", rules=(PlanRule(role="mlp", spec=FOURS), PlanRule(role="attention", spec=EIGHTS))
+)
+
+
+def test_vectors_are_tried_where_the_plan_has_vectors() -> None:
+    model = student(num_hidden_layers=1)
+    _, formats, bits = formats_to_try(model, OF_VECTORS, 8.0)
+    for name, specs in formats.items():
+        forms = [(s.bits, s.vector_size, s.group_size, s.scale_bits) for s in specs]
+        if ".mlp." in name:
+            assert forms == [(8, 4, 16, 8), (6, 2, 16, 8), (8, 2, 16, 8)]
+            indices, scales = (2048 * s.index_bits for s in specs), 8 * 2048 // 16
+            books = (16 * 256 * 4, 16 * 64 * 2, 16 * 256 * 2)
+            found = [i + scales + book for i, book in zip(indices, books, strict=True)]
+            assert bits[name] == found
+        else:
+            assert forms == [(2, 1, 8, 16), (3, 1, 8, 16), (4, 1, 8, 16)]
+
+
+def test_what_does_not_fit_a_shape_is_not_tried() -> None:
+    model = student(num_hidden_layers=1, head_dim=16)  # keys: 128 vectors of 4, 256 of 2
+    every = QuantPlan(name="v", rules=(PlanRule(pattern="*", spec=FOURS),))
+    _, formats, _ = formats_to_try(model, every, 12.0)
+    tried = {name.rsplit(".", 1)[1]: [s.vector_size for s in f] for name, f in formats.items()}
+    assert tried["k_proj"] == tried["v_proj"] == [2, 2] and tried["up_proj"] == [4, 2, 2]
+    wide = FOURS.model_copy(update={"group_size": 24})
+    with pytest.raises(ConfigError, match="q_proj: group_size=24 does not divide its 32 input"):
+        formats_to_try(model, QuantPlan(name="v", rules=(PlanRule(pattern="*", spec=wide),)), 12.0)
 
 
 def test_groups_may_be_wider() -> None:

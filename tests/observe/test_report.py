@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from observe.synthetic import write_conversion, write_lines, write_run
 
+from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError, ConfigError
 from qat.observe.charts import DARK, STYLE, conversion_charts, in_dark, run_charts, smooth, thin
 from qat.observe.page import (
@@ -60,6 +61,18 @@ def test_module_knows_its_kind_layer_and_error() -> None:
     )
     assert (module.kind, module.layer, module.error) == ("up_proj", 13, 0.3)
     assert module.model_copy(update={"weighted_error": 0.2}).error == 0.2
+
+
+def test_bits_of_vectors_are_named_as_such(tmp_path: Path) -> None:
+    directory = write_conversion(tmp_path / "v2")
+    report = json.loads((directory / REPORT_NAME).read_text())
+    for module in report["modules"]:
+        module |= {"bits": 2, "vector_size": 4} if ".mlp." in module["name"] else {"bits": 2.5}
+    (directory / REPORT_NAME).write_text(json.dumps(report))
+    html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
+    assert "<td>2, vectors of 4</td>" in html and "<td>2.5</td>" in html
+    drawn = conversion_charts(read_directory(directory))[0].render(LIGHT, "svg").decode()
+    assert "up_proj (2 bit, vectors of 4)" in drawn and "q_proj (2.5 bit)" in drawn
 
 
 @pytest.fixture(scope="module")
