@@ -32,10 +32,18 @@ from torch import Tensor
 from qat.quant.codebook import nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
+from qat.quant.vectors import (
+    descent_of_blocks,
+    feedback_of_blocks,
+    refit_vector_scale,
+    settle_vectors,
+    upper_factor,
+)
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
     above_zero,
+    chosen_levels,
     dequantize,
     expand_scales,
     round_as_stored,
@@ -73,14 +81,24 @@ class Columns:
     scales: Tensor
     """`(G, O)`: G divides I, and the first I / G columns use the first row."""
     levels: Tensor
-    """`(C, O)`, ascending: the codebook of each row."""
+    """`(C, O)`, ascending: the codebook of each row. Of vectors `(C, d)`: the codebook of all."""
     scale_bits: int = 16
     """Bits that a checkpoint stores a group scale in."""
+    indices: Tensor | None = None
+    """`(I / d, O)`: the codeword that each vector takes; None of levels."""
+    metric: Tensor | None = None
+    """`(I, d)`, one square block below the other: what an error of each vector counts in a sweep;
+    None of levels."""
 
     @property
     def group_size(self) -> int:
         """Columns that share a row of `scales`."""
         return self.weight.shape[0] // self.scales.shape[0]
+
+    @property
+    def vector_size(self) -> int:
+        """Columns that a codeword names."""
+        return 1 if self.indices is None else self.levels.shape[1]
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
@@ -150,6 +168,7 @@ class ColumnOps(NamedTuple):
 
 
 REFERENCE = ColumnOps()
+VECTOR_OPS = ColumnOps(settle_vectors, refit_vector_scale)
 
 
 def feedback_sweep(columns: Columns, coupling: Tensor, ops: ColumnOps) -> None:
@@ -206,7 +225,7 @@ def _settle_piece(
 def _part(columns: Columns, start: int, end: int) -> Columns:
     """Columns `start` to `end` as views: of whole groups, of a part of one, or of single ones."""
     size = columns.group_size
-    return Columns(
+    part = Columns(
         columns.weight[start:end],
         columns.residual[start:end],
         columns.chosen[start:end],
@@ -214,6 +233,11 @@ def _part(columns: Columns, start: int, end: int) -> Columns:
         columns.levels,
         columns.scale_bits,
     )
+    if columns.indices is not None and columns.metric is not None:
+        d = columns.vector_size
+        part.indices = columns.indices[start // d : end // d]
+        part.metric = columns.metric[start:end]
+    return part
 
 
 def _spans(length: int, size: int) -> list[tuple[int, int]]:
@@ -255,6 +279,11 @@ def fit_all_to_inputs(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
 ) -> list[InputFit]:
     """`fit_to_inputs` of each of `weights` `(O_n, I)`, which share their inputs."""
+    if spec.is_vector:
+        ops = VECTOR_OPS
+        if len(weights) > 1:  # rows of one sweep share a codebook
+            alone = [fit_all_to_inputs([weight], spec, hessian, ops) for weight in weights]
+            return [fit for (fit,) in alone]
     H = damped(hessian.float())
     weights = [weight.detach().float() for weight in weights]
     starts = [fit_weight(weight, spec, H.diagonal()) for weight in weights]
@@ -262,7 +291,7 @@ def fit_all_to_inputs(
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
     feed_back(columns, H, ops)
-    if spec.codebook == "lut":
+    if spec.codebook == "lut" and not spec.is_vector:
         refit_levels(columns, H, sizes, spec)
     descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
     after = _row_energy(columns.residual, H)
@@ -303,7 +332,8 @@ def fit_stack_to_inputs(
     diagonals = (diagonals + DAMPING * mean) if mean > 0 else torch.ones_like(diagonals)
     importance = diagonals[:, None].expand(weights.shape).reshape(-1, I)
     start = fit_weight(weight, spec, importance)
-    codebook, indices = start.codebook, start.indices.view(weights.shape)
+    codebook, indices = start.codebook, start.indices.view(E, weights.shape[1], -1)
+    ops = VECTOR_OPS if spec.is_vector else ops
     held = start.scales.scales
     groups = expand_scales(start.scales, I) if held is None else held
     groups = groups.view(E, weights.shape[1], -1)
@@ -319,15 +349,14 @@ def fit_stack_to_inputs(
         descend(columns, H, moves_scales=held is not None, ops=ops)
         after = _row_energy(columns.residual, H)
         is_better = after.sum() < before.sum()
-        chosen = nearest_level(columns.chosen.T, codebook)
-        indices[e] = torch.where(is_better, chosen, indices[e])
+        indices[e] = torch.where(is_better, _indices(columns, slice(0, None)), indices[e])
         groups[e] = torch.where(is_better, columns.scales.T, groups[e])
         energies += counts[e] * torch.stack([torch.minimum(before.sum(), after.sum()), whole.sum()])
     scales = start.scales
     if held is not None:
         scales = scales._replace(scales=groups.reshape(held.shape))
     error, whole = energies.tolist()
-    quantized = QuantizedWeight(indices.view(weight.shape), codebook, scales)
+    quantized = QuantizedWeight(indices.flatten(0, 1), codebook, scales)
     return InputFit(quantized, (error / max(whole, TINY)) ** 0.5)
 
 
@@ -351,55 +380,74 @@ def feedback_coupling(H: Tensor) -> Tensor:
     With `H = M D M^T`, M unit upper triangular, `tr(R H R^T) = sum_k D_k |R M[:, k]|^2`, and column
     k, which comes after all j < k, makes its term small by aiming at `w_k + sum_j M_jk r_j`.
     """
-    # the Cholesky factor of H with its order turned round is upper triangular
-    turned = H.flip(0, 1)
-    factor, failed = torch.linalg.cholesky_ex(turned)
-    if failed:  # too close to singular for float32
-        factor = torch.linalg.cholesky(turned.double())
-    factor = factor.flip(0, 1)
+    factor = upper_factor(H)
     return (factor / factor.diagonal()).T.float().tril(-1)
 
 
 def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
     """Choose all levels anew by GPTQ in falling order of `diag(H)`, under scales that stay."""
-    order = H.diagonal().argsort(descending=True)
+    d = columns.vector_size
+    order = H.diagonal().view(-1, d).sum(1).argsort(descending=True)
+    places = (order[:, None] * d + torch.arange(d, device=H.device)).flatten()
+    metric, sorted_H = None, H[places][:, places]
+    if columns.indices is None:
+        coupling = feedback_coupling(sorted_H)
+    else:
+        coupling, metric = feedback_of_blocks(sorted_H, d)
+    # a row of scales for each vector, or for each column if that has one of its own
+    rows = order * d // columns.group_size if columns.group_size >= d else places
     sorted_columns = Columns(
-        columns.weight[order],
+        columns.weight[places],
         columns.residual,
         columns.chosen,
-        columns.scales[order // columns.group_size],
+        columns.scales[rows],
         columns.levels,
         columns.scale_bits,
+        columns.indices,
+        metric,
     )
-    feedback_sweep(sorted_columns, feedback_coupling(H[order][:, order]), ops)
-    back = order.argsort()
+    feedback_sweep(sorted_columns, coupling, ops)
+    back = places.argsort()
     columns.residual, columns.chosen = columns.residual[back], columns.chosen[back]
+    if columns.indices is not None:
+        columns.indices = columns.indices[order.argsort()]
 
 
 def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) -> None:
     """Sweeps of coordinate descent over indices, and group scales if they may move."""
     diagonal = H.diagonal()
-    coupling = (H / diagonal[:, None]).fill_diagonal_(0.0)
+    if columns.indices is None:
+        coupling = (H / diagonal[:, None]).fill_diagonal_(0.0)
+    else:
+        coupling, diagonal = descent_of_blocks(H, columns.vector_size)
+        columns.metric = diagonal
     for _ in range(SWEEPS):
         descent_sweep(columns, coupling, diagonal, moves_scales=moves_scales, ops=ops)
 
 
 def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Columns:
-    """Weights and what they are quantized to, side by side and transposed."""
-    I = weights[0].shape[1]
-    groups, chosen, levels = [], [], []
-    for weight, q in zip(weights, quantized, strict=True):
-        held = q.scales.scales
-        groups.append(expand_scales(q.scales, I) if held is None else held)
-        chosen.append(q.codebook[q.indices.int()])
-        levels.append(q.codebook[:, None].expand(-1, len(weight)))
+    """Weights and what they are quantized to, side by side and transposed; of vectors, only one."""
+    I, first = weights[0].shape[1], quantized[0]
+    held = [
+        expand_scales(q.scales, I) if q.scales.scales is None else q.scales.scales
+        for q in quantized
+    ]
+    if first.codebook.dim() > 1:
+        levels, indices = first.codebook, first.indices.T.contiguous()
+    else:
+        sized = zip(weights, quantized, strict=True)
+        levels, indices = (
+            torch.cat([q.codebook[:, None].expand(-1, len(w)) for w, q in sized], 1),
+            None,
+        )
     columns = Columns(
         weight=torch.cat(list(weights)).T.contiguous(),
         residual=torch.empty(0),
-        chosen=torch.cat(chosen).T.contiguous(),
-        scales=torch.cat(groups).T.contiguous(),
-        levels=torch.cat(levels, dim=1),
-        scale_bits=quantized[0].scales.bits,
+        chosen=torch.cat([chosen_levels(q) for q in quantized]).T.contiguous(),
+        scales=torch.cat(held).T.contiguous(),
+        levels=levels,
+        scale_bits=first.scales.bits,
+        indices=indices,
     )
     _renew_residual(columns)
     return columns
@@ -409,16 +457,25 @@ def unstack(
     columns: Columns, sizes: Sequence[int], old: Sequence[QuantizedWeight]
 ) -> list[QuantizedWeight]:
     """The quantized weights of `columns`; low-rank scales, which no sweep moves, are the `old`."""
-    parts = (t.split(sizes, dim=1) for t in (columns.chosen, columns.scales, columns.levels))
-    fitted = []
-    for start, chosen, groups, levels in zip(old, *parts, strict=True):
-        indices, codebook = nearest_level(chosen.T, levels[:, 0]), levels[:, 0].clone()
-        if start.scales.scales is not None:
-            scales = start.scales._replace(scales=groups.T.contiguous())
-        else:
-            scales, codebook = normalize(start.scales, codebook)
-        fitted.append(QuantizedWeight(indices, codebook, scales))
+    fitted, end = [], 0
+    for size, start in zip(sizes, old, strict=True):
+        own, end = slice(end, end + size), end + size
+        scales, codebook = start.scales, columns.levels
+        if columns.indices is None:
+            codebook = codebook[:, own.start].clone()
+        if scales.scales is not None:
+            scales = scales._replace(scales=columns.scales[:, own].T.contiguous())
+        elif columns.indices is None:
+            scales, codebook = normalize(scales, codebook)
+        fitted.append(QuantizedWeight(_indices(columns, own), codebook, scales))
     return fitted
+
+
+def _indices(columns: Columns, rows: slice) -> Tensor:
+    """What the chosen values of some rows are called."""
+    if columns.indices is not None:
+        return columns.indices[:, rows].T.contiguous()
+    return nearest_level(columns.chosen[:, rows].T, columns.levels[:, rows.start])
 
 
 def solve_levels(weight: Tensor, scales: Tensor, indices: Tensor, *, H: Tensor, C: int) -> Tensor:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
 from qat.quant.spec import LutSpec
+from qat.quant.vectors import nearest_vectors, start_codewords
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
     above_zero,
     as_stored,
+    chosen_levels,
     dequantize,
     expand_scales,
     round_scales,
@@ -28,6 +30,11 @@ from qat.quant.weight import (
 RIDGE = 1e-6
 """Added to the normal equations of low-rank scales, as a share of their mean diagonal."""
 ROUNDS = 10
+ROUNDS_OF_VECTORS = 6
+LLOYD_STEPS = 15
+"""Rounds of k-means in several dimensions, which has no exact start, before scales move."""
+VECTORS_EACH = 32
+"""Vectors for each codeword, at least, in the sample that k-means starts from."""
 ROUNDS_OF_ALL_ROWS = 3
 SAMPLE = 2**17
 """Weights that levels are learned from."""
@@ -117,6 +124,8 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
+    if spec.is_vector:
+        return _fit_vectors(weight, h, spec)
     rows = sample_rows(weight, SAMPLE)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
@@ -160,20 +169,30 @@ def refit_levels(
     `l_c = sum(h S w) / sum(h S^2)` over the places whose index is `c`. Ascending if the indices are
     the nearest ones.
     """
-    place, weighted = indices.flatten().int(), importance * S
+    place, weighted = indices.int(), importance * S
+    if old.dim() > 1:  # each entry of a codeword is a level of its own
+        d = old.shape[1]
+        place = place[..., None] * d + torch.arange(d, dtype=torch.int32, device=old.device)
     sums = [
-        torch.bincount(place, (weighted * other).flatten().double(), minlength=len(old))
+        torch.bincount(
+            place.flatten(), (weighted * other).flatten().double(), minlength=old.numel()
+        )
         for other in (weight, S)
     ]
-    return torch.where(sums[1] > 0, sums[0] / sums[1], old.double()).float()
+    found = torch.where(sums[1] > 0, sums[0] / sums[1], old.flatten().double())
+    return found.float().view(old.shape)
 
 
-def settle(weight: Tensor, scales: Scales, levels: Tensor, spec: LutSpec) -> QuantizedWeight:
+def settle(
+    weight: Tensor, scales: Scales, levels: Tensor, spec: LutSpec, *, importance: Tensor
+) -> QuantizedWeight:
     """The weight as a checkpoint would hold it: rounded scales first, then the nearest indices."""
     if spec.codebook == "lut":
         scales, levels = normalize(scales, levels)
     stored = as_stored(QuantizedWeight(torch.empty(0), levels, above_zero(scales)))
     S = expand_scales(stored.scales, weight.shape[1])
+    if spec.is_vector:
+        return stored._replace(indices=nearest_vectors(weight, S, stored.codebook, importance))
     return stored._replace(indices=_nearest(weight, S, stored.codebook))
 
 
@@ -200,10 +219,34 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
         if spec.codebook == "lut":
             levels = refit_levels(weight, S, h, indices, old=levels)
         scales = refit_scales(weight, levels[indices.int()], h, scales)
-        candidate = settle(weight, scales, levels, spec)
+        candidate = settle(weight, scales, levels, spec, importance=h)
         error = weighted_error(weight, candidate, h)
         if error < least:
             best, least = candidate, error
+    return best
+
+
+def _fit_vectors(weight: Tensor, h: Tensor, spec: LutSpec) -> QuantizedWeight:
+    """The same for a codebook of vectors: a start from a sample, then rounds over all rows.
+
+    One search for the nearest codewords, which takes nearly all the time, ends a round.
+    """
+    I, d = weight.shape[1], spec.vector_size
+    scales = _start_scales(weight, spec)
+    rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
+    S = expand_scales(scales, I)[rows]
+    codebook = _start_codewords(weight[rows], S, h[rows], spec)
+    best = now = settle(weight, scales, codebook, spec, importance=h)
+    least = weighted_error(weight, best, h)
+    for _ in range(ROUNDS_OF_VECTORS):
+        S = expand_scales(now.scales, I)
+        codebook = refit_levels(weight, S, h, now.indices, old=now.codebook)
+        chosen = chosen_levels(now._replace(codebook=codebook))
+        scales = refit_scales(weight, chosen, h, now.scales)
+        now = settle(weight, scales, codebook, spec, importance=h)
+        error = weighted_error(weight, now, h)
+        if error < least:
+            best, least = now, error
     return best
 
 
@@ -244,3 +287,14 @@ def _start_levels(weight: Tensor, S: Tensor, importance: Tensor, num_levels: int
     mass = (importance * S**2).flatten()
     found = weighted_kmeans(values.cpu().double().numpy(), mass.cpu().double().numpy(), num_levels)
     return torch.from_numpy(found).float()
+
+
+def _start_codewords(weight: Tensor, S: Tensor, importance: Tensor, spec: LutSpec) -> Tensor:
+    """Codewords `(C, d)` by k-means under scales that stay."""
+    d = spec.vector_size
+    values, mass = torch.where(S == 0, 0.0, weight / S), importance * S**2
+    codebook = start_codewords(values.view(-1, d), mass.view(-1, d), spec.num_levels)
+    for _ in range(LLOYD_STEPS):
+        indices = nearest_vectors(weight, S, codebook, importance)
+        codebook = refit_levels(weight, S, importance, indices, old=codebook)
+    return codebook

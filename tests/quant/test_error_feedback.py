@@ -259,10 +259,13 @@ def test_never_worse_than_rounding_alone(name: str) -> None:
     fitted = ef.fit_to_inputs(weight, spec, H)
     alone = fit_weight(weight, spec, ef.damped(H).diagonal())
     H = ef.damped(H)
-    assert ef.output_error(weight, fitted, H) < 0.95 * ef.output_error(weight, alone, H)
+    error, before = (ef.output_error(weight, each, H) for each in (fitted, alone))
+    # few vectors are held nearly as they are
+    assert error <= before if spec.is_vector else error < 0.95 * before
     stored = as_stored(fitted)
     assert torch.equal(dequantize(stored), dequantize(fitted))
-    assert (fitted.codebook.diff() >= 0).all() and fitted.indices.max() < spec.num_levels
+    assert spec.is_vector or (fitted.codebook.diff() >= 0).all()
+    assert int(fitted.indices.max()) < spec.num_levels
 
 
 @pytest.mark.parametrize("kind", ["dead features", "few rows", "no input at all"])

@@ -19,6 +19,7 @@ from qat.quant.weight import (
     as_stored,
     dequantize,
     expand_scales,
+    index_dtype,
 )
 
 SHAPES = [(1, 32), (7, 96), (33, 32)]
@@ -51,9 +52,11 @@ def test_every_format_comes_back_as_stored(name: str, O: int, I: int) -> None:
     spec = spec.model_copy(update={"rank": min(spec.rank, O)})
     fitted = fit_weight(torch.randn(O, I) * 0.05, spec)
     assert same_bits(fitted, as_stored(fitted))
-    assert fitted.indices.shape == (O, I) and fitted.indices.dtype == torch.uint8
-    assert fitted.codebook.shape == (spec.num_levels,) and fitted.indices.max() < spec.num_levels
-    assert (fitted.codebook.diff() >= 0).all()
+    assert fitted.indices.shape == (O, I // spec.vector_size)
+    assert fitted.indices.dtype == index_dtype(spec.num_levels)
+    assert fitted.codebook.shape == spec.codebook_shape
+    assert int(fitted.indices.max()) < spec.num_levels
+    assert spec.is_vector or (fitted.codebook.diff() >= 0).all()
     if spec.codebook == "lut":
         assert fitted.codebook.abs().max() == 1
     else:
@@ -61,7 +64,10 @@ def test_every_format_comes_back_as_stored(name: str, O: int, I: int) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in fitted.scales.present().values())
 
 
-@pytest.mark.parametrize("name", [n for n in SPECS if SPECS[n].scale == "group"])
+LEVELS = [name for name, spec in SPECS.items() if not spec.is_vector]
+
+
+@pytest.mark.parametrize("name", [n for n in LEVELS if SPECS[n].scale == "group"])
 def test_error_is_below_that_of_the_start(name: str) -> None:
     weight, spec = torch.randn(48, 96), SPECS[name]
     importance = torch.rand(96) + 0.01

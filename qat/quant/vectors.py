@@ -1,0 +1,200 @@
+"""Fit a weight to a codebook of vectors: an index names d neighbouring weights of a row.
+
+The rounds and sweeps are those of levels (`fit`, `error_feedback`). What differs stands here: the
+start, the best codeword of a vector, and the scale of a group of vectors.
+
+An error of a vector counts by a symmetric `(d, d)` metric G. With w what the vector aims at and S
+its scales, the best codeword c makes `(w - S c)^T G (w - S c)` least, so `(S G w) . c - (S c)^T G
+(S c) / 2` largest: one matmul of all vectors with all codewords and the products of their entries.
+G is the importance of each feature where a weight is fitted alone. Against `H = mean(x x^T)` it is
+what H leaves of the vector's columns (GPTVQ, arXiv:2402.15319).
+
+Shapes: O rows, I in_features, N vectors, d weights of a vector, C codewords, B columns of a block.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat.quant.codebook import SCORES, SCORES_IN_CACHE
+from qat.quant.weight import index_dtype, round_as_stored
+
+if TYPE_CHECKING:
+    from qat.quant.error_feedback import Columns
+
+PIECE = 2**17
+"""Weights whose nearest codewords are found at a time."""
+SEED_POOL = 4096
+"""Vectors that seeds are drawn from, or twice as many as codewords."""
+
+
+def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor:
+    """Codewords `(C, d)` to start from: vectors far from each other, drawn by k-means++.
+
+    The same for the same vectors. `vectors` and `mass`, how much an error counts, are `(N, d)`.
+    With fewer vectors than codewords the spare ones repeat a vector.
+    """
+    from sklearn.cluster import kmeans_plusplus
+
+    count = max(SEED_POOL, 2 * num_codewords)
+    drawn = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:count]
+    drawn = drawn.to(vectors.device)
+    pool, weights = (part[drawn].cpu().double().numpy() for part in (vectors, mass))
+    weights = weights.mean(1)
+    if not weights.any():
+        weights[:] = 1.0
+    num_seeds = min(num_codewords, len(pool))
+    seeds, _ = kmeans_plusplus(pool, num_seeds, sample_weight=weights, random_state=0)
+    padded = np.pad(seeds, ((0, num_codewords - num_seeds), (0, 0)), mode="edge")
+    return torch.from_numpy(padded).float().to(vectors.device)
+
+
+def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
+    """The codeword of least `sum_j h_j (w_j - S_j c_j)^2` for each vector, `(O, I / d)`.
+
+    For a fit: of two that are equal but for rounding either may win.
+    """
+    (O, I), d = weight.shape, codebook.shape[1]
+    entries = torch.cat([codebook, codebook**2], dim=1).T
+    size = max(1, PIECE // I)
+    found = []
+    for w, s, h in zip(weight.split(size), S.split(size), importance.split(size), strict=True):
+        weighted = h * s
+        parts = (weighted * w, (weighted * s).mul_(-0.5))
+        found.append(best_codewords(torch.cat([p.view(-1, d) for p in parts], dim=1), entries))
+    return torch.cat(found).view(O, I // d)
+
+
+def best_codewords(pulls: Tensor, entries: Tensor) -> Tensor:
+    """`(pulls @ entries).argmax(1)`, `(N,)`, without all `(N, C)` scores at a time."""
+    C, dtype = entries.shape[1], index_dtype(entries.shape[1])
+    if pulls.device.type == "cpu":
+        # numpy's argmax takes a tenth of the time of torch's
+        pieces = pulls.split(max(1, SCORES_IN_CACHE // C))
+        found = [torch.from_numpy((piece @ entries).numpy().argmax(1)) for piece in pieces]
+    else:
+        # in float64 no device may round to TF32
+        entries = entries.double()
+        pieces = pulls.split(max(1, SCORES // C))
+        found = [(piece.double() @ entries).argmax(1) for piece in pieces]
+    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype)
+
+
+# Sweeps over columns. As of levels, with blocks of d columns in the place of columns: H over the
+# blocks of its diagonal is the coupling, those blocks are the metric.
+
+
+def upper_factor(H: Tensor) -> Tensor:
+    """The upper triangular F of `H = F F^T`; float64 where H is too close to singular."""
+    # the Cholesky factor of H with its order turned round
+    turned = H.flip(0, 1)
+    factor, failed = torch.linalg.cholesky_ex(turned)
+    if failed:
+        factor = torch.linalg.cholesky(turned.double())
+    return factor.flip(0, 1)
+
+
+def feedback_of_blocks(H: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Coupling `(I, I)`, strictly below the diagonal blocks, and metric `(I, d)` of feedback.
+
+    With `H = M D M^T`, M unit upper and D block diagonal, `tr(R H R^T)` is the sum over the blocks
+    k of the energy of `R M[:, k]` under `D_k`: see `error_feedback.feedback_coupling`.
+    """
+    factor = upper_factor(H)
+    own = diagonal_blocks(factor, d)
+    coupling = torch.linalg.solve_triangular(
+        own.mT, factor.T.reshape(-1, d, len(H)), upper=False
+    ).reshape(H.shape)
+    return _without_blocks(coupling, d).float(), (own @ own.mT).float().flatten(0, 1)
+
+
+def descent_of_blocks(H: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Coupling `(I, I)`, zero in the diagonal blocks, and metric `(I, d)` of coordinate descent."""
+    own = diagonal_blocks(H, d)
+    coupling = torch.linalg.solve(own.double(), H.double().reshape(-1, d, len(H)))
+    return _without_blocks(coupling.float().reshape(H.shape), d), own.flatten(0, 1)
+
+
+def diagonal_blocks(matrix: Tensor, d: int) -> Tensor:
+    """The `(I / d, d, d)` blocks on the diagonal."""
+    n = len(matrix) // d
+    return matrix.view(n, d, n, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _without_blocks(matrix: Tensor, d: int) -> Tensor:
+    n = len(matrix) // d
+    matrix.view(n, d, n, d).diagonal(dim1=0, dim2=2).zero_()
+    return matrix
+
+
+def settle_vectors(columns: "Columns", target: Tensor, coupling: Tensor) -> None:
+    """As `error_feedback.settle_columns`, d columns at a time: each vector's best codeword."""
+    codebook = columns.levels
+    metric, indices = cast(Tensor, columns.metric), cast(Tensor, columns.indices)
+    d = codebook.shape[1]
+    scales = columns.scales.repeat_interleave(columns.group_size, dim=0)
+    pulls_of = _pulls_of_columns if columns.group_size < d else _pulls_of_groups
+    pulls, entries = pulls_of(codebook, metric.view(-1, d, d), scales)
+    for start in range(0, len(target), d):
+        end, block = start + d, start // d
+        best = best_codewords(pulls(block, target[start:end]).T, entries[block])
+        z = codebook.index_select(0, best.int()).T
+        after = torch.addcmul(columns.weight[start:end], z, scales[start:end], value=-1)
+        indices[block] = best
+        columns.chosen[start:end] = z
+        if end < len(target):
+            change = after - columns.residual[start:end]
+            target[end:].addmm_(coupling[end:, start:end], change)
+        columns.residual[start:end] = after
+
+
+Pulls = Callable[[int, Tensor], Tensor]
+"""From a block's number and its targets `(d, O)` to the pulls `(K, O)` on its codewords."""
+
+
+def _pulls_of_groups(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
+    """Of vectors whose weights share a scale S: `t^T G c - S c^T G c / 2`, over S, is largest.
+
+    `metric` is `(B / d, d, d)`, `scales` `(B, O)`. Entries are `(B / d, d + 1, C)`.
+    """
+    d = codebook.shape[1]
+    turned = (codebook.double() @ metric.double()).float()
+    halves = (turned * codebook).sum(-1, keepdim=True) / -2
+    entries = torch.cat([turned, halves], dim=2).mT
+    return lambda block, target: torch.cat([target, scales[block * d, None]]), entries
+
+
+def _pulls_of_columns(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
+    """Of vectors whose weights each have a scale of their own: entries `(B / d, K, C)`."""
+    d = codebook.shape[1]
+    first, second = torch.triu_indices(d, d, device=codebook.device).unbind()
+    entries = torch.cat([codebook, codebook[:, first] * codebook[:, second]], dim=1).T
+    counts = torch.where(first == second, -0.5, -1.0)[:, None]  # a pair stands for two
+
+    def pulls(block: int, target: Tensor) -> Tensor:
+        G, s = metric[block], scales[block * d : (block + 1) * d]
+        pull = (G[..., None] * target).sum(1) * s
+        return torch.cat([pull, counts * G[first, second, None] * s[first] * s[second]])
+
+    return pulls, entries.expand(len(metric), -1, -1)
+
+
+def refit_vector_scale(
+    columns: "Columns", target: Tensor, coupling: Tensor, metric: Tensor
+) -> None:
+    """As `error_feedback.refit_scale`, with the `metric` `(B, d)` in the place of the diagonal."""
+    z, old = columns.chosen, columns.scales
+    (B, O), d = z.shape, metric.shape[1]
+    weighted = torch.bmm(metric.view(-1, d, d), z.view(-1, d, O)).view(B, O)
+    pull = torch.addcmul(target, z, old, value=-1).mul_(weighted).sum(0, keepdim=True)
+    curvature = torch.addmm(z, coupling, z).mul_(weighted).sum(0, keepdim=True)
+    wished = round_as_stored("scales", old + pull / curvature, columns.scale_bits)
+    is_better = (curvature > 0) & (wished > 0) & wished.isfinite()
+    new = torch.where(is_better, wished, old)
+    step = z * (old - new)
+    columns.residual += step
+    target.addmm_(coupling, step)
+    columns.scales.copy_(new)
