@@ -11,7 +11,7 @@ Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile.
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton, use_triton
-from qat.kernels.lut_weight import as_stored
+from qat.kernels.lut_tiles import as_stored
 from qat.quant import error_feedback as reference
 from qat.quant.error_feedback import ColumnOps, Columns
 

@@ -19,17 +19,22 @@ an index names.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton, use_triton
+from qat.kernels.lut_tiles import (
+    Tiling,
+    as_stored,
+    low_rank_scale,
+    scale_operands,
+    units_of_tile,
+)
 from qat.kernels.tuned import chosen
 from qat.quant.codebook import latent_indices
 from qat.quant.weight import (
-    LARGEST,
-    SCALE_NAMES,
     PackedIndices,
     QuantizedWeight,
     Scales,
@@ -41,7 +46,6 @@ from qat.quant.weight import (
 
 MOST_LEVELS = 16
 """Levels that a kernel's threads hold."""
-WARPS = 4
 REDUCE_WEIGHTS = 2048
 """Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
 REDUCE_PROGRAMS = 384
@@ -77,10 +81,10 @@ def form(
     if _by_kernel(codebook):
         bits = source.bits if isinstance(source, PackedIndices) else 0
         cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
-        tiling = _Tiling.of(source, scales, cut.weights)
+        tiling = Tiling.of(source.shape, scales, cut.weights, UNIT)
         _form_kernel[(tiling.num_tiles,)](
             out, *_operands(source, codebook, scales, tiling.E),
-            **tiling.constants(source, codebook),
+            **_constants(tiling, source, codebook),
             enable_fp_fusion=False, num_warps=tiling.num_warps,
         )  # fmt: skip
         return out
@@ -190,7 +194,7 @@ def _reduce_by_kernel(
 
     The same bits each time. Calls on one device must follow each other, as on one stream they do.
     """
-    tiling = _Tiling.of(source, scales, REDUCE_WEIGHTS)
+    tiling = Tiling.of(source.shape, scales, REDUCE_WEIGHTS, UNIT)
     most = REDUCE_PROGRAMS if wants_codebook else 2 * REDUCE_PROGRAMS
     rounds = triton.cdiv(tiling.num_tiles, most)
     num_programs = triton.cdiv(tiling.num_tiles, rounds)  # so that all do equally much
@@ -205,7 +209,7 @@ def _reduce_by_kernel(
     _reduce_kernel[(num_programs,)](
         d_levels, d_scales, partials, arrivals, dW.contiguous(),
         *_operands(source, codebook, scales, tiling.E),
-        num_tiles=tiling.num_tiles, **tiling.constants(source, codebook),
+        num_tiles=tiling.num_tiles, **_constants(tiling, source, codebook),
         THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
         PROGRAMS=triton.next_power_of_2(REDUCE_PROGRAMS),
         # a low-rank scale also says which level is nearest
@@ -231,62 +235,16 @@ def _arrivals(device: torch.device) -> Tensor:
     return zero
 
 
-class _Tiling(NamedTuple):
-    """How the weight is cut into tiles."""
-
-    num_runs: int
-    length: int
-    """Weights of a run."""
-    rank: int
-    """0 where scales are by group."""
-    scale_bits: int
-    N: int
-    """Runs of a tile."""
-    U: int
-    """Units of a run in a tile."""
-    E: int
-    """Weights of a unit."""
-
-    @classmethod
-    def of(cls, source: PackedIndices | Tensor, scales: Scales, weights: int) -> Self:
-        """Tiles of about `weights` weights; a group is never cut."""
-        O, I = source.shape
-        if scales.scales is not None:
-            num_runs, length, rank = scales.scales.numel(), I // scales.scales.shape[1], 0
-            columns = triton.next_power_of_2(length)
-        else:
-            num_runs, length, rank = O, I, scales.rank_gain.numel()
-            columns = min(triton.next_power_of_2(length), weights // 8)
-        N = min(max(weights // columns, 1), triton.next_power_of_2(num_runs))
-        E = UNIT if length % UNIT == 0 else 1
-        return cls(num_runs, length, rank, scales.bits, N, columns // E, E)
-
-    @property
-    def num_tiles(self) -> int:
-        return triton.cdiv(self.num_runs, self.N) * triton.cdiv(self.length, self.U * self.E)
-
-    @property
-    def num_warps(self) -> int:
-        """More where one group alone is larger than a tile should be."""
-        return min(max(self.N * self.U * self.E // 1024, WARPS), 32)
-
-    def constants(self, source: PackedIndices | Tensor, codebook: Tensor) -> dict[str, int]:
-        """The kernels' arguments that are no tensors."""
-        is_packed = isinstance(source, PackedIndices)
-        return {
-            "num_runs": self.num_runs,
-            "in_features": source.shape[1],
-            "width": source.octets.shape[1] if is_packed else 0,
-            "LENGTH": self.length,
-            "BITS": source.bits if is_packed else 0,
-            "C": codebook.numel(),
-            "SLOTS": max(triton.next_power_of_2(codebook.numel()), 2),
-            "R": self.rank,
-            "SCALE_BITS": self.scale_bits,
-            "N": self.N,
-            "U": self.U,
-            "E": self.E,
-        }
+def _constants(tiling: Tiling, source: PackedIndices | Tensor, codebook: Tensor) -> dict[str, int]:
+    """The kernels' arguments that are no tensors."""
+    is_packed = isinstance(source, PackedIndices)
+    return tiling.constants() | {
+        "in_features": source.shape[1],
+        "width": source.octets.shape[1] if is_packed else 0,
+        "BITS": source.bits if is_packed else 0,
+        "C": codebook.numel(),
+        "SLOTS": max(triton.next_power_of_2(codebook.numel()), 2),
+    }
 
 
 def _operands(
@@ -297,9 +255,7 @@ def _operands(
         tensor = octets if E == 1 else octets.view(WORDS.get(source.bits, torch.uint8))
     else:
         tensor = source.contiguous()
-    parts = scales.present()
-    in_place = (parts[name].contiguous() if name in parts else None for name in SCALE_NAMES)
-    return tensor, codebook, *in_place
+    return tensor, codebook, *scale_operands(scales)
 
 
 @triton.jit
@@ -438,22 +394,6 @@ def _sum_by_level(values, index, SLOTS: tl.constexpr):
     return tl.reshape(sums[0], (values.shape[0], SLOTS))
 
 
-LARGEST_E5M3 = tl.constexpr(LARGEST)
-"""The bits of the largest stored number, as a float16's."""
-
-
-@triton.jit
-def units_of_tile(
-    tile, num_runs, LENGTH: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr
-):
-    """Run and first column in it of each unit of a tile, `(N * U,)`, and whether it exists."""
-    ACROSS: tl.constexpr = (LENGTH + U * E - 1) // (U * E)
-    unit = tl.arange(0, N * U)
-    run = tile // ACROSS * N + unit // U
-    column = (tile % ACROSS * U + unit % U) * E
-    return run, column, (run < num_runs) & (column < LENGTH)
-
-
 @triton.jit
 def draw(
     source, run, column, is_unit, in_features, width,
@@ -480,39 +420,6 @@ def draw(
         return word
     else:
         return tl.load(source + first // E, mask=is_unit, other=0)
-
-
-@triton.jit
-def low_rank_scale(
-    scale_out, rank_gain, scale_in, run, column, is_unit,
-    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """`A diag(g) B` of each weight, `(units, E)`, summed in the order of the reference."""
-    S = tl.zeros([run.shape[0], E], tl.float32)
-    columns = column[:, None] + tl.arange(0, E)[None, :]
-    for r in range(R):
-        A = tl.load(scale_out + run * R + r, mask=is_unit, other=0)
-        B = tl.load(scale_in + r * LENGTH + columns, mask=is_unit[:, None], other=0)
-        A, B = as_stored(A, SCALE_BITS), as_stored(B, SCALE_BITS)
-        S += (A * tl.load(rank_gain + r))[:, None] * B
-    return S
-
-
-@triton.jit
-def as_stored(scale, SCALE_BITS: tl.constexpr):
-    """float32 after a round trip through what a checkpoint stores: itself, float16 or E5M3."""
-    if SCALE_BITS == 32:
-        return scale
-    elif SCALE_BITS == 16:
-        return scale.to(tl.float16).to(tl.float32)
-    else:
-        half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
-        bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-        # the seven bits that E5M3 lacks are rounded off, ties to even
-        cut = tl.minimum((bits + 63 + ((bits >> 7) & 1)) >> 7 << 7, LARGEST_E5M3)
-        # what is not finite stays so
-        kept = tl.where(bits < 0x7C00, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
-        return kept.to(tl.float32)
 
 
 @triton.jit
