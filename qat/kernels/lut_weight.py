@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.kernels import lut_vectors
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.lut_tiles import (
     Tiling,
@@ -40,6 +41,7 @@ from qat.quant.weight import (
     Scales,
     chosen_levels,
     expand_scales,
+    index_dtype,
     round_scales,
     vector_size,
 )
@@ -64,6 +66,35 @@ class FormTile(NamedTuple):
     """Of a tile, 32 a thread of four warps."""
 
 
+def choose(
+    source: PackedIndices | Tensor,
+    codebook: Tensor,
+    scales: Scales,
+    *,
+    out: PackedIndices | None = None,
+) -> PackedIndices | Tensor:
+    """A source that forms the same weight with no search: indices where vectors have a latent one.
+
+    A byte for each vector, or two, written into `out` where that has room. Every other source is
+    as fast as it is: the level of a latent weight is found while it is read.
+    """
+    if isinstance(source, PackedIndices) or codebook.dim() == 1:
+        return source
+    O, I = source.shape
+    C, d = codebook.shape
+    dtype = index_dtype(C)
+    if out is None or (out.shape, out.octets.device) != (source.shape, source.device):
+        octets = torch.empty(O, I // d, dtype=dtype, device=source.device).view(torch.uint8)
+        out = PackedIndices(octets, 8 * dtype.itemsize, I, d)
+    indices = out.octets.view(dtype)
+    if _by_kernel(codebook):
+        lut_vectors.choose(source, codebook, scales, indices)
+    else:
+        S = expand_scales(round_scales(scales), I)
+        indices.copy_(latent_indices(source, S, codebook))
+    return out
+
+
 def form(
     source: PackedIndices | Tensor,
     codebook: Tensor,
@@ -78,7 +109,11 @@ def form(
     """
     if out is None:
         out = torch.empty(source.shape, dtype=dtype, device=codebook.device)
+    source = choose(source, codebook, scales)
     if _by_kernel(codebook):
+        if isinstance(source, PackedIndices) and codebook.dim() > 1:
+            lut_vectors.form(source, codebook, scales, out)
+            return out
         bits = source.bits if isinstance(source, PackedIndices) else 0
         cut = chosen("lut_form", (*source.shape, bits, codebook.numel()), FormTile(), out.device)
         tiling = Tiling.of(source.shape, scales, cut.weights, UNIT)
@@ -113,6 +148,7 @@ def pull_back(
     }
     if not any(wants.values()):
         return {}
+    source = choose(source, codebook, scales)
     if _by_kernel(codebook):
         d_codebook, dS = _reduce_by_kernel(dW, source, codebook, scales, **wants)
     else:
@@ -126,9 +162,9 @@ def pull_back(
 
 
 def _by_kernel(codebook: Tensor) -> bool:
-    """Whether the Triton kernel computes: not where the levels are many, or vectors."""
-    is_small = codebook.dim() == 1 and codebook.numel() <= MOST_LEVELS
-    return use_triton(codebook) and is_small
+    """Whether a Triton kernel computes: not where levels are many."""
+    is_known = codebook.dim() > 1 or codebook.numel() <= MOST_LEVELS
+    return use_triton(codebook) and is_known
 
 
 def _reduce(
@@ -194,6 +230,9 @@ def _reduce_by_kernel(
 
     The same bits each time. Calls on one device must follow each other, as on one stream they do.
     """
+    if isinstance(source, PackedIndices) and codebook.dim() > 1:
+        wants = {"wants_codebook": wants_codebook, "wants_scales": wants_scales}
+        return lut_vectors.reduce(dW, source, codebook, scales, **wants)
     tiling = Tiling.of(source.shape, scales, REDUCE_WEIGHTS, UNIT)
     most = REDUCE_PROGRAMS if wants_codebook else 2 * REDUCE_PROGRAMS
     rounds = triton.cdiv(tiling.num_tiles, most)

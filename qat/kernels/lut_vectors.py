@@ -1,0 +1,486 @@
+"""The kernels of `lut_weight` where an index names a codeword: choose, form, pull back.
+
+`choose` finds the codeword of each vector of a latent weight; form and pull back read indices, its
+own or packed ones. A unit of a tile (`lut_tiles`) is a vector.
+
+**Choose** is bound by comparisons: C a vector. The score `(w s) . c - s^2 . c^2 / 2` of a codeword
+is largest where `|w - s c|` is least. Divided by the square of the largest |s| of the vector, it is
+a product of float16 parts on tensor cores:
+
+    sum_j p_j c_j - u_j^2 c_j^2 / 2,   u = s / max |s|,   p = w u / max |s|
+
+with p, and the squares, as a high part and what is left of it (`_pulls`, `_entries`). With group
+scales `u_j^2` is 1 and the sum of squares one number a codeword, so that d = 4 fills one step of
+K = 16. That score errs by at most E (`_margin`): the nearest codeword is among those within 2 E of
+the best. One maximum a score finds the best group of 8 codewords, and the best of these 8 is found
+in float32. Where either is not the only one within 2 E, which is 0.2 % of all vectors, one program
+goes through all codewords of that vector in float64, as the reference does: so the result is the
+reference's.
+
+440 million weights as vectors of 4 and 256 codewords are 28 billion scores. Compiled for Hopper, a
+tile of 64 vectors takes 600 instructions a warp, 330 of them (140 maxima) in a pipe of 16 lanes:
+4.7 ms of it at 1.8 GHz on 132 multiprocessors. The products are 0.9 PFLOP, 1.1 ms beside that. All
+in float32 without tensor cores is four steps more a score, and all in float64 over 9 ms.
+
+**Pull back** sums `dW * S` by codeword as a product with one-hot rows, of two parts: index = high *
+LOW + low. The rows of `high` times a matrix that holds each vector in the columns of its `low`,
+`(C / LOW, V) x (V, LOW * d)`, cost about a third of C comparisons a vector. The vectors are split
+into two numbers of 11 bits, so that a product with one loses nothing; sums of a tile are added in
+float32, those of programs in float64.
+
+Shapes: V vectors of a tile, d weights of a vector, C codewords, K terms of a score.
+"""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.dispatch import tl, triton
+from qat.kernels.lut_tiles import (
+    Tiling,
+    as_stored,
+    low_rank_scale,
+    scale_operands,
+    units_of_tile,
+)
+from qat.quant.weight import PackedIndices, Scales
+
+CHOOSE_VECTORS = 64
+"""Vectors of a tile that chooses: with 256 scores each, 128 numbers a thread of four warps."""
+CHOOSE_TILES = 16
+"""Tiles that a program chooses for, so that preparing the codebook costs little."""
+CHUNK = 128
+"""Codewords whose scores are held at a time."""
+FEW = 8
+"""Codewords of a group: the best score of a group is what tensor cores find."""
+FORM_WEIGHTS = 4096
+REDUCE_VECTORS = 64
+REDUCE_PROGRAMS = 264
+"""Programs that share all tiles, two for each multiprocessor of a large GPU."""
+HELD = 4096
+"""Sums of a codebook that four warps hold; eight hold more."""
+
+
+def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> None:
+    """Write the index of each vector of a latent weight `(O, I)` into `out`, `(O, I / d)`.
+
+    `qat.quant.codebook.nearest_codewords` under the scales as stored, to the bit.
+    """
+    C, d = codebook.shape
+    tiling = Tiling.of(latent.shape, scales, CHOOSE_VECTORS * d, d, cuts=True)
+    parts = max(4 if tiling.rank == 0 else 8, 16 // d)
+    chunk = min(max(C, 16), CHUNK)
+    _choose_kernel[(triton.cdiv(tiling.num_tiles, CHOOSE_TILES),)](
+        out, latent.contiguous(), codebook, *scale_operands(scales),
+        num_tiles=tiling.num_tiles, **tiling.constants(), TILES=CHOOSE_TILES,
+        C=C, CHUNK=chunk, PARTS=parts, FEW=min(FEW, C, chunk // 4),
+        enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
+
+
+def form(source: PackedIndices, codebook: Tensor, scales: Scales, out: Tensor) -> None:
+    """Write `codebook[indices] * S` into `out`, `(O, I)`."""
+    tiling = Tiling.of(source.shape, scales, FORM_WEIGHTS, codebook.shape[1], cuts=True)
+    _form_kernel[(tiling.num_tiles,)](
+        out, source.octets.contiguous(), codebook, *scale_operands(scales),
+        in_features=source.in_features, width=source.octets.shape[1], BITS=source.bits,
+        **tiling.constants(), enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
+
+
+def reduce(
+    dW: Tensor,
+    source: PackedIndices,
+    codebook: Tensor,
+    scales: Scales,
+    *,
+    wants_codebook: bool,
+    wants_scales: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`.
+
+    Reads `dW` once. The same bits each time.
+    """
+    C, d = codebook.shape
+    tiling = Tiling.of(source.shape, scales, REDUCE_VECTORS * d, d)
+    num_programs = min(tiling.num_tiles, REDUCE_PROGRAMS)
+    # rows and columns of the product: a row costs one comparison a vector, a column about four
+    low = max(16 // d, 2 ** ((C // (4 * d)).bit_length() // 2))
+    high = max(triton.cdiv(C, low), 16)
+    new = {"device": dW.device, "dtype": torch.float32}
+    partials = torch.empty(num_programs, high * low * d, **new) if wants_codebook else None
+    d_scales = None
+    if wants_scales:
+        d_scales = torch.empty(dW.shape if scales.scales is None else scales.scales.shape, **new)
+    _reduce_kernel[(num_programs,)](
+        partials, d_scales, dW.contiguous(), source.octets.contiguous(), codebook,
+        *scale_operands(scales),
+        in_features=source.in_features, width=source.octets.shape[1], num_tiles=tiling.num_tiles,
+        BITS=source.bits, HIGH=high, LOW=low, **tiling.constants(),
+        num_warps=max(tiling.num_warps, 8 if high * low * d > HELD else 4),
+    )  # fmt: skip
+    if partials is None:
+        return None, d_scales
+    return partials.sum(0, dtype=torch.float64)[: C * d].float().view(C, d), d_scales
+
+
+@triton.jit
+def _choose_kernel(
+    indices, latent, codebook, scales, scale_out, rank_gain, scale_in, num_runs, num_tiles,
+    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
+    U: tl.constexpr, E: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    held = ()
+    most, most_half = 0.0, 0.0
+    if C <= 2 * CHUNK:
+        for start in tl.static_range(0, C, CHUNK):
+            entries, more, more_half = _entries(codebook, start, R, E, C, CHUNK, PARTS, FEW)
+            held = held + (entries,)
+            most, most_half = tl.maximum(most, more), tl.maximum(most_half, more_half)
+    else:
+        for start in range(0, C, CHUNK):
+            _, more, more_half = _entries(codebook, start, R, E, C, CHUNK, PARTS, FEW)
+            most, most_half = tl.maximum(most, more), tl.maximum(most_half, more_half)
+    tile = tl.program_id(0) * TILES
+    end = tl.minimum(tile + TILES, num_tiles)
+    next_w, next_S = _read_latent(tile, latent, scales, num_runs, LENGTH, R, N, U, E)
+    while tile < end:
+        w, S = next_w, as_stored(next_S, SCALE_BITS)[:, None]
+        # the next tile is on its way while this one is computed
+        next_w, next_S = _read_latent(tile + 1, latent, scales, num_runs, LENGTH, R, N, U, E)
+        run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+        if R > 0:
+            S = low_rank_scale(
+                scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+            )
+        p, u, largest = _scaled(w, S)
+        margin = _margin(tl.sum(tl.abs(p), axis=1), most, most_half, PARTS * E)
+        pulls = _pulls(p, u, R, PARTS)
+        best = tl.full([N * U], -float("inf"), tl.float32)
+        found = tl.zeros([N * U], tl.float32)
+        if C <= 2 * CHUNK:
+            for k in tl.static_range((C + CHUNK - 1) // CHUNK):
+                scores = tl.dot(pulls, held[k])
+                best, found = _with_chunk(best, found, scores, margin, k * CHUNK, C, FEW)
+        else:
+            for start in range(0, C, CHUNK):
+                entries, _, _ = _entries(codebook, start, R, E, C, CHUNK, PARTS, FEW)
+                scores = tl.dot(pulls, entries)
+                best, found = _with_chunk(best, found, scores, margin, start, C, FEW)
+        few, is_one_group = _one_of(found, C // FEW)
+        # of a few codewords in a row, one by one
+        word = few[:, None] * FEW + tl.arange(0, FEW)[None, :]
+        words = tl.load(codebook + word[:, :, None] * E + tl.arange(0, E)[None, None, :])
+        pulled = words * (p[:, None, :] - words * (u * u * 0.5)[:, None, :])
+        scores = tl.sum(pulled, axis=2)
+        enough = (tl.max(scores, axis=1) - margin)[:, None]
+        named = 2.0 * FEW + tl.arange(0, FEW).to(tl.float32)[None, :]
+        place, is_one = _one_of(tl.sum(tl.where(scores >= enough, named, 0.0), axis=1), FEW)
+        # where every scale is zero all codewords are equal; so are they beyond the weight
+        index = tl.where(largest > 0, few * FEW + place, 0)
+        is_sure = is_one_group & is_one & (margin < float("inf"))
+        unsure = tl.where(is_sure | (largest == 0), 0, 1)
+        unit = tl.arange(0, N * U)
+        while tl.max(unsure, axis=0) > 0:
+            one = tl.argmax(unsure, axis=0)
+            exact = _exact_index(
+                latent, codebook, scales, scale_out, rank_gain, scale_in, tile, one,
+                LENGTH, R, SCALE_BITS, N, U, E, C,
+            )  # fmt: skip
+            index = tl.where(unit == one, exact, index)
+            unsure = tl.where(unit == one, 0, unsure)
+        vector = (run * LENGTH + column) // E
+        tl.store(indices + vector, index.to(indices.dtype.element_ty), mask=is_unit)
+        tile += 1
+
+
+@triton.jit
+def _read_latent(
+    tile, latent, scales, num_runs,
+    LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """What a tile reads once, as it lies: latent weights, group scales."""
+    run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    # float32 here, so that it is carried from tile to tile as such: a bfloat16 was divided anew for
+    # each layout that needs the quotient
+    w = tl.load(latent + place, mask=is_unit[:, None], other=0).to(tl.float32)
+    if R > 0:
+        return w, tl.full([1], 1.0, tl.float32)
+    else:
+        return w, tl.load(scales + run, mask=is_unit, other=0)
+
+
+@triton.jit
+def _scaled(w, S):
+    """`p` and `u`, and the largest |S| of each vector."""
+    largest = tl.max(tl.abs(S), axis=1)
+    inverse = (1.0 / tl.where(largest == 0, 1.0, largest))[:, None]
+    u = S * inverse
+    return w * inverse * u, u, largest
+
+
+@triton.jit
+def _pulls(p, u, R: tl.constexpr, PARTS: tl.constexpr):
+    """What a tile multiplies codewords by, `(V, K)`: see `_entries`."""
+    V: tl.constexpr = p.shape[0]
+    E: tl.constexpr = p.shape[1]
+    high = p.to(tl.float16)
+    low = (p - high.to(tl.float32)).to(tl.float16)
+    part = tl.arange(0, PARTS)[None, :, None]
+    if R == 0:
+        rest = tl.full([V, 1, E], 1.0, tl.float16)
+    else:
+        square = u * u
+        top = square.to(tl.float16)
+        left = (square - top.to(tl.float32)).to(tl.float16)
+        rest = tl.where(part < 4, top[:, None, :], left[:, None, :])
+    pulls = tl.where(part == 0, high[:, None, :], tl.where(part == 1, low[:, None, :], rest))
+    return tl.reshape(pulls, (V, PARTS * E))
+
+
+@triton.jit
+def _entries(
+    codebook, start,
+    R: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """A chunk of codewords as `_pulls` meets them, `(K, CHUNK)`; the largest |c| and |c|^2 / 2.
+
+    Part by part of K: twice the codewords, for the high and the low part of p; then what is left of
+    their squares, high and low parts too. Columns are so ordered that `_with_chunk` finds FEW
+    codewords in a row among the scores of one thread.
+    """
+    column = tl.arange(0, CHUNK)
+    block, within = column // (4 * FEW), column % (4 * FEW)
+    lane, pair = within % 8 // 2, within // 8 * 2 + within % 2
+    word = (start + (block * 4 + lane) * FEW + pair)[:, None]
+    words = tl.load(codebook + word * E + tl.arange(0, E)[None, :], mask=word < C, other=0)
+    part = tl.arange(0, PARTS)[None, :, None]
+    halves = words * words * 0.5
+    totals = tl.sum(halves, axis=1)
+    half = totals[:, None] if R == 0 else halves
+    high = half.to(tl.float16)
+    low = (half - high.to(tl.float32)).to(tl.float16)
+    if R == 0:
+        place = tl.arange(0, E)[None, :]
+        both = tl.where(place == 0, -high, tl.where(place == 1, -low, 0.0))[:, None, :]
+        squares = tl.where(part == 2, both, 0.0)
+    else:
+        is_high = (part == 2) | (part == 4)
+        squares = tl.where(is_high, -high[:, None, :], tl.where(part == 3, -low[:, None, :], 0.0))
+    entries = tl.where(part < 2, words.to(tl.float16)[:, None, :], squares.to(tl.float16))
+    most = tl.max(tl.max(tl.abs(words), axis=1), axis=0)
+    return tl.trans(tl.reshape(entries, (CHUNK, PARTS * E))), most, tl.max(totals, axis=0)
+
+
+@triton.jit
+def _with_chunk(best, found, scores, margin, start, C: tl.constexpr, FEW: tl.constexpr):
+    """The best score and what was found (`_one_of`) with a chunk's `scores`, `(V, CHUNK)`.
+
+    A group is FEW codewords in a row. Tensor cores leave a thread columns 8 j + 2 lane + 0 and 1 of
+    a row: there a maximum over a group's scores needs no other thread.
+    """
+    V: tl.constexpr = scores.shape[0]
+    BLOCKS: tl.constexpr = scores.shape[1] // (4 * FEW)
+    in_groups = tl.reshape(scores, (V, BLOCKS, FEW // 2, 4, 2))
+    tops = tl.reshape(tl.max(tl.max(in_groups, axis=4), axis=2), (V, BLOCKS * 4))
+    group = start // FEW + tl.arange(0, BLOCKS * 4)
+    if C < scores.shape[1]:
+        tops = tl.where((group < C // FEW)[None, :], tops, -float("inf"))
+    top = tl.max(tops, axis=1)
+    named = (2.0 * (C // FEW) + group.to(tl.float32))[None, :]
+    in_chunk = tl.sum(tl.where(tops >= (top - margin)[:, None], named, 0.0), axis=1)
+    # a best score that another one surpasses by the margin counts no more
+    now = tl.maximum(best, top)
+    found = tl.where(best >= now - margin, found, 0.0)
+    return now, found + tl.where(top >= now - margin, in_chunk, 0.0)
+
+
+@triton.jit
+def _one_of(found, COUNT: tl.constexpr):
+    """Which of COUNT was found, and whether it is the only one: a sum of 2 COUNT + i for each."""
+    is_one = (found >= 2.0 * COUNT) & (found < 4.0 * COUNT)
+    return tl.where(is_one, found - 2.0 * COUNT, 0.0).to(tl.int32), is_one
+
+
+@triton.jit
+def _margin(total, most, most_half, K: tl.constexpr):
+    """2 E: how far below the best score that of the nearest codeword may lie, `(V,)`.
+
+    With a = `most` and H = `most_half`, no term of a score is larger than M = a * sum |p| + H, nor
+    is the sum of all. A score errs by
+    - 2^-20 M: p and u^2 are products of up to four rounded numbers, quotients good to two units in
+      the last place; |c|^2 / 2 is rounded nine times;
+    - 2^-20 M: what two parts leave of a p or a square, 2^-22 of it, and the product of both low
+      parts of squares;
+    - 2^-22 (a + 1): the same below the smallest normal float16, 2^-25 of each of up to 8 terms;
+    - (K + 1) 2^-22 M: tensor cores align 16 products at a time, which are exact, and what was
+      summed before, and cut what lies below 2^-23 of the largest.
+    E = (K + 16) 2^-22 M + 2^-22 (a + 1) covers them, and the rounding of what is compared; in
+    float32 (a few codewords, one by one) less. It is infinite where a float16 may not hold a p or
+    the squares, or not a number: such a vector is left to float64.
+    """
+    M = most * total + most_half
+    E = (K + 16) * 2.0**-22 * M + 2.0**-22 * (most + 1.0)
+    return tl.where(tl.maximum(total, most_half) < 60000.0, 2 * E, float("inf"))
+
+
+@triton.jit
+def _exact_index(
+    latent, codebook, scales, scale_out, rank_gain, scale_in, tile, one,
+    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
+    U: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The codeword of unit `one` of a tile by scores in float64, the lowest of equal ones."""
+    ACROSS: tl.constexpr = (LENGTH + U * E - 1) // (U * E)
+    run = tile // ACROSS * N + one // U
+    column = (tile % ACROSS * U + one % U) * E
+    word = tl.arange(0, C)
+    scores = tl.zeros([C], tl.float64)
+    squares = tl.zeros([C], tl.float64)
+    for j in tl.static_range(E):
+        if R == 0:
+            S = as_stored(tl.load(scales + run + tl.arange(0, 1)), SCALE_BITS)
+        else:
+            S = _scale_of_one(
+                scale_out, rank_gain, scale_in, run, column + j, LENGTH, R, SCALE_BITS
+            )
+        s = S.to(tl.float64)
+        w = tl.load(latent + run * LENGTH + column + j + tl.arange(0, 1)).to(tl.float64)
+        c = tl.load(codebook + word * E + j).to(tl.float64)
+        scores += (w * s) * c
+        squares += (s * s * -0.5) * (c * c)
+    scores += squares
+    best = tl.max(scores, axis=0)
+    return tl.minimum(tl.min(tl.where(scores == best, word, C), axis=0), C - 1)
+
+
+@triton.jit
+def _scale_of_one(
+    scale_out, rank_gain, scale_in, run, column,
+    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr,
+):  # fmt: skip
+    """The low-rank scale of one weight, `(1,)`."""
+    is_unit = tl.full([1], 1, tl.int1)
+    runs, columns = run + tl.arange(0, 1), column + tl.arange(0, 1)
+    S = low_rank_scale(
+        scale_out, rank_gain, scale_in, runs, columns, is_unit, LENGTH, R, SCALE_BITS, 1
+    )
+    return tl.reshape(S, (1,))
+
+
+@triton.jit
+def _form_kernel(
+    out, octets, codebook, scales, scale_out, rank_gain, scale_in, num_runs, in_features, width,
+    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
+    U: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
+    index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    if R == 0:
+        S = as_stored(tl.load(scales + run, mask=is_unit, other=1), SCALE_BITS)[:, None]
+    else:
+        S = low_rank_scale(
+            scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+        )
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    W = _words(codebook, index, E) * S
+    tl.store(out + place, W.to(out.dtype.element_ty), mask=is_unit[:, None])
+
+
+@triton.jit
+def _reduce_kernel(
+    partials, d_scales, dW, octets, codebook, scales, scale_out, rank_gain, scale_in, num_runs,
+    in_features, width, num_tiles,
+    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
+    U: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    sums = tl.zeros([HIGH, LOW * E], tl.float32)
+    tile, step = tl.program_id(0), tl.num_programs(0)
+    next_dW, next_index, next_S = _read_tile(
+        tile, dW, octets, scales, num_runs, in_features, width, LENGTH, R, N, U, E, BITS
+    )
+    while tile < num_tiles:
+        values, index = next_dW.to(tl.float32), next_index
+        S = as_stored(next_S, SCALE_BITS)[:, None]
+        # the next tile is on its way while this one is computed
+        next_dW, next_index, next_S = _read_tile(
+            tile + step, dW, octets, scales, num_runs, in_features, width, LENGTH, R, N, U, E, BITS
+        )
+        run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+        if partials is not None:
+            if R > 0:
+                S = low_rank_scale(
+                    scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
+                )
+            sums += _sum_by_word(values * S, index, HIGH, LOW)
+        if d_scales is not None:
+            product = values * _words(codebook, index, E)
+            if R > 0:
+                place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+                tl.store(d_scales + place, product, mask=is_unit[:, None])
+            else:
+                runs = tile * N + tl.arange(0, N)
+                by_run = tl.sum(tl.reshape(tl.sum(product, axis=1), (N, U)), axis=1)
+                tl.store(d_scales + runs, by_run, mask=runs < num_runs)
+        tile += step
+    if partials is not None:
+        slot = tl.arange(0, HIGH)[:, None] * (LOW * E) + tl.arange(0, LOW * E)[None, :]
+        tl.store(partials + tl.program_id(0) * (HIGH * LOW * E) + slot, sums)
+
+
+@triton.jit
+def _read_tile(
+    tile, dW, octets, scales, num_runs, in_features, width,
+    LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """What a tile reads once, as it lies: gradient, indices, group scales."""
+    run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    dW = tl.load(dW + place, mask=is_unit[:, None], other=0)
+    index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    if R > 0:
+        return dW, index, tl.full([1], 1.0, tl.float32)
+    else:
+        return dW, index, tl.load(scales + run, mask=is_unit, other=1)
+
+
+@triton.jit
+def _read_index(
+    octets, run, column, is_unit, in_features, width,
+    LENGTH: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The packed index of each unit, `(V,)`."""
+    first = run * LENGTH + column
+    bit = first % in_features // E * BITS
+    octet = octets + first // in_features * width + bit // 8
+    word = tl.load(octet, mask=is_unit, other=0).to(tl.int32)
+    if 8 % BITS > 0:  # an index may begin in one octet and end in the next
+        is_cut = is_unit & (bit % 8 + BITS > 8)
+        word |= tl.load(octet + 1, mask=is_cut, other=0).to(tl.int32) << 8
+    return (word >> (bit % 8)) & (2**BITS - 1)
+
+
+@triton.jit
+def _words(codebook, index, E: tl.constexpr):
+    """`codebook[index]`, `(V, d)`: a codeword lies in one piece, and the codebook in the cache."""
+    return tl.load(codebook + index[:, None] * E + tl.arange(0, E)[None, :])
+
+
+@triton.jit
+def _sum_by_word(values, index, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """The sums of a tile's `values` where each codeword is chosen, `(HIGH, LOW * d)`."""
+    V: tl.constexpr = values.shape[0]
+    E: tl.constexpr = values.shape[1]
+    low = tl.arange(0, LOW)[None, :, None]
+    is_low = (index & (LOW - 1))[:, None, None] == low
+    spread = tl.reshape(tl.where(is_low, values[:, None, :], 0.0), (V, LOW * E))
+    is_high = (index // LOW)[None, :] == tl.arange(0, HIGH)[:, None]
+    rows = tl.where(is_high, 1.0, 0.0)
+    # eleven bits of each number, and of what they leave: a product of tf32 reads no more
+    high = (spread.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    rest = spread - high
+    rest = (rest.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return tl.dot(rows, high, tl.dot(rows, rest, input_precision="tf32"), input_precision="tf32")
