@@ -15,7 +15,7 @@ from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_rows import SPLIT
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.swap import put_quantized, replace_module, table_names
+from qat.nn.swap import put_quantized, replace_module, table_names, weight_shape
 from qat.quant.spec import LutSpec
 
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
@@ -41,6 +41,18 @@ def mixed() -> PreTrainedModel:
     return model
 
 
+def of_vectors() -> PreTrainedModel:
+    """Codewords in linears and tables, beside levels that are read packed."""
+    pairs = LutSpec(bits=6, vector_size=2, group_size=16)
+    model = tiny_quantized("qwen3", LutSpec(bits=8, vector_size=4, group_size=16), **RANGE)
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"):
+        shape = weight_shape(model.get_submodule(name))
+        put_quantized(model, name, random_weight(*shape, PACKED), PACKED)
+    for name in table_names(model):
+        put_quantized(model, name, random_weight(320, 32, pairs), pairs)
+    return model
+
+
 MODELS = {
     "float": lambda: tiny_model("qwen3", **RANGE),
     "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
@@ -48,6 +60,7 @@ MODELS = {
     "packed, biases": lambda: tiny_quantized("llama", PACKED, **RANGE, attention_bias=True),
     "adapters": lambda: tiny_adapted("qwen3", PACKED, **RANGE),
     "mixed": mixed,
+    "vectors": of_vectors,
 }
 
 
