@@ -57,6 +57,61 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert TeacherCache.open(cache).num_sequences("held_out") > 0
 
 
+def plan_of(spec: str, path: Path) -> Path:
+    path.write_text(f'name = "mine"\n[[rules]]\npattern = "*.0.mlp.up_proj"\nspec = {{ {spec} }}\n')
+    return path
+
+
+def test_vectors_are_named_as_such(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    plan = plan_of("bits = 6, vector_size = 2, scale_bits = 8", tmp_path / "plan.toml")
+    out = tmp_path / "out"
+    flags = ["--to", plan, "--device", "cpu", "--out", out]
+    assert call(monkeypatch, "convert", place / "float", *flags) == 0
+    printed = capsys.readouterr().out
+    assert "lut3 v2 g32 s8" in printed
+    assert json.loads(printed.splitlines()[-1])["ships_to"] == ["packed", "dense", "coreml"]
+    (module,) = json.loads((out / "convert_report.json").read_text())["modules"]
+    assert (module["bits"], module["vector_size"]) == (3, 2)
+    assert module["bits_per_weight"] == 3 + 8 / 32 + 16 * 64 * 2 / (64 * 32)
+    again = tmp_path / "again"
+    flags = ["--to", plan, "--base", place / "float", "--device", "cpu", "--out", again]
+    assert call(monkeypatch, "convert", out, *flags) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kept"] == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("bits = 8, vector_size = 3", "vector_size=3: Input should be 1, 2, 4 or 8"),
+        (
+            "bits = 10",
+            "bits=10, expected at most 8 of an index that names one weight; give vector_",
+        ),
+        (
+            "bits = 8, vector_size = 8, group_size = 12",
+            "group_size=12 is no multiple of vector_siz",
+        ),
+        (
+            'bits = 4, vector_size = 2, codebook = "int"',
+            "codebook=int has vector_size=1, got vecto",
+        ),
+        (
+            "bits = 10, vector_size = 4",
+            "1024 codewords, more than the 512 vectors of 4 in its 64 x",
+        ),
+    ],
+)
+def test_vectors_that_cannot_be_are_one_line(
+    spec: str, message: str, place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    plan, out = plan_of(spec, tmp_path / "plan.toml"), tmp_path / "out"
+    flags = ["--to", plan, "--device", "cpu", "--out", out]
+    assert call(monkeypatch, "convert", place / "float", *flags) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("qat: ") and message in line
+    assert not out.exists()
+
+
 def test_both_bits_and_what_dominates_the_file(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

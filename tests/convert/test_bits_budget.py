@@ -106,6 +106,22 @@ def test_vectors_are_tried_where_the_plan_has_vectors() -> None:
             assert forms == [(2, 1, 8, 16), (3, 1, 8, 16), (4, 1, 8, 16)]
 
 
+def test_a_budget_is_spent_on_vectors() -> None:
+    model = student(num_hidden_layers=1)
+    rules = (PlanRule(pattern="*.down_proj", spec=FOURS), PlanRule(pattern="*.o_proj", spec=EIGHTS))
+    plan, report = plan_within_budget(model, QuantPlan(name="v", rules=rules), 7.0, tokens(6))
+    quantize_model(model, plan)
+    assert model_bits_per_weight(model.model) == pytest.approx(report.bits_per_weight)
+    assert report.bits_per_weight <= 7.0
+    for name, linear in quant_linears(model.model).items():
+        trials = report.modules[name]
+        assert [t.bits for t in trials] == [2, 3, 4]
+        assert [t.vector_size for t in trials] == ([4, 2, 2] if "down" in name else [1, 1, 1])
+        (taken,) = (t for t in trials if t.is_chosen)
+        assert (taken.bits, taken.vector_size) == (linear.spec.index_bits, linear.spec.vector_size)
+        assert taken.bits_per_weight == bits_per_weight(linear)
+
+
 def test_what_does_not_fit_a_shape_is_not_tried() -> None:
     model = student(num_hidden_layers=1, head_dim=16)  # keys: 128 vectors of 4, 256 of 2
     every = QuantPlan(name="v", rules=(PlanRule(pattern="*", spec=FOURS),))
