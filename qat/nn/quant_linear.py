@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.kernels.lut_weight import form, pull_back
+from qat.kernels.lut_weight import choose, form, pull_back
 from qat.quant.codebook import latent_indices
 from qat.quant.lora import (
     LORA_NAMES,
@@ -172,7 +172,15 @@ class QuantLinear(nn.Module):
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """`codebook[indices] * S`, `(O, I)`."""
-        return form(self.source(), self.levels(), self._source_scales(), dtype, out=out)
+        return form(self._to_form(), self.levels(), self._source_scales(), dtype, out=out)
+
+    def _to_form(self) -> PackedIndices | Tensor:
+        """What a weight is formed of."""
+        return self.source()
+
+    def _to_pull_back(self) -> PackedIndices | Tensor:
+        """What the last weight was formed of."""
+        return self.source()
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint would hold now beside the adapter: what forward computes with."""
@@ -224,7 +232,8 @@ class QuantLinear(nn.Module):
         with torch.autocast(dW.device.type, enabled=False):
             lora, scales = self._raw_lora(), self._source_scales()
             gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
-            return gradients | pull_back(dW, self.source(), self.levels(), scales, wanted=wanted)
+            source = self._to_pull_back()
+            return gradients | pull_back(dW, source, self.levels(), scales, wanted=wanted)
 
     def learns(self) -> bool:
         """Whether anything that the weight is made of gets gradients."""
@@ -334,7 +343,13 @@ class LutLinear(QuantLinear):
     The latent weight keeps the dtype that it is given, float32 or bfloat16. Backward passes the
     gradient of the quantized weight to `weight` unchanged (straight-through
     estimator, arXiv:1308.3432) and the exact gradient to `codebook` and the scales.
+
+    The codewords of vectors take long to find: forming leaves their indices, a byte or two for each
+    vector, and pulling back uses these until the next forming. They are freed with the formed
+    weight, and where nothing learns they are not kept.
     """
+
+    _chosen: PackedIndices | None
 
     def __init__(
         self, weight: Tensor, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec
@@ -352,6 +367,20 @@ class LutLinear(QuantLinear):
         S = expand_scales(round_scales(self._source_scales()), self.in_features)
         return latent_indices(self.weight, S, self.levels())
 
+    def _to_form(self) -> PackedIndices | Tensor:
+        source = choose(self.source(), self.levels(), self._source_scales(), out=self._chosen)
+        if isinstance(source, PackedIndices) and self.learns():
+            self._chosen = source
+        return source
+
+    def _to_pull_back(self) -> PackedIndices | Tensor:
+        return self.source() if self._chosen is None else self._chosen
+
+    def release_(self) -> None:
+        """Drop the formed weight and what it was formed of."""
+        super().release_()
+        self._chosen = None
+
     @torch.no_grad()
     def latent_size(self) -> float:
         """The natural size of the latent weight: its root mean square."""
@@ -365,3 +394,7 @@ class LutLinear(QuantLinear):
         """As for any quantized linear; the latent weight gets `dW` itself."""
         straight_through = {"weight": dW} if "weight" in wanted else {}
         return straight_through | super().pulled_back(dW, wanted)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._chosen = None  # no buffer: it would stay on the old device
+        return super()._apply(fn, recurse)

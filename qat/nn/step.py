@@ -57,6 +57,8 @@ class JoinedLinears(nn.Module):
     def release_(self) -> None:
         """Drop the formed weights."""
         self.formed = None
+        for linear in self.linears:
+            linear.release_()
 
     def part(self) -> None:
         """Undo the join: each linear multiplies by its own weight again."""

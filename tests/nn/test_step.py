@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from qat.kernels import lut_weight
 from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import (
     JoinedLinears,
@@ -414,3 +415,47 @@ def test_forming_again_does_not_compile_again() -> None:
             layer.weight.neg_()
         layer.form_(torch.float32)
     assert len(graphs) == 1
+
+
+def test_codewords_are_found_once_for_forming_and_pulling_back(monkeypatch) -> None:
+    searches = []
+    search = lut_weight.latent_indices
+    monkeypatch.setattr(
+        lut_weight, "latent_indices", lambda *given: searches.append(1) or search(*given)
+    )
+    linear = latent_linear(8, 32, SPECS["pairs6"])
+    for forms in (1, 2):
+        linear.form_(torch.float32)
+        for _ in range(3):
+            linear(torch.randn(3, 32)).sum().backward()
+        assert len(searches) == forms
+    room = linear._chosen.octets
+    with torch.no_grad():
+        linear.weight.neg_()
+    linear.form_(torch.float32)
+    assert linear._chosen.octets.data_ptr() == room.data_ptr()
+    assert torch.equal(linear._chosen.indices(), linear.indices())
+
+
+def test_a_gradient_belongs_to_the_codewords_that_were_formed() -> None:
+    """Also where the latent weight has moved meanwhile; and no longer once they are released."""
+    linear, dW = latent_linear(8, 32, SPECS["fours8_s8"]), torch.randn(8, 32)
+    linear.form_(torch.float32)
+    formed = linear.pulled_back(dW, {"codebook"})["codebook"]
+    with torch.no_grad():
+        linear.weight.neg_()
+    assert torch.equal(linear.pulled_back(dW, {"codebook"})["codebook"], formed)
+    joined = JoinedLinears([linear])
+    moved = linear.pulled_back(dW, {"codebook"})["codebook"]
+    assert not torch.equal(moved, formed)
+    joined.form_(torch.float32)
+    assert torch.equal(linear.pulled_back(dW, {"codebook"})["codebook"], moved)
+    assert linear._chosen is not None
+    release_weights(joined)
+    assert linear._chosen is None
+
+
+def test_codewords_are_not_kept_where_nothing_learns() -> None:
+    linear = latent_linear(8, 32, SPECS["pairs6"]).requires_grad_(False)
+    linear.form_(torch.float32)
+    assert linear._chosen is None
