@@ -137,10 +137,12 @@ def conversion_charts(conversion: Conversion) -> list[Chart]:
     if not modules:  # its attention alone was changed
         return []
     kind = conversion.kind_of_error
+    sizes = sorted({module.vector_size for module in modules} - {1})
+    told = "".join(f"; v{size}: vectors of {size} weights" for size in sizes)
     by_kind: dict[str, list[Module]] = {}
     for module in modules:
         by_kind.setdefault(module.kind, []).append(module)
-    caption = f"The {kind} error of each quantized linear; the marker tells its bits."
+    caption = f"The {kind} error of each quantized linear; the marker tells its bits{told}."
     paint = partial(_paint_layers, by_kind, f"{kind} error")
     charts = [Chart(f"{label}-layers", f"{label}: error by layer", caption, paint)]
     bits = [module.bits_per_weight for module in modules]
@@ -223,9 +225,14 @@ def _paint_layers(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None
     for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         layers, errors = [m.layer for m in modules], [m.error for m in modules]
         marker = MARKERS.get(modules[0].bits, "s")
-        label = f"{kind} ({modules[0].bits:g} bit{modules[0].vectors})"
+        label = f"{kind} ({modules[0].bits:g} bit{_vectors(modules[0])})"
         axes.plot(layers, errors, marker=marker, color=color, alpha=0.9, label=label)
     _finish(axes, "layer", unit)
+
+
+def _vectors(module: Module) -> str:
+    """How many weights an index names, short: a legend has little room."""
+    return f" v{module.vector_size}" if module.vector_size > 1 else ""
 
 
 def _paint_bits(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None:

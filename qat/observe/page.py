@@ -224,8 +224,9 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
 
 
 def _module_row(module: Module) -> list[str]:
+    vectors = f", vectors of {module.vector_size}" if module.vector_size > 1 else ""
     numbers = (
-        f"{module.bits:g}{module.vectors}",
+        f"{module.bits:g}{vectors}",
         module.bits_per_weight,
         module.relative_error,
         module.weighted_error,

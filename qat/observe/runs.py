@@ -67,11 +67,6 @@ class Module(BaseModel):
     seconds: float = 0.0
 
     @property
-    def vectors(self) -> str:
-        """What to add to the bits where an index names several weights: `, vectors of 4`."""
-        return f", vectors of {self.vector_size}" if self.vector_size > 1 else ""
-
-    @property
     def kind(self) -> str:
         """The last part of the name: `up_proj`."""
         return self.name.rsplit(".", 1)[-1]

@@ -71,8 +71,10 @@ def test_bits_of_vectors_are_named_as_such(tmp_path: Path) -> None:
     (directory / REPORT_NAME).write_text(json.dumps(report))
     html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
     assert "<td>2, vectors of 4</td>" in html and "<td>2.5</td>" in html
-    drawn = conversion_charts(read_directory(directory))[0].render(LIGHT, "svg").decode()
-    assert "up_proj (2 bit, vectors of 4)" in drawn and "q_proj (2.5 bit)" in drawn
+    chart = conversion_charts(read_directory(directory))[0]
+    assert chart.caption.endswith("tells its bits; v4: vectors of 4 weights.")
+    drawn = chart.render(LIGHT, "svg").decode()
+    assert "up_proj (2 bit v4)" in drawn and "q_proj (2.5 bit)" in drawn
 
 
 @pytest.fixture(scope="module")
