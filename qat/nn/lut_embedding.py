@@ -99,9 +99,11 @@ class FrozenLutTable(nn.Module):
     def extra_repr(self) -> str:
         """Shape and format, for `print(model)`."""
         spec = self.spec
+        vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
         return (
-            f"{self.out_features}, {self.in_features}, bits={spec.bits}, codebook={spec.codebook}, "
-            f"group_size={spec.group_size}, scale_bits={spec.scale_bits}, dtype={self.dtype}"
+            f"{self.out_features}, {self.in_features}, bits={spec.bits}, {vectors}"
+            f"codebook={spec.codebook}, group_size={spec.group_size}, "
+            f"scale_bits={spec.scale_bits}, dtype={self.dtype}"
         )
 
 

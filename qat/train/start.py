@@ -394,7 +394,7 @@ def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> d
 def _final_name(model: nn.Module, trainer: Trainer) -> str:
     """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.0036_bf16`.
 
-    `quant` holds the mean bits of an index, in the MLPs and in the attention.
+    `quant` holds the mean bits of a weight's index, in the MLPs and in the attention.
     """
     quant, config = "", trainer.config
     for letter, role in (("q", "mlp"), ("a", "attention")):
