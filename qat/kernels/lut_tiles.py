@@ -17,6 +17,13 @@ from qat.quant.weight import LARGEST, SCALE_NAMES, Scales
 WARPS = 4
 
 
+class FormTile(NamedTuple):
+    """What a program forms."""
+
+    weights: int = 4096
+    """Of a tile, 32 a thread of four warps."""
+
+
 class Tiling(NamedTuple):
     """How the weight is cut into tiles."""
 

@@ -31,33 +31,47 @@ float32, those of programs in float64.
 Shapes: V vectors of a tile, d weights of a vector, C codewords, K terms of a score.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_tiles import (
+    FormTile,
     Tiling,
     as_stored,
     low_rank_scale,
     scale_operands,
     units_of_tile,
 )
+from qat.kernels.tuned import chosen
 from qat.quant.weight import PackedIndices, Scales
 
-CHOOSE_VECTORS = 64
-"""Vectors of a tile that chooses: with 256 scores each, 128 numbers a thread of four warps."""
-CHOOSE_TILES = 16
-"""Tiles that a program chooses for, so that preparing the codebook costs little."""
-CHUNK = 128
-"""Codewords whose scores are held at a time."""
-FEW = 8
-"""Codewords of a group: the best score of a group is what tensor cores find."""
-FORM_WEIGHTS = 4096
-REDUCE_VECTORS = 64
-REDUCE_PROGRAMS = 264
-"""Programs that share all tiles, two for each multiprocessor of a large GPU."""
 HELD = 4096
 """Sums of a codebook that four warps hold; eight hold more."""
+
+
+class ChooseTile(NamedTuple):
+    """What a program chooses codewords for."""
+
+    vectors: int = 64
+    """Of a tile."""
+    chunk: int = 128
+    """Codewords whose scores are held at a time: with 64 vectors, 64 numbers a thread."""
+    few: int = 8
+    """Codewords of a group, the best of which is found one by one."""
+    tiles: int = 16
+    """Tiles of a program, so that preparing the codebook costs little."""
+    warps: int = 4
+
+
+class ReduceTile(NamedTuple):
+    """What a program sums by codeword."""
+
+    vectors: int = 64
+    programs: int = 264
+    """Share all tiles: two for each multiprocessor of a large GPU."""
 
 
 def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> None:
@@ -66,20 +80,22 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
     `qat.quant.codebook.nearest_codewords` under the scales as stored, to the bit.
     """
     C, d = codebook.shape
-    tiling = Tiling.of(latent.shape, scales, CHOOSE_VECTORS * d, d, cuts=True)
+    cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile(), out.device)
+    tiling = Tiling.of(latent.shape, scales, cut.vectors * d, d, cuts=True)
     parts = max(4 if tiling.rank == 0 else 8, 16 // d)
-    chunk = min(max(C, 16), CHUNK)
-    _choose_kernel[(triton.cdiv(tiling.num_tiles, CHOOSE_TILES),)](
+    chunk = min(max(C, 16), cut.chunk)
+    _choose_kernel[(triton.cdiv(tiling.num_tiles, cut.tiles),)](
         out, latent.contiguous(), codebook, *scale_operands(scales),
-        num_tiles=tiling.num_tiles, **tiling.constants(), TILES=CHOOSE_TILES,
-        C=C, CHUNK=chunk, PARTS=parts, FEW=min(FEW, C, chunk // 4),
-        enable_fp_fusion=False, num_warps=4,
+        num_tiles=tiling.num_tiles, **tiling.constants(), TILES=cut.tiles,
+        C=C, CHUNK=chunk, PARTS=parts, FEW=min(cut.few, C, chunk // 4),
+        enable_fp_fusion=False, num_warps=cut.warps,
     )  # fmt: skip
 
 
 def form(source: PackedIndices, codebook: Tensor, scales: Scales, out: Tensor) -> None:
     """Write `codebook[indices] * S` into `out`, `(O, I)`."""
-    tiling = Tiling.of(source.shape, scales, FORM_WEIGHTS, codebook.shape[1], cuts=True)
+    cut = chosen("lut_form", (*source.shape, source.bits, codebook.numel()), FormTile(), out.device)
+    tiling = Tiling.of(source.shape, scales, cut.weights, codebook.shape[1], cuts=True)
     _form_kernel[(tiling.num_tiles,)](
         out, source.octets.contiguous(), codebook, *scale_operands(scales),
         in_features=source.in_features, width=source.octets.shape[1], BITS=source.bits,
@@ -101,8 +117,9 @@ def reduce(
     Reads `dW` once. The same bits each time.
     """
     C, d = codebook.shape
-    tiling = Tiling.of(source.shape, scales, REDUCE_VECTORS * d, d)
-    num_programs = min(tiling.num_tiles, REDUCE_PROGRAMS)
+    cut = chosen("vectors_reduce", (*source.shape, C, d), ReduceTile(), dW.device)
+    tiling = Tiling.of(source.shape, scales, cut.vectors * d, d)
+    num_programs = min(tiling.num_tiles, cut.programs)
     # rows and columns of the product: a row costs one comparison a vector, a column about four
     low = max(16 // d, 2 ** ((C // (4 * d)).bit_length() // 2))
     high = max(triton.cdiv(C, low), 16)

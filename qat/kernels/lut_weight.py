@@ -19,7 +19,6 @@ an index names.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch import Tensor
 from qat.kernels import lut_vectors
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.lut_tiles import (
+    FormTile,
     Tiling,
     as_stored,
     low_rank_scale,
@@ -57,13 +57,6 @@ UNIT = 8
 """Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
 WORDS = {2: torch.int16, 4: torch.int32}
 """The word that holds the indices of a unit, by bits of one."""
-
-
-class FormTile(NamedTuple):
-    """What a program forms."""
-
-    weights: int = 4096
-    """Of a tile, 32 a thread of four warps."""
 
 
 def choose(

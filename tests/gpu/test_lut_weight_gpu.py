@@ -7,19 +7,26 @@ from quantized import SPECS, frozen_linear, latent_linear, nearest_e5m3
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
-from qat.kernels.lut_weight import form, pull_back
+from qat.kernels.lut_weight import choose, form, pull_back
+from qat.quant.codebook import nearest_codewords
 from qat.quant.spec import LutSpec
-from qat.quant.weight import PackedIndices, Scales, round_to_e5m3
+from qat.quant.weight import PackedIndices, Scales, expand_scales, round_scales, round_to_e5m3
 
 pytestmark = pytest.mark.gpu
 
 TRAINING_SHAPES = [(3072, 1024), (1024, 3072), (2048, 1024)]
 ODD = ("lut1", "lut3", "lut4_odd", "lut2_g40", "lut3_odd_s8", "ternary_odd", "lut3_odd_r5")
+ODD_VECTORS = ("pairs6", "pairs5_odd", "fours8_s8", "eights3", "fours12", "fours10_r2")
 TRAINED = {
     "lut2": LutSpec(bits=2),
     "lut4": LutSpec(bits=4),
     "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
     "lut2_r32": LutSpec(bits=2, scale="low_rank", rank=32),
+    "v2": LutSpec(bits=8, vector_size=4, group_size=32, scale_bits=8),
+    "v3": LutSpec(bits=6, vector_size=2, group_size=32, scale_bits=8),
+    "fours12": LutSpec(bits=12, vector_size=4, group_size=32),
+    "eights12": LutSpec(bits=12, vector_size=8, group_size=64),
+    "fours8_r4": LutSpec(bits=8, vector_size=4, scale="low_rank", rank=4),
 }
 
 Parts = tuple[PackedIndices | Tensor, Tensor, Scales]
@@ -40,7 +47,9 @@ def check(parts: Parts, *dtypes: torch.dtype) -> None:
         out = torch.full(parts[0].shape, torch.nan, dtype=dtype, device="cuda")
         form(*there, dtype, out=out)
         assert torch.equal(out.cpu(), form(*parts, dtype)), dtype
-    indices = chosen(*parts).cuda()
+    # codewords are plain PyTorch's choice: the textbook's takes C numbers for every weight
+    plain = choose(*parts)
+    indices = (chosen(*parts) if parts[1].dim() == 1 else plain.indices().long()).cuda()
     for dtype in dtypes or (torch.float32, torch.bfloat16):
         dW = torch.randn(parts[0].shape, device="cuda").to(dtype)
         _, eager = gradients(indices, *there[1:], dW.float())
@@ -51,7 +60,7 @@ def check(parts: Parts, *dtypes: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("source", ["packed", "float32"])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ODD + ODD_VECTORS)
 def test_odd_shapes(name: str, source: str) -> None:
     spec = ALL_SPECS[name]
     check(random_parts(131, spec.group_size * max(1, 300 // spec.group_size), spec, source))
@@ -83,15 +92,28 @@ def test_a_group_larger_than_a_tile() -> None:
     check(random_parts(64, 4100, LutSpec(bits=4, group_size=4100), "packed"), torch.bfloat16)
 
 
-def test_twice_the_same_bits() -> None:
-    parts = on_cuda(random_parts(1024, 3072, TRAINED["lut4"], "packed"))
+@pytest.mark.parametrize("name", ["v2", "v3", "eights12", "fours8_r4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codewords_of_millions_of_vectors(name: str, dtype: torch.dtype) -> None:
+    """None differs from those of float64, however close two scores on tensor cores may be."""
+    O, I, spec = 4096, 4096, TRAINED[name]
+    _, codebook, scales = on_cuda(random_parts(O, I, spec, "float32"))
+    S = expand_scales(round_scales(scales), I)
+    latent = (torch.randn(O, I, device="cuda") * S).to(dtype)
+    found = choose(latent, codebook, scales)
+    assert torch.equal(found.indices(), nearest_codewords(latent, S, codebook))
+
+
+@pytest.mark.parametrize("name", ["lut4", "v2", "fours12"])
+def test_twice_the_same_bits(name: str) -> None:
+    parts = on_cuda(random_parts(1024, 3072, TRAINED[name], "packed"))
     dW = torch.randn(1024, 3072, device="cuda").bfloat16()
     first, second = (pull_back(dW, *parts, wanted={"codebook", "scales"}) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
-@pytest.mark.parametrize("name", ["lut2", "lut2_s8", "lut2_r4"])
+@pytest.mark.parametrize("name", ["lut2", "lut2_s8", "lut2_r4", "fours8_s8", "fours10_r2"])
 def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
     linear = make(128, 256, SPECS[name], bias=True).cuda()
     x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
@@ -109,7 +131,7 @@ def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
 
 
 @pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])
-@pytest.mark.parametrize("name", ["lut4", "lut2_s8"])
+@pytest.mark.parametrize("name", ["lut4", "lut2_s8", "fours8_s8"])
 def test_a_step_is_captured_in_a_graph(name: str, make: type) -> None:
     linear = make(128, 256, SPECS[name]).cuda()
     x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)

@@ -5,7 +5,9 @@ import torch
 from lut_weight_case import random_parts
 from torch import Tensor
 
-from qat.kernels import lut_vectors, lut_weight
+from qat.kernels import lut_weight
+from qat.kernels.lut_vectors import ChooseTile, ReduceTile
+from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
 from qat.quant.weight import PackedIndices, Scales
 
@@ -69,13 +71,25 @@ def test_programs_that_share_many_tiles(spec: LutSpec, monkeypatch) -> None:
     dW = torch.randn(19, 64).bfloat16()
     expected, pulled = indices(*parts), lut_weight.pull_back(dW, *parts, wanted=wanted)
     monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
-    monkeypatch.setattr(lut_vectors, "CHOOSE_TILES", 2)
-    monkeypatch.setattr(lut_vectors, "REDUCE_PROGRAMS", 3)
-    source = lut_weight.choose(*parts)
+    key = 19, 64, *parts[1].shape
+    with forcing("vectors_choose", key, ChooseTile(tiles=2)):
+        source = lut_weight.choose(*parts)
     assert torch.equal(source.indices(), expected)
-    found, again = (lut_weight.pull_back(dW, source, *parts[1:], wanted=wanted) for _ in range(2))
+    with forcing("vectors_reduce", key, ReduceTile(programs=3)):
+        found, again = (
+            lut_weight.pull_back(dW, source, *parts[1:], wanted=wanted) for _ in range(2)
+        )
     torch.testing.assert_close(found, pulled, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(found[name], again[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("tile", [(128, 64, 4), (64, 32, 8), (32, 256, 16)])
+def test_any_tile_chooses_the_same(tile: tuple[int, ...], monkeypatch) -> None:
+    parts = random_parts(9, 64, LutSpec(bits=7, vector_size=4, group_size=16), "bfloat16")
+    expected = indices(*parts)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    with forcing("vectors_choose", (9, 64, 128, 4), ChooseTile(*tile)):
+        assert torch.equal(indices(*parts), expected)
 
 
 @pytest.mark.parametrize("source", ["packed", "float32"])

@@ -16,10 +16,12 @@ from qat.bench.config import shape_called
 from qat.bench.kernels.gates import Inputs, KernelCase, Outputs, Room, Size, num_bytes, ways
 from qat.bench.kernels.tune import (
     block_pass_space,
+    choose_space,
     form_space,
     gated_space,
     gather_space,
     matvec_space,
+    reduce_space,
 )
 from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
@@ -35,7 +37,7 @@ from qat.kernels.joined_attention import (
 )
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add
 from qat.kernels.lut_rows import MMA_BITS, UNIT, LutRows, Rows, gathered, order_of, spread
-from qat.kernels.lut_weight import form, pull_back
+from qat.kernels.lut_weight import choose, form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
 from qat.quant.weight import PackedIndices, Scales, packed_width
@@ -66,6 +68,9 @@ def all_cases() -> dict[str, KernelCase]:
         decode_case(),
         *(case for bits in (2, 4) for case in form_cases("packed", bits)),
         *(case for bits in (2, 4) for case in form_cases("latent", bits)),
+        *(case for bits, d in ((8, 4), (6, 2)) for case in vector_cases(bits, d)),
+        both_case(2),
+        both_case(8, d=4),
         *decode_cases(mlp=2, attention=4, head=4),
         matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True),
         *decode_cases(mlp=16, attention=16, head=16),
@@ -331,25 +336,86 @@ def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]
 def form_cases(source: str, bits: int) -> Iterator[KernelCase]:
     """A weight formed of its parts, and the gradients of scales and codebook."""
     size = _mlp_in if bits == 2 else _joined_heads
-    both = ways(lambda i, s: {"W": form(*i["weight"], i["dtype"])})
+    yield form_case(f"{source} {bits}-bit", size, source, bits)
+    yield pull_back_case(f"{source} {bits}-bit", size, source, bits)
+
+
+def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:
+    """The codewords of a latent weight; then it formed of them, and the gradients by them."""
+    name, C = f"packed {2**bits} x {d}", 2**bits
+
+    def run(i: Inputs, s: Size) -> Outputs:
+        return {"indices": choose(*i["weight"]).indices()}
+
     yield KernelCase(
-        f"form, {source} {bits}-bit",
-        inputs=lambda room, s: {"weight": _weight(room, s, source, bits), "dtype": room.dtype},
+        f"choose, {C} x {d}",
+        inputs=lambda room, s: {"weight": _weight(room, s, "latent", bits, d=d)},
+        **ways(run),
+        exact=ways(run)["reference"],
+        size=_mlp_in,
+        slack=0.0,  # the same codewords on every device
+        flops=lambda s: 2.0 * s["O"] * s["I"] * C,
+        space=lambda s: choose_space(s, C, d),
+        counts=False,  # bound by comparisons
+        **FORM,
+    )
+    yield form_case(name, _mlp_in, "packed", bits, d=d)
+    yield pull_back_case(name, _mlp_in, "packed", bits, d=d)
+
+
+def form_case(
+    name: str, size: Callable[[Work], Size], source: str, bits: int, *, d: int = 1
+) -> KernelCase:
+    """A weight formed of its parts."""
+    both = ways(lambda i, s: {"W": form(*i["weight"], i["dtype"])})
+    return KernelCase(
+        f"form, {name}",
+        inputs=lambda room, s: {"weight": _weight(room, s, source, bits, d=d), "dtype": room.dtype},
         **both,
         exact=both["reference"],
         size=size,
         slack=0.0,  # the same bits on every device
-        space=lambda s: form_space(s, bits, is_packed=source == "packed"),
+        space=lambda s: form_space(s, bits, d, is_packed=source == "packed"),
         **FORM,
     )
-    yield KernelCase(
-        f"pull back, {source} {bits}-bit",
+
+
+def pull_back_case(
+    name: str, size: Callable[[Work], Size], source: str, bits: int, *, d: int = 1
+) -> KernelCase:
+    """The gradients of scales and codebook."""
+    return KernelCase(
+        f"pull back, {name}",
         inputs=lambda room, s: {
-            "weight": _weight(room, s, source, bits),
+            "weight": _weight(room, s, source, bits, d=d),
             "dW": room.normal(s["O"], s["I"]),
         },
         **ways(lambda i, s: pull_back(i["dW"], *i["weight"], wanted=("codebook", "scales"))),
         size=size,
+        space=None if d == 1 else lambda s: reduce_space(s, 2**bits, d),
+        counts=d == 1,  # bound by the product that sums by codeword
+        **FORM,
+    )
+
+
+def both_case(bits: int, *, d: int = 1) -> KernelCase:
+    """What a step does with a latent weight: levels beside vectors, in one row each."""
+
+    def run(i: Inputs, s: Size) -> Outputs:
+        latent, *rest = i["weight"]
+        source = choose(latent, *rest)
+        W = form(source, *rest, i["dW"].dtype)
+        return {"W": W, **pull_back(i["dW"], source, *rest, wanted=("codebook", "scales"))}
+
+    return KernelCase(
+        f"form and pull back, latent {f'{2**bits} x {d}' if d > 1 else f'{bits}-bit'}",
+        inputs=lambda room, s: {
+            "weight": _weight(room, s, "latent", bits, d=d),
+            "dW": room.normal(s["O"], s["I"]),
+        },
+        **ways(run),
+        size=_mlp_in,
+        counts=False,  # each part is a case
         **FORM,
     )
 
@@ -429,15 +495,18 @@ def matvec_add_case(
     )
 
 
-def _weight(room: Room, size: Size, source: str, bits: int) -> tuple:
+def _weight(room: Room, size: Size, source: str, bits: int, *, d: int = 1) -> tuple:
     """Source, codebook and scales in groups of 16 with 8 bits, as presets have them."""
     O, I = size["O"], size["I"]
-    codebook = room.normal(2**bits, dtype=torch.float32).sort().values
+    if d == 1:
+        codebook = room.normal(2**bits, dtype=torch.float32).sort().values
+    else:
+        codebook = room.normal(2**bits, d, dtype=torch.float16).float()
     scales = Scales(room.uniform(O, I // GROUP, low=0.05, high=1.5), bits=8)
     if source == "latent":
         return room.normal(O, I), codebook, scales
-    octets = room.integers(256, O, packed_width(I, bits), dtype=torch.uint8)
-    return PackedIndices(octets, bits, I), codebook, scales
+    octets = room.integers(256, O, packed_width(I // d, bits), dtype=torch.uint8)
+    return PackedIndices(octets, bits, I, d), codebook, scales
 
 
 def _factors(room: Room, size: Size, bits: int, *, is_short: bool) -> Inputs:

@@ -37,7 +37,8 @@ from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
 from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for
 from qat.kernels.lut_rows import MMA_BITS, MMA_INPUTS, UNIT
-from qat.kernels.lut_weight import FormTile
+from qat.kernels.lut_tiles import FormTile
+from qat.kernels.lut_vectors import ChooseTile, ReduceTile
 from qat.kernels.topk import BlockPass
 
 # The configurations that tuning tries, by kernel; each is one of `qat.kernels.tuned`.
@@ -72,10 +73,23 @@ def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
     return _space("lut_matvec", key, tile_for(*key), fitting)
 
 
-def form_space(size: Size, bits: int, *, is_packed: bool) -> Space:
+def form_space(size: Size, bits: int, d: int, *, is_packed: bool) -> Space:
     """Tiles of a weight that is formed."""
-    key = (size["O"], size["I"], bits if is_packed else 0, 2**bits)
+    key = (size["O"], size["I"], bits if is_packed else 0, 2**bits * d)
     return _space("lut_form", key, FormTile(), map(FormTile, (1024, 2048, 8192)))
+
+
+def choose_space(size: Size, C: int, d: int) -> Space:
+    """Tiles of vectors and chunks of codewords whose scores fit in registers."""
+    listed = map(ChooseTile._make, product((64, 128), (64, 128, 256), (4, 8, 16), (8, 24), (4, 8)))
+    fitting = [one for one in listed if 4096 <= one.vectors * one.chunk / one.warps * 4 <= 16384]
+    return _space("vectors_choose", (size["O"], size["I"], C, d), ChooseTile(), fitting)
+
+
+def reduce_space(size: Size, C: int, d: int) -> Space:
+    """Tiles of vectors that are summed by codeword, and programs that share them."""
+    listed = map(ReduceTile._make, product((32, 64, 128, 256), (132, 264, 528)))
+    return _space("vectors_reduce", (size["O"], size["I"], C, d), ReduceTile(), listed)
 
 
 def gated_space(size: Size, kernel: str) -> Space:
