@@ -15,6 +15,12 @@ SPECS = {
     "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
     "lut4_s32": LutSpec(bits=4, group_size=48, scale_bits=32),
     "lut8": LutSpec(bits=8, group_size=48),
+    "fours8_s8": LutSpec(bits=8, vector_size=4, group_size=32, scale_bits=8),
+    "pairs6": LutSpec(bits=6, vector_size=2, group_size=48),
+    "pairs4_s32": LutSpec(bits=4, vector_size=2, group_size=16, scale_bits=32),
+    "pairs8": LutSpec(bits=8, vector_size=2, group_size=16),
+    "fours12_s8": LutSpec(bits=12, vector_size=4, group_size=32, scale_bits=8),
+    "eights8": LutSpec(bits=8, vector_size=8, group_size=16),
 }
 
 

@@ -64,7 +64,7 @@ class PackedLinear(nn.Module):
         """`W`, `(O, I)` in `dtype`, until another layer of the model forms its own."""
         rows, bits = self.rows, self.spec.scale_bits
         scales = Scales(from_stored("scales", rows.scales, bits), bits=bits)
-        source = PackedIndices(rows.octets, rows.bits, self.in_features)
+        source = PackedIndices(rows.octets, rows.bits, self.in_features, rows.vector_size)
         codebook = rows.codebooks[0, : self.spec.num_levels]
         out = self._scratch.room(rows.shape, dtype, rows.octets.device)
         return form(source, codebook, scales, dtype, out=out)
@@ -326,6 +326,7 @@ def _head_rows(head: nn.Module, dtype: torch.dtype) -> Rows:
     table = head.table if isinstance(head, TiedLutHead) else head
     if not reads(table.spec):
         return table.weight_in(dtype)
-    source = PackedIndices(table.packed, table.spec.bits, table.in_features)
-    scales = round_scales(Scales(table.scales, bits=table.spec.scale_bits))
+    spec = table.spec
+    source = PackedIndices(table.packed, spec.bits, table.in_features, spec.vector_size)
+    scales = round_scales(Scales(table.scales, bits=spec.scale_bits))
     return LutRows.of(source, table.codebook, scales, is_short=dtype != torch.float32)

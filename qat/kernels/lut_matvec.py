@@ -10,7 +10,11 @@ x, which lies spread (`lut_rows`): the 16 inputs of all units side by side, so t
 four units' inputs as 16 bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do,
 the tensor cores multiply (`lut_mma`), with the same norm before and the same sums behind.
 
-Shapes: B sequences, O out_features, I in_features, C codebook entries, P parts.
+Where an index names a codeword, 256 of four weights say, a unit is as many bits as one of levels of
+2 bits, and one load brings four weights: the table of 4 KiB lies in the first-level cache.
+
+Shapes: B sequences, O out_features, I in_features, C numbers of a codebook, P parts, D weights that
+an index names.
 """
 
 from typing import NamedTuple
@@ -157,6 +161,11 @@ def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
     return Tile(8, 64, 1, 4, registers=registers)
 
 
+def vectors_tile_for(out_features: int, in_features: int, bits: int) -> Tile:
+    """As `tile_for`, where an index names a codeword: a load brings four registers at once."""
+    return tile_for(out_features, in_features, bits)._replace(registers=128)
+
+
 class MmaTile(NamedTuple):
     """16 rows, and how the warps of a program go along them (`lut_mma`)."""
 
@@ -191,12 +200,14 @@ def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
 
 
 def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
-    bits = 16 if isinstance(rows, Tensor) else rows.bits
+    bits = 16 if isinstance(rows, Tensor) else rows.weight_bits
     key = (out_features, rows.shape[1], bits)
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
     if order_of(rows) == SPLIT:
         return chosen("lut_mma", key, mma_tile_for(*key), device)
-    return chosen("lut_matvec", key, tile_for(*key), device)
+    if isinstance(rows, Tensor) or rows.vector_size == 1:
+        return chosen("lut_matvec", key, tile_for(*key), device)
+    return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
 
 
 def _launch(
@@ -223,16 +234,16 @@ def _launch(
         None if norm is None else norm.squares, *parts.tensors, bias, residual, gamma,
         num_out=O, num_squares=num_squares, second=parts.second, third=parts.third,
         eps=0.0 if norm is None else norm.eps, UNITS=I if parts.bits == 16 else I // UNIT,
-        B=x.shape[0], BITS=parts.bits, C=2 ** min(parts.bits, 8), LENGTH=parts.length,
-        LOOKUP=_lookup(parts.bits), MMA=parts.is_mma, ASSEMBLED=IS_COMPILED, GLU=is_gated,
+        B=x.shape[0], BITS=parts.bits, C=parts.table_size, D=parts.vector_size, LENGTH=parts.length,
+        LOOKUP=_lookup(parts), MMA=parts.is_mma, ASSEMBLED=IS_COMPILED, GLU=is_gated,
         SQUARES=max(triton.next_power_of_2(num_squares), 2), ORDER=order, R=tile.rows, U=tile.units,
         DEPTH=tile.depth, W=tile.warps, num_warps=tile.warps, **capped, **overlapping(x.device),
     )  # fmt: skip
 
 
-def _lookup(bits: int) -> int:
+def _lookup(parts: "_Parts") -> int:
     """Comparisons know four levels; the interpreter, no assembly."""
-    if bits == 2:
+    if parts.table_size == 4:
         return SELECT
     return ASSEMBLED_GATHER if IS_COMPILED else GATHER
 
@@ -243,6 +254,10 @@ class _Parts(NamedTuple):
     tensors: tuple[Tensor | None, ...]
     """Words, scales, codebooks, tables, factors."""
     bits: int
+    """Of a weight's index; 16 of a dense weight."""
+    table_size: int
+    """Numbers of a codebook."""
+    vector_size: int
     length: int
     """Units of a group."""
     second: int
@@ -254,23 +269,24 @@ class _Parts(NamedTuple):
 def _parts(rows: Rows) -> _Parts:
     none = 2**31 - 1  # no row reaches it
     if isinstance(rows, Tensor):
-        return _Parts((rows, None, None, None, None), 16, 1, none, none, False)
+        return _Parts((rows, None, None, None, None), 16, 0, 1, 1, none, none, False)
     is_mma = order_of(rows) == SPLIT
-    words = rows.octets.view(torch.int32 if is_mma else WORDS[rows.bits])
+    bits, table_size = rows.weight_bits, rows.codebooks[0].numel()
+    words = rows.octets.view(torch.int32 if is_mma else WORDS[bits])
     _, second, third = (*rows.starts, none, none)[:3]
     length = rows.shape[1] // rows.scales.shape[1] // UNIT
     tensors = (words, rows.scales, rows.codebooks, rows.tables, rows.factors)
-    return _Parts(tensors, rows.bits, length, second, third, is_mma)
+    return _Parts(tensors, bits, table_size, rows.vector_size, length, second, third, is_mma)
 
 
 @triton.jit
 def _matvec_kernel(
     out, scaled, squares_out, x, squares_in, source, scales, codebooks, tables, factors, bias,
     residual, gamma, num_out, num_squares, second, third, eps,
-    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr,
-    LOOKUP: tl.constexpr, MMA: tl.constexpr, ASSEMBLED: tl.constexpr, GLU: tl.constexpr,
-    SQUARES: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
-    DEPTH: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
+    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    LENGTH: tl.constexpr, LOOKUP: tl.constexpr, MMA: tl.constexpr, ASSEMBLED: tl.constexpr,
+    GLU: tl.constexpr, SQUARES: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr,
+    U: tl.constexpr, DEPTH: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -315,12 +331,12 @@ def _matvec_kernel(
     else:
         sums = _dots(
             x, source, scales, codebooks, drawn,
-            row, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+            row, second, third, UNITS, B, BITS, C, D, LENGTH, LOOKUP, R, U, DEPTH,
         )  # fmt: skip
         if GLU:
             sums = sums + _dots(
                 x, source, scales, codebooks, drawn_up,
-                row + num_out, second, third, UNITS, B, BITS, C, LENGTH, LOOKUP, R, U, DEPTH,
+                row + num_out, second, third, UNITS, B, BITS, C, D, LENGTH, LOOKUP, R, U, DEPTH,
             )  # fmt: skip
     for b in tl.static_range(B):
         y = sums[b]
@@ -348,8 +364,9 @@ def _matvec_kernel(
 @triton.jit
 def _dots(
     x, source, scales, codebooks, drawn, row, second, third,
-    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr,
-    LOOKUP: tl.constexpr, R: tl.constexpr, U: tl.constexpr, DEPTH: tl.constexpr,
+    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    LENGTH: tl.constexpr, LOOKUP: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """`W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `drawn` already."""
     SPAN: tl.constexpr = U * DEPTH
@@ -380,7 +397,7 @@ def _dots(
                     added = added + (sums[b] + words[d].to(tl.float32) * inputs,)
                 sums = added
             else:
-                levels = levels_of(words[d], codebook, BITS, LOOKUP)
+                levels = levels_of(words[d], codebook, BITS, D, LOOKUP)
                 share = decoded(shares[d])
                 if WHOLE and not IN_TILES:
                     share = tl.where((unit >= start)[None, :], share, 0.0)
@@ -481,12 +498,26 @@ def _four_bits() -> str:
 
 FOUR_BITS, OUTPUTS_8 = tl.constexpr(_four_bits()), tl.constexpr("=&f," * 8)
 FLOATS_8 = tl.constexpr((tl.float32,) * 8)
+FLOATS_2, FLOATS_4 = tl.constexpr((tl.float32,) * 2), tl.constexpr((tl.float32,) * 4)
+PAIR = tl.constexpr(
+    "{.reg .b64 place; mad.wide.u32 place, $3, 8, $2; ld.global.nc.v2.f32 {$0, $1}, [place];}"
+)
+FOUR = tl.constexpr(
+    "{.reg .b64 place; mad.wide.u32 place, $5, 16, $4;"
+    " ld.global.nc.v4.f32 {$0, $1, $2, $3}, [place];}"
+)
 
 
 @triton.jit
-def levels_of(words, codebook, BITS: tl.constexpr, LOOKUP: tl.constexpr):
-    """The 16 levels of each unit, `(R, U)` float32 each."""
-    if LOOKUP == 2 and BITS == 4:
+def levels_of(words, codebook, BITS: tl.constexpr, D: tl.constexpr, LOOKUP: tl.constexpr):
+    """The 16 levels of each unit, or its 16 / d codewords, `(R, U)` float32 each."""
+    if D > 1:
+        found = ()
+        for k in tl.static_range(16 // D):
+            code = (words[0] >> (k * BITS * D)).to(tl.int32) & (2 ** (BITS * D) - 1)
+            found = found + _codeword(codebook, code, D, LOOKUP)
+        return found
+    elif LOOKUP == 2 and BITS == 4:
         first = _gathered_by_four(words[0].to(tl.int32), codebook)
         return first + _gathered_by_four((words[0] >> 32).to(tl.int32), codebook)
     else:
@@ -504,6 +535,26 @@ def levels_of(words, codebook, BITS: tl.constexpr, LOOKUP: tl.constexpr):
                 level = _gathered(codebook, code) if LOOKUP == 2 else tl.load(codebook + code)
             found = found + (level,)
         return found
+
+
+@triton.jit
+def _codeword(codebook, code, D: tl.constexpr, LOOKUP: tl.constexpr):
+    """The d numbers of a codeword: in assembled loads, of 16 bytes or the 8 of a pair."""
+    found = ()
+    if LOOKUP == 0:
+        for j in tl.static_range(D):
+            found = found + (tl.load(codebook + code * D + j),)
+    elif D == 2:
+        found = tl.inline_asm_elementwise(
+            PAIR, "=f,=f,l,r", [codebook, code], dtype=FLOATS_2, is_pure=True, pack=1
+        )
+    else:
+        for j in tl.static_range(0, D, 4):
+            found = found + tl.inline_asm_elementwise(
+                FOUR, "=f,=f,=f,=f,l,r", [codebook + j, code * (D // 4)],
+                dtype=FLOATS_4, is_pure=True, pack=1,
+            )  # fmt: skip
+    return found
 
 
 @triton.jit

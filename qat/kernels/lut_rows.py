@@ -4,7 +4,8 @@ A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16
 k // 16`; or split, as two numbers of 16 bits (`split`). Who produces them writes them so;
 `order_of` says for which matrix.
 
-Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts.
+Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts,
+d weights that an index names.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from qat.backend.device import on
 from qat.kernels.dispatch import tl, triton
 from qat.quant.spec import LutSpec
-from qat.quant.weight import PackedIndices, Scales, from_stored, to_stored, unpack
+from qat.quant.weight import PackedIndices, Scales, from_stored, to_stored, unpack, vector_size
 
 UNIT = 16
 """Weights of a row that are read as one."""
@@ -30,7 +31,8 @@ MMA_BITS, MMA_INPUTS = (2, 4), 64
 MOST_PARTS = 3
 """Parts of one product: queries, keys and values; the kernel knows the first rows of so many."""
 KERNEL_BITS = (1, 2, 3, 4, 8)
-"""Bits whose unit fills whole half-words, in one or two words (`lut_matvec._draw`)."""
+"""Bits of a weight's index whose unit fills whole half-words, in one word or two: see
+`lut_matvec._draw`."""
 
 
 class LutRows(NamedTuple):
@@ -41,12 +43,13 @@ class LutRows(NamedTuple):
     scales: Tensor
     """`(O, G)` as stored: uint8 (`quant.e5m3`), float16 or float32."""
     codebooks: Tensor
-    """`(P, C)` float32: the levels of each part, C = 2**bits."""
+    """`(P, C)` float32: the levels of each part, C = 2**bits; or `(P, C, d)`, the codewords."""
     tables: Tensor | None
     """`(P, C / 2)` int32: lower, then upper bytes of the levels as float16 (`short_levels`)."""
     factors: Tensor | None
     """`(P,)` float32: what these levels are multiplied by."""
     bits: int
+    """Of an index."""
     starts: tuple[int, ...]
     """First row of each part."""
 
@@ -59,9 +62,12 @@ class LutRows(NamedTuple):
         With `is_short`, a kernel may take levels as numbers of 16 bits (`short_levels`).
         """
         C = 2**source.bits
-        padded = F.pad(codebook.detach().float(), (0, C - codebook.numel()))
+        padded = F.pad(
+            codebook.detach().float(), (0, C - len(codebook) if codebook.dim() == 1 else 0)
+        )
         tables = factors = None
-        is_format = source.bits in MMA_BITS and source.in_features % MMA_INPUTS == 0
+        is_format = codebook.dim() == 1 and source.bits in MMA_BITS
+        is_format = is_format and source.in_features % MMA_INPUTS == 0
         # `mma.m16n8k16` came with Ampere, as bfloat16 did
         if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
             tables, factors = short_levels(padded)
@@ -71,7 +77,17 @@ class LutRows(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """`(O, I)`."""
-        return torch.Size((self.octets.shape[0], self.octets.shape[1] * 8 // self.bits))
+        return torch.Size((self.octets.shape[0], self.octets.shape[1] * 8 // self.weight_bits))
+
+    @property
+    def vector_size(self) -> int:
+        """d: weights that an index names."""
+        return vector_size(self.codebooks[0])
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a weight's index."""
+        return self.bits // self.vector_size
 
     def part(self, index: int) -> Self:
         """One of the parts, in the same memory."""
@@ -84,13 +100,13 @@ class LutRows(NamedTuple):
     def dense(self) -> Tensor:
         """`W`, `(O, I)` float32."""
         O, I = self.shape
-        indices = unpack(self.octets, self.bits, I).int()
+        indices = unpack(self.octets, self.bits, I // self.vector_size).int()
         ends = (*self.starts[1:], O)
         part = torch.zeros(O, dtype=torch.int32, device=indices.device)
         for index, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
             part[start:end] = index
         flat = (indices + (part * 2**self.bits)[:, None]).flatten()
-        levels = self.codebooks.flatten().index_select(0, flat).view(O, I)
+        levels = self.codebooks.flatten(0, 1).index_select(0, flat).view(O, I)
         stored_bits = 8 * self.scales.element_size()
         scales = from_stored("scales", self.scales, stored_bits)
         return levels * scales.repeat_interleave(I // scales.shape[1], 1)
@@ -101,9 +117,9 @@ Rows = LutRows | Tensor
 
 
 def reads(spec: LutSpec) -> bool:
-    """Whether a weight of that format can be read packed: levels, group scales of whole units."""
-    is_known = spec.scale == "group" and not spec.is_vector
-    return is_known and spec.group_size % UNIT == 0 and spec.bits in KERNEL_BITS
+    """Whether a weight of that format can be read packed: group scales of whole units."""
+    is_whole = spec.scale == "group" and spec.group_size % UNIT == 0
+    return is_whole and spec.index_bits in KERNEL_BITS
 
 
 def stack(members: Sequence[Rows]) -> Rows:
@@ -123,7 +139,8 @@ def stacks(members: Sequence[Rows]) -> bool:
     if any(isinstance(member, Tensor) for member in members):
         return all(isinstance(member, Tensor) for member in members)
     kinds = {
-        (m.bits, m.scales.dtype, m.scales.shape[1], m.shape[1], m.tables is None) for m in members
+        (m.codebooks.shape[1:], m.scales.dtype, m.scales.shape[1], m.shape[1], m.tables is None)
+        for m in members
     }
     return len(kinds) == 1 and len(members) <= MOST_PARTS
 

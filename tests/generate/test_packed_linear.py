@@ -12,8 +12,11 @@ from qat.quant.spec import LutSpec
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
-def test_up_to_eight_tokens_are_multiplied_from_packed_indices(tokens: int, has_bias: bool) -> None:
-    linear = frozen_linear(16, 32, LutSpec(bits=2, group_size=16, scale_bits=8), has_bias)
+@pytest.mark.parametrize("size", [{"bits": 2}, {"bits": 8, "vector_size": 4}], ids=["2", "8 of 4"])
+def test_up_to_eight_tokens_are_multiplied_from_packed_indices(
+    size: dict, tokens: int, has_bias: bool
+) -> None:
+    linear = frozen_linear(16, 32, LutSpec(**size, group_size=16, scale_bits=8), has_bias)
     parts = linear.source(), linear.levels(), linear.scales_as_stored()
     packed = PackedLinear(linear, LutRows.of(*parts, is_short=False), Scratch())
     formed = []

@@ -28,6 +28,9 @@ MODELS = {
     "4 bits": lambda: tiny_quantized(
         "qwen3", LutSpec(bits=4, group_size=16), initializer_range=0.3
     ),
+    "vectors": lambda: tiny_quantized(
+        "qwen3", LutSpec(bits=8, vector_size=4, group_size=16), initializer_range=0.3
+    ),
 }
 
 
@@ -48,7 +51,7 @@ def test_packed_errs_no_more_than_the_formed_weight(shape: tuple[int, int], spec
             assert_no_worse_than_eager(found.cpu(), eager, exact, slack)
 
 
-@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s8", "dense"])
+@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s8", "fours8_s8", "dense"])
 @pytest.mark.parametrize("B", [1, 4])
 def test_a_layer_of_linears(kind: str, B: int) -> None:
     D, width = 2624, 960

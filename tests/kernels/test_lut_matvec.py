@@ -88,7 +88,7 @@ def members(kind: str) -> tuple[list[Rows], Tensor]:
     return [rows for rows, _ in pairs], torch.cat([W for _, W in pairs])
 
 
-@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s8", "dense"])
+@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s8", "fours8_s8", "dense"])
 def test_a_norm_before_and_several_matrices_at_once(kind: str, path: str) -> None:
     parts, W = members(kind)
     rows = stack(parts)
@@ -99,7 +99,7 @@ def test_a_norm_before_and_several_matrices_at_once(kind: str, path: str) -> Non
     check(found, normed.float() @ W.float().T, normed @ W.T)
 
 
-@pytest.mark.parametrize("kind", ["lut2_s8", "dense"])
+@pytest.mark.parametrize("kind", ["lut2_s8", "pairs6", "dense"])
 def test_gates_and_ups(kind: str, path: str) -> None:
     parts, W = members(kind)
     rows, W = stack([parts[1], parts[2]]), W[32:]
@@ -132,6 +132,8 @@ def test_what_stacks() -> None:
     assert not stacks([two, four])
     assert not stacks([two, torch.zeros(O, I)])
     assert not stacks([two] * 4)
+    vectors = rows_of(SPECS["fours8_s8"], O, I)[0]
+    assert stacks([vectors, vectors]) and not stacks([vectors, rows_of(SPECS["pairs8"], O, I)[0]])
 
 
 def test_what_can_be_read_packed() -> None:
@@ -139,6 +141,8 @@ def test_what_can_be_read_packed() -> None:
     assert not reads(LutSpec(bits=2, group_size=8))
     assert not reads(LutSpec(bits=2, scale="low_rank", rank=4))
     assert not reads(LutSpec(bits=5, group_size=16))
+    assert not reads(LutSpec(bits=10, vector_size=4, group_size=16))
+    assert not reads(LutSpec(bits=8, vector_size=4, group_size=8))
 
 
 def levels_of_16_bits(tables: Tensor, factors: Tensor) -> Tensor:

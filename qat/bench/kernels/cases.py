@@ -74,6 +74,8 @@ def all_cases() -> dict[str, KernelCase]:
         *decode_cases(mlp=2, attention=4, head=4),
         matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True),
         *decode_cases(mlp=16, attention=16, head=16),
+        matvec_case("gates and ups", 8, _mlp_in, is_gated=True, d=4),
+        matvec_add_case("down", 8, _mlp_out, d=4),
         *head_cases(),
         *top_k_cases(),
         adamw_case(),
@@ -408,7 +410,7 @@ def both_case(bits: int, *, d: int = 1) -> KernelCase:
         return {"W": W, **pull_back(i["dW"], source, *rest, wanted=("codebook", "scales"))}
 
     return KernelCase(
-        f"form and pull back, latent {f'{2**bits} x {d}' if d > 1 else f'{bits}-bit'}",
+        f"form and pull back, latent {_format(bits, d)}",
         inputs=lambda room, s: {
             "weight": _weight(room, s, "latent", bits, d=d),
             "dW": room.normal(s["O"], s["I"]),
@@ -421,14 +423,15 @@ def both_case(bits: int, *, d: int = 1) -> KernelCase:
 
 
 def matvec_case(
-    name: str, bits: int, size: Callable[[Work], Size], *, is_gated: bool = False
+    name: str, bits: int, size: Callable[[Work], Size], *, is_gated: bool = False, d: int = 1
 ) -> KernelCase:
     """A product behind a norm, perhaps with a gated unit behind it."""
+    is_short = bits in MMA_BITS and d == 1
 
     def inputs(room: Room, size: Size) -> Inputs:
         shape = {**size, "O": size["O"] * (2 if is_gated else 1)}
         return {
-            **_factors(room, shape, bits, is_short=True),
+            **_factors(room, shape, bits, is_short=True, d=d),
             "squares": room.uniform(1, PARTS),
         }
 
@@ -444,7 +447,7 @@ def matvec_case(
         return {"y": y}
 
     return KernelCase(
-        f"matvec, {name}, {bits}-bit",
+        f"matvec, {name}, {_format(bits, d)}",
         inputs=inputs,
         **ways(run),
         exact=exact,
@@ -452,20 +455,25 @@ def matvec_case(
         odd=({"O": 37, "I": 192}, {"O": 9, "I": 80}),
         wide=({"O": 333, "I": 1040},),
         moved=_moved_rows,
-        slack=SHORT_SLACK if bits in MMA_BITS else 2e-6,
-        space=lambda s: matvec_space(s, bits, is_short=True),
+        slack=SHORT_SLACK if is_short else 2e-6,
+        space=lambda s: matvec_space(s, bits, is_short=True, d=d),
     )
 
 
 def matvec_add_case(
-    name: str, bits: int, size: Callable[[Work], Size], *, has_exact_levels: bool = False
+    name: str,
+    bits: int,
+    size: Callable[[Work], Size],
+    *,
+    has_exact_levels: bool = False,
+    d: int = 1,
 ) -> KernelCase:
     """A product onto the residual stream."""
-    is_short = bits in MMA_BITS and not has_exact_levels
+    is_short = bits in MMA_BITS and not has_exact_levels and d == 1
 
     def inputs(room: Room, size: Size) -> Inputs:
         return {
-            **_factors(room, size, bits, is_short=is_short),
+            **_factors(room, size, bits, is_short=is_short, d=d),
             "residual": room.normal(1, size["O"], dtype=torch.float32),
             "gamma": room.uniform(size["O"], low=0.5, high=1.5),
         }
@@ -480,7 +488,7 @@ def matvec_add_case(
         return {"residual": residual, "scaled": scaled, "squares": residual.square().sum(1)}
 
     return KernelCase(
-        f"matvec, {name}, {bits}-bit",
+        f"matvec, {name}, {_format(bits, d)}",
         inputs=inputs,
         **ways(run),
         exact=exact,
@@ -490,9 +498,14 @@ def matvec_add_case(
         wide=({"O": 336, "I": 1040},),
         moved=_moved_rows,
         slack=SHORT_SLACK if is_short else 2e-6,
-        space=lambda s: matvec_space(s, bits, is_short=is_short),
+        space=lambda s: matvec_space(s, bits, is_short=is_short, d=d),
         counts=not has_exact_levels,
     )
+
+
+def _format(bits: int, d: int) -> str:
+    """Levels by the bits of an index, codewords as they are."""
+    return f"{2**bits} x {d}" if d > 1 else f"{bits}-bit"
 
 
 def _weight(room: Room, size: Size, source: str, bits: int, *, d: int = 1) -> tuple:
@@ -509,12 +522,12 @@ def _weight(room: Room, size: Size, source: str, bits: int, *, d: int = 1) -> tu
     return PackedIndices(octets, bits, I, d), codebook, scales
 
 
-def _factors(room: Room, size: Size, bits: int, *, is_short: bool) -> Inputs:
+def _factors(room: Room, size: Size, bits: int, *, is_short: bool, d: int) -> Inputs:
     """A matrix, and a vector as it reads one."""
     if bits == 16:
         rows: Rows = room.normal(size["O"], size["I"])
     else:
-        rows = LutRows.of(*_weight(room, size, "packed", bits), is_short=is_short)
+        rows = LutRows.of(*_weight(room, size, "packed", bits, d=d), is_short=is_short)
     x = room.normal(1, size["I"], dtype=torch.float32)
     return {"x": spread(x, order_of(rows)), "rows": rows}
 

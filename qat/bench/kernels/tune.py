@@ -35,7 +35,7 @@ from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
-from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for
+from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for, vectors_tile_for
 from qat.kernels.lut_rows import MMA_BITS, MMA_INPUTS, UNIT
 from qat.kernels.lut_tiles import FormTile
 from qat.kernels.lut_vectors import ChooseTile, ReduceTile
@@ -57,11 +57,11 @@ PACKED = (
 DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 1024, 2, 4))
 
 
-def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
+def matvec_space(size: Size, bits: int, *, is_short: bool, d: int = 1) -> Space:
     """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
     I, is_dense = size["I"], bits == 16
-    key = (size["O"], I, bits)
-    if is_short and bits in MMA_BITS and I % MMA_INPUTS == 0:
+    key = (size["O"], I, bits // d)
+    if is_short and d == 1 and bits in MMA_BITS and I % MMA_INPUTS == 0:
         cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
         fitting = [cut for cut in cuts if 4 * cut.units * cut.warps <= I // UNIT]
         return _space("lut_mma", key, mma_tile_for(*key), fitting)
@@ -70,6 +70,8 @@ def matvec_space(size: Size, bits: int, *, is_short: bool) -> Space:
     # not those of which more than a third would lie outside the row
     widths = [tile.units * tile.depth * (1 if is_dense else UNIT) for tile in tiles]
     fitting = [t for t, w in zip(tiles, widths, strict=True) if I % w == 0 or I > 2 * w]
+    if d > 1:
+        return _space("vectors_matvec", key, vectors_tile_for(*key), fitting)
     return _space("lut_matvec", key, tile_for(*key), fitting)
 
 
