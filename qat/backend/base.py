@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,21 @@ SHAPING = re.compile(
 """Names of environment variables that decide what a run computes on, how fast and how exactly."""
 PRIVATE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 """Parts of the names of those that are nobody's business."""
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """No operation is divided among cores: many small ones would wait for the slower core.
+
+    Threads that start inside compute alone as well.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def environment() -> dict[str, str]:
@@ -402,6 +417,18 @@ class Backend:
     def workers(self) -> int:
         """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
         return 1
+
+    def side_by_side(
+        self, work: Callable[[S], T], items: Sequence[S], workers: int = 0
+    ) -> Iterator[T]:
+        """`work` of each of `items`, in order, by so many threads; 0: `self.workers()`."""
+        workers = workers or self.workers()
+        with undivided():
+            if workers == 1:
+                yield from map(work, items)
+                return
+            with ThreadPoolExecutor(workers) as pool:
+                yield from pool.map(work, items)
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every random generator that a step may draw from."""

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -130,12 +129,10 @@ def quantize_model(
     if base is None:
         _say_requantized(model, todo)
     description = f"quantizing to {plan.name}"
-    workers = workers or on(student.device).workers()
     with (
         progress(description, len(todo), "linears") as ticker,
         matmul_precision("medium"),
         torch.no_grad(),
-        ThreadPoolExecutor(workers) as pool,
     ):
         job = _Conversion(model, todo, base and base.model, ticker)
         # before the tables change: the teacher reads its own
@@ -151,7 +148,8 @@ def quantize_model(
             if inputs is not None:
                 job.quantize_stage(names, inputs)
                 continue
-            for name, (weight, quantized, seconds) in zip(names, pool.map(fit, names), strict=True):
+            fits = on(student.device).side_by_side(fit, names, workers)
+            for name, (weight, quantized, seconds) in zip(names, fits, strict=True):
                 job.put(name, weight, quantized, output_error=None, seconds=seconds)
     if job.rare:
         logger.warning(

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.backend.device import on
 from qat.quant.codebook import nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
@@ -279,11 +280,20 @@ def fit_all_to_inputs(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
 ) -> list[InputFit]:
     """`fit_to_inputs` of each of `weights` `(O_n, I)`, which share their inputs."""
-    if spec.is_vector:
-        ops = VECTOR_OPS
-        if len(weights) > 1:  # rows of one sweep share a codebook
-            alone = [fit_all_to_inputs([weight], spec, hessian, ops) for weight in weights]
-            return [fit for (fit,) in alone]
+    if not spec.is_vector:
+        return _fit_together(weights, spec, hessian, ops)
+
+    def fit_alone(weight: Tensor) -> InputFit:
+        return _fit_together([weight], spec, hessian, VECTOR_OPS)[0]
+
+    # rows of one sweep share a codebook
+    return list(on(hessian.device).side_by_side(fit_alone, weights))
+
+
+def _fit_together(
+    weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps
+) -> list[InputFit]:
+    """Fit the weights whose rows are swept together."""
     H = damped(hessian.float())
     weights = [weight.detach().float() for weight in weights]
     starts = [fit_weight(weight, spec, H.diagonal()) for weight in weights]
@@ -337,10 +347,8 @@ def fit_stack_to_inputs(
     held = start.scales.scales
     groups = expand_scales(start.scales, I) if held is None else held
     groups = groups.view(E, weights.shape[1], -1)
-    energies = weight.new_zeros(2, dtype=torch.float32)
-    for e in range(E):
-        if not is_fitted[e]:
-            continue
+
+    def fit_expert(e: int) -> Tensor:
         H = damped(hessians[e].float())
         part = QuantizedWeight(indices[e], codebook, Scales(groups[e], bits=spec.scale_bits))
         columns = stack([weights[e]], [part])
@@ -351,7 +359,13 @@ def fit_stack_to_inputs(
         is_better = after.sum() < before.sum()
         indices[e] = torch.where(is_better, _indices(columns, slice(0, None)), indices[e])
         groups[e] = torch.where(is_better, columns.scales.T, groups[e])
-        energies += counts[e] * torch.stack([torch.minimum(before.sum(), after.sum()), whole.sum()])
+        return counts[e] * torch.stack([torch.minimum(before.sum(), after.sum()), whole.sum()])
+
+    fitted = [e for e in range(E) if is_fitted[e]]
+    side_by_side = on(weight.device).side_by_side if spec.is_vector else map
+    energies = weight.new_zeros(2, dtype=torch.float32)
+    for energy in side_by_side(fit_expert, fitted):
+        energies += energy
     scales = start.scales
     if held is not None:
         scales = scales._replace(scales=groups.reshape(held.shape))

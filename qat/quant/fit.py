@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from qat.backend.base import undivided
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
 from qat.quant.spec import LutSpec
 from qat.quant.vectors import nearest_vectors, start_codewords
@@ -30,7 +31,7 @@ from qat.quant.weight import (
 RIDGE = 1e-6
 """Added to the normal equations of low-rank scales, as a share of their mean diagonal."""
 ROUNDS = 10
-ROUNDS_OF_VECTORS = 6
+ROUNDS_OF_VECTORS = 4
 LLOYD_STEPS = 15
 """Rounds of k-means in several dimensions, which has no exact start, before scales move."""
 VECTORS_EACH = 32
@@ -125,7 +126,8 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
     if spec.is_vector:
-        return _fit_vectors(weight, h, spec)
+        with undivided():
+            return _fit_vectors(weight, h, spec)
     rows = sample_rows(weight, SAMPLE)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)

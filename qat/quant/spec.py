@@ -259,7 +259,7 @@ def by_group(bits: int, group_size: int = 16) -> LutSpec:
     return LutSpec(bits=bits, group_size=group_size, scale_bits=8)
 
 
-def _vectors(bits: int, vector_size: int) -> LutSpec:
+def _vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
     """Codewords and a scale of 8 bits for each group of 32: a quarter of a bit a weight."""
     return LutSpec(bits=bits, vector_size=vector_size, group_size=32, scale_bits=8)
 

@@ -177,3 +177,20 @@ def test_xla_says_on_which_tpu(monkeypatch, kind: str, called: str, known: str |
 def test_xla_refuses_dtypes_that_it_lacks(name: str) -> None:
     with pytest.raises(ConfigError, match=f"dtype={name}, but XLA devices have no such units"):
         backend_xla.XlaBackend(torch.device("xla")).dtype(name)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_work_side_by_side_keeps_its_order_and_divides_no_operation(workers: int) -> None:
+    cpu, before = backend.select("cpu"), torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def work(item: int) -> tuple[float, int]:
+        return 1 / item, torch.get_num_threads()
+
+    found = list(cpu.side_by_side(work, range(1, 20), workers))
+    assert found == [(1 / item, 1) for item in range(1, 20)]
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ZeroDivisionError):
+        list(cpu.side_by_side(work, [1, 0], workers))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
