@@ -56,13 +56,13 @@ HELD = 4096
 class ChooseTile(NamedTuple):
     """What a program chooses codewords for."""
 
-    vectors: int = 64
+    vectors: int = 128
     """Of a tile."""
-    chunk: int = 128
-    """Codewords whose scores are held at a time: with 64 vectors, 64 numbers a thread."""
+    chunk: int = 64
+    """Codewords whose scores are held at a time: with 128 vectors, 64 numbers a thread."""
     few: int = 8
     """Codewords of a group, the best of which is found one by one."""
-    tiles: int = 16
+    tiles: int = 8
     """Tiles of a program, so that preparing the codebook costs little."""
     warps: int = 4
 
@@ -153,17 +153,11 @@ def _choose_kernel(
     U: tl.constexpr, E: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
     PARTS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    held = ()
-    most, most_half = 0.0, 0.0
-    if C <= 2 * CHUNK:
-        for start in tl.static_range(0, C, CHUNK):
-            entries, more, more_half = _entries(codebook, start, R, E, C, CHUNK, PARTS, FEW)
-            held = held + (entries,)
-            most, most_half = tl.maximum(most, more), tl.maximum(most_half, more_half)
-    else:
-        for start in range(0, C, CHUNK):
-            _, more, more_half = _entries(codebook, start, R, E, C, CHUNK, PARTS, FEW)
-            most, most_half = tl.maximum(most, more), tl.maximum(most_half, more_half)
+    SPAN: tl.constexpr = min(C, 4 * CHUNK)
+    held, most, most_half = _span(codebook, 0, R, E, C, CHUNK, PARTS, FEW, SPAN)
+    for start in range(SPAN, C, SPAN):
+        _, more, more_half = _span(codebook, start, R, E, C, CHUNK, PARTS, FEW, SPAN)
+        most, most_half = tl.maximum(most, more), tl.maximum(most_half, more_half)
     tile = tl.program_id(0) * TILES
     end = tl.minimum(tile + TILES, num_tiles)
     next_w, next_S = _read_latent(tile, latent, scales, num_runs, LENGTH, R, N, U, E)
@@ -179,17 +173,15 @@ def _choose_kernel(
         p, u, largest = _scaled(w, S)
         margin = _margin(tl.sum(tl.abs(p), axis=1), most, most_half, PARTS * E)
         pulls = _pulls(p, u, R, PARTS)
-        best = tl.full([N * U], -float("inf"), tl.float32)
-        found = tl.zeros([N * U], tl.float32)
-        if C <= 2 * CHUNK:
-            for k in tl.static_range((C + CHUNK - 1) // CHUNK):
-                scores = tl.dot(pulls, held[k])
-                best, found = _with_chunk(best, found, scores, margin, k * CHUNK, C, FEW)
-        else:
-            for start in range(0, C, CHUNK):
-                entries, _, _ = _entries(codebook, start, R, E, C, CHUNK, PARTS, FEW)
-                scores = tl.dot(pulls, entries)
-                best, found = _with_chunk(best, found, scores, margin, start, C, FEW)
+        best, found = _search(pulls, held, margin, 0, C, CHUNK, FEW, SPAN)
+        for start in range(SPAN, C, SPAN):
+            later, _, _ = _span(codebook, start, R, E, C, CHUNK, PARTS, FEW, SPAN)
+            top, in_span = _search(pulls, later, margin, start, C, CHUNK, FEW, SPAN)
+            # a best score that another one surpasses by the margin counts no more
+            now = tl.maximum(best, top)
+            found = tl.where(best >= now - margin, found, 0.0)
+            found += tl.where(top >= now - margin, in_span, 0.0)
+            best = now
         few, is_one_group = _one_of(found, C // FEW)
         # of a few codewords in a row, one by one
         word = few[:, None] * FEW + tl.arange(0, FEW)[None, :]
@@ -270,9 +262,9 @@ def _entries(
 ):  # fmt: skip
     """A chunk of codewords as `_pulls` meets them, `(K, CHUNK)`; the largest |c| and |c|^2 / 2.
 
-    Part by part of K: twice the codewords, for the high and the low part of p; then what is left of
-    their squares, high and low parts too. Columns are so ordered that `_with_chunk` finds FEW
-    codewords in a row among the scores of one thread.
+    Part by part of K: twice the codewords, for the high and the low part of p; then their squares,
+    high and low parts too. Columns are so ordered that `_search` finds FEW codewords in a row among
+    the scores of one thread.
     """
     column = tl.arange(0, CHUNK)
     block, within = column // (4 * FEW), column % (4 * FEW)
@@ -298,26 +290,53 @@ def _entries(
 
 
 @triton.jit
-def _with_chunk(best, found, scores, margin, start, C: tl.constexpr, FEW: tl.constexpr):
-    """The best score and what was found (`_one_of`) with a chunk's `scores`, `(V, CHUNK)`.
+def _span(
+    codebook, start,
+    R: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    FEW: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The chunks of SPAN codewords, and the largest |c| and |c|^2 / 2 among them."""
+    chunks = ()
+    most, most_half = 0.0, 0.0
+    for k in tl.static_range((SPAN + CHUNK - 1) // CHUNK):
+        entries, more, more_half = _entries(codebook, start + k * CHUNK, R, E, C, CHUNK, PARTS, FEW)
+        chunks = chunks + (entries,)
+        most, most_half = tl.maximum(most, more), tl.maximum(most_half, more_half)
+    return chunks, most, most_half
+
+
+@triton.jit
+def _search(
+    pulls, chunks, margin, start,
+    C: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The best score of a span of codewords, and which groups come near it (`_one_of`), `(V,)`.
 
     A group is FEW codewords in a row. Tensor cores leave a thread columns 8 j + 2 lane + 0 and 1 of
     a row: there a maximum over a group's scores needs no other thread.
     """
-    V: tl.constexpr = scores.shape[0]
-    BLOCKS: tl.constexpr = scores.shape[1] // (4 * FEW)
-    in_groups = tl.reshape(scores, (V, BLOCKS, FEW // 2, 4, 2))
-    tops = tl.reshape(tl.max(tl.max(in_groups, axis=4), axis=2), (V, BLOCKS * 4))
-    group = start // FEW + tl.arange(0, BLOCKS * 4)
-    if C < scores.shape[1]:
-        tops = tl.where((group < C // FEW)[None, :], tops, -float("inf"))
-    top = tl.max(tops, axis=1)
-    named = (2.0 * (C // FEW) + group.to(tl.float32))[None, :]
-    in_chunk = tl.sum(tl.where(tops >= (top - margin)[:, None], named, 0.0), axis=1)
-    # a best score that another one surpasses by the margin counts no more
-    now = tl.maximum(best, top)
-    found = tl.where(best >= now - margin, found, 0.0)
-    return now, found + tl.where(top >= now - margin, in_chunk, 0.0)
+    V: tl.constexpr = pulls.shape[0]
+    BLOCKS: tl.constexpr = CHUNK // (4 * FEW)
+    COUNT: tl.constexpr = (SPAN + CHUNK - 1) // CHUNK
+    tops = ()
+    for k in tl.static_range(COUNT):
+        in_groups = tl.reshape(tl.dot(pulls, chunks[k]), (V, BLOCKS, FEW // 2, 4, 2))
+        top = tl.reshape(tl.max(tl.max(in_groups, axis=4), axis=2), (V, BLOCKS * 4))
+        if C < CHUNK:
+            is_group = tl.arange(0, BLOCKS * 4) < C // FEW
+            top = tl.where(is_group[None, :], top, -float("inf"))
+        tops = tops + (top,)
+    highest = tops[0]
+    for k in tl.static_range(1, COUNT):
+        highest = tl.maximum(highest, tops[k])
+    best = tl.max(highest, axis=1)
+    enough = (best - margin)[:, None]
+    found = tl.zeros([V, BLOCKS * 4], tl.float32)
+    for k in tl.static_range(COUNT):
+        group = (start + k * CHUNK) // FEW + tl.arange(0, BLOCKS * 4)
+        named = (2.0 * (C // FEW) + group.to(tl.float32))[None, :]
+        found += tl.where(tops[k] >= enough, named, 0.0)
+    return best, tl.sum(found, axis=1)
 
 
 @triton.jit
