@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qat.models.load import load_model
 from qat.nn.swap import linear_names
-from qat.observe.charts import LIGHT, SERIES, Chart
+from qat.observe.charts import SERIES, Chart
 from qat.quant.fit import fit_weight
 from qat.quant.spec import PRESETS
 from qat.quant.weight import expand_scales
@@ -35,7 +35,7 @@ def main() -> None:
     pairs, codewords = fitted(model.get_submodule(name).weight.detach(), name)
     title = f"{len(codewords)} codewords over pairs of weights"
     chart = Chart("codewords", title, name, lambda axes: paint(axes, pairs, codewords))
-    arguments.out.write_bytes(chart.render(LIGHT, "png"))
+    arguments.out.write_bytes(chart.render("png"))
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1e3:.0f} kB")
 
 

@@ -102,6 +102,7 @@ class Student(nn.Module):
         return self.back(made + (latent - latent.detach()))
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` times the formed weight."""
         return F.linear(x, self.formed().to(x.dtype))
 
 
@@ -109,6 +110,7 @@ class Soft(Student):
     """A mean of codewords by how near they are, which sharpens until it is the nearest one."""
 
     def chosen(self, W: Tensor, S: Tensor) -> Tensor:
+        """A mean of codewords until `SOFT_STEPS` are done."""
         left = 1 - self.done / SOFT_STEPS
         if left <= 0 or not self.training:
             return super().chosen(W, S)
@@ -122,6 +124,7 @@ class ByCurvature(Student):
     """Errors count by the mean square of the input that they meet."""
 
     def weights_of_errors(self) -> Tensor:
+        """The mean square of each input feature."""
         return self.importance
 
 
@@ -147,6 +150,7 @@ class Residual(Student):
         self.codebook = nn.Parameter(torch.stack([first, second]))
 
     def codewords(self) -> Tensor:
+        """Every sum of two."""
         first, second = self.codebook
         return (first[:, None] + second[None]).flatten(0, 1)
 
@@ -166,9 +170,11 @@ class Rotated(Student):
         self.register_buffer("rotation", rotation)
 
     def latent(self) -> Tensor:
+        """Each group of input features rotated."""
         return (self.weight.unflatten(1, (-1, len(self.rotation))) @ self.rotation).flatten(1)
 
     def back(self, W: Tensor) -> Tensor:
+        """Each group rotated back."""
         return (W.unflatten(1, (-1, len(self.rotation))) @ self.rotation.T).flatten(1)
 
 
@@ -189,12 +195,14 @@ class Trellis(Student):
         self.calls = 0
 
     def chosen(self, W: Tensor, S: Tensor) -> Tensor:
+        """The levels of the best path, which is found anew every few steps."""
         if self.states is None or (self.training and self.calls % self.every == 0):
             self.states = best_path(W, S, self.codebook.detach())
         self.calls += self.training
         return self.codebook[self.states]
 
     def train(self, mode: bool = True) -> "Trellis":
+        """Judging finds the best path of the weights as they are."""
         self.states = self.states if mode else None
         return super().train(mode)
 

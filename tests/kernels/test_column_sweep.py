@@ -38,7 +38,8 @@ def block(B: int, O: int, C: int, G: int) -> tuple[Columns, torch.Tensor, torch.
 
 
 def copied(columns: Columns, dtype: torch.dtype = torch.float32) -> Columns:
-    tensors = {n: t.clone().to(dtype) for n, t in vars(columns).items() if n != "scale_bits"}
+    held = {n: t for n, t in vars(columns).items() if isinstance(t, torch.Tensor)}
+    tensors = {n: t.clone().to(dtype) for n, t in held.items()}
     return replace(columns, **tensors)
 
 

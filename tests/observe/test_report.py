@@ -73,7 +73,7 @@ def test_bits_of_vectors_are_named_as_such(tmp_path: Path) -> None:
     assert "<td>2, vectors of 4</td>" in html and "<td>2.5</td>" in html
     chart = conversion_charts(read_directory(directory))[0]
     assert chart.caption.endswith("tells its bits; v4: vectors of 4 weights.")
-    drawn = chart.render(LIGHT, "svg").decode()
+    drawn = chart.render("svg").decode()
     assert "up_proj (2 bit v4)" in drawn and "q_proj (2.5 bit)" in drawn
 
 

@@ -3,7 +3,7 @@
 import plot_codewords
 import torch
 
-from qat.observe.charts import LIGHT, Chart
+from qat.observe.charts import Chart
 from qat.quant.codebook import nearest_codewords
 from qat.quant.fit import fit_weight
 from qat.quant.spec import PRESETS
@@ -25,4 +25,4 @@ def test_pairs_lie_around_their_codewords() -> None:
 def test_the_picture_is_the_same_each_time() -> None:
     pairs, codewords = torch.randn(500, 2), torch.randn(64, 2)
     chart = Chart("it", "it", "", lambda axes: plot_codewords.paint(axes, pairs, codewords))
-    assert chart.render(LIGHT, "png") == chart.render(LIGHT, "png")
+    assert chart.render("png") == chart.render("png")
