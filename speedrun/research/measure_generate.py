@@ -41,15 +41,20 @@ from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.swap import table_names, table_spec, weight_shape
-from qat.quant.spec import PRESETS
+from qat.quant.spec import PRESETS, QuantPlan
 
 GOAL = 2.0
 HEADLINE = "q2a2, tables of 4 bits"
+VECTORS = "v2a2 in groups of 16, tables of 4 bits"
 STUDENTS = {
-    HEADLINE: ("q2a2", 4),
-    "q2a2, bf16 tables": ("q2a2", None),
-    "q2a4, tables of 4 bits": ("q2a4", 4),
+    HEADLINE: ("q2a2", 4, None),
+    "q2a2, bf16 tables": ("q2a2", None, None),
+    "q2a4, tables of 4 bits": ("q2a4", 4, None),
+    VECTORS: ("v2a2", 4, 16),
+    "v2a2, tables of 4 bits": ("v2a2", 4, None),
 }
+"""Preset, bits of the tables, and the group size where the preset's is another. In groups of 16
+vectors have as many bits as levels, but for their codebook."""
 KERNEL_COLUMNS = (
     ("Matrix", "name", "{}"),
     ("Bits", "bits", "{}"),
@@ -92,6 +97,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--skip-tiles", action="store_true", help="use the tiles as they are")
+    parser.add_argument("--packed-only", action="store_true", help="leave the bf16 model out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--figures", type=Path)
     asked = parser.parse_args()
@@ -112,6 +118,10 @@ def main() -> None:
     if not is_same:
         raise SystemExit("overlapped kernels say other tokens: no speed of theirs counts")
     rows = [row_of(loop, seconds[loop.name], copy_rate) for loop in loops]
+    compare_vectors(asked, seconds)
+    if asked.packed_only:
+        show(rows, columns=LOOP_COLUMNS[:-1])
+        return
     bf16 = min((row for row in rows if "bf16 model" in row["case"]), key=lambda r: r["token_ms"])
     for row in rows:
         row["over_bf16"] = bf16["token_ms"] / row["token_ms"]
@@ -121,6 +131,16 @@ def main() -> None:
     ours["over_compiled"] = compiled["token_ms"] / ours["token_ms"]
     ratios = [b / o for b, o in zip(seconds[bf16["case"]], seconds[HEADLINE], strict=True)]
     finish(asked, ours, statistics.stdev(ratios))
+
+
+def compare_vectors(asked: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+    """Say and record how many times as fast as levels vectors of as many bits are read."""
+    over = [h / v for h, v in zip(seconds[HEADLINE], seconds[VECTORS], strict=True)]
+    name, ratio = "vector_generate_over_scalar", round(statistics.median(over), 4)
+    tell(f"{name}: {ratio} (goal >= 1)")
+    if asked.figures:
+        spread = round(statistics.stdev(over), 4)
+        record(asked.figures, name, ratio, "times", ">= 1", spread=spread, runs=asked.runs)
 
 
 def finish(asked: argparse.Namespace, ours: Row, spread: float) -> None:
@@ -190,15 +210,16 @@ def loops_of(asked: argparse.Namespace, backend: Backend) -> Iterator[Loop]:
     settings = MeasureConfig(device=asked.device)
     ids = torch.randint(500, (1, asked.prompt), device=backend.device)
     count = (asked.runs + 1) * asked.tokens + 1
-    model = random_model(asked.shape, settings).eval()
-    dense = DecodeStep(LanguageModel(model))
-    yield from both_ways("bf16 model, own kernels", dense, ids, count)
-    tell("the bf16 step runs")
-    plain = PlainStep(dense, is_compiled=backend.records())
-    yield loop_of(COMPILED, dense, plain.logits, ids=ids, count=count)
-    tell("the compiled bf16 step runs")
-    for name, (preset, table_bits) in STUDENTS.items():
-        student = random_student(asked, preset, table_bits)
+    if not asked.packed_only:
+        model = random_model(asked.shape, settings).eval()
+        dense = DecodeStep(LanguageModel(model))
+        yield from both_ways("bf16 model, own kernels", dense, ids, count)
+        tell("the bf16 step runs")
+        plain = PlainStep(dense, is_compiled=backend.records())
+        yield loop_of(COMPILED, dense, plain.logits, ids=ids, count=count)
+        tell("the compiled bf16 step runs")
+    for name, (preset, table_bits, group_size) in STUDENTS.items():
+        student = random_student(asked, preset, table_bits, group_size)
         if name == HEADLINE:
             expected = whole_forwards(student, ids)
         step = DecodeStep(LanguageModel(student))
@@ -219,11 +240,20 @@ def both_ways(name: str, step: DecodeStep, ids: Tensor, count: int) -> Iterator[
 
 
 def random_student(
-    asked: argparse.Namespace, preset: str, table_bits: int | None
+    asked: argparse.Namespace, preset: str, table_bits: int | None, group_size: int | None
 ) -> PreTrainedModel:
     """Random codes in the formats of a preset, in bf16."""
     model = random_model(asked.shape, MeasureConfig(device=asked.device))
-    quantize_at_random_(model, PRESETS[preset])
+    plan = PRESETS[preset]
+    if group_size:
+        changed = {"group_size": group_size}
+        rules = [
+            rule.model_copy(update={"spec": rule.spec.model_copy(update=changed)})
+            for rule in plan.rules
+            if rule.spec is not None
+        ]
+        plan = QuantPlan(name=f"{preset} in groups of {group_size}", rules=tuple(rules))
+    quantize_at_random_(model, plan)
     for name in table_names(model) if table_bits else ():
         table = model.get_submodule(name)
         device = table.weight.device
