@@ -22,7 +22,8 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
+from types import MethodType
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -84,29 +85,47 @@ class Owner:
     _opened: dict[str, tuple[int, bool]]
     """For each parameter, E and whether it was stored as `(E, I, O)`."""
 
+    _own_forward: Callable[..., Any]
+    """The forward of the class that the module was of."""
+
     _watch: Callable[[str, int, Tensor], None] | None = None
     """Told the name of a parameter, an expert and `(N, I)`, whatever is multiplied with it."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """What the module computes, with formed weights in the place of its parameters."""
         hidden_states = next(x for x in (*args, *named.values()) if isinstance(x, Tensor))
-        # a name in __dict__ is found before a child module of that name
         children: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        found: dict[str, Any] = {}
         for name, (experts, is_transposed) in self._opened.items():
             weight = weight_for(children[name], hidden_states)
             weight = weight.view(experts, -1, weight.shape[1])
-            self.__dict__[name] = weight.mT if is_transposed else weight
-        quantized = [children[n] for n in self._read if isinstance(children[n], QuantLinear)]
-        for linear in quantized:
-            linear.__dict__["weight"] = weight_for(linear, hidden_states)
-        try:
-            with nullcontext() if self._watch is None else _Products(self):
-                return super().forward(*args, **named)  # type: ignore[misc]
-        finally:
-            for name in self._opened:
-                del self.__dict__[name]
-            for linear in quantized:
-                del linear.__dict__["weight"]
+            found[name] = weight.mT if is_transposed else weight
+        watched = nullcontext() if self._watch is None else _Products(self, found)
+        for name in self._read:
+            linear = children[name]
+            if isinstance(linear, QuantLinear):
+                found[name] = _Seen(linear, {"weight": weight_for(linear, hidden_states)})
+        with watched:
+            # the compiler takes no change of a module that is made while it runs
+            return self._own_forward(_Seen(self, found), *args, **named)
+
+
+class _Seen:
+    """A module as its own code sees it: with other values for some of its attributes."""
+
+    def __init__(self, module: Any, found: dict[str, Any]) -> None:
+        self._module, self._found = module, found
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._found:
+            return self._found[name]
+        value = getattr(self._module, name)
+        if isinstance(value, MethodType) and value.__self__ is self._module:
+            return partial(value.__func__, self)  # it sees them too
+        return value
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._module(*args, **named)
 
 
 class _Products(TorchFunctionMode):
@@ -115,10 +134,10 @@ class _Products(TorchFunctionMode):
     Every way of transformers to run experts ends in a product with the weight of one, or of all.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        self._owner = owner
-        self._stacks = {self._place(owner.__dict__[n]): n for n in owner._opened}
+        self._owner, self._weights = owner, weights
+        self._stacks = {self._place(weight): name for name, weight in weights.items()}
 
     @staticmethod
     def _place(weight: Tensor) -> int:
@@ -142,7 +161,7 @@ class _Products(TorchFunctionMode):
         if func in PRODUCTS and self._place(args[1]) in self._stacks:
             x, weight = args[:2]
             name = self._stacks[self._place(weight)]
-            whole = self._owner.__dict__[name]
+            whole = self._weights[name]
             if weight.dim() == 2:
                 first = weight.storage_offset() - whole.storage_offset()
                 self._owner._watch(name, first // whole.stride(0), x)
@@ -277,7 +296,8 @@ def _reads_weight(own: Hashable, name: str) -> bool:
 
 @cache
 def _owner_class(own: Any) -> type[nn.Module]:
-    return type(own.__name__, (Owner, own), {"__doc__": own.__doc__})
+    own_forward = staticmethod(own.forward)
+    return type(own.__name__, (Owner, own), {"__doc__": own.__doc__, "_own_forward": own_forward})
 
 
 def _open_stack(module: Any, name: str, is_transposed: bool) -> None:
