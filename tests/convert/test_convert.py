@@ -92,7 +92,7 @@ def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None
     drawn = {"data": str(place / "text.txt"), "seed": 0, "sequences": 35, "tokens": 35 * 32}
     assert report["calibration"] == drawn
     assert [m["name"] for m in report["modules"]] == [m.name for m in found.modules]
-    keys = {"name", "bits", "codebook", "scale", "group_size", "rank", "scale_bits"}
+    keys = {"name", "bits", "vector_size", "codebook", "scale", "group_size", "rank", "scale_bits"}
     keys |= {"relative_error", "weighted_error", "bits_per_weight", "seconds"}
     assert all(module.keys() == keys for module in report["modules"])
     assert all(0 < m["weighted_error"] < m["relative_error"] < 1 for m in report["modules"])
@@ -268,7 +268,7 @@ def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
         (b'name = "x"\nrules = [{}]\n', "rules.0={}: a rule needs a pattern or a role; add one"),
         (
             b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 9 }\n',
-            "rules.0.spec.bits=9: Input should be less than or equal to 8",
+            "bits=9, expected at most 8 of an index that names one weight; give vector_size",
         ),
         (
             b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 2, scale_bits = 12 }\n',
