@@ -7,6 +7,7 @@ recomputed layer keeps its input alone, and backward goes through it a slice of 
 so that what a layer holds inside does not grow with the batch.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from qat.nn.step import join_linears, part_linears
 from qat.nn.swap import decoder_layers
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import is_all_sparse
+
+logger = logging.getLogger(__name__)
 
 # How transformers' attention modules reach our kernel for short, packed sequences.
 #
@@ -211,6 +214,19 @@ MOST_GRAPHS = 32
 """Graphs that the compiler may make of one layer before it gives up."""
 
 
+UNCOMPILED = "the layers cannot be compiled (%s): they run uncompiled, more slowly"
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What the compiler raises where it cannot compile; it is loaded first here."""
+    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+
+
+def said_by_compiler(error: Exception) -> str:
+    """Why the compiler refuses what it was given, in one line."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
 @dataclass(frozen=True)
 class CompileFacts:
     """What the compiler did so far in this process."""
@@ -230,6 +246,7 @@ class Regions:
         self._model = model
         self.is_compiled = is_compiled
         self._recompute_every = recompute_every
+        self._is_refused = False
 
     def install(self) -> None:
         """Let every layer, and the norm behind the last, run this way."""
@@ -258,7 +275,20 @@ class Regions:
     def _compiled(self, forward: Callable) -> Callable:
         if not self.is_compiled:
             return forward
-        return torch.compile(forward, fullgraph=True)
+        compiled = torch.compile(forward, fullgraph=True)
+
+        def run(*args: object, **kwargs: object) -> Tensor:
+            if torch.is_grad_enabled():  # a refused step is begun anew, as a whole
+                return compiled(*args, **kwargs)
+            if not self._is_refused:
+                try:
+                    return compiled(*args, **kwargs)
+                except refusals() as error:
+                    self._is_refused = True
+                    logger.warning(UNCOMPILED, said_by_compiler(error))
+            return forward(*args, **kwargs)
+
+        return run
 
     def remove(self) -> None:
         """Let the layers run as their class says."""

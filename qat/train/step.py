@@ -29,7 +29,14 @@ from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.models.language_model import LanguageModel
-from qat.models.regions import Regions, compile_facts, compute_in
+from qat.models.regions import (
+    UNCOMPILED,
+    Regions,
+    compile_facts,
+    compute_in,
+    refusals,
+    said_by_compiler,
+)
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig
@@ -171,14 +178,11 @@ class TrainingStep:
 
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         """The first step, which compiles; if that fails, all layers run as they are written."""
-        dynamo = torch._dynamo.exc
         try:
             return self._run(batches, valid, is_packed)
-        except (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit) as error:
-            self.fallback = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        logger.warning(
-            "the layers cannot be compiled (%s): they run uncompiled, more slowly", self.fallback
-        )
+        except refusals() as error:
+            self.fallback = said_by_compiler(error)
+        logger.warning(UNCOMPILED, self.fallback)
         self.optimizer.forget_gradients()
         self._is_compiled = False
         for regions in self._regions:

@@ -76,6 +76,26 @@ def test_equal_layers_share_one_graph_with_their_recomputation(monkeypatch) -> N
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+def test_what_the_compiler_refuses_is_judged_as_it_is_written(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    model = LanguageModel(tiny_model(num_hidden_layers=2))
+    ids = torch.randint(50, (2, 9))
+    expected = model.hidden(ids, torch.arange(9).expand(2, 9))
+    for layer in decoder_layers(model.model):
+        layer.mlp.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    way = Regions(model.model, is_compiled=True, recompute_every=None)
+    way.install()
+    with torch.no_grad():
+        found = model.hidden(ids, torch.arange(9).expand(2, 9))
+    assert torch.equal(found, expected)
+    assert caplog.text.count("they run uncompiled, more slowly") == 1
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # a step is begun anew by who takes it
+        model.hidden(ids, torch.arange(9).expand(2, 9))
+    way.remove()
+
+
 def test_removed_regions_leave_nothing_behind() -> None:
     model = LanguageModel(tiny_model())
     way = Regions(model.model, is_compiled=True, recompute_every=1)
