@@ -192,7 +192,9 @@ class LanguageModel:
                 f"{type(self.model).__name__} makes {wished} features of its {body.shape[-1]} "
                 "hidden ones before the head, expected nothing between; choose another model"
             )
-        eps, hidden = torch.finfo(whole.dtype).eps, self._scaled(body)
+        # some compute in 16 bits and return float32
+        eps = max(torch.finfo(dtype).eps for dtype in (whole.dtype, self.dtype))
+        hidden = self._scaled(body)
         split = self.logits(hidden)
         difference = (split.float() - whole.float().to(split.device)).abs().max().item()
         most = eps * whole.abs().max().item()
@@ -250,6 +252,8 @@ class LanguageModel:
         """
         head, softcap = self.head, self.softcap
         hidden = hidden.to(module_device(head))
+        if type(head) is nn.Linear and not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(head.weight.dtype)  # Mamba2's residual stream is float32
         if type(head) is nn.Linear and hidden.dtype == head.weight.dtype in HALVES:
             if not torch.is_grad_enabled():
                 return Head(head.weight, head.bias, softcap).exact_logits(hidden)

@@ -26,7 +26,7 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_checkpoint, convert_model
 from qat.models.checkpoint import save_checkpoint
-from qat.models.load import load_model
+from qat.models.load import load_model, load_teacher
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.spec import role_of
@@ -240,4 +240,6 @@ def test_every_class_works_or_is_refused_in_one_line(
     assert bool(verb) == (family in REFUSED), said
     if verb:
         assert re.search(REFUSED[family], said.splitlines()[-1])
+    else:  # a GPU opens it in 16 bits
+        load_teacher(str(tmp_path / "float"), device="cpu", dtype="bf16")
     assert "Traceback" not in said
