@@ -5,8 +5,14 @@ the block in registers and walks them there; the references in `quant.error_feed
 operations a column. Row i of a tile in registers is read as a masked sum: exact, every other term
 being zero.
 
-Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile.
+Of vectors all threads of a program search the codebook, each its share of the codewords for some
+rows; codewords come through the multiprocessor's cache. Compiled for Hopper, a vector of 4 and 256
+codewords takes a warp 1,400 instructions, half of them in the loop over codewords.
+
+Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile, d weights of a vector.
 """
+
+from typing import cast
 
 from torch import Tensor
 
@@ -21,6 +27,10 @@ MOST_LEVELS = 16
 """Levels that a kernel compares with one by one."""
 TILE_WEIGHTS = 2048
 """Weights of a program, 16 a thread for each tensor that it keeps."""
+VECTOR_ROWS = 32
+"""Rows of a program that searches codewords: few, so that more multiprocessors take part."""
+CODEWORDS = 32
+"""Codewords compared at a time, one a lane."""
 WARPS = 4
 LARGEST = tl.constexpr(65504.0)
 """The largest float16: half its last place further, and a scale rounds to infinity."""
@@ -28,26 +38,33 @@ LARGEST = tl.constexpr(65504.0)
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     """Quantize columns one after the other, as `quant.error_feedback.settle_columns` defines it."""
-    is_small = len(target) <= MOST_COLUMNS and len(columns.levels) <= MOST_LEVELS
-    if use_triton(target) and is_small:
-        settle_columns_by_kernel(columns, target, coupling)
+    is_small = columns.indices is not None or len(columns.levels) <= MOST_LEVELS
+    if use_triton(target) and is_small and len(target) <= MOST_COLUMNS:
+        settle_by_kernel(columns, target, coupling)
     else:
         reference.settle_columns(columns, target, coupling)
 
 
-def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
+def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
     """Fit scales anew, as `quant.error_feedback.refit_scale` defines it."""
     if use_triton(target) and len(target) <= MOST_COLUMNS:
-        refit_scale_by_kernel(columns, target, coupling, diagonal)
+        refit_scale_by_kernel(columns, target, coupling, metric)
     else:
-        reference.refit_scale(columns, target, coupling, diagonal)
+        reference.refit_scale(columns, target, coupling, metric)
 
 
 COLUMN_OPS = ColumnOps(settle_columns, refit_scale)
 
 
-def settle_columns_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
+def settle_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     """As `quant.error_feedback.settle_columns`; `target` is left as it is."""
+    if columns.indices is None:
+        _settle_levels(columns, target, coupling)
+    else:
+        _settle_vectors(columns, columns.indices, target, coupling)
+
+
+def _settle_levels(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     B, O = target.shape
     b, tile = _tile(B)
     scales = columns.scales.expand(B, O)
@@ -59,17 +76,30 @@ def settle_columns_by_kernel(columns: Columns, target: Tensor, coupling: Tensor)
     )  # fmt: skip
 
 
+def _settle_vectors(columns: Columns, indices: Tensor, target: Tensor, coupling: Tensor) -> None:
+    (B, O), (C, d), metric = target.shape, columns.levels.shape, cast(Tensor, columns.metric)
+    _settle_vectors_kernel[(triton.cdiv(O, VECTOR_ROWS),)](
+        target, columns.weight, columns.residual, columns.chosen, columns.scales, columns.levels,
+        indices, metric, coupling, O, target.stride(0), columns.weight.stride(0),
+        columns.residual.stride(0), columns.chosen.stride(0), columns.scales.stride(0),
+        indices.stride(0), coupling.stride(0),
+        GROUP=columns.group_size, C=C, E=d, CHUNK=min(C, CODEWORDS), B=B,
+        BLOCK=triton.next_power_of_2(B), TILE=VECTOR_ROWS, num_warps=WARPS,
+    )  # fmt: skip
+
+
 def refit_scale_by_kernel(
-    columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor
+    columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor
 ) -> None:
     """Fit scales anew, as `quant.error_feedback.refit_scale` defines it."""
     B, O = target.shape
     b, tile = _tile(B)
     _refit_kernel[(triton.cdiv(O, tile),)](
-        target, columns.residual, columns.chosen, columns.scales, coupling, diagonal, O,
+        target, columns.residual, columns.chosen, columns.scales, coupling, metric, O,
         target.stride(0), columns.residual.stride(0), columns.chosen.stride(0), coupling.stride(0),
-        diagonal.stride(0),
-        SCALE_BITS=columns.scale_bits, B=B, BLOCK=b, TILE=tile, num_warps=WARPS,
+        metric.stride(0),
+        SCALE_BITS=columns.scale_bits, E=1 if metric.dim() == 1 else metric.shape[1], B=B,
+        BLOCK=b, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -116,10 +146,97 @@ def _settle_kernel(
 
 
 @triton.jit
+def _settle_vectors_kernel(
+    target_ptr, weight_ptr, residual_ptr, chosen_ptr, scales_ptr, codebook_ptr, indices_ptr,
+    metric_ptr, coupling_ptr, O, target_stride, weight_stride, residual_stride, chosen_stride,
+    scales_stride, indices_stride, coupling_stride,
+    GROUP: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row = rows < O
+    block = tl.arange(0, BLOCK)
+    is_inside = (block < B)[:, None] & is_row[None, :]
+    target = tl.load(
+        target_ptr + block[:, None] * target_stride + rows[None, :], mask=is_inside, other=0.0
+    )
+    for first in range(0, B, E):
+        metric = metric_ptr + first * E
+        S, pulls = _pulls(
+            target, block, metric, scales_ptr + rows, is_row, first, scales_stride, GROUP, E
+        )
+        index = _best_codewords(codebook_ptr, metric, S, pulls, GROUP, C, E, CHUNK, TILE)
+        place = indices_ptr + first // E * indices_stride + rows
+        tl.store(place, index.to(indices_ptr.dtype.element_ty), mask=is_row)
+        for k in tl.static_range(E):
+            i = first + k
+            chosen = tl.load(codebook_ptr + index * E + k)
+            weight = tl.load(weight_ptr + i * weight_stride + rows, mask=is_row, other=0.0)
+            residual = tl.load(residual_ptr + i * residual_stride + rows, mask=is_row, other=0.0)
+            new = weight - chosen * S[k]
+            tl.store(residual_ptr + i * residual_stride + rows, new, mask=is_row)
+            tl.store(chosen_ptr + i * chosen_stride + rows, chosen, mask=is_row)
+            # columns up to i have been used: what is added to them does not matter
+            passed_on = tl.load(coupling_ptr + block * coupling_stride + i, mask=block < B, other=0)
+            target += passed_on[:, None] * (new - residual)[None, :]
+
+
+@triton.jit
+def _pulls(
+    target, block, metric_ptr, scales_ptr, is_row, first, scales_stride,
+    GROUP: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Scales of a vector's columns, and its target times its metric, tuples of d `(T,)`."""
+    S, pulls = (), ()
+    for k in tl.static_range(E):
+        row = scales_ptr + (first + k) // GROUP * scales_stride
+        S = S + (tl.load(row, mask=is_row, other=1.0),)
+        # the symmetric metric, a row of it in the place of a column
+        is_own = (block >= first) & (block < first + E)
+        own = tl.load(metric_ptr + k * E + block - first, mask=is_own, other=0.0)
+        pulls = pulls + (tl.sum(own[:, None] * target, axis=0),)
+    return S, pulls
+
+
+@triton.jit
+def _best_codewords(
+    codebook_ptr, metric_ptr, S, pulls,
+    GROUP: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The c of largest `(S G t) . c - (S c)^T G (S c) / 2`, `(T,)`, the lowest of equal ones.
+
+    Over S where the vector's columns share a scale: then `c^T G c` is one number a codeword.
+    """
+    best = tl.full((TILE, CHUNK), -float("inf"), tl.float32)
+    word = tl.zeros((TILE, CHUNK), tl.int32)
+    for start in range(0, C, CHUNK):
+        words = start + tl.arange(0, CHUNK)
+        energy = tl.zeros((1, CHUNK) if GROUP >= E else (TILE, CHUNK), tl.float32)
+        scores = tl.zeros((TILE, CHUNK), tl.float32)
+        scaled = ()
+        for k in tl.static_range(E):
+            code = tl.load(codebook_ptr + words * E + k)[None, :]
+            scaled = scaled + (code if GROUP >= E else code * S[k][:, None],)
+            scores += pulls[k][:, None] * scaled[k]
+        for k in tl.static_range(E):
+            felt = scaled[k] * tl.load(metric_ptr + k * E + k)
+            for j in tl.static_range(k):
+                felt += scaled[j] * (2.0 * tl.load(metric_ptr + k * E + j))
+            energy += scaled[k] * felt
+        scores -= energy * (S[0][:, None] * 0.5 if GROUP >= E else 0.5)
+        is_better = scores > best
+        best = tl.where(is_better, scores, best)
+        word = tl.where(is_better, words[None, :], word)
+    top = tl.max(best, axis=1)
+    return tl.min(tl.where(best == top[:, None], word, C), axis=1)
+
+
+@triton.jit
 def _refit_kernel(
-    target_ptr, residual_ptr, chosen_ptr, scales_ptr, coupling_ptr, diagonal_ptr, O, target_stride,
-    residual_stride, chosen_stride, coupling_stride, diagonal_stride,
-    SCALE_BITS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    target_ptr, residual_ptr, chosen_ptr, scales_ptr, coupling_ptr, metric_ptr, O, target_stride,
+    residual_stride, chosen_stride, coupling_stride, metric_stride,
+    SCALE_BITS: tl.constexpr, E: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row = rows < O
@@ -132,13 +249,16 @@ def _refit_kernel(
         chosen_ptr + block[:, None] * chosen_stride + rows[None, :], mask=is_inside, other=0.0
     )
     old = tl.load(scales_ptr + rows, mask=is_row, other=1.0)
-    diagonal = tl.load(diagonal_ptr + block * diagonal_stride, mask=block < B, other=0.0)
     coupled = tl.zeros((BLOCK, TILE), dtype=tl.float32)
     for i in range(B):
         row = tl.load(chosen_ptr + i * chosen_stride + rows, mask=is_row, other=0.0)
         column = tl.load(coupling_ptr + block * coupling_stride + i, mask=block < B, other=0.0)
         coupled += column[:, None] * row[None, :]
-    weighted = chosen * diagonal[:, None]
+    weighted = tl.zeros((BLOCK, TILE), dtype=tl.float32)
+    for k in tl.static_range(E):  # column k of each vector, by the vector's metric
+        row_of = chosen_ptr + (block // E * E + k)[:, None] * chosen_stride + rows[None, :]
+        metric = tl.load(metric_ptr + block * metric_stride + k, mask=block < B, other=0.0)
+        weighted += metric[:, None] * tl.load(row_of, mask=is_inside, other=0.0)
     pull = tl.sum(weighted * (target - chosen * old[None, :]), axis=0)
     curvature = tl.sum(weighted * (chosen + coupled), axis=0)
     wished = old + pull / tl.where(curvature > 0, curvature, 1.0)

@@ -36,7 +36,6 @@ from qat.quant.spec import LutSpec
 from qat.quant.vectors import (
     descent_of_blocks,
     feedback_of_blocks,
-    refit_vector_scale,
     settle_vectors,
     upper_factor,
 )
@@ -103,7 +102,7 @@ class Columns:
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """Give each column of a block its nearest levels, one after the other.
+    """Give each column of a block its nearest levels, or each d their codewords, one by one.
 
     Column i takes the level whose product with the scale is nearest to `target[i]`, and the change
     of its residual moves the targets of the columns behind it by `coupling[:, i]`. Writes
@@ -112,8 +111,11 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     Args:
         columns: the B columns alone; `scales` has a row for each or one for all.
         target: `(B, O)`, what the columns aim at as they stand.
-        coupling: `(B, B)`; only what lies below the diagonal is read.
+        coupling: `(B, B)`; only what lies below the diagonal, or its blocks, is read.
     """
+    if columns.indices is not None:
+        settle_vectors(columns, target, coupling)
+        return
     scales = columns.scales.expand_as(target)
     inverse = torch.where(columns.scales == 0, 0.0, 1 / columns.scales).expand_as(target)
     lowest = columns.levels[0]
@@ -134,7 +136,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
             target[i + 1 :].addr_(coupling[i + 1 :, i], change)
 
 
-def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Tensor) -> None:
+def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
     """The best scale of each row for the B columns of one group, all else as it stands.
 
     With `z` the chosen levels and `H r` the pull of all residuals on the group, the output error is
@@ -144,11 +146,16 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, diagonal: Te
     Args:
         columns: the group's columns; `scales` is `(1, O)`.
         target: `(B, O)`, with the coupling of coordinate descent.
-        coupling: `(B, B)`, `H` of the group over its diagonal, zero on the diagonal.
-        diagonal: `(B,)`, the diagonal of `H`.
+        coupling: `(B, B)`, `H` of the group over its diagonal, zero on the diagonal; of vectors
+            over its diagonal blocks.
+        metric: `(B,)`, the diagonal of `H`; of vectors `(B, d)`, its blocks.
     """
     z, old = columns.chosen, columns.scales
-    weighted = z * diagonal[:, None]
+    if metric.dim() == 1:
+        weighted = z * metric[:, None]
+    else:
+        d, (B, O) = metric.shape[1], z.shape
+        weighted = torch.bmm(metric.view(-1, d, d), z.view(-1, d, O)).view(B, O)
     # a target less the value it has now is the pull on it, H r, over the diagonal
     pull = torch.addcmul(target, z, old, value=-1).mul_(weighted).sum(0, keepdim=True)
     curvature = torch.addmm(z, coupling, z).mul_(weighted).sum(0, keepdim=True)
@@ -169,7 +176,6 @@ class ColumnOps(NamedTuple):
 
 
 REFERENCE = ColumnOps()
-VECTOR_OPS = ColumnOps(settle_vectors, refit_vector_scale)
 
 
 def feedback_sweep(columns: Columns, coupling: Tensor, ops: ColumnOps) -> None:
@@ -187,23 +193,24 @@ def feedback_sweep(columns: Columns, coupling: Tensor, ops: ColumnOps) -> None:
 
 
 def descent_sweep(
-    columns: Columns, coupling: Tensor, diagonal: Tensor, *, moves_scales: bool, ops: ColumnOps
+    columns: Columns, coupling: Tensor, metric: Tensor, *, moves_scales: bool, ops: ColumnOps
 ) -> None:
     """Move each column, and each group's scale before its columns, to its best in turn.
 
     The output error `tr(R^T H R)` never rises (but for the rounding of the arithmetic). `coupling`
-    `(I, I)` is `H` over its `diagonal` `(I,)`, zero there; scales that move are of groups.
+    `(I, I)` is `H` over its diagonal, zero there; scales that move are of groups. For `metric` see
+    `refit_scale`.
     """
     size = columns.group_size if moves_scales else INNER
     for start, end in _spans(len(coupling), size * max(1, OUTER // size)):
         block = _part(columns, start, end)
         target = torch.addmm(block.weight, coupling[start:end], columns.residual)
-        inside, inside_diagonal = coupling[start:end, start:end], diagonal[start:end]
+        inside, inside_metric = coupling[start:end, start:end], metric[start:end]
         for a, b in _spans(end - start, size):
             before = block.residual[a:b].clone()
             own = inside[a:b, a:b]
             if moves_scales:
-                ops.refit(_part(block, a, b), target[a:b], own, inside_diagonal[a:b])
+                ops.refit(_part(block, a, b), target[a:b], own, inside_metric[a:b])
             group = _part(block, a, b)
             for span in _spans(b - a, INNER):
                 _settle_piece(group, target[a:b], own, span, ops=ops)
@@ -284,7 +291,7 @@ def fit_all_to_inputs(
         return _fit_together(weights, spec, hessian, ops)
 
     def fit_alone(weight: Tensor) -> InputFit:
-        return _fit_together([weight], spec, hessian, VECTOR_OPS)[0]
+        return _fit_together([weight], spec, hessian, ops)[0]
 
     # rows of one sweep share a codebook
     return list(on(hessian.device).side_by_side(fit_alone, weights))
@@ -343,7 +350,6 @@ def fit_stack_to_inputs(
     importance = diagonals[:, None].expand(weights.shape).reshape(-1, I)
     start = fit_weight(weight, spec, importance)
     codebook, indices = start.codebook, start.indices.view(E, weights.shape[1], -1)
-    ops = VECTOR_OPS if spec.is_vector else ops
     held = start.scales.scales
     groups = expand_scales(start.scales, I) if held is None else held
     groups = groups.view(E, weights.shape[1], -1)
@@ -429,14 +435,14 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
 
 def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) -> None:
     """Sweeps of coordinate descent over indices, and group scales if they may move."""
-    diagonal = H.diagonal()
+    metric = H.diagonal()
     if columns.indices is None:
-        coupling = (H / diagonal[:, None]).fill_diagonal_(0.0)
+        coupling = (H / metric[:, None]).fill_diagonal_(0.0)
     else:
-        coupling, diagonal = descent_of_blocks(H, columns.vector_size)
-        columns.metric = diagonal
+        coupling, metric = descent_of_blocks(H, columns.vector_size)
+        columns.metric = metric
     for _ in range(SWEEPS):
-        descent_sweep(columns, coupling, diagonal, moves_scales=moves_scales, ops=ops)
+        descent_sweep(columns, coupling, metric, moves_scales=moves_scales, ops=ops)
 
 
 def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Columns:

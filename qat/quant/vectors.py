@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qat.quant.codebook import SCORES, SCORES_IN_CACHE
-from qat.quant.weight import index_dtype, round_as_stored
+from qat.quant.weight import index_dtype
 
 if TYPE_CHECKING:
     from qat.quant.error_feedback import Columns
@@ -180,21 +180,3 @@ def _pulls_of_columns(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple
         return torch.cat([pull, counts * G[first, second, None] * s[first] * s[second]])
 
     return pulls, entries.expand(len(metric), -1, -1)
-
-
-def refit_vector_scale(
-    columns: "Columns", target: Tensor, coupling: Tensor, metric: Tensor
-) -> None:
-    """As `error_feedback.refit_scale`, with the `metric` `(B, d)` in the place of the diagonal."""
-    z, old = columns.chosen, columns.scales
-    (B, O), d = z.shape, metric.shape[1]
-    weighted = torch.bmm(metric.view(-1, d, d), z.view(-1, d, O)).view(B, O)
-    pull = torch.addcmul(target, z, old, value=-1).mul_(weighted).sum(0, keepdim=True)
-    curvature = torch.addmm(z, coupling, z).mul_(weighted).sum(0, keepdim=True)
-    wished = round_as_stored("scales", old + pull / curvature, columns.scale_bits)
-    is_better = (curvature > 0) & (wished > 0) & wished.isfinite()
-    new = torch.where(is_better, wished, old)
-    step = z * (old - new)
-    columns.residual += step
-    target.addmm_(coupling, step)
-    columns.scales.copy_(new)

@@ -24,6 +24,9 @@ SPECS = {
     "int3": LutSpec(bits=3, codebook="int", group_size=128),
     "wide groups": LutSpec(bits=2, group_size=256),
     "low rank": LutSpec(bits=2, scale="low_rank", rank=4),
+    "vectors": LutSpec(bits=8, vector_size=4, group_size=32, scale_bits=8),
+    "pairs": LutSpec(bits=6, vector_size=2, group_size=64),
+    "vectors of low rank": LutSpec(bits=8, vector_size=8, scale="low_rank", rank=4),
 }
 
 

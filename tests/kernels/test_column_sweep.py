@@ -1,6 +1,6 @@
 """The kernels of a column sweep against the reference and float64; odd shapes always.
 
-Shapes: I in_features, O rows, C codebook entries, B columns of a block.
+Shapes: I in_features, O rows, C codebook entries, B columns of a block, d weights of a vector.
 """
 
 from dataclasses import replace
@@ -12,7 +12,8 @@ from three_way import assert_no_worse_than_eager
 
 from qat.quant import error_feedback as reference
 from qat.quant.error_feedback import ColumnOps, Columns, descent_sweep, feedback_sweep
-from qat.quant.weight import round_to_e5m3
+from qat.quant.spec import LutSpec
+from qat.quant.weight import index_dtype, round_to_e5m3
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -20,9 +21,12 @@ if torch.cuda.is_available():
 
 from qat.kernels import column_sweep as kernel
 
-OPS = ColumnOps(kernel.settle_columns_by_kernel, kernel.refit_scale_by_kernel)
+OPS = ColumnOps(kernel.settle_by_kernel, kernel.refit_scale_by_kernel)
 CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33, 4, 48)]
 """B, O, C and rows of scales."""
+VECTORS = [(16, 40, 16, 4, 1), (12, 129, 8, 2, 1), (8, 3, 8, 8, 1), (12, 33, 256, 4, 3),
+           (16, 50, 64, 8, 16), (12, 17, 16, 4, 12), (4, 70, 1024, 2, 1)]  # fmt: skip
+"""B, O, C, d and rows of scales."""
 
 
 def block(B: int, O: int, C: int, G: int) -> tuple[Columns, torch.Tensor, torch.Tensor]:
@@ -37,9 +41,35 @@ def block(B: int, O: int, C: int, G: int) -> tuple[Columns, torch.Tensor, torch.
     return columns, weight + 0.3 * torch.randn(B, O), coupling.fill_diagonal_(0.0)
 
 
+def block_of_vectors(
+    B: int, O: int, C: int, d: int, G: int
+) -> tuple[Columns, torch.Tensor, torch.Tensor]:
+    """As `block`, of a codebook `(C, d)` and a metric whose blocks are positive definite."""
+    scales = (torch.rand(G, O) + 0.1).half().float()
+    if G == B:
+        scales[0, :5] = 0.0  # a low-rank scale may be zero, or negative
+        scales[1] *= -1.0
+    codebook, weight = torch.randn(C, d), torch.randn(B, O)
+    indices = torch.randint(C, (B // d, O))
+    factor = torch.randn(B // d, d, d)
+    metric = (factor @ factor.mT + 0.1 * torch.eye(d)).flatten(0, 1)
+    columns = Columns(
+        weight, weight, values(codebook, indices), scales, codebook,
+        indices=indices.to(index_dtype(C)), metric=metric,
+    )  # fmt: skip
+    columns.residual = weight - columns.chosen * scales.repeat_interleave(B // G, 0)
+    coupling = 0.1 * torch.randn(B, B)
+    coupling.view(B // d, d, B // d, d).diagonal(dim1=0, dim2=2).zero_()
+    return columns, weight + 0.3 * torch.randn(B, O), coupling
+
+
+def values(codebook: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return codebook[indices.int()].permute(0, 2, 1).flatten(0, 1).contiguous()
+
+
 def copied(columns: Columns, dtype: torch.dtype = torch.float32) -> Columns:
     held = {n: t for n, t in vars(columns).items() if isinstance(t, torch.Tensor)}
-    tensors = {n: t.clone().to(dtype) for n, t in held.items()}
+    tensors = {n: t.clone() if n == "indices" else t.clone().to(dtype) for n, t in held.items()}
     return replace(columns, **tensors)
 
 
@@ -50,7 +80,7 @@ def test_settling_equals_the_reference(B: int, O: int, C: int, G: int) -> None:
         columns.scales[0, :5] = 0.0  # a low-rank scale may be zero, or negative
         columns.scales[1] *= -1.0
     ours, theirs = copied(columns), copied(columns)
-    kernel.settle_columns_by_kernel(ours, target.clone(), coupling)
+    kernel.settle_by_kernel(ours, target.clone(), coupling)
     reference.settle_columns(theirs, target.clone(), coupling)
     is_same = torch.isclose(ours.chosen, theirs.chosen)
     assert is_same.float().mean() > 0.99  # a tie may round the other way
@@ -59,6 +89,40 @@ def test_settling_equals_the_reference(B: int, O: int, C: int, G: int) -> None:
     S = columns.scales.expand(B, O)
     torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * S)
     assert torch.equal(ours.scales, columns.scales)
+
+
+@pytest.mark.parametrize(("B", "O", "C", "d", "G"), VECTORS)
+def test_settling_vectors_equals_the_reference(B: int, O: int, C: int, d: int, G: int) -> None:
+    columns, target, coupling = block_of_vectors(B, O, C, d, G)
+    ours, theirs = copied(columns), copied(columns)
+    kernel.settle_by_kernel(ours, target.clone(), coupling)
+    reference.settle_columns(theirs, target.clone(), coupling)
+    is_same = ours.indices == theirs.indices
+    assert is_same.float().mean() > 0.99  # a tie may round the other way
+    rows = is_same.all(0)
+    torch.testing.assert_close(ours.residual[:, rows], theirs.residual[:, rows])
+    S = columns.scales.repeat_interleave(B // G, 0)
+    assert torch.equal(ours.chosen, values(columns.levels, ours.indices))
+    torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * S)
+    assert torch.equal(ours.scales, columns.scales)
+
+
+@pytest.mark.parametrize(("B", "O", "C", "d", "G"), VECTORS)
+def test_the_first_vector_is_the_nearest_in_float64(B: int, O: int, C: int, d: int, G: int) -> None:
+    columns, target, coupling = block_of_vectors(B, O, C, d, G)
+    kernel.settle_by_kernel(columns, target.clone(), coupling)
+    S = columns.scales.repeat_interleave(B // G, 0)[:d].double()
+    gap = target[:d].double() - S * columns.levels.double()[..., None]  # (C, d, O)
+    energy = (gap * torch.einsum("ij,cjo->cio", columns.metric[:d].double(), gap)).sum(1)
+    found = energy.gather(0, columns.indices[:1].long())[0]
+    torch.testing.assert_close(found, energy.amin(0), rtol=1e-4, atol=1e-4)
+
+
+def test_of_equal_codewords_the_lowest_is_taken() -> None:
+    columns, target, coupling = block_of_vectors(8, 40, 64, 4, 1)
+    columns.levels[32:] = columns.levels[:32].flip(0)
+    kernel.settle_by_kernel(columns, target, coupling)
+    assert columns.indices.max() < 32
 
 
 @pytest.mark.parametrize(("B", "O", "C", "G"), CASES[:3])
@@ -75,11 +139,17 @@ def test_a_scale_of_8_bits_is_one_afterwards(B: int, O: int, C: int, G: int) -> 
     torch.testing.assert_close(ours.residual[:, is_same[0]], theirs.residual[:, is_same[0]])
 
 
+@pytest.mark.parametrize("d", [1, 2, 4, 8])
 @pytest.mark.parametrize(("B", "O", "C", "G"), CASES[:-1])
-def test_a_refitted_scale_is_no_worse_than_eager(B: int, O: int, C: int, G: int) -> None:
-    columns, target, coupling = block(B, O, C, G)
-    diagonal = torch.rand(B) + 0.5
-    coupling *= 0.3  # the curvature of a real Hessian is positive
+def test_a_refitted_scale_is_no_worse_than_eager(B: int, O: int, C: int, G: int, d: int) -> None:
+    if d == 1:
+        columns, target, coupling = block(B, O, C, G)
+        metric = torch.rand(B) + 0.5
+        coupling *= 0.3  # the curvature of a real Hessian is positive
+    else:
+        columns, target, coupling = block_of_vectors(B * d, O, C, d, G)
+        metric = columns.metric
+        coupling *= 0.3 / d
     results = []
     for refit, dtype in (
         (kernel.refit_scale_by_kernel, torch.float32),
@@ -87,7 +157,7 @@ def test_a_refitted_scale_is_no_worse_than_eager(B: int, O: int, C: int, G: int)
         (reference.refit_scale, torch.float64),
     ):
         own, aim = copied(columns, dtype), target.clone().to(dtype)
-        refit(own, aim, coupling.to(dtype), diagonal.to(dtype))
+        refit(own, aim, coupling.to(dtype), metric.to(dtype))
         results.append((own.scales, own.residual, aim))
     assert not torch.equal(results[0][0], columns.scales)
     for ours, eager, exact in zip(*results, strict=True):
@@ -122,4 +192,22 @@ def test_whole_sweeps_end_where_the_references_do(group_size: int, I: int) -> No
         for _ in range(2):
             descent_sweep(columns, coupling, diagonal, moves_scales=True, ops=ops)
         errors.append(((H @ columns.residual) * columns.residual).sum().item())
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
+@pytest.mark.parametrize("spec", [
+    LutSpec(bits=3, vector_size=4, group_size=12, scale_bits=8),
+    LutSpec(bits=3, vector_size=4, group_size=36),
+    LutSpec(bits=3, vector_size=4, group_size=36, scale="low_rank", rank=2),
+])  # fmt: skip
+def test_fits_of_vectors_end_where_the_references_do(
+    spec: LutSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "SWEEPS", 1)
+    weight, x = torch.randn(21, 36), torch.randn(300, 36) @ (torch.randn(36, 36) / 6)
+    H = x.T @ x / len(x)
+    errors = []
+    for ops in (reference.REFERENCE, OPS):
+        (fit,) = reference.fit_all_to_inputs([weight], spec, H, ops)
+        errors.append(reference.output_error(weight, fit.quantized, reference.damped(H)))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)

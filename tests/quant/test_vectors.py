@@ -12,7 +12,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from qat.quant import error_feedback as ef
-from qat.quant.error_feedback import VECTOR_OPS, damped, fit_stack_to_inputs, output_error
+from qat.quant.error_feedback import REFERENCE, damped, fit_stack_to_inputs, output_error
 from qat.quant.fit import fit_weight, refit_levels, refit_scales, weighted_error
 from qat.quant.spec import LutSpec, by_group
 from qat.quant.vectors import (
@@ -229,7 +229,7 @@ def test_a_block_takes_the_best_of_all_codewords(name: str) -> None:
     d = spec.vector_size
     H = torch.block_diag(*diagonal_blocks(H, d))  # no vector feels another
     columns = ef.stack([weight], [fitted])
-    ef.feed_back(columns, H, VECTOR_OPS)
+    ef.feed_back(columns, H, REFERENCE)
     S = expand_scales(fitted.scales, 48)
     least = exhaustive(weight, S, fitted.codebook, diagonal_blocks(H, d)).sum()
     assert energies(columns, H) == pytest.approx(least.item(), rel=1e-4)
@@ -240,7 +240,7 @@ def test_feedback_follows_the_textbook_in_float64(name: str) -> None:
     spec, weight, H, fitted = case(name)
     d, S = spec.vector_size, expand_scales(fitted.scales, 48).double()
     columns = ef.stack([weight], [fitted])
-    ef.feed_back(columns, H, VECTOR_OPS)
+    ef.feed_back(columns, H, REFERENCE)
     left, inverse = weight.double().clone(), torch.linalg.inv(H.double())
     blocks = H.diagonal().view(-1, d).sum(1).argsort(descending=True).tolist()
     undone, codebook = list(range(48)), fitted.codebook.double()
@@ -270,11 +270,11 @@ def test_feedback_beats_rounding_and_no_sweep_adds_energy(
     monkeypatch.setattr(ef, "SWEEPS", 1)
     columns = ef.stack([weight], [fitted])
     energy = energies(columns, H)
-    ef.feed_back(columns, H, VECTOR_OPS)
+    ef.feed_back(columns, H, REFERENCE)
     assert energies(columns, H) < 0.97 * energy
     for _ in range(5):
         energy = energies(columns, H)
-        ef.descend(columns, H, moves_scales=spec.scale == "group", ops=VECTOR_OPS)
+        ef.descend(columns, H, moves_scales=spec.scale == "group", ops=REFERENCE)
         assert energies(columns, H) <= energy * (1 + 1e-5)
     (found,) = ef.unstack(columns, [12], [fitted])
     assert output_error(weight, found, H) == pytest.approx(energies(columns, H), rel=1e-4)
@@ -290,7 +290,7 @@ def test_the_scale_of_a_group_is_the_best_one() -> None:
         columns.levels,
     )  # fmt: skip
     target = columns.weight[:16] + coupling[:16] @ columns.residual
-    VECTOR_OPS.refit(group, target, coupling[:16, :16], metric[:16])
+    REFERENCE.refit(group, target, coupling[:16, :16], metric[:16])
     least = energies(columns, H)
     torch.testing.assert_close(
         target, columns.weight[:16] + coupling[:16] @ columns.residual, rtol=1e-4, atol=1e-5
