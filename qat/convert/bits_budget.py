@@ -26,7 +26,7 @@ from qat.convert.calibrate import (
     stages_in_order,
 )
 from qat.errors import ConfigError
-from qat.kernels.column_sweep import COLUMN_OPS
+from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
 from qat.models.cost import stored_bits
 from qat.models.hf_quantizer import empty_weight
@@ -102,7 +102,7 @@ def measure_sensitivities(
 def _fitted(weight: Tensor, spec: LutSpec, inputs: StackInputs | None) -> QuantizedWeight:
     """A weight in a format: fitted to its values, or that of experts to the inputs of each."""
     if inputs is None:
-        return fit_weight(weight, spec)
+        return fit_weight(weight, spec, nearest=nearest_vectors)
     return fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS).quantized
 
 

@@ -18,7 +18,7 @@ from qat.backend.device import on
 from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.errors import ConfigError
-from qat.kernels.column_sweep import COLUMN_OPS
+from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
 from qat.models.cost import (
     bits_per_weight,
@@ -141,7 +141,8 @@ def quantize_model(
 
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight = time.perf_counter(), job.weight(name)
-            return weight, fit_weight(weight, todo[name]), time.perf_counter() - began
+            fitted = fit_weight(weight, todo[name], nearest=nearest_vectors)
+            return weight, fitted, time.perf_counter() - began
 
         walk = stages_in_order(student, calibration, linears, teacher=teacher) if teacher else ()
         for names, inputs in chain([(alone, None)], walk):

@@ -1,4 +1,4 @@
-"""The two steps inside a block of a column sweep, by whoever does them fastest.
+"""The two steps inside a block of a column sweep, and codewords, by whoever does them fastest.
 
 A Triton program owns a tile of rows (contiguous, the weights lie transposed), holds all columns of
 the block in registers and walks them there; the references in `quant.error_feedback` take some ten
@@ -14,12 +14,15 @@ Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile, d 
 
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.lut_tiles import as_stored
 from qat.quant import error_feedback as reference
+from qat.quant import vectors
 from qat.quant.error_feedback import ColumnOps, Columns
+from qat.quant.weight import index_dtype
 
 MOST_COLUMNS = 128
 """Columns of a block that registers hold."""
@@ -29,6 +32,8 @@ TILE_WEIGHTS = 2048
 """Weights of a program, 16 a thread for each tensor that it keeps."""
 VECTOR_ROWS = 32
 """Rows of a program that searches codewords: few, so that more multiprocessors take part."""
+VECTORS = 32
+"""Vectors of a program that only searches."""
 CODEWORDS = 32
 """Codewords compared at a time, one a lane."""
 WARPS = 4
@@ -53,7 +58,14 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
         reference.refit_scale(columns, target, coupling, metric)
 
 
-COLUMN_OPS = ColumnOps(settle_columns, refit_scale)
+def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
+    """Codewords of vectors, `(O, I / d)`, as `quant.vectors.nearest_vectors` defines them."""
+    if use_triton(weight):
+        return nearest_by_kernel(weight, S, codebook, importance)
+    return vectors.nearest_vectors(weight, S, codebook, importance)
+
+
+COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors)
 
 
 def settle_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
@@ -101,6 +113,18 @@ def refit_scale_by_kernel(
         SCALE_BITS=columns.scale_bits, E=1 if metric.dim() == 1 else metric.shape[1], B=B,
         BLOCK=b, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
+
+
+def nearest_by_kernel(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
+    """As `quant.vectors.nearest_vectors`, in one launch."""
+    (O, I), (C, d) = weight.shape, codebook.shape
+    indices = torch.empty(O, I // d, dtype=index_dtype(C), device=weight.device)
+    _nearest_kernel[(triton.cdiv(indices.numel(), VECTORS),)](
+        indices, weight.contiguous(), S.contiguous(), importance, codebook.contiguous(),
+        indices.numel(), I, importance.stride(0), importance.stride(1),
+        C=C, E=d, CHUNK=min(C, CODEWORDS), TILE=VECTORS, num_warps=WARPS,
+    )  # fmt: skip
+    return indices
 
 
 def _tile(num_columns: int) -> tuple[int, int]:
@@ -227,8 +251,49 @@ def _best_codewords(
         is_better = scores > best
         best = tl.where(is_better, scores, best)
         word = tl.where(is_better, words[None, :], word)
+    return _lowest_best(best, word, C)
+
+
+@triton.jit
+def _lowest_best(best, word, C: tl.constexpr):
+    """The lowest of the words of the best scores of each row, `(T,)`."""
     top = tl.max(best, axis=1)
     return tl.min(tl.where(best == top[:, None], word, C), axis=1)
+
+
+@triton.jit
+def _nearest_kernel(
+    indices_ptr, weight_ptr, S_ptr, importance_ptr, codebook_ptr, num_vectors, in_features,
+    importance_row, importance_column,
+    C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The c of largest `(h S w) . c - (h S^2) . c^2 / 2`."""
+    vector = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_vector = vector < num_vectors
+    first = vector.to(tl.int64) * E
+    in_row = in_features // E
+    importance_at = importance_ptr + (vector // in_row).to(tl.int64) * importance_row
+    column = vector % in_row * E
+    pulls, halves = (), ()
+    for k in tl.static_range(E):
+        w = tl.load(weight_ptr + first + k, mask=is_vector, other=0.0)
+        S = tl.load(S_ptr + first + k, mask=is_vector, other=0.0)
+        h = tl.load(importance_at + (column + k) * importance_column, mask=is_vector, other=0.0)
+        pulls, halves = pulls + (h * S * w,), halves + (h * S * S * 0.5,)
+    best = tl.full((TILE, CHUNK), -float("inf"), tl.float32)
+    word = tl.zeros((TILE, CHUNK), tl.int32)
+    for start in range(0, C, CHUNK):
+        words = start + tl.arange(0, CHUNK)
+        scores = tl.zeros((TILE, CHUNK), tl.float32)
+        for k in tl.static_range(E):
+            code = tl.load(codebook_ptr + words * E + k)[None, :]
+            scores += pulls[k][:, None] * code
+            scores -= halves[k][:, None] * (code * code)
+        is_better = scores > best
+        best = tl.where(is_better, scores, best)
+        word = tl.where(is_better, words[None, :], word)
+    index = _lowest_best(best, word, C)
+    tl.store(indices_ptr + vector, index.to(indices_ptr.dtype.element_ty), mask=is_vector)
 
 
 @triton.jit

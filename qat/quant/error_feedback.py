@@ -34,8 +34,10 @@ from qat.quant.codebook import nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
 from qat.quant.vectors import (
+    Nearest,
     descent_of_blocks,
     feedback_of_blocks,
+    nearest_vectors,
     settle_vectors,
     upper_factor,
 )
@@ -169,10 +171,11 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
 
 
 class ColumnOps(NamedTuple):
-    """Who does the two steps inside a block: the functions above, or a device's kernels."""
+    """Who does the steps inside a block and finds codewords: these functions, or kernels."""
 
     settle: Callable[[Columns, Tensor, Tensor], None] = settle_columns
     refit: Callable[[Columns, Tensor, Tensor, Tensor], None] = refit_scale
+    nearest: Nearest = nearest_vectors
 
 
 REFERENCE = ColumnOps()
@@ -303,7 +306,7 @@ def _fit_together(
     """Fit the weights whose rows are swept together."""
     H = damped(hessian.float())
     weights = [weight.detach().float() for weight in weights]
-    starts = [fit_weight(weight, spec, H.diagonal()) for weight in weights]
+    starts = [fit_weight(weight, spec, H.diagonal(), ops.nearest) for weight in weights]
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
@@ -348,7 +351,7 @@ def fit_stack_to_inputs(
     mean = diagonals.mean()
     diagonals = (diagonals + DAMPING * mean) if mean > 0 else torch.ones_like(diagonals)
     importance = diagonals[:, None].expand(weights.shape).reshape(-1, I)
-    start = fit_weight(weight, spec, importance)
+    start = fit_weight(weight, spec, importance, ops.nearest)
     codebook, indices = start.codebook, start.indices.view(E, weights.shape[1], -1)
     held = start.scales.scales
     groups = expand_scales(start.scales, I) if held is None else held

@@ -8,6 +8,7 @@ Shapes: O out_features, I in_features, G groups per row, W weights per group, C 
 R rank.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from qat.backend.base import undivided
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
 from qat.quant.spec import LutSpec
-from qat.quant.vectors import nearest_vectors, start_codewords
+from qat.quant.vectors import Nearest, nearest_vectors, start_codewords
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
@@ -108,7 +109,12 @@ def _solve_rows(curvature: Tensor, target: Tensor, basis: Tensor) -> Tensor:
     return torch.linalg.solve(normal, right[..., None])[..., 0]
 
 
-def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) -> QuantizedWeight:
+def fit_weight(
+    weight: Tensor,
+    spec: LutSpec,
+    importance: Tensor | None = None,
+    nearest: Nearest = nearest_vectors,
+) -> QuantizedWeight:
     """The levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
 
     Alternates nearest indices and least-squares refits of levels (learned codebooks only) and
@@ -121,13 +127,14 @@ def fit_weight(weight: Tensor, spec: LutSpec, importance: Tensor | None = None) 
         spec: the format.
         importance: how much an error counts, `(I,)` (the mean square of each input feature) or
             `(O, I)` (Fisher); 1 everywhere if None.
+        nearest: who finds the codewords of vectors.
     """
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
     if spec.is_vector:
         with undivided():
-            return _fit_vectors(weight, h, spec)
+            return _fit_vectors(weight, h, spec, nearest)
     rows = sample_rows(weight, SAMPLE)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
@@ -186,16 +193,19 @@ def refit_levels(
 
 
 def settle(
-    weight: Tensor, scales: Scales, levels: Tensor, spec: LutSpec, *, importance: Tensor
+    weight: Tensor,
+    scales: Scales,
+    levels: Tensor,
+    spec: LutSpec,
+    *,
+    nearest: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> QuantizedWeight:
     """The weight as a checkpoint would hold it: rounded scales first, then the nearest indices."""
     if spec.codebook == "lut":
         scales, levels = normalize(scales, levels)
     stored = as_stored(QuantizedWeight(torch.empty(0), levels, above_zero(scales)))
     S = expand_scales(stored.scales, weight.shape[1])
-    if spec.is_vector:
-        return stored._replace(indices=nearest_vectors(weight, S, stored.codebook, importance))
-    return stored._replace(indices=_nearest(weight, S, stored.codebook))
+    return stored._replace(indices=nearest(weight, S, stored.codebook))
 
 
 def normalize(scales: Scales, levels: Tensor) -> tuple[Scales, Tensor]:
@@ -221,31 +231,35 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
         if spec.codebook == "lut":
             levels = refit_levels(weight, S, h, indices, old=levels)
         scales = refit_scales(weight, levels[indices.int()], h, scales)
-        candidate = settle(weight, scales, levels, spec, importance=h)
+        candidate = settle(weight, scales, levels, spec, nearest=_nearest)
         error = weighted_error(weight, candidate, h)
         if error < least:
             best, least = candidate, error
     return best
 
 
-def _fit_vectors(weight: Tensor, h: Tensor, spec: LutSpec) -> QuantizedWeight:
+def _fit_vectors(weight: Tensor, h: Tensor, spec: LutSpec, nearest: Nearest) -> QuantizedWeight:
     """The same for a codebook of vectors: a start from a sample, then rounds over all rows.
 
     One search for the nearest codewords, which takes nearly all the time, ends a round.
     """
     I, d = weight.shape[1], spec.vector_size
+
+    def weighted(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
+        return nearest(weight, S, codebook, h)
+
     scales = _start_scales(weight, spec)
     rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
     S = expand_scales(scales, I)[rows]
-    codebook = _start_codewords(weight[rows], S, h[rows], spec)
-    best = now = settle(weight, scales, codebook, spec, importance=h)
+    codebook = _start_codewords(weight[rows], S, h[rows], spec=spec, nearest=nearest)
+    best = now = settle(weight, scales, codebook, spec, nearest=weighted)
     least = weighted_error(weight, best, h)
     for _ in range(ROUNDS_OF_VECTORS):
         S = expand_scales(now.scales, I)
         codebook = refit_levels(weight, S, h, now.indices, old=now.codebook)
         chosen = chosen_levels(now._replace(codebook=codebook))
         scales = refit_scales(weight, chosen, h, now.scales)
-        now = settle(weight, scales, codebook, spec, importance=h)
+        now = settle(weight, scales, codebook, spec, nearest=weighted)
         error = weighted_error(weight, now, h)
         if error < least:
             best, least = now, error
@@ -291,12 +305,14 @@ def _start_levels(weight: Tensor, S: Tensor, importance: Tensor, num_levels: int
     return torch.from_numpy(found).float()
 
 
-def _start_codewords(weight: Tensor, S: Tensor, importance: Tensor, spec: LutSpec) -> Tensor:
+def _start_codewords(
+    weight: Tensor, S: Tensor, importance: Tensor, *, spec: LutSpec, nearest: Nearest
+) -> Tensor:
     """Codewords `(C, d)` by k-means under scales that stay."""
     d = spec.vector_size
     values, mass = torch.where(S == 0, 0.0, weight / S), importance * S**2
     codebook = start_codewords(values.view(-1, d), mass.view(-1, d), spec.num_levels)
     for _ in range(LLOYD_STEPS):
-        indices = nearest_vectors(weight, S, codebook, importance)
+        indices = nearest(weight, S, codebook, importance)
         codebook = refit_levels(weight, S, importance, indices, old=codebook)
     return codebook

@@ -52,6 +52,10 @@ def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor
     return torch.from_numpy(padded).float().to(vectors.device)
 
 
+Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`nearest_vectors`, or a device's kernel for it."""
+
+
 def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
     """The codeword of least `sum_j h_j (w_j - S_j c_j)^2` for each vector, `(O, I / d)`.
 

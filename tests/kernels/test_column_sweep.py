@@ -11,8 +11,15 @@ from quantized import nearest_e5m3
 from three_way import assert_no_worse_than_eager
 
 from qat.quant import error_feedback as reference
-from qat.quant.error_feedback import ColumnOps, Columns, descent_sweep, feedback_sweep
+from qat.quant.error_feedback import (
+    ColumnOps,
+    Columns,
+    descent_sweep,
+    feedback_sweep,
+    fit_all_to_inputs,
+)
 from qat.quant.spec import LutSpec
+from qat.quant.vectors import nearest_vectors
 from qat.quant.weight import index_dtype, round_to_e5m3
 
 pytest.importorskip("triton")
@@ -21,7 +28,7 @@ if torch.cuda.is_available():
 
 from qat.kernels import column_sweep as kernel
 
-OPS = ColumnOps(kernel.settle_by_kernel, kernel.refit_scale_by_kernel)
+OPS = ColumnOps(kernel.settle_by_kernel, kernel.refit_scale_by_kernel, kernel.nearest_by_kernel)
 CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33, 4, 48)]
 """B, O, C and rows of scales."""
 VECTORS = [(16, 40, 16, 4, 1), (12, 129, 8, 2, 1), (8, 3, 8, 8, 1), (12, 33, 256, 4, 3),
@@ -125,6 +132,20 @@ def test_of_equal_codewords_the_lowest_is_taken() -> None:
     assert columns.indices.max() < 32
 
 
+@pytest.mark.parametrize("each", ["feature", "weight"])
+@pytest.mark.parametrize(("O", "I", "C", "d"), [(5, 24, 16, 2), (3, 44, 512, 4), (7, 8, 8, 8)])
+def test_nearest_codewords_equal_the_references(O: int, I: int, C: int, d: int, each: str) -> None:
+    weight, S, codebook = torch.randn(O, I), torch.rand(O, I) - 0.2, torch.randn(C, d)
+    h = torch.rand(I, I).diagonal().expand(O, I) if each == "feature" else torch.rand(O, I)
+    ours = kernel.nearest_by_kernel(weight, S, codebook, h)
+    theirs = nearest_vectors(weight, S, codebook, h)
+    assert ours.dtype == theirs.dtype and (ours == theirs).float().mean() > 0.99
+    w, s, importance = (t.double().reshape(-1, 1, d) for t in (weight, S, h))
+    energy = (importance * (w - s * codebook.double()) ** 2).sum(-1)
+    found = energy.gather(1, ours.long().view(-1, 1))[:, 0]
+    torch.testing.assert_close(found, energy.amin(1), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("B", "O", "C", "G"), CASES[:3])
 def test_a_scale_of_8_bits_is_one_afterwards(B: int, O: int, C: int, G: int) -> None:
     columns, target, coupling = block(B, O, C, G)
@@ -204,10 +225,11 @@ def test_fits_of_vectors_end_where_the_references_do(
     spec: LutSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "SWEEPS", 1)
+    monkeypatch.setattr("qat.quant.fit.LLOYD_STEPS", 2)
     weight, x = torch.randn(21, 36), torch.randn(300, 36) @ (torch.randn(36, 36) / 6)
     H = x.T @ x / len(x)
     errors = []
     for ops in (reference.REFERENCE, OPS):
-        (fit,) = reference.fit_all_to_inputs([weight], spec, H, ops)
+        (fit,) = fit_all_to_inputs([weight], spec, H, ops)
         errors.append(reference.output_error(weight, fit.quantized, reference.damped(H)))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
