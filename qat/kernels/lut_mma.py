@@ -127,15 +127,17 @@ def mma_dots(
             )
             inputs = _inputs_ahead(x, start + SPAN, lane, UNITS, B, V)
         words, shares = (), ()
+        GROUPS: tl.constexpr = rows[0][1].shape[1]
         for r in tl.static_range(2 * TILES):
             words = words + (_columns(rows[r][0], V * WORDS),)
-            shares = shares + (_columns(rows[r][1], V),)
+            shares = shares + (_columns(rows[r][1], GROUPS),)
         for v in tl.static_range(V):
             more = ()
             for t in tl.static_range(TILES):
                 first = _levels(words[2 * t], table[t], v, BITS, ASSEMBLED)
                 other = _levels(words[2 * t + 1], table[t], v, BITS, ASSEMBLED)
-                share, other_share = decoded(shares[2 * t][v]), decoded(shares[2 * t + 1][v])
+                share = decoded(shares[2 * t][v * GROUPS // V])
+                other_share = decoded(shares[2 * t + 1][v * GROUPS // V])
                 for b in tl.static_range(B):
                     pair = pairs[b * V + v]
                     both = _columns(pair[0], 4) + _columns(pair[1], 4)
@@ -198,13 +200,20 @@ def _words(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, V: tl.con
 
 @triton.jit
 def _shares(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr):
-    """`(lanes, V)`: the scales of consecutive units, as stored; zeros outside the row."""
+    """`(lanes, V)`: the scales of consecutive units, as stored; zeros outside the row.
+
+    Fewer columns where groups are whole units of a lane, or a lane's units are in one group.
+    """
     place = row.to(tl.int64)[:, None] * (UNITS // LENGTH)
-    if LENGTH == 1:
-        at = place + unit[:, None] + tl.arange(0, V)[None, :]
+    if V % LENGTH == 0:
+        N: tl.constexpr = V // LENGTH
+        # the compiler would not know that these lie side by side in whole words
+        group = tl.multiple_of(unit // LENGTH, N)[:, None] + tl.arange(0, N)[None, :]
+    elif LENGTH % V == 0:
+        group = (unit // LENGTH)[:, None]
     else:
-        at = place + (unit[:, None] + tl.arange(0, V)[None, :]) // LENGTH
-    return tl.load(scales + at, mask=(unit < UNITS)[:, None], other=0)
+        group = (unit[:, None] + tl.arange(0, V)[None, :]) // LENGTH
+    return tl.load(scales + place + group, mask=(unit < UNITS)[:, None], other=0)
 
 
 @triton.jit
