@@ -7,11 +7,9 @@ unit or the residual sum behind it.
 The kernel: a unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile
 is R rows x U units. A thread decodes its units into float32 levels and adds up their products with
 x, which lies spread (`lut_rows`): the 16 inputs of all units side by side, so that a thread reads
-four units' inputs as 16 bytes. One scale multiplies a unit's sum. Where levels of 16 bits will do,
-the tensor cores multiply (`lut_mma`), with the same norm before and the same sums behind.
-
-Where an index names a codeword, 256 of four weights say, a unit is as many bits as one of levels of
-2 bits, and one load brings four weights: the table of 4 KiB lies in the first-level cache.
+four units' inputs as 16 bytes. One scale multiplies a unit's sum. Where an index names a codeword,
+one load brings its weights. Where levels of 16 bits and inputs of 22 will do, the tensor cores
+multiply (`lut_mma`), with the same norm before and the same sums behind.
 
 Shapes: B sequences, O out_features, I in_features, C numbers of a codebook, P parts, D weights that
 an index names.
@@ -32,7 +30,7 @@ from qat.kernels.dispatch import (
     triton,
     use_triton,
 )
-from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots
+from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots, mma_tables
 from qat.kernels.lut_rows import (
     SPLIT,
     UNIT,
@@ -203,11 +201,12 @@ def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
     bits = 16 if isinstance(rows, Tensor) else rows.weight_bits
     key = (out_features, rows.shape[1], bits)
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
+    is_vector = not isinstance(rows, Tensor) and rows.vector_size > 1
     if order_of(rows) == SPLIT:
-        return chosen("lut_mma", key, mma_tile_for(*key), device)
-    if isinstance(rows, Tensor) or rows.vector_size == 1:
-        return chosen("lut_matvec", key, tile_for(*key), device)
-    return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
+        return chosen("vectors_mma" if is_vector else "lut_mma", key, mma_tile_for(*key), device)
+    if is_vector:
+        return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
+    return chosen("lut_matvec", key, tile_for(*key), device)
 
 
 def _launch(
@@ -299,6 +298,9 @@ def _matvec_kernel(
         drawn = mma_ahead(
             source, scales, first, num_out, 0, UNITS, BITS, LENGTH, 2 if GLU else 1, U, W
         )
+        table = mma_tables(
+            tables, first, num_out, second, third, BITS, D, 2 if GLU else 1, W, ASSEMBLED
+        )
     else:
         drawn = _ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
     if GLU:
@@ -325,8 +327,8 @@ def _matvec_kernel(
     if MMA:
         # gates, then ups
         sums = mma_dots(
-            x, source, scales, tables, factors, drawn, first, num_out, second, third,
-            UNITS, B, BITS, LENGTH, 2 if GLU else 1, U, W, ASSEMBLED,
+            x, source, scales, table, factors, drawn, first, num_out, second, third,
+            UNITS, B, BITS, D, LENGTH, 2 if GLU else 1, U, W, ASSEMBLED,
         )  # fmt: skip
     else:
         sums = _dots(

@@ -1,4 +1,4 @@
-"""Packed rows times vectors on the tensor cores, for `lut_matvec`: levels of 16 bits.
+"""Packed rows times vectors on the tensor cores, for `lut_matvec`: levels of 16 bits, codewords.
 
 A warp takes 16 rows and 64 inputs at a time. Its lane 4 r + c holds the unit c of the rows r and
 r + 8, which is what `mma.m16n8k16` wants of its first factor if the inputs of a product's four
@@ -9,12 +9,20 @@ the unit's scale.
 
 Levels cost 1.3 integer instructions each for 2 bits and 2.6 for 4 (byte permutations pick the lower
 and the upper bytes of four levels, and put them together), and nothing else is done for a weight.
+
+A codeword of four float16 is two registers of the first factor, which one load brings from shared
+memory: half an integer instruction a weight. 16 lanes are served at once if none needs another
+word of the same two of 32 banks; of 256 codewords lying once, three lanes would. So each lane of
+the 16 has a copy in banks of its own, 32 KiB in all; where gates and ups have two codebooks, two
+lanes share one.
 """
 
 from qat.kernels.dispatch import tl, triton
 
 UNIT_HALVES = tl.constexpr(16)
 """Inputs of a unit."""
+CODEWORDS = tl.constexpr(256)
+"""Of a codebook of vectors; a row of shared memory, 128 bytes, holds the copies of one."""
 
 
 def _two_bits() -> str:
@@ -52,6 +60,15 @@ def _four_bits() -> str:
     return "\n".join(["{", *lines, "}"])
 
 
+def _four_codewords() -> str:
+    """Assembly: $8 a word of four indices, $9 the lane's place in the first codeword's row."""
+    lines = [".reg .b32 at;"]
+    for k in range(4):
+        lines += [f"prmt.b32 at, $8, 0, 0x444{k};", "mad.lo.u32 at, at, 128, $9;"]
+        lines.append(f"ld.shared.v2.b32 {{${k}, ${4 + k}}}, [at];")
+    return "\n".join(["{", *lines, "}"])
+
+
 def _four_steps() -> str:
     """Assembly: $8-$15, $16-$23 levels of two rows, $24-$31 inputs; what two steps each add up to.
 
@@ -71,7 +88,13 @@ def _four_steps() -> str:
 
 
 TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(_four_bits())
-FOUR_STEPS = tl.constexpr(_four_steps())
+FOUR_CODEWORDS, FOUR_STEPS = tl.constexpr(_four_codewords()), tl.constexpr(_four_steps())
+# where the room for copies is; a codeword written there twice; all of them are there
+ROOM = tl.constexpr(
+    "{.shared .align 128 .b8 copies[32768]; bar.warp.sync 0xffffffff; mov.u32 $0, copies;}"
+)
+PUT_TWICE = tl.constexpr("st.shared.v2.b64 [$1], {$2, $2}; mov.b32 $0, $1;")
+ALL_THERE = tl.constexpr("bar.sync 0; mov.b32 $0, $1;")
 WORDS_8 = tl.constexpr("=&r," * 8)
 INTEGERS_8 = tl.constexpr((tl.int32,) * 8)
 FLOATS_8 = tl.constexpr((tl.float32,) * 8)
@@ -100,21 +123,80 @@ def mma_ahead(
 
 
 @triton.jit
+def mma_tables(
+    tables, first_row, num_out, second, third, BITS: tl.constexpr, D: tl.constexpr,
+    TILES: tl.constexpr, W: tl.constexpr, ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """Where each tile's levels or codewords are: words, or one address."""
+    lane = tl.arange(0, 32 * W)
+    found = ()
+    if D > 1 and ASSEMBLED:
+        rows = _copied(tables, first_row, num_out, second, third, lane, TILES, W)
+        for t in tl.static_range(TILES):
+            found = found + ((rows + (t * 64 + lane % (16 // TILES) * 8),),)
+    else:
+        for t in tl.static_range(TILES):
+            part = _part(first_row + t * num_out, second, third)
+            if D > 1:
+                found = found + ((tables + part * CODEWORDS,),)
+            else:
+                found = found + (_table(tables, part, lane, 2 if BITS == 2 else 8),)
+    return found
+
+
+@triton.jit
+def _part(row, second, third):
+    """Of which matrix under the others a row is."""
+    return (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
+
+
+@triton.jit
+def _copied(
+    tables, first_row, num_out, second, third, lane, TILES: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Copy codewords to shared memory: the address of the first one's row.
+
+    A row's first half is the first tile's, the second the last's. A lane writes a whole row, 16
+    bytes at a time, each lane of eight beginning elsewhere; or a part where there are more lanes.
+    """
+    TOGETHER: tl.constexpr = (W + 7) // 8
+    TIMES: tl.constexpr = (8 + W - 1) // W
+    own, last = lane % CODEWORDS, first_row + (TILES - 1) * num_out
+    ones, others = (), ()
+    for k in tl.static_range(TIMES):
+        place = tables + own + k * 32 * W
+        ones = ones + (tl.load(place + _part(first_row, second, third) * CODEWORDS),)
+        others = others + (tl.load(place + _part(last, second, third) * CODEWORDS),)
+    # a number, not one a lane, which the compiler might do twice; and loads are under way before it
+    room = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    for j in tl.static_range(8 // TOGETHER):
+        eighth = (lane + lane // CODEWORDS * (8 // TOGETHER) + j) % 8
+        for k in tl.static_range(TIMES):
+            word = ones[k] if TILES == 1 else tl.where(eighth < 4, ones[k], others[k])
+            tl.inline_asm_elementwise(
+                PUT_TWICE, "=r,r,l", [room + (own + k * 32 * W) * 128 + eighth * 16, word],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    # what is read from there needs this result, so that nothing is read before
+    return tl.inline_asm_elementwise(
+        ALL_THERE, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def mma_dots(
-    x, source, scales, tables, factors, drawn, first_row, num_out, second, third,
-    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr,
-    TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ASSEMBLED: tl.constexpr,
+    x, source, scales, table, factors, drawn, first_row, num_out, second, third,
+    UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
     """`W[row] @ x[b]` of each tile's 16 rows, `(16,)` float32 by b, then by tile."""
     SPAN: tl.constexpr = 4 * V * W
     WORDS: tl.constexpr = BITS // 2
     lane = tl.arange(0, 32 * W)
-    table, factor = (), ()
+    factor = ()
     for t in tl.static_range(TILES):
-        begin = first_row + t * num_out
-        part = (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
-        table = table + (_table(tables, part, lane, 2 if BITS == 2 else 8),)
-        factor = factor + (tl.load(factors + part),)
+        factor = factor + (tl.load(factors + _part(first_row + t * num_out, second, third)),)
     sums = ()
     for _ in tl.static_range(2 * TILES * B):
         sums = sums + (tl.zeros([32 * W], tl.float32),)
@@ -134,8 +216,8 @@ def mma_dots(
         for v in tl.static_range(V):
             more = ()
             for t in tl.static_range(TILES):
-                first = _levels(words[2 * t], table[t], v, BITS, ASSEMBLED)
-                other = _levels(words[2 * t + 1], table[t], v, BITS, ASSEMBLED)
+                first = _levels(words[2 * t], table[t], v, BITS, D, ASSEMBLED)
+                other = _levels(words[2 * t + 1], table[t], v, BITS, D, ASSEMBLED)
                 share = decoded(shares[2 * t][v * GROUPS // V])
                 other_share = decoded(shares[2 * t + 1][v * GROUPS // V])
                 for b in tl.static_range(B):
@@ -164,9 +246,13 @@ def _table(tables, part, lane, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _levels(words, table, v: tl.constexpr, BITS: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """Levels of the indices that unit v of a lane holds."""
-    if BITS == 2:
+def _levels(
+    words, table, v: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, ASSEMBLED: tl.constexpr
+):
+    """Levels of the indices that unit v of a lane holds, or its codewords."""
+    if D > 1:
+        return _codewords(words[v], table[0], ASSEMBLED)
+    elif BITS == 2:
         return _levels_of_two(words[v], table, ASSEMBLED)
     else:
         return _levels_of_four(words[2 * v], words[2 * v + 1], table, ASSEMBLED)
@@ -291,6 +377,23 @@ def _levels_of_four(low, high, table, ASSEMBLED: tl.constexpr):
             level |= _byte_of_16(table, 0, two) << 16 | _byte_of_16(table, 4, two) << 24
             found = found + (level,)
         return found
+
+
+@triton.jit
+def _codewords(word, table, ASSEMBLED: tl.constexpr):
+    """The same eight pairs of a word's four codewords, whose pairs lie so (`short_codewords`)."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            FOUR_CODEWORDS, WORDS_8 + "r,r", [word, table],
+            dtype=INTEGERS_8, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        even, odd = (), ()
+        for k in tl.static_range(4):
+            codeword = tl.load(table + _byte(word, k))
+            even = even + (codeword.to(tl.int32),)
+            odd = odd + ((codeword >> 32).to(tl.int32),)
+        return even + odd
 
 
 @triton.jit

@@ -26,8 +26,9 @@ SPLIT = 0
 """The order of inputs that tensor cores read."""
 SPLIT_FACTOR = 16.0
 """What split inputs are divided by, so that no float16 overflows below a million."""
-MMA_BITS, MMA_INPUTS = (2, 4), 64
-"""Bits that tensor cores' levels can have, and inputs that rows must be multiples of."""
+MMA_FORMATS, MMA_INPUTS = ((2, 1), (4, 1), (8, 4)), 64
+"""Bits of an index and weights it names that tensor cores can read, and inputs that rows must be
+multiples of."""
 MOST_PARTS = 3
 """Parts of one product: queries, keys and values; the kernel knows the first rows of so many."""
 KERNEL_BITS = (1, 2, 3, 4, 8)
@@ -45,9 +46,10 @@ class LutRows(NamedTuple):
     codebooks: Tensor
     """`(P, C)` float32: the levels of each part, C = 2**bits; or `(P, C, d)`, the codewords."""
     tables: Tensor | None
-    """`(P, C / 2)` int32: lower, then upper bytes of the levels as float16 (`short_levels`)."""
+    """`(P, C / 2)` int32: lower, then upper bytes of the levels as float16 (`short_levels`); or
+    `(P, C)` int64: codewords as float16 (`short_codewords`)."""
     factors: Tensor | None
-    """`(P,)` float32: what these levels are multiplied by."""
+    """`(P,)` float32: what these are multiplied by."""
     bits: int
     """Of an index."""
     starts: tuple[int, ...]
@@ -59,18 +61,18 @@ class LutRows(NamedTuple):
     ) -> Self:
         """One packed weight with group scales, which are encoded as a checkpoint stores them.
 
-        With `is_short`, a kernel may take levels as numbers of 16 bits (`short_levels`).
+        With `is_short`, a kernel may take levels and inputs as numbers of 16 bits
+        (`short_levels`, `split`).
         """
         C = 2**source.bits
         padded = F.pad(
             codebook.detach().float(), (0, C - len(codebook) if codebook.dim() == 1 else 0)
         )
         tables = factors = None
-        is_format = codebook.dim() == 1 and source.bits in MMA_BITS
-        is_format = is_format and source.in_features % MMA_INPUTS == 0
+        is_format = is_mma_format(source.bits, vector_size(codebook), source.in_features)
         # `mma.m16n8k16` came with Ampere, as bfloat16 did
         if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
-            tables, factors = short_levels(padded)
+            tables, factors = (short_levels if padded.dim() == 1 else short_codewords)(padded)
         encoded = to_stored("scales", scales.scales, scales.bits)
         return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
 
@@ -120,6 +122,11 @@ def reads(spec: LutSpec) -> bool:
     """Whether a weight of that format can be read packed: group scales of whole units."""
     is_whole = spec.scale == "group" and spec.group_size % UNIT == 0
     return is_whole and spec.index_bits in KERNEL_BITS
+
+
+def is_mma_format(bits: int, d: int, in_features: int) -> bool:
+    """Whether tensor cores can read rows of `in_features`, an index of `bits` naming d weights."""
+    return (bits, d) in MMA_FORMATS and in_features % MMA_INPUTS == 0
 
 
 def stack(members: Sequence[Rows]) -> Rows:
@@ -190,6 +197,15 @@ def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
     octets = torch.ldexp(levels, -exponent).half().view(torch.uint8).view(-1, 2)
     factor = torch.ldexp(levels.new_tensor(SPLIT_FACTOR), exponent)
     return octets.T.contiguous().view(torch.int32).view(1, -1), factor.view(1)
+
+
+def short_codewords(codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """Codewords `(C, 4)`, which float16 holds exactly: `(1, C)` int64, each the numbers 0 2 1 3.
+
+    These are two pairs as `split` orders inputs. The factor `(1,)` float32 undoes `SPLIT_FACTOR`.
+    """
+    halves = codebook.detach()[:, [0, 2, 1, 3]].half()
+    return halves.view(torch.int64).view(1, -1), codebook.new_tensor([SPLIT_FACTOR])
 
 
 def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:

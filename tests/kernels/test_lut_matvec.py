@@ -16,6 +16,7 @@ from qat.kernels.lut_rows import (
     gathered,
     order_of,
     reads,
+    short_codewords,
     short_levels,
     split,
     spread,
@@ -171,7 +172,7 @@ def test_split_inputs_hold_22_bits() -> None:
 
 @pytest.mark.parametrize("units", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 @pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32"])
+@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32", "fours8_s8"])
 def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     pytest.importorskip("triton")
     from qat.kernels.lut_matvec import MmaTile
@@ -179,9 +180,10 @@ def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     rows, W = rows_of(SPECS[kind], 37, 384, is_short=True)
     assert order_of(rows) == SPLIT
     x, bias = torch.randn(2, 384), torch.randn(37)
-    with forcing("lut_mma", (37, 384, rows.bits), MmaTile(units, warps)):
+    kernel = "lut_mma" if rows.vector_size == 1 else "vectors_mma"
+    with forcing(kernel, (37, 384, rows.weight_bits), MmaTile(units, warps)):
         found = matvec(split(x), rows, bias=bias)
-    if path == "kernel":
+    if path == "kernel" and rows.vector_size == 1:
         wanted = F.linear(x.double(), W, bias.double())
         assert torch.allclose(found.double(), wanted, atol=5e-4 * wanted.abs().max())
         rows = rows._replace(codebooks=levels_of_16_bits(rows.tables, rows.factors)[None])
@@ -189,8 +191,9 @@ def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     check(found, F.linear(x, W.float(), bias), F.linear(x.double(), W, bias.double()))
 
 
-def test_tensor_cores_behind_a_norm_and_onto_the_stream(path: str) -> None:
-    pairs = [rows_of(SPECS["lut2_s8"], size, I, is_short=True) for size in (32, 16, 16)]
+@pytest.mark.parametrize("kind", ["lut2_s8", "fours8_s8"])
+def test_tensor_cores_behind_a_norm_and_onto_the_stream(kind: str, path: str) -> None:
+    pairs = [rows_of(SPECS[kind], size, I, is_short=True) for size in (32, 16, 16)]
     rows, W = stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs])
     assert order_of(rows) == SPLIT
     residual, gamma = torch.randn(1, I), torch.rand(I) + 0.5
@@ -205,10 +208,32 @@ def test_tensor_cores_behind_a_norm_and_onto_the_stream(path: str) -> None:
     assert torch.allclose(gathered(after.scaled, SPLIT), after.residual * gain, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["lut2_s8", "fours8_s8"])
+def test_tensor_cores_gates_and_ups(kind: str, path: str) -> None:
+    pairs = [rows_of(SPECS[kind], 48, I, is_short=True) for _ in range(2)]
+    rows, W = stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs])
+    x = torch.randn(2, I)
+    found = matvec(split(x), rows, is_gated=True, order=SPLIT)
+    gate, up = (x.double() @ W.T).chunk(2, 1)
+    wanted = F.silu(gate) * up
+    slack = (5e-4 if kind == "lut2_s8" else 2e-6) * wanted.abs().max()
+    assert torch.allclose(gathered(found, SPLIT).double(), wanted, atol=slack)
+
+
+def test_codewords_of_16_bits_are_exact() -> None:
+    codebook = torch.randn(256, 4).half().float() * 1e-3
+    codebook = codebook.half().float()  # some of them below float16's normal numbers
+    tables, factors = short_codewords(codebook)
+    assert (tables.shape, tables.dtype) == ((1, 256), torch.int64)
+    halves = tables.view(torch.float16).view(256, 4)[:, [0, 2, 1, 3]]
+    assert torch.equal(halves.float(), codebook) and factors.item() == SPLIT_FACTOR
+
+
 def test_rows_that_tensor_cores_cannot_read() -> None:
     two = SPECS["lut2_s8"]
     assert order_of(rows_of(two, O, 80, is_short=True)[0]) == 16
     assert order_of(rows_of(SPECS["lut3_s8"], O, I, is_short=True)[0]) == 16
+    assert order_of(rows_of(SPECS["pairs6"], O, I, is_short=True)[0]) == 16
     halves = [rows_of(two, size, I, is_short=True)[0] for size in (8, 8)]
     assert order_of(stack(halves)) == 16  # 16 rows of two codebooks
     assert order_of(stack([rows_of(two, 16, I, is_short=True)[0]] * 2)) == SPLIT

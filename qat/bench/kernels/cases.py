@@ -36,7 +36,7 @@ from qat.kernels.joined_attention import (
     joined_tile_operator,
 )
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add
-from qat.kernels.lut_rows import MMA_BITS, UNIT, LutRows, Rows, gathered, order_of, spread
+from qat.kernels.lut_rows import MMA_FORMATS, UNIT, LutRows, Rows, gathered, order_of, spread
 from qat.kernels.lut_weight import choose, form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
@@ -426,7 +426,6 @@ def matvec_case(
     name: str, bits: int, size: Callable[[Work], Size], *, is_gated: bool = False, d: int = 1
 ) -> KernelCase:
     """A product behind a norm, perhaps with a gated unit behind it."""
-    is_short = bits in MMA_BITS and d == 1
 
     def inputs(room: Room, size: Size) -> Inputs:
         shape = {**size, "O": size["O"] * (2 if is_gated else 1)}
@@ -455,7 +454,7 @@ def matvec_case(
         odd=({"O": 37, "I": 192}, {"O": 9, "I": 80}),
         wide=({"O": 333, "I": 1040},),
         moved=_moved_rows,
-        slack=SHORT_SLACK if is_short else 2e-6,
+        slack=_slack(bits, d),
         space=lambda s: matvec_space(s, bits, is_short=True, d=d),
     )
 
@@ -469,7 +468,7 @@ def matvec_add_case(
     d: int = 1,
 ) -> KernelCase:
     """A product onto the residual stream."""
-    is_short = bits in MMA_BITS and not has_exact_levels and d == 1
+    is_short = not has_exact_levels
 
     def inputs(room: Room, size: Size) -> Inputs:
         return {
@@ -497,10 +496,15 @@ def matvec_add_case(
         odd=({"O": 48, "I": 192}, {"O": 16, "I": 80}),
         wide=({"O": 336, "I": 1040},),
         moved=_moved_rows,
-        slack=SHORT_SLACK if is_short else 2e-6,
+        slack=_slack(bits, d) if is_short else 2e-6,
         space=lambda s: matvec_space(s, bits, is_short=is_short, d=d),
         counts=not has_exact_levels,
     )
+
+
+def _slack(bits: int, d: int) -> float:
+    """Levels are rounded for tensor cores, codewords are not."""
+    return SHORT_SLACK if d == 1 and (bits, d) in MMA_FORMATS else 2e-6
 
 
 def _format(bits: int, d: int) -> str:

@@ -36,7 +36,7 @@ from qat.kernels import tuned
 from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
 from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for, vectors_tile_for
-from qat.kernels.lut_rows import MMA_BITS, MMA_INPUTS, UNIT
+from qat.kernels.lut_rows import UNIT, is_mma_format
 from qat.kernels.lut_tiles import FormTile
 from qat.kernels.lut_vectors import ChooseTile, ReduceTile
 from qat.kernels.topk import BlockPass
@@ -61,10 +61,11 @@ def matvec_space(size: Size, bits: int, *, is_short: bool, d: int = 1) -> Space:
     """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
     I, is_dense = size["I"], bits == 16
     key = (size["O"], I, bits // d)
-    if is_short and d == 1 and bits in MMA_BITS and I % MMA_INPUTS == 0:
+    if is_short and is_mma_format(bits, d, I):
         cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
         fitting = [cut for cut in cuts if 4 * cut.units * cut.warps <= I // UNIT]
-        return _space("lut_mma", key, mma_tile_for(*key), fitting)
+        name = "lut_mma" if d == 1 else "vectors_mma"
+        return _space(name, key, mma_tile_for(*key), fitting)
     listed = DENSE if is_dense else PACKED
     tiles = [Tile(*t[:4], registers=0 if is_dense else t[4]) for t in listed]
     # not those of which more than a third would lie outside the row
