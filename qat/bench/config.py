@@ -155,8 +155,9 @@ class KernelsConfig(Settings):
 
     only: str = ""
     """Parts of kernels' names, joined by commas; all for none."""
-    shape: str = "qwen3-0.6b"
-    """Published shape whose dimensions speed is measured at; tiny for a trial."""
+    shape: str | None = None
+    """Published shape whose dimensions speed is measured at, or tiny for a trial; by default
+    qwen3-0.6b on a GPU, and tiny where no kernel runs."""
     device: str = "auto"
     """Where to measure: auto, cpu, cuda, cuda:1."""
     repeats: int = Field(30, ge=1)

@@ -103,7 +103,7 @@ def judge(
     """The row of one kernel; behind the gate that it fails none is run."""
     backend = clock.backend
     runs_kernels = backend.records() or interprets()
-    size = case.size(work_of(config.shape))
+    size = case.size(work_of(str(config.shape)))
     row: Row = {
         "kind": "kernel",
         "case": case.name,
@@ -144,7 +144,9 @@ def run_kernels(
         ConfigError: no such kernel, shape or device, or tuning without a GPU.
     """
     cases = cases_named(config.only) if cases is None else cases
-    work, backend = work_of(config.shape), select(config.device)
+    backend = select(config.device)
+    shape = config.shape or ("qwen3-0.6b" if backend.records() else "tiny")
+    config, work = config.model_copy(update={"shape": shape}), work_of(shape)
     if config.tune and not backend.records():
         raise ConfigError(
             f"tune=True on {backend.name()}, expected a GPU: interpreted kernels have no speed; "
@@ -177,10 +179,9 @@ def run_kernels(
             results.add(**each.row())
         copy_gb_per_s, matmul_tflops = rates.copy_bytes / 1e9, rates.matmul_flops / 1e12
         results.finish(copy_gb_per_s=copy_gb_per_s, matmul_tflops=matmul_tflops)
-    note = ""
-    if not backend.records():
-        how = "were interpreted" if interprets() else "did not run"
-        note = f"no GPU: kernels {how}, and the times are their references' alone"
+    how = "were interpreted" if interprets() else "did not run"
+    alone = f"no GPU: kernels {how}, and the times are their references' alone"
+    note = "" if backend.records() else alone
     report = KernelsReport(results.path, rows, rates, note, found)
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)
