@@ -177,8 +177,9 @@ def run_kernels(
                 found.append(tune(case, size, seeds=seeds, clock=clock, keep=config.keep))
         for each in found:
             results.add(**each.row())
-        copy_gb_per_s, matmul_tflops = rates.copy_bytes / 1e9, rates.matmul_flops / 1e12
-        results.finish(copy_gb_per_s=copy_gb_per_s, matmul_tflops=matmul_tflops)
+        results.finish(
+            copy_gb_per_s=rates.copy_bytes / 1e9, matmul_tflops=rates.matmul_flops / 1e12
+        )
     how = "were interpreted" if interprets() else "did not run"
     alone = f"no GPU: kernels {how}, and the times are their references' alone"
     note = "" if backend.records() else alone
