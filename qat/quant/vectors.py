@@ -15,7 +15,6 @@ Shapes: O rows, I in_features, N vectors, d weights of a vector, C codewords, B 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,27 +28,51 @@ PIECE = 2**17
 """Weights whose nearest codewords are found at a time."""
 SEED_POOL = 4096
 """Vectors that seeds are drawn from, or twice as many as codewords."""
+SEED_SHARE = 32
+"""A round draws one seed for each so many that there are. On real weights a fit then errs as it
+does where seeds are drawn one by one with 7 trials each, as scikit-learn draws them."""
+SEED_TRIALS = 3
+"""Vectors drawn for each seed that is kept."""
 
 
 def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor:
     """Codewords `(C, d)` to start from: vectors far from each other, drawn by k-means++.
 
-    The same for the same vectors. `vectors` and `mass`, how much an error counts, are `(N, d)`.
-    With fewer vectors than codewords the spare ones repeat a vector.
+    A vector is drawn by its weighted squared distance from the seeds so far; of those drawn in a
+    round, the ones are kept that leave the least of it. The same for the same vectors, and nothing
+    waits for the device. `vectors` and `mass`, how much an error counts, are `(N, d)`. With fewer
+    vectors than codewords the spare ones repeat a vector.
     """
-    from sklearn.cluster import kmeans_plusplus
+    generator = torch.Generator().manual_seed(0)
+    count = min(len(vectors), max(SEED_POOL, 2 * num_codewords))
+    drawn = torch.randperm(len(vectors), generator=generator)[:count].to(vectors.device)
+    pool, weights = vectors[drawn].double(), mass[drawn].double().mean(1)
+    weights = torch.where(weights.sum() > 0, weights, 1.0)
+    sizes = _seeds_of_rounds(min(num_codewords, count))
+    luck = torch.empty(len(sizes), count, dtype=torch.float64).exponential_(generator=generator)
+    squares = pool.square().sum(1, keepdim=True)
+    one = torch.ones_like(squares)
+    # a row of the one times a row of the other is the squared distance of two vectors
+    here, there = torch.cat([pool, squares, one], 1), torch.cat([-2 * pool, one, squares], 1)
+    left = (4 * squares.max()).expand_as(squares)  # no two lie further apart
+    near, seeds = weights, []
+    for size, lot in zip(sizes, luck.to(pool.device), strict=True):
+        # the largest shares of so many numbers over exponential ones are a draw by these numbers
+        tried = (near / lot).topk(min(SEED_TRIALS * size, count)).indices
+        left_by_each = torch.minimum(here @ there[tried].T, left)
+        kept = (weights @ left_by_each).topk(size, largest=False).indices
+        left = left_by_each[:, kept].amin(1, keepdim=True)
+        near = weights * left[:, 0]
+        seeds.append(tried[kept])
+    found = pool[torch.cat(seeds)].float()
+    return torch.cat([found, found[-1:].expand(num_codewords - len(found), -1)])
 
-    count = max(SEED_POOL, 2 * num_codewords)
-    drawn = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:count]
-    drawn = drawn.to(vectors.device)
-    pool, weights = (part[drawn].cpu().double().numpy() for part in (vectors, mass))
-    weights = weights.mean(1)
-    if not weights.any():
-        weights[:] = 1.0
-    num_seeds = min(num_codewords, len(pool))
-    seeds, _ = kmeans_plusplus(pool, num_seeds, sample_weight=weights, random_state=0)
-    padded = np.pad(seeds, ((0, num_codewords - num_seeds), (0, 0)), mode="edge")
-    return torch.from_numpy(padded).float().to(vectors.device)
+
+def _seeds_of_rounds(num_seeds: int) -> list[int]:
+    sizes: list[int] = []
+    while (drawn := sum(sizes)) < num_seeds:
+        sizes.append(min(max(1, drawn // SEED_SHARE), num_seeds - drawn))
+    return sizes
 
 
 Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
