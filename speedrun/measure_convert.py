@@ -59,6 +59,9 @@ PHASES = {
     "block outputs": "qat.convert.calibrate._Block.outputs",
     "fit alone": "qat.quant.error_feedback.fit_weight",
     "k-means (of it)": "qat.quant.fit.weighted_kmeans",
+    "seeds of codewords (of it)": "qat.quant.fit.start_codewords",
+    "levels or codewords (of it)": "qat.quant.fit.refit_levels",
+    "nearest codewords, by kernel (of it)": "qat.kernels.column_sweep.nearest_by_kernel",
     "feedback": "qat.quant.error_feedback.feed_back",
     "Cholesky (of it)": "qat.quant.error_feedback.feedback_coupling",
     "levels": "qat.quant.error_feedback.refit_levels",
@@ -66,7 +69,7 @@ PHASES = {
     "packing": "qat.convert.quantize._Conversion.put",
     "report": "qat.convert.quantize._Conversion.reports",
 }
-"""What `--phases` times. A phase "of it" is part of the one before."""
+"""What `--phases` times. A phase "of it" is part of the last one before that is of none."""
 
 
 @app.default
