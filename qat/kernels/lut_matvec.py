@@ -296,7 +296,7 @@ def _matvec_kernel(
     # what no kernel writes, so that it need not wait for the one before
     if MMA:
         drawn = mma_ahead(
-            source, scales, first, num_out, 0, UNITS, BITS, LENGTH, 2 if GLU else 1, U, W
+            source, scales, first, num_out, 0, UNITS, BITS, D, LENGTH, 2 if GLU else 1, U, W
         )
         table = mma_tables(
             tables, first, num_out, second, third, BITS, D, 2 if GLU else 1, W, ASSEMBLED

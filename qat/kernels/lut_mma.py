@@ -13,8 +13,8 @@ and the upper bytes of four levels, and put them together), and nothing else is 
 A codeword of four float16 is two registers of the first factor, which one load brings from shared
 memory: half an integer instruction a weight. 16 lanes are served at once if none needs another
 word of the same two of 32 banks; of 256 codewords lying once, three lanes would. So each lane of
-the 16 has a copy in banks of its own, 32 KiB in all; where gates and ups have two codebooks, two
-lanes share one.
+the 16 has a copy in banks of its own, 32 KiB in all. Gates and ups have two codebooks, of 8 copies
+each: there eight lanes of the 16 read a gate's codewords while the others read an up's.
 """
 
 from qat.kernels.dispatch import tl, triton
@@ -104,7 +104,7 @@ SUMS = tl.constexpr("=&f," * 8 + ",".join(["r"] * 24))
 @triton.jit
 def mma_ahead(
     source, scales, first_row, num_out, start, UNITS: tl.constexpr, BITS: tl.constexpr,
-    LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Words and scales of the units that a lane computes next, of both of its rows in each tile.
 
@@ -114,12 +114,22 @@ def mma_ahead(
     unit = start + lane // 32 * (4 * V) + lane % 4 * V
     found = ()
     for t in tl.static_range(TILES):
-        begin, last = first_row + t * num_out, num_out * (t + 1) - 1
+        tile = _turn(t, lane // 8, TILES, D)
+        begin, last = first_row + tile * num_out, num_out * (tile + 1) - 1
         for half in tl.static_range(2):
             row = tl.minimum(begin + 8 * half + lane % 32 // 4, last)
             words = _words(source, row, unit, UNITS, BITS, V)
             found = found + ((words, _shares(scales, row, unit, UNITS, LENGTH, V)),)
     return found
+
+
+@triton.jit
+def _turn(t, eight, TILES: tl.constexpr, D: tl.constexpr):
+    """The tile that lanes compute as their t-th: of two of codewords, every other eight swap them.
+
+    Eight lanes are two rows, so that rows' sums are swapped back in the end.
+    """
+    return (t + eight) % 2 if TILES == 2 and D > 1 else t
 
 
 @triton.jit
@@ -132,15 +142,15 @@ def mma_tables(
     found = ()
     if D > 1 and ASSEMBLED:
         rows = _copied(tables, first_row, num_out, second, third, lane, TILES, W)
-        for t in tl.static_range(TILES):
-            found = found + ((rows + (t * 64 + lane % (16 // TILES) * 8),),)
-    else:
-        for t in tl.static_range(TILES):
-            part = _part(first_row + t * num_out, second, third)
-            if D > 1:
-                found = found + ((tables + part * CODEWORDS,),)
-            else:
-                found = found + (_table(tables, part, lane, 2 if BITS == 2 else 8),)
+    for t in tl.static_range(TILES):
+        tile = _turn(t, lane // 8, TILES, D)
+        part = _part(first_row + tile * num_out, second, third)
+        if D == 1:
+            found = found + (_table(tables, part, lane, 2 if BITS == 2 else 8),)
+        elif ASSEMBLED:
+            found = found + ((rows + (tile * 64 + lane % (16 // TILES) * 8),),)
+        else:
+            found = found + ((tables + part * CODEWORDS,),)
     return found
 
 
@@ -205,8 +215,9 @@ def mma_dots(
         rows, pairs = drawn, inputs
         if UNITS > SPAN:
             drawn = mma_ahead(
-                source, scales, first_row, num_out, start + SPAN, UNITS, BITS, LENGTH, TILES, V, W
-            )
+                source, scales, first_row, num_out, start + SPAN,
+                UNITS, BITS, D, LENGTH, TILES, V, W,
+            )  # fmt: skip
             inputs = _inputs_ahead(x, start + SPAN, lane, UNITS, B, V)
         words, shares = (), ()
         GROUPS: tl.constexpr = rows[0][1].shape[1]
@@ -227,12 +238,18 @@ def mma_dots(
                     more = more + (sums[2 * (t * B + b)] + added * share,)
                     more = more + (sums[2 * (t * B + b) + 1] + other_added * other_share,)
             sums = more
+    rows = ()
+    for i in tl.static_range(TILES * B):
+        upper, lower = _row_sums(sums[2 * i], W), _row_sums(sums[2 * i + 1], W)
+        rows = rows + (tl.reshape(tl.trans(tl.join(upper, lower)), [16]),)
     found = ()
     for t in tl.static_range(TILES):
         for b in tl.static_range(B):
-            upper = _row_sums(sums[2 * (t * B + b)], W)
-            lower = _row_sums(sums[2 * (t * B + b) + 1], W)
-            found = found + (tl.reshape(tl.trans(tl.join(upper, lower)), [16]) * factor[t],)
+            own = rows[t * B + b]
+            if TILES == 2 and D > 1:
+                is_swapped = tl.arange(0, 16) // 2 % 2 == 1
+                own = tl.where(is_swapped, rows[(1 - t) * B + b], own)
+            found = found + (own * factor[t],)
     return found
 
 
