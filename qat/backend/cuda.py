@@ -52,8 +52,8 @@ class CudaBackend(Backend):
         # other threads may go on preparing batches meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = run()
-        # the recording's stream still sets the graph's random offset to 0: on a busy device that may
-        # come after the first replay has set its own, which then draws other numbers
+        # the recording's stream still sets the graph's random offset to 0: on a busy device that
+        # may come after the first replay has set its own, which then draws other numbers
         torch.cuda.synchronize(self.device)
         return graph.replay, result
 
