@@ -9,11 +9,13 @@ from tiny import VOCAB, tiny_model
 
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
-from qat.kernels.column_sweep import COLUMN_OPS
+from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names
+from qat.quant import vectors
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
 from qat.quant.spec import PRESETS, LutSpec
+from qat.quant.weight import index_dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +68,53 @@ def test_kernels_equal_their_references(B: int, O: int, C: int, scale_bits: int)
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=step, atol=0)
     assert torch.isclose(ours.chosen, theirs.chosen)[:, is_same[0]].float().mean() > 0.99
     torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * ours.scales)
+
+
+@pytest.mark.parametrize(("B", "O", "C", "d", "group_size"), [
+    (32, 3072, 256, 4, 32), (32, 1000, 64, 2, 2), (24, 77, 256, 8, 1), (128, 500, 4096, 4, 4),
+])  # fmt: skip
+def test_kernels_of_vectors_equal_their_references(
+    B: int, O: int, C: int, d: int, group_size: int
+) -> None:
+    codebook, weight = torch.randn(C, d), torch.randn(B, O)
+    indices = torch.randint(C, (B // d, O))
+    chosen = codebook[indices].permute(0, 2, 1).flatten(0, 1).contiguous()
+    scales = (torch.rand(B // group_size, O) + 0.1).half().float()
+    residual = weight - chosen * scales.repeat_interleave(group_size, 0)
+    factor = torch.randn(B // d, d, d)
+    metric = (factor @ factor.mT + 0.1 * torch.eye(d)).flatten(0, 1)
+    coupling = 0.1 * torch.randn(B, B)
+    coupling.view(B // d, d, B // d, d).diagonal(dim1=0, dim2=2).zero_()
+    parts = (weight, residual, chosen, scales, codebook)
+    columns = Columns(
+        *(part.cuda() for part in parts),
+        indices=indices.to(index_dtype(C)).cuda(), metric=metric.cuda(),
+    )  # fmt: skip
+    target = (weight + 0.3 * torch.randn(B, O)).cuda()
+    found = []
+    for ops in (COLUMN_OPS, REFERENCE):
+        own, aim = deepcopy(columns), target.clone()
+        if group_size == B:
+            ops.refit(own, aim, 0.2 * coupling.cuda(), metric.cuda())
+        ops.settle(own, aim, coupling.cuda())
+        found.append(own)
+    ours, theirs = found
+    # a scale, or a vector, that lies between two values may take either
+    assert torch.isclose(ours.scales, theirs.scales, rtol=1e-5).float().mean() > 0.99
+    assert (ours.indices == theirs.indices).float().mean() > 0.99
+    named = codebook.cuda()[ours.indices.int()].permute(0, 2, 1).flatten(0, 1)
+    assert torch.equal(ours.chosen, named)
+    S = ours.scales.repeat_interleave(group_size, 0)
+    torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * S)
+
+
+@pytest.mark.parametrize(("C", "d"), [(256, 4), (64, 2), (4096, 8)])
+def test_nearest_codewords_equal_the_references(C: int, d: int) -> None:
+    weight, S = torch.randn(300, 1024).cuda(), torch.rand(300, 1024).cuda() - 0.2
+    codebook, importance = torch.randn(C, d).cuda(), moment(1024).diagonal().expand(300, 1024)
+    ours = nearest_vectors(weight, S, codebook, importance)
+    theirs = vectors.nearest_vectors(weight, S, codebook, importance)
+    assert ours.dtype == theirs.dtype and (ours == theirs).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
