@@ -9,7 +9,7 @@ from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.backend.device import seeded
+from qat.backend.device import on, seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
 from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
@@ -152,3 +152,18 @@ def test_recorded_draws_follow_the_seed() -> None:
     first = said(1)
     assert first == said(1) != said(2)
     assert len(set(first[0])) > 10  # a replay that drew the same each time would repeat itself
+
+
+def test_a_recording_is_over_before_its_first_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, empty_cache = torch.zeros(1, device="cuda"), torch.cuda.empty_cache
+
+    def and_keep_busy() -> None:  # the last that PyTorch calls before it turns to that stream
+        empty_cache()
+        with torch.cuda.stream(torch.cuda.graph.default_capture_stream):
+            torch.cuda._sleep(10**9)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", and_keep_busy)
+    replay, _ = on(x.device).record(lambda: x.add_(1))
+    assert torch.cuda.graph.default_capture_stream.query()
+    replay()
+    assert x.item() == 1
