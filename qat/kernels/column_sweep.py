@@ -5,9 +5,9 @@ the block in registers and walks them there; the references in `quant.error_feed
 operations a column. Row i of a tile in registers is read as a masked sum: exact, every other term
 being zero.
 
-Of vectors all threads of a program search the codebook, each its share of the codewords for some
-rows; codewords come through the multiprocessor's cache. Compiled for Hopper, a vector of 4 and 256
-codewords takes a warp 1,400 instructions, half of them in the loop over codewords.
+Of vectors a program is one warp with few rows. Its lanes search the codebook, each its share of
+the codewords for all rows; codewords come through the multiprocessor's cache. Compiled for Hopper,
+a vector of 4 and 256 codewords takes 1,500 instructions, half of them in the loop over codewords.
 
 Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile, d weights of a vector.
 """
@@ -30,8 +30,9 @@ MOST_LEVELS = 16
 """Levels that a kernel compares with one by one."""
 TILE_WEIGHTS = 2048
 """Weights of a program, 16 a thread for each tensor that it keeps."""
-VECTOR_ROWS = 32
-"""Rows of a program that searches codewords: few, so that more multiprocessors take part."""
+VECTOR_ROWS = 8
+"""Rows of a program, one warp, that settles vectors. Its lanes share rows: with more warps one
+would read a residual that another has written."""
 VECTORS = 32
 """Vectors of a program that only searches."""
 CODEWORDS = 32
@@ -96,7 +97,7 @@ def _settle_vectors(columns: Columns, indices: Tensor, target: Tensor, coupling:
         columns.residual.stride(0), columns.chosen.stride(0), columns.scales.stride(0),
         indices.stride(0), coupling.stride(0),
         GROUP=columns.group_size, C=C, E=d, CHUNK=min(C, CODEWORDS), B=B,
-        BLOCK=triton.next_power_of_2(B), TILE=VECTOR_ROWS, num_warps=WARPS,
+        BLOCK=triton.next_power_of_2(B), TILE=VECTOR_ROWS, num_warps=1,
     )  # fmt: skip
 
 
