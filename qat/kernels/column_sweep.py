@@ -163,6 +163,8 @@ def _settle_kernel(
             chosen = tl.where(scaled > (level + above) * 0.5, above, chosen)
             level = above
         new = weight - chosen * scale
+        # warps may hold the same row: none writes its residual before all have read it
+        tl.debug_barrier()
         tl.store(residual_ptr + i * residual_stride + rows, new, mask=is_row)
         tl.store(chosen_ptr + i * chosen_stride + rows, chosen, mask=is_row)
         # columns up to i have been used: what is added to them does not matter
