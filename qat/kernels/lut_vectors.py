@@ -37,7 +37,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from qat.kernels.dispatch import tl, triton
+from qat.kernels.dispatch import IS_COMPILED, tl, triton
 from qat.kernels.lut_tiles import (
     FormTile,
     Tiling,
@@ -65,6 +65,13 @@ class ChooseTile(NamedTuple):
     tiles: int = 8
     """Tiles of a program, so that preparing the codebook costs little."""
     warps: int = 4
+    registers: int = 0
+    """The most of a thread, or 0."""
+
+    @classmethod
+    def of(cls, C: int, d: int) -> Self:
+        """Four programs at once on a multiprocessor, where nothing spills: two hide too little."""
+        return cls(registers=128) if C * d <= 1024 else cls()
 
 
 class ReduceTile(NamedTuple):
@@ -86,7 +93,8 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
     `qat.quant.codebook.nearest_codewords` under the scales as stored, to the bit.
     """
     C, d = codebook.shape
-    cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile(), out.device)
+    cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile.of(C, d), out.device)
+    capped = {"maxnreg": cut.registers} if IS_COMPILED and cut.registers else {}
     tiling = Tiling.of(latent.shape, scales, cut.vectors * d, d, cuts=True)
     parts = max(4 if tiling.rank == 0 else 8, 16 // d)
     chunk = min(max(C, 16), cut.chunk)
@@ -94,7 +102,7 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
         out, latent.contiguous(), codebook, *scale_operands(scales),
         num_tiles=tiling.num_tiles, **tiling.constants(), TILES=cut.tiles,
         C=C, CHUNK=chunk, PARTS=parts, FEW=min(cut.few, C, chunk // 4),
-        enable_fp_fusion=False, num_warps=cut.warps,
+        enable_fp_fusion=False, num_warps=cut.warps, **capped,
     )  # fmt: skip
 
 
