@@ -38,18 +38,40 @@ SEED_TRIALS = 3
 def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor:
     """Codewords `(C, d)` to start from: vectors far from each other, drawn by k-means++.
 
-    A vector is drawn by its weighted squared distance from the seeds so far; of those drawn in a
-    round, the ones are kept that leave the least of it. The same for the same vectors, and nothing
-    waits for the device. `vectors` and `mass`, how much an error counts, are `(N, d)`. With fewer
-    vectors than codewords the spare ones repeat a vector.
+    The same for the same vectors on the same device: scikit-learn draws them one after the other on
+    a CPU, `seeds_in_rounds` elsewhere. `vectors` and `mass`, how much an error counts, are
+    `(N, d)`. With fewer vectors than codewords the spare ones repeat a vector.
     """
-    generator = torch.Generator().manual_seed(0)
     count = min(len(vectors), max(SEED_POOL, 2 * num_codewords))
-    drawn = torch.randperm(len(vectors), generator=generator)[:count].to(vectors.device)
+    drawn = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:count]
+    drawn = drawn.to(vectors.device)
     pool, weights = vectors[drawn].double(), mass[drawn].double().mean(1)
     weights = torch.where(weights.sum() > 0, weights, 1.0)
-    sizes = _seeds_of_rounds(min(num_codewords, count))
-    luck = torch.empty(len(sizes), count, dtype=torch.float64).exponential_(generator=generator)
+    num_seeds = min(num_codewords, count)
+    if vectors.device.type == "cpu":
+        from sklearn.cluster import kmeans_plusplus
+
+        drawing = {"sample_weight": weights.numpy(), "random_state": 0}
+        found = torch.from_numpy(kmeans_plusplus(pool.numpy(), num_seeds, **drawing)[0])
+    else:
+        found = seeds_in_rounds(pool, weights, num_seeds)
+    return torch.cat([found, found[-1:].expand(num_codewords - num_seeds, -1)]).float()
+
+
+def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
+    """k-means++ that draws more seeds in a round the more there are; nothing waits for the device.
+
+    A vector is drawn by its weighted squared distance from the seeds so far; of those drawn in a
+    round, the ones are kept that leave the least of it.
+
+    Args:
+        pool: `(N, d)` float64.
+        weights: `(N,)`, of their errors, not all zero.
+        num_seeds: at most N.
+    """
+    count, sizes = len(pool), _seeds_of_rounds(num_seeds)
+    luck = torch.empty(len(sizes), count, dtype=torch.float64)
+    luck.exponential_(generator=torch.Generator().manual_seed(0))
     squares = pool.square().sum(1, keepdim=True)
     one = torch.ones_like(squares)
     # a row of the one times a row of the other is the squared distance of two vectors
@@ -64,8 +86,7 @@ def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor
         left = left_by_each[:, kept].amin(1, keepdim=True)
         near = weights * left[:, 0]
         seeds.append(tried[kept])
-    found = pool[torch.cat(seeds)].float()
-    return torch.cat([found, found[-1:].expand(num_codewords - len(found), -1)])
+    return pool[torch.cat(seeds)]
 
 
 def _seeds_of_rounds(num_seeds: int) -> list[int]:

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sklearn.cluster import KMeans
+from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 
 from qat.quant import error_feedback as ef
@@ -21,6 +21,7 @@ from qat.quant.vectors import (
     diagonal_blocks,
     feedback_of_blocks,
     nearest_vectors,
+    seeds_in_rounds,
     start_codewords,
 )
 from qat.quant.weight import (
@@ -147,6 +148,21 @@ def test_seeds_are_distinct_vectors_of_the_weight() -> None:
     assert seeds.shape == (8, 4) and len(seeds.unique(dim=0)) == 3
     few = start_codewords(vectors[:2], torch.zeros(2, 4), 8)
     assert torch.equal(few.unique(dim=0), vectors[:2].unique(dim=0))
+
+
+@pytest.mark.parametrize("d", [2, 4])
+def test_seeds_drawn_in_rounds_lie_as_well_as_those_of_the_library(d: int) -> None:
+    """Of what a weight's errors to its nearest seed add up to."""
+    pool, weights = torch.randn(2000, d).double(), torch.rand(2000).double() ** 2
+    ours = seeds_in_rounds(pool, weights, 64)
+    theirs = torch.from_numpy(
+        kmeans_plusplus(pool.numpy(), 64, sample_weight=weights.numpy(), random_state=0)[0]
+    )
+    assert len(ours.unique(dim=0)) == 64
+    left = [(torch.cdist(pool, s).amin(1).square() * weights).sum() for s in (ours, theirs)]
+    assert left[0] < 1.1 * left[1]
+    same = torch.randn(3, d).double()[torch.arange(600) % 3]
+    assert len(seeds_in_rounds(same, torch.ones(600).double(), 8).unique(dim=0)) == 3
 
 
 @pytest.mark.parametrize("d", [2, 4])
