@@ -30,7 +30,7 @@ compare() { # GPUS NAME
 sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED [MAX_TOKENS]
     [ -e "$3" ] && return
     on_gpus "$1" python speedrun/research/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
-        --documents "$4" --top-p "$5" --seed "$6" --batch-size 8192 --max-tokens "${7:-255}"
+        --documents "$4" --top-p "$5" --seed "$6" --batch-size "$batch" --max-tokens "${7:-255}"
     mv "$3.part" "$3"
 }
 
@@ -102,6 +102,8 @@ print(*(','.join(map(str, range(i, gpus, n))) or i % gpus for i in range(n)))"
 wanted=("${@:4}")
 [ ${#wanted[@]} -gt 0 ] || wanted=(teacher_88m stories minimind tiny)
 read -ra gpus_of <<< "$(shares ${#wanted[@]})"
+sharing=$(((${#wanted[@]} + gpus - 1) / gpus)) # comparisons on a GPU: they sample at the same time
+batch=$((8192 / sharing))
 jobs=()
 for i in "${!wanted[@]}"; do
     "${wanted[$i]}" "${gpus_of[$i]}" & jobs+=($!)
