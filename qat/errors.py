@@ -5,7 +5,6 @@ A message has three parts: what was found, what was expected, what to do.
 
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 DISTRIBUTION = "qat-distill"
@@ -20,10 +19,13 @@ def how_to_install(extra: str) -> str:
     It names the clone, if there is one: the package is on no index. Installed in another way, pip
     takes what the extra asks for from the installation.
     """
+    from importlib.metadata import distributions  # takes a moment, and most runs need no hint
+
     is_clone = (HOME / "pyproject.toml").is_file()
     what = ["-e", f"{HOME}[{extra}]"] if is_clone else [f"{DISTRIBUTION}[{extra}]"]
     pip = [sys.executable, "-m", "pip", "install"]
-    if find_spec("pip") is None:  # an environment that uv made
+    # not by find_spec, after which setuptools no longer replaces distutils, and the compiler fails
+    if not [*distributions(name="pip")]:  # an environment that uv made
         pip = ["uv", "pip", "install", "--python", sys.executable]
     return shlex.join([*pip, *what])
 

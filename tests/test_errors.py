@@ -27,9 +27,20 @@ def test_installed_otherwise_pip_knows_the_distribution(
 
 
 def test_an_environment_without_pip_is_ones_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: iter(()))
     expected = ["uv", "pip", "install", "--python", sys.executable, "-e", f"{HOME}[eval]"]
     assert shlex.split(how_to_install("eval")) == expected
+
+
+def test_a_hint_leaves_the_compiler_what_it_imports() -> None:
+    """Looking for the module of pip stops setuptools from replacing distutils, which it asserts."""
+    pytest.importorskip("setuptools")
+    code = """if True:
+        from qat.errors import how_to_install
+        how_to_install("eval")
+        import distutils.core, setuptools
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_the_name_is_the_projects() -> None:
