@@ -214,17 +214,16 @@ MOST_GRAPHS = 32
 """Graphs that the compiler may make of one layer before it gives up."""
 
 
-UNCOMPILED = "the layers cannot be compiled (%s): they run uncompiled, more slowly"
-
-
 def refusals() -> tuple[type[Exception], ...]:
     """What the compiler raises where it cannot compile; it is loaded first here."""
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
 
 
-def said_by_compiler(error: Exception) -> str:
-    """Why the compiler refuses what it was given, in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+def say_uncompiled(error: Exception) -> str:
+    """Warn that layers run as they are written, and return why: what the compiler said, a line."""
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    logger.warning("the layers cannot be compiled (%s): they run uncompiled, more slowly", reason)
+    return reason
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,7 @@ class Regions:
                     return compiled(*args, **kwargs)
                 except refusals() as error:
                     self._is_refused = True
-                    logger.warning(UNCOMPILED, said_by_compiler(error))
+                    say_uncompiled(error)
             return forward(*args, **kwargs)
 
         return run

@@ -9,7 +9,6 @@ Nothing in a step waits for the device. On a GPU the first steps compile; then f
 of a micro-batch are recorded as one graph and replayed, where its size makes that pay.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -29,21 +28,12 @@ from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.models.language_model import LanguageModel
-from qat.models.regions import (
-    UNCOMPILED,
-    Regions,
-    compile_facts,
-    compute_in,
-    refusals,
-    said_by_compiler,
-)
+from qat.models.regions import Regions, compile_facts, compute_in, refusals, say_uncompiled
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.saver import trouble
-
-logger = logging.getLogger(__name__)
 
 Settings = TypeVar("Settings", bound=StepConfig)
 
@@ -181,8 +171,7 @@ class TrainingStep:
         try:
             return self._run(batches, valid, is_packed)
         except refusals() as error:
-            self.fallback = said_by_compiler(error)
-        logger.warning(UNCOMPILED, self.fallback)
+            self.fallback = say_uncompiled(error)
         self.optimizer.forget_gradients()
         self._is_compiled = False
         for regions in self._regions:
