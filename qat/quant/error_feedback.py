@@ -24,7 +24,8 @@ Shapes: O rows of all weights together, I in_features, G groups per row, C codeb
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,10 +36,12 @@ from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
 from qat.quant.vectors import (
     Nearest,
+    best_codewords,
     descent_of_blocks,
     feedback_of_blocks,
     nearest_vectors,
-    settle_vectors,
+    pulls_of_columns,
+    pulls_of_groups,
     upper_factor,
 )
 from qat.quant.weight import (
@@ -116,7 +119,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
         coupling: `(B, B)`; only what lies below the diagonal, or its blocks, is read.
     """
     if columns.indices is not None:
-        settle_vectors(columns, target, coupling)
+        _settle_vectors(columns, target, coupling)
         return
     scales = columns.scales.expand_as(target)
     inverse = torch.where(columns.scales == 0, 0.0, 1 / columns.scales).expand_as(target)
@@ -136,6 +139,27 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
         r.copy_(scaled)
         if i + 1 < len(target):
             target[i + 1 :].addr_(coupling[i + 1 :, i], change)
+
+
+def _settle_vectors(columns: Columns, target: Tensor, coupling: Tensor) -> None:
+    """As `settle_columns`, d columns at a time: each vector's best codeword."""
+    codebook = columns.levels
+    metric, indices = cast(Tensor, columns.metric), cast(Tensor, columns.indices)
+    d = codebook.shape[1]
+    scales = columns.scales.repeat_interleave(columns.group_size, dim=0)
+    pulling = pulls_of_columns if columns.group_size < d else pulls_of_groups
+    pulls, entries = pulling(codebook, metric.view(-1, d, d), scales)
+    for start in range(0, len(target), d):
+        end, block = start + d, start // d
+        best = best_codewords(pulls(block, target[start:end]).T, entries[block])
+        z = codebook.index_select(0, best.int()).T
+        after = torch.addcmul(columns.weight[start:end], z, scales[start:end], value=-1)
+        indices[block] = best
+        columns.chosen[start:end] = z
+        if end < len(target):
+            change = after - columns.residual[start:end]
+            target[end:].addmm_(coupling[end:, start:end], change)
+        columns.residual[start:end] = after
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
@@ -293,11 +317,10 @@ def fit_all_to_inputs(
     if not spec.is_vector:
         return _fit_together(weights, spec, hessian, ops)
 
-    def fit_alone(weight: Tensor) -> InputFit:
-        return _fit_together([weight], spec, hessian, ops)[0]
-
-    # rows of one sweep share a codebook
-    return list(on(hessian.device).side_by_side(fit_alone, weights))
+    alone = on(hessian.device).side_by_side(  # rows of one sweep share a codebook
+        lambda weight: _fit_together([weight], spec, hessian, ops), weights
+    )
+    return [*chain.from_iterable(alone)]
 
 
 def _fit_together(

@@ -1,7 +1,7 @@
 """Fit a weight to a codebook of vectors: an index names d neighbouring weights of a row.
 
 The rounds and sweeps are those of levels (`fit`, `error_feedback`). What differs stands here: the
-start, the best codeword of a vector, and the scale of a group of vectors.
+start, the best codeword of a vector, and what the blocks of a sweep count.
 
 An error of a vector counts by a symmetric `(d, d)` metric G. With w what the vector aims at and S
 its scales, the best codeword c makes `(w - S c)^T G (w - S c)` least, so `(S G w) . c - (S c)^T G
@@ -13,16 +13,12 @@ Shapes: O rows, I in_features, N vectors, d weights of a vector, C codewords, B 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from qat.quant.codebook import SCORES, SCORES_IN_CACHE
 from qat.quant.weight import index_dtype
-
-if TYPE_CHECKING:
-    from qat.quant.error_feedback import Columns
 
 PIECE = 2**17
 """Weights whose nearest codewords are found at a time."""
@@ -69,7 +65,10 @@ def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
         weights: `(N,)`, of their errors, not all zero.
         num_seeds: at most N.
     """
-    count, sizes = len(pool), _seeds_of_rounds(num_seeds)
+    sizes: list[int] = []
+    while (drawn := sum(sizes)) < num_seeds:
+        sizes.append(min(max(1, drawn // SEED_SHARE), num_seeds - drawn))
+    count = len(pool)
     luck = torch.empty(len(sizes), count, dtype=torch.float64)
     luck.exponential_(generator=torch.Generator().manual_seed(0))
     squares = pool.square().sum(1, keepdim=True)
@@ -87,13 +86,6 @@ def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
         near = weights * left[:, 0]
         seeds.append(tried[kept])
     return pool[torch.cat(seeds)]
-
-
-def _seeds_of_rounds(num_seeds: int) -> list[int]:
-    sizes: list[int] = []
-    while (drawn := sum(sizes)) < num_seeds:
-        sizes.append(min(max(1, drawn // SEED_SHARE), num_seeds - drawn))
-    return sizes
 
 
 Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -178,32 +170,11 @@ def _without_blocks(matrix: Tensor, d: int) -> Tensor:
     return matrix
 
 
-def settle_vectors(columns: "Columns", target: Tensor, coupling: Tensor) -> None:
-    """As `error_feedback.settle_columns`, d columns at a time: each vector's best codeword."""
-    codebook = columns.levels
-    metric, indices = cast(Tensor, columns.metric), cast(Tensor, columns.indices)
-    d = codebook.shape[1]
-    scales = columns.scales.repeat_interleave(columns.group_size, dim=0)
-    pulls_of = _pulls_of_columns if columns.group_size < d else _pulls_of_groups
-    pulls, entries = pulls_of(codebook, metric.view(-1, d, d), scales)
-    for start in range(0, len(target), d):
-        end, block = start + d, start // d
-        best = best_codewords(pulls(block, target[start:end]).T, entries[block])
-        z = codebook.index_select(0, best.int()).T
-        after = torch.addcmul(columns.weight[start:end], z, scales[start:end], value=-1)
-        indices[block] = best
-        columns.chosen[start:end] = z
-        if end < len(target):
-            change = after - columns.residual[start:end]
-            target[end:].addmm_(coupling[end:, start:end], change)
-        columns.residual[start:end] = after
-
-
 Pulls = Callable[[int, Tensor], Tensor]
 """From a block's number and its targets `(d, O)` to the pulls `(K, O)` on its codewords."""
 
 
-def _pulls_of_groups(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
+def pulls_of_groups(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
     """Of vectors whose weights share a scale S: `t^T G c - S c^T G c / 2`, over S, is largest.
 
     `metric` is `(B / d, d, d)`, `scales` `(B, O)`. Entries are `(B / d, d + 1, C)`.
@@ -215,7 +186,7 @@ def _pulls_of_groups(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[
     return lambda block, target: torch.cat([target, scales[block * d, None]]), entries
 
 
-def _pulls_of_columns(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
+def pulls_of_columns(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
     """Of vectors whose weights each have a scale of their own: entries `(B / d, K, C)`."""
     d = codebook.shape[1]
     first, second = torch.triu_indices(d, d, device=codebook.device).unbind()
