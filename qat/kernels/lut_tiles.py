@@ -112,6 +112,21 @@ def units_of_tile(
 
 
 @triton.jit
+def read_gradient(
+    tile, dW, scales, num_runs,
+    LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """A tile's units (`units_of_tile`), their gradient and their group's scale, as they lie."""
+    run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
+    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
+    dW = tl.load(dW + place, mask=is_unit[:, None], other=0)
+    if R > 0:
+        return run, column, is_unit, dW, tl.full([1], 1.0, tl.float32)
+    else:
+        return run, column, is_unit, dW, tl.load(scales + run, mask=is_unit, other=1)
+
+
+@triton.jit
 def low_rank_scale(
     scale_out, rank_gain, scale_in, run, column, is_unit,
     LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, E: tl.constexpr,

@@ -43,6 +43,7 @@ from qat.kernels.lut_tiles import (
     Tiling,
     as_stored,
     low_rank_scale,
+    read_gradient,
     scale_operands,
     units_of_tile,
 )
@@ -487,14 +488,9 @@ def _read_tile(
     BITS: tl.constexpr,
 ):  # fmt: skip
     """What a tile reads once, as it lies: gradient, indices, group scales."""
-    run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
-    place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
-    dW = tl.load(dW + place, mask=is_unit[:, None], other=0)
+    run, column, is_unit, dW, S = read_gradient(tile, dW, scales, num_runs, LENGTH, R, N, U, E)
     index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, E)
-    if R > 0:
-        return dW, index, tl.full([1], 1.0, tl.float32)
-    else:
-        return dW, index, tl.load(scales + run, mask=is_unit, other=1)
+    return dW, index, S
 
 
 @triton.jit
