@@ -54,7 +54,12 @@ takes the name away before it is read.
 """
 LORA_RANK = "lora_rank"
 """Key of a module with an adapter, beside those of its spec."""
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
+SAFETENSORS_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
 
 
 @register_quantization_config(QUANT_METHOD)

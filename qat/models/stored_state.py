@@ -47,9 +47,9 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state as a packed checkpoint stores it.
 
     Of each quantized linear or table: `packed` (uint8), `codebook` (levels in float32, ascending,
-    or codewords in float16), its scales (float16, or uint8 of 8 bits; `rank_gain` float32), the
-    factors of its adapter (float16) and the bias. Everything else as it is, in bfloat16 where that
-    loses nothing: a student whose masters are float32 does not grow beyond its teacher.
+    or codewords in int8 or float16), its scales (float16, or uint8 of 8 bits; `rank_gain` float32),
+    the factors of its adapter (float16) and the bias. Everything else as it is, in bfloat16 where
+    that loses nothing: a student whose masters are float32 does not grow beyond its teacher.
 
     Raises:
         CheckpointError: a scale or level is not finite in the dtype it is stored in.

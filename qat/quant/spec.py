@@ -61,15 +61,16 @@ class LutSpec(Settings):
     scale_bits: Literal[32, 16, 8] = 16
     """Bits of a stored scale: a float32, a float16, or, of a group scale alone, its upper byte
     (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
-    level_bits: Literal[32, 16] = 32
+    level_bits: Literal[32, 16, 8] = 32
     """Bits that a learned level is rounded to: a float32, or a float16 for programs that compute
-    in one. A codebook of vectors, which is large, is always of 16."""
+    in one. A codebook of vectors, which is large, is of 16 or, if not given, of 8: multiples of
+    1/64 below 2."""
 
     @model_validator(mode="before")
     @classmethod
     def _short_codewords(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("vector_size", 1) != 1:
-            return {"level_bits": 16} | values
+            return {"level_bits": 8} | values
         return values
 
     @model_serializer(mode="wrap")
@@ -89,6 +90,8 @@ class LutSpec(Settings):
                 f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
                 "vector_size=2, 4 or 8 too"
             )
+        elif self.level_bits == 8:
+            raise ValueError("level_bits=8 is for codewords (vector_size=2, 4 or 8); give 16 or 32")
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.codebook == "int" and self.bits == 1:
@@ -109,8 +112,8 @@ class LutSpec(Settings):
             )
         if self.group_size % d:
             raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
-        if self.level_bits != 16:
-            raise ValueError(f"vector_size={d} needs level_bits=16, got level_bits=32")
+        if self.level_bits == 32:
+            raise ValueError(f"vector_size={d} needs level_bits=8 or 16, got level_bits=32")
 
     @property
     def is_vector(self) -> bool:
@@ -136,7 +139,7 @@ class LutSpec(Settings):
     def stored_bits(self, part: str) -> int:
         """Bits that a checkpoint stores a number of the weight's `part` in: codebook or scale."""
         if part == "codebook":
-            return 16 if self.is_vector else 32
+            return self.level_bits if self.is_vector else 32
         return self.scale_bits
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:

@@ -84,6 +84,8 @@ Group scales of 8 bits are bytes instead, and scales of 32 bits are float32.
 
 WIDE = 32
 """`scale_bits` of scales in float32."""
+CODEWORD_STEPS = 64
+"""Of codewords of 8 bits, from 0 to 1."""
 
 ROWS_IN_CACHE = 256
 """Rows of a low-rank product that a CPU sums at a time."""
@@ -193,7 +195,7 @@ def dtype_as_stored(name: str, bits: int | None = None) -> torch.dtype:
     if bits is None or name not in (*SCALE_NAMES, "codebook"):
         return STORED_DTYPES[name]
     if name == "codebook":
-        return torch.float32 if bits == WIDE else torch.float16
+        return {WIDE: torch.float32, 16: torch.float16, 8: torch.int8}[bits]
     if bits == WIDE:
         return torch.float32
     return torch.uint8 if _is_byte(name, bits) else STORED_DTYPES[name]
@@ -203,11 +205,15 @@ def round_as_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor
     """`value` in float32 after rounding to what a checkpoint stores `name` in."""
     if _is_byte(name, bits):
         return round_to_e5m3(value)
+    if name == "codebook" and bits is not None:
+        return round_levels(value, bits)
     return value.to(dtype_as_stored(name, bits)).float()
 
 
 def round_levels(codebook: Tensor, level_bits: int) -> Tensor:
-    """Levels in float32, of `level_bits` bits."""
+    """Levels in float32, of `level_bits` bits: of 8, the nearest multiple of 1/64 below 2."""
+    if level_bits == 8:
+        return (codebook * CODEWORD_STEPS).round().clamp(-127, 127) / CODEWORD_STEPS
     return codebook if level_bits == 32 else codebook.half().float()
 
 
@@ -215,11 +221,14 @@ def to_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
     """The tensor that a checkpoint holds for `value`, which is rounded as stored and finite."""
     if _is_byte(name, bits):
         return encode(value)
-    return value.to(dtype_as_stored(name, bits))
+    dtype = dtype_as_stored(name, bits)
+    return (value * CODEWORD_STEPS).to(dtype) if dtype == torch.int8 else value.to(dtype)
 
 
 def from_stored(name: str, stored: Tensor, bits: int | None = None) -> Tensor:
     """The float32 values of the tensor that a checkpoint holds for `name`."""
+    if stored.dtype == torch.int8:
+        return stored.float() / CODEWORD_STEPS
     return decode(stored) if _is_byte(name, bits) else stored.float()
 
 

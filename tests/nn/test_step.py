@@ -37,6 +37,7 @@ class Oracle(nn.Module):
             name: nn.Parameter(parameter.detach().half().float() if "scale" in name else parameter)
             for name, parameter in linear.weight_parameters().items()
         }
+        self.named["codebook"] = nn.Parameter(linear.levels().clone())
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
     def weight(self) -> Tensor:

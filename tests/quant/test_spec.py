@@ -40,7 +40,7 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
         ({"bits": 9, "vector_size": 4}, r"bits=9, expected one of \(1, 2, .* 10, 12\) with vector"),
         ({"bits": 8, "vector_size": 4, "group_size": 6}, "group_size=6 is no multiple of vector_s"),
         ({"bits": 4, "vector_size": 2, "codebook": "int"}, "codebook=int has vector_size=1, got"),
-        ({"bits": 8, "vector_size": 4, "level_bits": 32}, "vector_size=4 needs level_bits=16"),
+        ({"bits": 8, "vector_size": 4, "level_bits": 32}, "vector_size=4 needs level_bits=8 or 16"),
     ],
 )
 def test_formats_that_cannot_be(values: dict, message: str) -> None:

@@ -34,7 +34,8 @@ def run(place: Path, out: Path, *, resume: bool = False, learn: str) -> TrainRep
 def test_trained_is_stored_is_written(size: int, bits: int, learn: str, tmp_path: Path) -> None:
     spec = LutSpec(bits=bits, vector_size=size, group_size=16, scale_bits=8)
     place = make_place(tmp_path, spec)
-    settings = config(place, learn=learn, max_steps=3)
+    # in three steps a number of a codeword shall move by 1/64 of the largest
+    settings = config(place, learn=learn, max_steps=3, lr=0.1, lr_codebook=0.1)
     trainer = make_trainer(settings, place / "student", tmp_path / "run")
     before = load_model(str(place / "student"), device="cpu").model
     trainer.train()
