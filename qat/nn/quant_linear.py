@@ -103,7 +103,7 @@ class QuantLinear(nn.Module):
         self.set_lora(None)
 
     def source(self) -> PackedIndices | Tensor:
-        """Packed indices, or the latent weight that they follow; no gradient."""
+        """Packed indices, or the latent weight that they follow: what `W` is formed of."""
         raise NotImplementedError
 
     def indices(self) -> Tensor:
@@ -172,15 +172,7 @@ class QuantLinear(nn.Module):
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """`codebook[indices] * S`, `(O, I)`."""
-        return form(self._to_form(), self.levels(), self._source_scales(), dtype, out=out)
-
-    def _to_form(self) -> PackedIndices | Tensor:
-        """What a weight is formed of."""
-        return self.source()
-
-    def _to_pull_back(self) -> PackedIndices | Tensor:
-        """What the last weight was formed of."""
-        return self.source()
+        return form(self.source(), self.levels(), self._source_scales(), dtype, out=out)
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint would hold now beside the adapter: what forward computes with."""
@@ -232,8 +224,7 @@ class QuantLinear(nn.Module):
         with torch.autocast(dW.device.type, enabled=False):
             lora, scales = self._raw_lora(), self._source_scales()
             gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
-            source = self._to_pull_back()
-            return gradients | pull_back(dW, source, self.levels(), scales, wanted=wanted)
+            return gradients | pull_back(dW, self.source(), self.levels(), scales, wanted=wanted)
 
     def learns(self) -> bool:
         """Whether anything that the weight is made of gets gradients."""
@@ -357,9 +348,10 @@ class LutLinear(QuantLinear):
         super().__init__(quantized, bias, spec)
         self.weight = nn.Parameter(weight.detach().clone())
 
-    def source(self) -> Tensor:
-        """The latent weight."""
-        return self.get_parameter("weight").detach()  # `qat.nn.sites` may lay another over it
+    def source(self) -> PackedIndices | Tensor:
+        """The codewords last chosen, if they are kept, or the latent weight; no gradient."""
+        # `qat.nn.sites` may lay another weight over it
+        return self.get_parameter("weight").detach() if self._chosen is None else self._chosen
 
     @torch.no_grad()
     def indices(self) -> Tensor:
@@ -367,14 +359,12 @@ class LutLinear(QuantLinear):
         S = expand_scales(round_scales(self._source_scales()), self.in_features)
         return latent_indices(self.weight, S, self.levels())
 
-    def _to_form(self) -> PackedIndices | Tensor:
-        source = choose(self.source(), self.levels(), self._source_scales(), out=self._chosen)
+    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        room, self._chosen = self._chosen, None
+        source = choose(self.source(), self.levels(), self._source_scales(), out=room)
         if isinstance(source, PackedIndices) and self.learns():
             self._chosen = source
-        return source
-
-    def _to_pull_back(self) -> PackedIndices | Tensor:
-        return self.source() if self._chosen is None else self._chosen
+        return form(source, self.levels(), self._source_scales(), dtype, out=out)
 
     def release_(self) -> None:
         """Drop the formed weight and what it was formed of."""

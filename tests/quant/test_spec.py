@@ -94,7 +94,7 @@ def test_shapes_that_do_not_fit() -> None:
 def test_bits_of_a_weight_where_an_index_names_several(bits: int, size: int, found: float) -> None:
     spec = LutSpec(bits=bits, vector_size=size)
     assert spec.index_bits == found and isinstance(spec.index_bits, type(found))
-    assert spec.codebook_shape == (2**bits, size) and spec.stored_bits("codebook") == 16
+    assert spec.codebook_shape == (2**bits, size) and spec.stored_bits("codebook") == 8
 
 
 def test_levels_are_written_as_before_there_were_vectors() -> None:
