@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,7 @@ SHAPING = re.compile(
 """Names of environment variables that decide what a run computes on, how fast and how exactly."""
 PRIVATE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 """Parts of the names of those that are nobody's business."""
-S, T = TypeVar("S"), TypeVar("T")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -418,17 +418,16 @@ class Backend:
         """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
         return 1
 
-    def side_by_side(
-        self, work: Callable[[S], T], items: Sequence[S], workers: int = 0
-    ) -> Iterator[T]:
-        """`work` of each of `items`, in order, by so many threads; 0: `self.workers()`."""
+    @contextmanager
+    def side_by_side(self, workers: int = 0) -> Iterator[Callable[..., Iterator[Any]]]:
+        """A `map`, its results in order, whose work so many threads do; 0: `self.workers()`."""
         workers = workers or self.workers()
         with undivided():
             if workers == 1:
-                yield from map(work, items)
+                yield map
                 return
             with ThreadPoolExecutor(workers) as pool:
-                yield from pool.map(work, items)
+                yield pool.map
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every random generator that a step may draw from."""

@@ -149,9 +149,9 @@ def quantize_model(
             if inputs is not None:
                 job.quantize_stage(names, inputs)
                 continue
-            fits = on(student.device).side_by_side(fit, names, workers)
-            for name, (weight, quantized, seconds) in zip(names, fits, strict=True):
-                job.put(name, weight, quantized, output_error=None, seconds=seconds)
+            with on(student.device).side_by_side(workers) as map_:
+                for name, (weight, quantized, seconds) in zip(names, map_(fit, names), strict=True):
+                    job.put(name, weight, quantized, output_error=None, seconds=seconds)
     if job.rare:
         logger.warning(
             "%d of %d weights of experts saw fewer than %d calibration tokens and were rounded "

@@ -23,6 +23,7 @@ Shapes: O rows of all weights together, I in_features, G groups per row, C codeb
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, cast
@@ -317,10 +318,11 @@ def fit_all_to_inputs(
     if not spec.is_vector:
         return _fit_together(weights, spec, hessian, ops)
 
-    alone = on(hessian.device).side_by_side(  # rows of one sweep share a codebook
-        lambda weight: _fit_together([weight], spec, hessian, ops), weights
-    )
-    return [*chain.from_iterable(alone)]
+    def fit_alone(weight: Tensor) -> list[InputFit]:  # rows of one sweep share a codebook
+        return _fit_together([weight], spec, hessian, ops)
+
+    with on(hessian.device).side_by_side() as map_:
+        return [*chain.from_iterable(map_(fit_alone, weights))]
 
 
 def _fit_together(
@@ -394,10 +396,10 @@ def fit_stack_to_inputs(
         return counts[e] * torch.stack([torch.minimum(before.sum(), after.sum()), whole.sum()])
 
     fitted = [e for e in range(E) if is_fitted[e]]
-    side_by_side = on(weight.device).side_by_side if spec.is_vector else map
     energies = weight.new_zeros(2, dtype=torch.float32)
-    for energy in side_by_side(fit_expert, fitted):
-        energies += energy
+    with on(weight.device).side_by_side() if spec.is_vector else nullcontext(map) as map_:
+        for energy in map_(fit_expert, fitted):
+            energies += energy
     scales = start.scales
     if held is not None:
         scales = scales._replace(scales=groups.reshape(held.shape))

@@ -187,10 +187,11 @@ def test_work_side_by_side_keeps_its_order_and_divides_no_operation(workers: int
     def work(item: int) -> tuple[float, int]:
         return 1 / item, torch.get_num_threads()
 
-    found = list(cpu.side_by_side(work, range(1, 20), workers))
+    with cpu.side_by_side(workers) as map_:
+        found = list(map_(work, range(1, 20)))
     assert found == [(1 / item, 1) for item in range(1, 20)]
     assert torch.get_num_threads() == 2
-    with pytest.raises(ZeroDivisionError):
-        list(cpu.side_by_side(work, [1, 0], workers))
+    with pytest.raises(ZeroDivisionError), cpu.side_by_side(workers) as map_:
+        list(map_(work, [1, 0]))
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
