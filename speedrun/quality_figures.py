@@ -23,6 +23,10 @@ from figures import record
 app = App(help=__doc__)
 TEACHERS = ("stories15m", "minimind2", "tiny_qwen3", "teacher88m")
 OURS, UNIFORM, TWO_BITS, VECTORS = "mixed bits", "q2a4", "q2a2", "v2a2"
+LEVELS_OF_ONE_FORMAT, VECTORS_OF_ONE_FORMAT = (
+    TWO_BITS,
+    rf"{VECTORS}|{VECTORS}, groups.*|\d+ codewords",
+)
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
@@ -56,6 +60,15 @@ class Results:
         """Its mean KL on the first text, in nats."""
         return statistics.fmean(row["kl_nats"] for row in self.of(recipe))
 
+    def size(self, recipe: str) -> float:
+        """Its bits a weight."""
+        return self.of(recipe)[0]["bits_per_weight"]
+
+    def sizes(self, names: str) -> list[tuple[float, float]]:
+        """Bits and KL of every recipe whose name the pattern `names` is."""
+        own = dict.fromkeys(r["recipe"] for r in self.rows if re.fullmatch(names, r["recipe"]))
+        return [(self.size(name), self.kl(name)) for name in own]
+
     def spread(self, recipe: str) -> float:
         """The standard deviation of that KL over seeds; 0 of one seed."""
         found = [row["kl_nats"] for row in self.of(recipe)]
@@ -63,10 +76,10 @@ class Results:
 
     def best(self, reference: str) -> str:
         """Our best recipe at equal steps that is no larger than that reference."""
-        most = self.of(reference)[0]["bits_per_weight"]
+        most = self.size(reference)
         ours = dict.fromkeys(r["recipe"] for r in self.rows if r["method"] == "qat")
         equal = [name for name in ours if self.of(name)[0]["steps"] == self.steps]
-        return min((n for n in equal if self.of(n)[0]["bits_per_weight"] <= most), key=self.kl)
+        return min((n for n in equal if self.size(n) <= most), key=self.kl)
 
     def over(self, reference: str) -> float:
         """Our KL over that reference's."""
@@ -157,7 +170,7 @@ def over_baselines(
     measured = {key: results.rows[0][key] for key in ("commit", "device")}
     best = min(results.baselines(), key=results.kl)
     ours = recipe or results.best(best)
-    sizes = {name: round(results.of(name)[0]["bits_per_weight"], 3) for name in (ours, best)}
+    sizes = {name: round(results.size(name), 3) for name in (ours, best)}
     print(f"{figure}: {ours} beside {best}, {sizes} bits")
     ratio = round(results.kl(ours) / results.kl(best), 4)
     record(figures, figure, ratio, "", goal, measured=measured, runs=len(results.of(ours)))
@@ -177,8 +190,9 @@ def over_baselines(
 def vectors(*directories: Path, figures: Path) -> None:
     """Append what codebooks of vectors are worth beside levels, the worst teacher of each.
 
-    Near 2.5 bits: the best of vectors that are no larger than `q2a2`, over it. Near 3.0: mixed bits
-    of both. At the KL of `q2a2`: bits a weight, between two sizes in the logarithm of their KLs.
+    Near 2.5 bits: the best of vectors over the best of levels, none of them larger than `q2a2`;
+    mixed bits too, and then without. Near 3.0: mixed bits of both. At the KL of `q2a2`: bits a
+    weight, between two sizes in the logarithm of their KLs.
     """
     found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
 
@@ -190,21 +204,26 @@ def vectors(*directories: Path, figures: Path) -> None:
         value = round(values[worst.name], 4)
         record(figures, figure, value, unit, goal, measured=measured, runs=runs)
 
-    ratios = {}
-    for each in found:
-        fitting = [kl for bits, kl in _vectors(each) if bits <= _size(each, TWO_BITS)]
-        ratios[each.name] = min(fitting) / each.kl(TWO_BITS)
-    put_worst("vector_kl_ratio_equal_bits", ratios, "", "<= 0.75")
+    def near(levels: str, codewords: str) -> dict[str, float]:
+        """By teacher: the least KL of vectors over that of levels, none larger than `q2a2`."""
+        least = [
+            {e.name: min(k for b, k in e.sizes(names) if b <= e.size(TWO_BITS)) for e in found}
+            for names in (codewords, levels)
+        ]
+        return {name: kl / least[1][name] for name, kl in least[0].items()}
+
+    one_format = LEVELS_OF_ONE_FORMAT, VECTORS_OF_ONE_FORMAT
+    both = tuple(
+        rf"({names}|{preset} mixed, 2\.5)"
+        for names, preset in zip(one_format, (TWO_BITS, VECTORS), strict=True)
+    )
+    put_worst("vector_kl_ratio_equal_bits", near(*both), "", "<= 0.75")
+    put_worst("vector_kl_ratio_one_format", near(*one_format), "", "")
     mixed = {e.name: e.kl(f"{VECTORS} mixed, 3.0") / e.kl(f"{TWO_BITS} mixed, 3.0") for e in found}
     put_worst("vector_kl_ratio_mixed_3_bits", mixed, "", "<= 0.85")
-    converted = [f"{name}, converted only" for name in (VECTORS, TWO_BITS)]
-    put_worst(
-        "vector_converted_ratio",
-        {each.name: each.kl(converted[0]) / each.kl(converted[1]) for each in found},
-        "",
-        "<= 0.6",
-    )
-    sizes = {each.name: bits_at(_vectors(each), each.kl(TWO_BITS)) for each in found}
+    converted = (f"{names}, converted only" for names in both)
+    put_worst("vector_converted_ratio", near(*converted), "", "<= 0.6")
+    sizes = {e.name: bits_at(e.sizes(VECTORS_OF_ONE_FORMAT), e.kl(TWO_BITS)) for e in found}
     put_worst("vector_bits_at_q2a2_kl", sizes, "bits", "<= 2.15")
 
 
@@ -221,17 +240,6 @@ def bits_at(points: list[tuple[float, float]], kl: float) -> float:
             share = math.log(before[1] / kl) / math.log(before[1] / value)
             return before[0] + share * (bits - before[0])
     return math.inf
-
-
-def _size(results: Results, recipe: str) -> float:
-    return results.of(recipe)[0]["bits_per_weight"]
-
-
-def _vectors(results: Results) -> list[tuple[float, float]]:
-    """Bits and KL of every trained recipe of vectors in all linears of one format."""
-    names = dict.fromkeys(row["recipe"] for row in results.rows)
-    ours = [n for n in names if re.match(rf"{VECTORS}($|, groups)|\d+ codewords", n)]
-    return [(_size(results, name), results.kl(name)) for name in ours]
 
 
 @app.command
