@@ -69,11 +69,6 @@ class ChooseTile(NamedTuple):
     registers: int = 0
     """The most of a thread, or 0."""
 
-    @classmethod
-    def of(cls, C: int, d: int) -> Self:
-        """Four programs at once on a multiprocessor, where nothing spills: two hide too little."""
-        return cls(registers=128) if C * d <= 1024 else cls()
-
 
 class ReduceTile(NamedTuple):
     """What a program sums by codeword."""
@@ -94,7 +89,7 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
     `qat.quant.codebook.nearest_codewords` under the scales as stored, to the bit.
     """
     C, d = codebook.shape
-    cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile.of(C, d), out.device)
+    cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile(), out.device)
     capped = {"maxnreg": cut.registers} if IS_COMPILED and cut.registers else {}
     tiling = Tiling.of(latent.shape, scales, cut.vectors * d, d, cuts=True)
     parts = max(4 if tiling.rank == 0 else 8, 16 // d)

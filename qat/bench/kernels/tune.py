@@ -86,7 +86,7 @@ def choose_space(size: Size, C: int, d: int) -> Space:
     """Tiles of vectors and chunks of codewords whose scores fit in registers."""
     listed = map(ChooseTile._make, product((64, 128), (64, 128), (4, 8), (8, 24), (4, 8), (0, 128)))
     fitting = [one for one in listed if 4096 <= one.vectors * one.chunk / one.warps * 4 <= 16384]
-    return _space("vectors_choose", (size["O"], size["I"], C, d), ChooseTile.of(C, d), fitting)
+    return _space("vectors_choose", (size["O"], size["I"], C, d), ChooseTile(), fitting)
 
 
 def reduce_space(size: Size, C: int, d: int) -> Space:
