@@ -103,7 +103,7 @@ class QuantLinear(nn.Module):
         self.set_lora(None)
 
     def source(self) -> PackedIndices | Tensor:
-        """Packed indices, or the latent weight that they follow: what `W` is formed of."""
+        """Packed indices, or the latent weight that they follow; no gradient."""
         raise NotImplementedError
 
     def indices(self) -> Tensor:
@@ -172,7 +172,11 @@ class QuantLinear(nn.Module):
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """`codebook[indices] * S`, `(O, I)`."""
-        return form(self.source(), self.levels(), self._source_scales(), dtype, out=out)
+        return form(*self._made_of(), self._source_scales(), dtype, out=out)
+
+    def _made_of(self) -> tuple[PackedIndices | Tensor, Tensor]:
+        """The source and the levels of the last forming."""
+        return self.source(), self.levels()
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint would hold now beside the adapter: what forward computes with."""
@@ -224,7 +228,7 @@ class QuantLinear(nn.Module):
         with torch.autocast(dW.device.type, enabled=False):
             lora, scales = self._raw_lora(), self._source_scales()
             gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
-            return gradients | pull_back(dW, self.source(), self.levels(), scales, wanted=wanted)
+            return gradients | pull_back(dW, *self._made_of(), scales, wanted=wanted)
 
     def learns(self) -> bool:
         """Whether anything that the weight is made of gets gradients."""
@@ -336,11 +340,11 @@ class LutLinear(QuantLinear):
     estimator, arXiv:1308.3432) and the exact gradient to `codebook` and the scales.
 
     The codewords of vectors take long to find: forming leaves their indices, a byte or two for each
-    vector, and pulling back uses these until the next forming. They are freed with the formed
-    weight, and where nothing learns they are not kept.
+    vector, and the levels, and pulling back uses these until the next forming. They are freed with
+    the formed weight, and where nothing learns they are not kept.
     """
 
-    _chosen: PackedIndices | None
+    _chosen: tuple[PackedIndices, Tensor] | None
 
     def __init__(
         self, weight: Tensor, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec
@@ -348,10 +352,9 @@ class LutLinear(QuantLinear):
         super().__init__(quantized, bias, spec)
         self.weight = nn.Parameter(weight.detach().clone())
 
-    def source(self) -> PackedIndices | Tensor:
-        """The codewords last chosen, if they are kept, or the latent weight; no gradient."""
-        # `qat.nn.sites` may lay another weight over it
-        return self.get_parameter("weight").detach() if self._chosen is None else self._chosen
+    def source(self) -> Tensor:
+        """The latent weight."""
+        return self.get_parameter("weight").detach()  # `qat.nn.sites` may lay another over it
 
     @torch.no_grad()
     def indices(self) -> Tensor:
@@ -360,11 +363,15 @@ class LutLinear(QuantLinear):
         return latent_indices(self.weight, S, self.levels())
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        room, self._chosen = self._chosen, None
-        source = choose(self.source(), self.levels(), self._source_scales(), out=room)
+        levels, scales = self.levels(), self._source_scales()
+        room, _ = self._chosen or (None, None)
+        source = choose(self.source(), levels, scales, out=room)
         if isinstance(source, PackedIndices) and self.learns():
-            self._chosen = source
-        return form(source, self.levels(), self._source_scales(), dtype, out=out)
+            self._chosen = source, levels
+        return form(source, levels, scales, dtype, out=out)
+
+    def _made_of(self) -> tuple[PackedIndices | Tensor, Tensor]:
+        return self._chosen or super()._made_of()
 
     def release_(self) -> None:
         """Drop the formed weight and what it was formed of."""

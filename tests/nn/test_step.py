@@ -430,12 +430,12 @@ def test_codewords_are_found_once_for_forming_and_pulling_back(monkeypatch) -> N
         for _ in range(3):
             linear(torch.randn(3, 32)).sum().backward()
         assert len(searches) == forms
-    room = linear._chosen.octets
+    room = linear._chosen[0].octets
     with torch.no_grad():
         linear.weight.neg_()
     linear.form_(torch.float32)
-    assert linear._chosen.octets.data_ptr() == room.data_ptr()
-    assert torch.equal(linear._chosen.indices(), linear.indices())
+    assert linear._chosen[0].octets.data_ptr() == room.data_ptr()
+    assert torch.equal(linear._chosen[0].indices(), linear.indices())
 
 
 def test_a_gradient_belongs_to_the_codewords_that_were_formed() -> None:
