@@ -165,7 +165,7 @@ def _room(config: ConvertConfig) -> dict[str, bool]:
     """What else a budget may be spent on."""
     return {
         "with_tables": config.embedding_bits == "auto",
-        "wider_groups": config.to is None and config.group_size is None,
+        "wider_groups": config.group_size is None,
     }
 
 

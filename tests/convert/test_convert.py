@@ -314,9 +314,9 @@ def test_plan_files_that_are_wrong(place: Path, tmp_path: Path, text: bytes, mes
             "short.txt holds less than one sequence of 32 tokens; give more text or lower --cal",
         ),
         (
-            {"calibration": "{}/text.txt", "bits_budget": 2.5},
+            {"calibration": "{}/text.txt", "bits_budget": 2.2},
             ConfigError,
-            "bits_budget=2.5, but these 4 modules can take 3.0",
+            "bits_budget=2.2, but these 4 modules can take 2.5",
         ),
         (
             {"calibration": "{}/text.txt", "calibration_length": 129},
