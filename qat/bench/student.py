@@ -22,6 +22,7 @@ from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan
+from qat.quant.weight import round_levels
 from qat.ranks import ALONE, Ranks
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.start import make_trainable
@@ -101,8 +102,8 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
     if spec.is_vector:
-        levels = torch.empty(spec.codebook_shape).uniform_(-1, 1).half()
-    levels = levels.to(linear.codebook)
+        levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
+    levels = round_levels(levels.to(linear.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()
     linear.packed.random_(0, 256)  # any bits are indices: the presets' codebooks are full
     linear.codebook.copy_(levels)

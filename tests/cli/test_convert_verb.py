@@ -72,7 +72,7 @@ def test_vectors_are_named_as_such(place: Path, tmp_path: Path, monkeypatch, cap
     assert json.loads(printed.splitlines()[-1])["ships_to"] == ["packed", "dense", "coreml"]
     (module,) = json.loads((out / "convert_report.json").read_text())["modules"]
     assert (module["bits"], module["vector_size"]) == (3, 2)
-    assert module["bits_per_weight"] == 3 + 8 / 32 + 16 * 64 * 2 / (64 * 32)
+    assert module["bits_per_weight"] == 3 + 8 / 32 + 8 * 64 * 2 / (64 * 32)
     again = tmp_path / "again"
     flags = ["--to", plan, "--base", place / "float", "--device", "cpu", "--out", again]
     assert call(monkeypatch, "convert", out, *flags) == 0
