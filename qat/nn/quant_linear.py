@@ -364,9 +364,11 @@ class LutLinear(QuantLinear):
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         levels, scales = self.levels(), self._source_scales()
-        room, _ = self._chosen or (None, None)
+        room, old_levels = self._chosen or (None, None)
         source = choose(self.source(), levels, scales, out=room)
-        if isinstance(source, PackedIndices) and self.learns():
+        if source is room and old_levels is not None:  # a recorded backward reads them there
+            levels = old_levels.copy_(levels)
+        elif isinstance(source, PackedIndices) and self.learns():
             self._chosen = source, levels
         return form(source, levels, scales, dtype, out=out)
 

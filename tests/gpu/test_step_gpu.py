@@ -28,10 +28,10 @@ def _nothing_compiled_yet() -> None:
     torch.compiler.reset()
 
 
-def step_of(place: Path, **values: object) -> TrainingStep:
+def step_of(place: Path, preset: str = "q2a4", **values: object) -> TrainingStep:
     settings = config(place, device="cuda", **{"dtype": "bf16", "compile": "on", **values})
     model = LanguageModel(tiny_model(hidden_size=64, intermediate_size=128, initializer_range=0.1))
-    quantize_model(model, PRESETS["q2a4"], workers=1)
+    quantize_model(model, PRESETS[preset], workers=1)
     model.model.cuda()
     names = linears_in_scope(model.model, "e2e")
     if "weights" in settings.kinds:
@@ -94,15 +94,24 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales,codebook", "scales,norms"])
+@pytest.mark.parametrize(
+    ("preset", "learn"),
+    [
+        ("q2a4", "weights,scales,codebook"),
+        ("q2a4", "scales,codebook"),
+        ("q2a4", "scales,norms"),
+        ("v2a2", "weights,scales,codebook"),
+        ("v2a2", "scales,codebook"),
+    ],
+)
 def test_a_recorded_step_is_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learn: str, accumulate: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, learn: str, accumulate: int
 ) -> None:
-    recorded = step_of(tmp_path, learn=learn)
+    recorded = step_of(tmp_path, preset, learn=learn)
     found = course(recorded, 6, accumulate)
     assert recorded.compile_facts()["cuda_graph"]
     monkeypatch.setattr("qat.train.step.GRAPH_TOKENS", 0)
-    eager = step_of(tmp_path, learn=learn)
+    eager = step_of(tmp_path, preset, learn=learn)
     expected = course(eager, 6, accumulate)
     assert not eager.compile_facts()["cuda_graph"]
     assert found == pytest.approx(expected, rel=1e-4)

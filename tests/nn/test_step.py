@@ -430,12 +430,16 @@ def test_codewords_are_found_once_for_forming_and_pulling_back(monkeypatch) -> N
         for _ in range(3):
             linear(torch.randn(3, 32)).sum().backward()
         assert len(searches) == forms
-    room = linear._chosen[0].octets
+    room = linear._chosen[0].octets, linear._chosen[1]
     with torch.no_grad():
         linear.weight.neg_()
+        linear.codebook.mul_(0.9)
     linear.form_(torch.float32)
-    assert linear._chosen[0].octets.data_ptr() == room.data_ptr()
-    assert torch.equal(linear._chosen[0].indices(), linear.indices())
+    # a recorded backward finds them where they were
+    indices, levels = linear._made_of()
+    assert [t.data_ptr() for t in (indices.octets, levels)] == [t.data_ptr() for t in room]
+    assert torch.equal(indices.indices(), linear.indices())
+    assert torch.equal(levels, linear.levels())
 
 
 def test_a_gradient_belongs_to_the_codewords_that_were_formed() -> None:
