@@ -197,13 +197,27 @@ def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
     return MmaTile(units, min(most, spans))
 
 
+def vectors_mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
+    """As `mma_tile_for`, where a unit's codewords take more registers: fewer units, or capped.
+
+    Measured on an H200 at the matrices of a decoder layer of 4B (speedrun/LOG.md).
+    """
+    tile = mma_tile_for(out_features, in_features, bits)
+    if in_features > 8192:
+        return tile._replace(registers=128)
+    spans = triton.next_power_of_2(max(in_features // (4 * UNIT * 2), 1))
+    return tile if out_features < 4096 else MmaTile(2, min(4, spans))
+
+
 def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
     bits = 16 if isinstance(rows, Tensor) else rows.weight_bits
     key = (out_features, rows.shape[1], bits)
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
     is_vector = not isinstance(rows, Tensor) and rows.vector_size > 1
     if order_of(rows) == SPLIT:
-        return chosen("vectors_mma" if is_vector else "lut_mma", key, mma_tile_for(*key), device)
+        if is_vector:
+            return chosen("vectors_mma", key, vectors_mma_tile_for(*key), device)
+        return chosen("lut_mma", key, mma_tile_for(*key), device)
     if is_vector:
         return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
     return chosen("lut_matvec", key, tile_for(*key), device)

@@ -61,7 +61,7 @@ class ChooseTile(NamedTuple):
     """Of a tile."""
     chunk: int = 64
     """Codewords whose scores are held at a time: with 128 vectors, 64 numbers a thread."""
-    few: int = 8
+    few: int = 4
     """Codewords of a group, the best of which is found one by one."""
     tiles: int = 8
     """Tiles of a program, so that preparing the codebook costs little."""

@@ -35,7 +35,14 @@ from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
-from qat.kernels.lut_matvec import MmaTile, Tile, mma_tile_for, tile_for, vectors_tile_for
+from qat.kernels.lut_matvec import (
+    MmaTile,
+    Tile,
+    mma_tile_for,
+    tile_for,
+    vectors_mma_tile_for,
+    vectors_tile_for,
+)
 from qat.kernels.lut_rows import UNIT, is_mma_format
 from qat.kernels.lut_tiles import FormTile
 from qat.kernels.lut_vectors import ChooseTile, ReduceTile
@@ -63,9 +70,12 @@ def matvec_space(size: Size, bits: int, *, is_short: bool, d: int = 1) -> Space:
     key = (size["O"], I, bits // d)
     if is_short and is_mma_format(bits, d, I):
         cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
+        if d > 1:
+            cuts += [MmaTile(units, 8, registers) for units in (2, 4) for registers in (96, 128)]
         fitting = [cut for cut in cuts if 4 * cut.units * cut.warps <= I // UNIT]
-        name = "lut_mma" if d == 1 else "vectors_mma"
-        return _space(name, key, mma_tile_for(*key), fitting)
+        if d > 1:
+            return _space("vectors_mma", key, vectors_mma_tile_for(*key), fitting)
+        return _space("lut_mma", key, mma_tile_for(*key), fitting)
     listed = DENSE if is_dense else PACKED
     tiles = [Tile(*t[:4], registers=0 if is_dense else t[4]) for t in listed]
     # not those of which more than a third would lie outside the row
@@ -84,7 +94,7 @@ def form_space(size: Size, bits: int, d: int, *, is_packed: bool) -> Space:
 
 def choose_space(size: Size, C: int, d: int) -> Space:
     """Tiles of vectors and chunks of codewords whose scores fit in registers."""
-    listed = map(ChooseTile._make, product((64, 128), (64, 128), (4, 8), (8, 24), (4, 8), (0, 128)))
+    listed = map(ChooseTile._make, product((64, 128), (64, 128), (2, 4, 8), (8, 24), (4, 8), (0,)))
     fitting = [one for one in listed if 4096 <= one.vectors * one.chunk / one.warps * 4 <= 16384]
     return _space("vectors_choose", (size["O"], size["I"], C, d), ChooseTile(), fitting)
 
