@@ -11,6 +11,7 @@ SPECS = {
     "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
     "lut2_g48": LutSpec(bits=2, group_size=48),
     "ternary": LutSpec(bits=2, codebook="ternary", group_size=16, scale_bits=8),
+    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=16, scale_bits=8),
     "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
     "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
     "lut4_s32": LutSpec(bits=4, group_size=48, scale_bits=32),

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
+from qat.quant.codebook import fixed_grid
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, as_stored, index_dtype
 
@@ -19,6 +20,7 @@ SPECS = {
     "seq2": LutSpec(bits=2, codebook="seq", group_size=16),
     "int3": LutSpec(bits=3, codebook="int", group_size=8),
     "ternary": LutSpec(bits=2, codebook="ternary", group_size=16),
+    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=16, scale_bits=8),
     "lut2_s8": LutSpec(bits=2, group_size=8, scale_bits=8),
     "int3_s8": LutSpec(bits=3, codebook="int", group_size=16, scale_bits=8),
     "lut2_r4": LutSpec(bits=2, scale="low_rank", rank=4, group_size=16),
@@ -54,8 +56,8 @@ def random_codebook(spec: LutSpec) -> Tensor:
         return torch.randn(spec.codebook_shape)
     if spec.codebook == "lut":
         return torch.randn(spec.num_levels).sort().values
-    if spec.codebook == "ternary":
-        return torch.tensor([-1.0, 0.0, 1.0])
+    if spec.codebook in ("ternary", "e2m1"):
+        return fixed_grid(spec)
     half = 2 ** (spec.bits - 1)
     levels = torch.arange(-half, half).float()
     return levels if spec.codebook == "int" else levels + 0.5

@@ -12,14 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from qat.errors import ExportError
 from qat.export.parts import (
+    EVEN_GRIDS,
     Affine,
     affine,
     exact,
     float_model,
     group_size_near,
     logits_of,
-    lost_by_rank,
-    lost_by_vectors,
+    lost_by_grid,
     refuse_low_rank,
     refuse_vectors,
     unquantized_state,
@@ -146,7 +146,7 @@ class BlockType(NamedTuple):
 
 def block_type(spec: LutSpec) -> BlockType | None:
     """The smallest type that holds that format exactly; None if there is none."""
-    if spec.scale != "group" or spec.codebook == "lut":
+    if spec.scale != "group" or spec.codebook not in EVEN_GRIDS:
         return None
     if spec.group_size % LARGE == 0:
         if spec.codebook == "ternary":
@@ -263,11 +263,9 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """ggml holds even levels: in groups of 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
-    reason = lost_by_vectors(spec) or lost_by_rank(spec)
+    reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is not None:
         return reason
-    if spec.codebook == "lut":
-        return "its codebook is lut, expected int, seq or ternary: ggml has no learned levels"
     if block_type(spec) is None:
         return (
             f"no type of ggml holds {spec.bits} bits of codebook={spec.codebook} in groups of "

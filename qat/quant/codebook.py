@@ -38,6 +38,9 @@ CAPPED = 8
 MOST_INSIDE = 1e-4
 """Share of the error that may lie inside the bins, where no level can tell values apart."""
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Floats of 2 exponent bits and 1 of mantissa, ascending, without their sign."""
+
 Array = NDArray[Any]
 
 
@@ -45,7 +48,8 @@ def fixed_grid(spec: LutSpec) -> Tensor | None:
     """The levels of a grid that never moves, ascending float32 `(C,)`; None for a learned LUT.
 
     seq: evenly spaced, symmetric, no zero (ParetoQ, arXiv:2502.02631): `(2c + 1 - C) / C`.
-    int: `-2**(bits-1) ... 2**(bits-1) - 1`. ternary: `-1, 0, 1`.
+    int: `-2**(bits-1) ... 2**(bits-1) - 1`. ternary: `-1, 0, 1`. e2m1: floats of that name, with
+    both signs and one zero.
     """
     C = spec.num_levels
     if spec.codebook == "lut":
@@ -54,6 +58,8 @@ def fixed_grid(spec: LutSpec) -> Tensor | None:
         return (2 * torch.arange(C) + 1 - C) / C
     if spec.codebook == "int":
         return torch.arange(-(C // 2), C // 2).float()
+    if spec.codebook == "e2m1":
+        return torch.cat([-E2M1[1:].flip(0), E2M1])
     return torch.tensor([-1.0, 0.0, 1.0])
 
 

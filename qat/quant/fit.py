@@ -289,8 +289,9 @@ def _nearest(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
 
 def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
     groups = absmax_scales(weight, spec.group_size)
-    if spec.codebook == "int":
-        groups = groups / 2 ** (spec.bits - 1)
+    levels = fixed_grid(spec)
+    if levels is not None and spec.codebook != "seq":  # whose levels lie within -1 ... 1
+        groups = groups / -float(levels[0])
     if spec.scale == "group":
         return Scales(scales=groups, bits=spec.scale_bits)
     S = groups.repeat_interleave(spec.group_size, dim=1)

@@ -10,7 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from qat.config import Settings
 from qat.errors import ConfigError
 
-CodebookKind = Literal["lut", "seq", "int", "ternary"]
+CodebookKind = Literal["lut", "seq", "int", "ternary", "e2m1"]
 Role = Literal["mlp", "attention", "other"]
 ROLE_PARTS: dict[Role, str] = {
     "attention": r"attn|attention|conv|mamba|mixer|ssm|temporal|^[qkvo]_proj$|qkv|^query",
@@ -47,11 +47,11 @@ class LutSpec(Settings):
     """
 
     bits: int = Field(ge=1, le=12)
-    """Bits per index; the codebook has `2**bits` entries (three when ternary)."""
+    """Bits per index; the codebook has `2**bits` entries (three when ternary, 15 when e2m1)."""
     vector_size: Literal[1, 2, 4, 8] = 1
     """Weights that an index names."""
     codebook: CodebookKind = "lut"
-    """lut: k-means levels that may learn; seq, int, ternary: fixed grids."""
+    """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
     """Form of the scale."""
     group_size: int = Field(default=32, gt=0)
@@ -94,6 +94,8 @@ class LutSpec(Settings):
             raise ValueError("level_bits=8 is for codewords (vector_size=2, 4 or 8); give 16 or 32")
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
+        if self.codebook == "e2m1" and self.bits != 4:
+            raise ValueError(f"an e2m1 codebook is stored in bits=4, got bits={self.bits}")
         if self.codebook == "int" and self.bits == 1:
             raise ValueError("codebook=int needs bits >= 2; use codebook=seq for one bit")
         if (self.scale == "low_rank") != (self.rank > 0):
@@ -123,7 +125,7 @@ class LutSpec(Settings):
     @property
     def num_levels(self) -> int:
         """Entries of the codebook: levels, or codewords."""
-        return 3 if self.codebook == "ternary" else 2**self.bits
+        return {"ternary": 3, "e2m1": 15}.get(self.codebook, 2**self.bits)
 
     @property
     def codebook_shape(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
         ({"bits": 2, "scale": "row"}, r"scale='row': .*'group' or 'low_rank'"),
         ({"bits": 2, "grup_size": 8}, r"grup_size: Extra inputs are not permitted"),
         ({}, r"bits: Field required"),
+        ({"bits": 3, "codebook": "e2m1"}, "an e2m1 codebook is stored in bits=4, got bits=3"),
         ({"bits": 3, "codebook": "ternary"}, "ternary codebook is stored in bits=2, got bits=3"),
         ({"bits": 1, "codebook": "int"}, "codebook=int needs bits >= 2; use codebook=seq"),
         ({"bits": 2, "scale": "low_rank"}, "scale=low_rank does not go with rank=0"),
@@ -57,6 +58,10 @@ def test_formats_that_cannot_be(values: dict, message: str) -> None:
         (LutSpec(bits=2, codebook="int"), [-2, -1, 0, 1]),
         (LutSpec(bits=4, codebook="int"), list(range(-8, 8))),
         (LutSpec(bits=2, codebook="ternary"), [-1, 0, 1]),
+        (
+            LutSpec(bits=4, codebook="e2m1"),
+            [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6],
+        ),
     ],
 )
 def test_fixed_grids(spec: LutSpec, levels: list[float]) -> None:
