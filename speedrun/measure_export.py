@@ -2,7 +2,8 @@
 
 Each target's own library reads what was written: transformers (dense, packed), mlx-lm (mlx),
 transformers with compressed-tensors or torchao, gguf (dequantized) and coreml (decompressed, the
-program's values inferred). The largest difference of a logit from the checkpoint is recorded.
+program's values inferred). The largest difference of a logit from the checkpoint is recorded, and
+of NVFP4 that of a weight too.
 
 python speedrun/measure_export.py MODEL [--cache-dir CACHE] --figures FILE.jsonl
 """
@@ -18,6 +19,8 @@ from figures import record
 
 from qat.cli import run_verb
 from qat.export.targets import TARGETS, load_target
+from qat.models.load import load_model
+from qat.nn.step import quant_linears
 
 STEPS = 3
 GOALS = {"mlx": 1e-3, "coreml": 1e-3, "coreml_fp16": 0.1, "anemll": 1e-3}
@@ -34,6 +37,8 @@ class Shipped(NamedTuple):
     bits: float
     megabytes: float
     seconds: float
+    weights: float | None
+    """The largest difference of a weight, where that is measured."""
 
     @property
     def figure(self) -> str:
@@ -64,6 +69,10 @@ def main() -> None:
                 figure = f"export_max_logit_diff_{shipped.figure}"
                 wished = f"<= {goal:g}" if goal else "== 0"
                 record(arguments.figures, figure, shipped.difference, "logit", wished)
+                if shipped.weights is not None:
+                    figure = f"{shipped.figure}_roundtrip_diff"
+                    record(arguments.figures, figure, shipped.weights, "weight", "== 0")
+            failed += bool(shipped.weights)
     raise SystemExit(failed)
 
 
@@ -102,6 +111,18 @@ def export(name: str, source: Path, out: Path, dtype: str) -> Shipped:
         bits=found["bits_per_weight"],
         megabytes=found["bytes"] / 1e6,
         seconds=time.perf_counter() - began,
+        weights=weight_difference(source, out) if name == "nvfp4" else None,
+    )
+
+
+def weight_difference(student: Path, written: Path) -> float:
+    """The largest difference of a weight, read as a float, from that of the student."""
+    packed, read = (
+        load_model(str(path), device="cpu", dtype="fp32").model for path in (student, written)
+    )
+    return max(
+        (read.get_submodule(name).weight - linear.quantized_weight()).abs().max().item()
+        for name, linear in quant_linears(packed).items()
     )
 
 

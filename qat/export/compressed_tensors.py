@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
@@ -77,22 +78,49 @@ def write(
         tensors[f"{name}.weight_packed"] = pack_to_int32(integers, bits)
         tensors[f"{name}.weight_scale"] = scale
         tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
-    extra = {"quantization_config": _config({name: m.spec for name, m in modules.items()})}
+    specs = {name: module.spec for name, module in modules.items()}
+    settings = config("pack-quantized", _groups(specs))
+    save(model, tokenizer, directory, tensors=tensors, settings=settings)
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    *,
+    tensors: dict[str, Tensor],
+    settings: dict[str, object],
+) -> None:
+    """Write the tensors, the configuration with these `settings` of quantization, the tokenizer."""
+    dtype, extra = embedding_dtype(model), {"quantization_config": settings}
     write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _config(specs: dict[str, LutSpec]) -> dict[str, object]:
-    """The `quantization_config`: one group of linears for each format."""
+def config(form: str, groups: list[tuple[list[str], dict[str, object]]]) -> dict[str, object]:
+    """The `quantization_config` of weights in that form: names of linears, and how each is held."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{number}": {"targets": names, "weights": weights}
+            for number, (names, weights) in enumerate(groups)
+        },
+        "ignore": [],
+    }
+
+
+def _groups(specs: dict[str, LutSpec]) -> list[tuple[list[str], dict[str, object]]]:
+    """One group of linears for each format."""
 
     def key(name: str) -> tuple[int, int]:
         return specs[name].bits, specs[name].group_size
 
-    formats = groupby(sorted(specs, key=key), key)
-    groups = {
-        f"group_{number}": {
-            "targets": list(names),
-            "weights": {
+    return [
+        (
+            list(names),
+            {
                 "num_bits": bits,
                 "type": "int",
                 "symmetric": True,
@@ -100,13 +128,6 @@ def _config(specs: dict[str, LutSpec]) -> dict[str, object]:
                 "group_size": group_size,
                 "dynamic": False,
             },
-        }
-        for number, ((bits, group_size), names) in enumerate(formats)
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": [],
-    }
+        )
+        for (bits, group_size), names in groupby(sorted(specs, key=key), key)
+    ]

@@ -232,11 +232,14 @@ def align(model: PreTrainedModel) -> None:
         parameter.data = parameter.data.clone()
 
 
-def reloaded_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that transformers reads from `directory`, in the dtype of `model`."""
+def reloaded_logits(
+    model: PreTrainedModel, directory: Path, ids: Tensor, **settings: object
+) -> Tensor:
+    """Those of the model that transformers, given these `settings` too, reads from `directory`, in
+    the dtype of `model`."""
     with quiet_transformers():
         reloaded = auto_class(model.config).from_pretrained(
-            directory, dtype=embedding_dtype(model), local_files_only=True
+            directory, dtype=embedding_dtype(model), local_files_only=True, **settings
         )
         open_sites(reloaded)  # so that experts multiply in the layout that they have in `model`
         align(reloaded)

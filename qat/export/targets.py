@@ -27,6 +27,7 @@ TARGETS: dict[TargetName, str] = {
     "coreml": "qat.export.coreml",
     "mlx": "qat.export.mlx",
     "compressed-tensors": "qat.export.compressed_tensors",
+    "nvfp4": "qat.export.nvfp4",
     "gguf": "qat.export.gguf",
     "torchao": "qat.export.torchao",
     "anemll": "qat.anemll.export",
@@ -36,6 +37,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "coreml": ("coremltools", "coreml"),
     "mlx": ("mlx_lm", "mlx"),
     "compressed-tensors": ("compressed_tensors", "ship"),
+    "nvfp4": ("compressed_tensors", "ship"),
     "gguf": ("gguf", "ship"),
     "torchao": ("torchao", "adam8bit"),
 }

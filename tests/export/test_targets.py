@@ -14,8 +14,16 @@ import families
 import numpy as np
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
+from quantized import (
+    SPECS,
+    e5m3_values,
+    frozen_linear,
+    latent_linear,
+    tiny_adapted,
+    tiny_quantized,
+)
 from ranks_case import run_ranks
+from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from tokenizers.pre_tokenizers import Digits, Sequence
 from torch import Tensor
@@ -27,7 +35,7 @@ from qat.convert.config import REPORT_NAME
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
-from qat.export import coreml, gguf, mlx, parts
+from qat.export import coreml, gguf, mlx, nvfp4, parts
 from qat.export import gguf as gguf_blocks
 from qat.export import gguf as gguf_tokenizer
 from qat.export import model as card
@@ -39,10 +47,11 @@ from qat.export.targets import LIBRARIES, TARGETS, check_model, load_target, shi
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
+from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears
-from qat.nn.swap import linear_names, with_tables
+from qat.nn.swap import linear_names, replace_module, with_tables
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
-from qat.quant.weight import pack
+from qat.quant.weight import pack, to_stored
 from qat.ranks import Ranks
 
 # coremltools leaves temporary directories to their finalizers
@@ -55,7 +64,9 @@ WIDE = {
     "head_dim": 32,
     "max_position_embeddings": 32,
 }
-SHIPPED = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
+EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
+"""Targets that hold evenly spaced levels of 4 bits."""
+SHIPPED = (*EVEN, "nvfp4")
 
 
 @torch.no_grad()
@@ -92,8 +103,7 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetName, Path]
 
 
 def library(to: TargetName) -> None:
-    name = {"mlx": "mlx_lm", "coreml": "coremltools"}.get(to, to.replace("-", "_"))
-    pytest.importorskip(name, exc_type=ImportError)
+    pytest.importorskip(LIBRARIES[to][0], exc_type=ImportError)
 
 
 def test_every_name_has_a_module() -> None:
@@ -101,7 +111,7 @@ def test_every_name_has_a_module() -> None:
     for name in TARGETS:
         target = load_target(name)
         assert target.COMPARED in ("bits", "sums", "constants") and "DIR" in target.HOW_TO_LOAD
-        assert target.lost(LutSpec(bits=2, codebook="int"), (64, 64)) is None
+        assert target.lost(LutSpec(bits=2, codebook="int", scale_bits=8), (64, 64)) is None
 
 
 @pytest.mark.parametrize("to", SHIPPED)
@@ -125,7 +135,7 @@ def test_the_targets_library_reads_our_logits(
     assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
 
 
-@pytest.mark.parametrize("to", ["mlx", "compressed-tensors", "gguf", "torchao"])
+@pytest.mark.parametrize("to", ["mlx", "compressed-tensors", "gguf", "torchao", "nvfp4"])
 def test_bfloat16_holds_what_a_conversion_gives(
     to: TargetName, students: dict[TargetName, Path], tmp_path: Path
 ) -> None:
@@ -154,6 +164,105 @@ def test_mlx_words_hold_our_weights(bits: int) -> None:
     size = linear.spec.group_size
     read = mx.dequantize(mx.array(words), *arrays, group_size=size, bits=bits)
     assert torch.equal(torch.from_numpy(np.array(read)), linear.quantized_weight())
+
+
+NVFP4_FORMATS = [
+    ("e2m1", 4, 16),
+    ("e2m1", 4, 32),
+    ("int", 3, 16),
+    ("int", 2, 16),
+    ("ternary", 2, 64),
+    ("seq", 2, 16),
+    ("seq", 1, 16),
+]
+
+
+def nvfp4_weights(directory: Path) -> dict[str, Tensor]:
+    """What compressed-tensors decompresses, by linear."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    settings = QuantizationConfig.model_validate(config)
+    compressor = BaseCompressor.get_value_from_registry(settings.format)
+    tensors, found = load_file(directory / "model.safetensors"), {}
+    for scheme in settings.config_groups.values():
+        for name in scheme.targets:
+            parts = compressor.compression_param_names(scheme)
+            packed = {part: tensors.pop(f"{name}.{part}") for part in parts}
+            assert packed["weight_scale"].dtype == torch.float8_e4m3fn
+            found[name] = compressor.decompress(packed, scheme)["weight"]
+    assert not [key for key in tensors if "weight_" in key]
+    return found
+
+
+@pytest.mark.parametrize(("codebook", "bits", "size"), NVFP4_FORMATS)
+def test_nvfp4_is_the_weight_to_the_bit(
+    codebook: str, bits: int, size: int, tmp_path: Path
+) -> None:
+    library("nvfp4")
+    spec = LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=8)
+    model = tiny_quantized("qwen3", spec, **WIDE)
+    q_proj = quant_linears(model)["model.layers.0.self_attn.q_proj"]
+    with torch.no_grad():
+        q_proj.scales[0], q_proj.scales[1] = 0, 2.0**-17
+    nvfp4.write(model, None, tmp_path)
+    found = nvfp4_weights(tmp_path)
+    assert found.keys() == quant_linears(model).keys()
+    for name, linear in quant_linears(model).items():
+        assert torch.equal(found[name].float(), linear.quantized_weight())
+
+
+def test_one_factor_of_nvfp4_holds_every_scale_up_to_1_75(tmp_path: Path) -> None:
+    """The bytes of 5 exponent and 3 mantissa bits up to there are those of E4M3, 2^8 times less."""
+    library("nvfp4")
+    model = tiny_quantized("qwen3", SPECS["e2m1"], **WIDE)
+    first, *_, last = quant_linears(model).values()
+    held = e5m3_values().float()
+    held = held[held <= 1.75]
+    with torch.no_grad():
+        first.scales.view(-1)[: len(held)] = held
+    nvfp4.write(model, None, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    factors = {float(value) for key, value in stored.items() if key.endswith("global_scale")}
+    assert factors == {2.0**8}
+    name = next(name for name, linear in quant_linears(model).items() if linear is first)
+    octets = stored[f"{name}.weight_scale"].view(torch.uint8)
+    assert torch.equal(octets, to_stored("scales", first.scales_as_stored().by_group(), 8))
+    with torch.no_grad():
+        last.scales[0, 0] = 1.875
+    with pytest.raises(ExportError, match="has a scale of .* largest is at most 3.5, .* --lr-sc"):
+        nvfp4.write(model, None, tmp_path / "again")
+    with torch.no_grad():
+        first.scales.clamp_min_(2.0**-10)
+    nvfp4.write(model, None, tmp_path)
+    assert torch.equal(nvfp4_weights(tmp_path)[name].float(), first.quantized_weight())
+
+
+def test_what_is_trained_for_nvfp4_is_what_is_read(tmp_path: Path) -> None:
+    library("nvfp4")
+    model = mixed("nvfp4").train()
+    for name, frozen in quant_linears(model).items():
+        latent = LutLinear(frozen.quantized_weight() * 1.1, frozen.quantized(), None, frozen.spec)
+        replace_module(model, name, latent)
+    linears = quant_linears(model).values()
+    learning = [parameter for m in linears for parameter in (m.weight, m.scales)]
+    optimizer = torch.optim.AdamW(learning, lr=0.01)
+    before = {name: m.quantized_weight() for name, m in quant_linears(model).items()}
+    for _ in range(3):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = model.eval()
+    save_checkpoint(trained, tiny_tokenizer(), tmp_path / "packed")
+    export_model(str(tmp_path / "packed"), ExportConfig(to="nvfp4"), tmp_path / "out")
+    found = nvfp4_weights(tmp_path / "out")
+    read = load_model(str(tmp_path / "out"), device="cpu", dtype="fp32").model
+    for name, linear in quant_linears(trained).items():
+        assert torch.equal(found[name].float(), linear.quantized_weight())
+        assert torch.equal(read.get_submodule(name).weight, linear.quantized_weight())
+        assert not torch.equal(before[name], linear.quantized_weight())
+    assert torch.equal(logits(read), logits(trained))
 
 
 GGUF_FORMATS = {
@@ -240,13 +349,19 @@ def test_the_tokenizer_goes_into_a_gguf(
         ("mlx", LutSpec(bits=7, codebook="int"), "no weights of 7 bits"),
         ("mlx", SPECS["int4_r3"], "of low rank"),
         ("compressed-tensors", SPECS["seq2"], "expected int or ternary"),
-        ("gguf", SPECS["lut4"], "its codebook is lut, .* ggml has no learned levels"),
+        ("gguf", SPECS["lut4"], "its codebook is lut, expected seq or int or ternary"),
+        ("gguf", SPECS["e2m1"], "its codebook is e2m1, expected seq or int or ternary"),
+        ("nvfp4", SPECS["lut2"], "its codebook is lut, expected e2m1 or seq or int or ternary"),
+        ("nvfp4", LutSpec(bits=4, codebook="int"), "is int of 4 bits, expected .* E2M1 values"),
+        ("nvfp4", LutSpec(bits=3, codebook="seq"), "is seq of 3 bits, expected .* E2M1 values"),
+        ("nvfp4", SPECS["int3"], "no groups of 8, expected a multiple of 16"),
+        ("nvfp4", SPECS["seq2"], "its scales have 16 bits, expected 8"),
         ("gguf", SPECS["int3"], "holds 3 bits of codebook=int in groups of 8 without loss"),
         ("torchao", SPECS["lut2"], "expected seq or int or ternary"),
         ("coreml", SPECS["lut2_r4"], "of low rank"),
         *(
             (to, SPECS["fours8_s8"], "an index names 4 weights, expected one;")
-            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "anemll")
+            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll")
         ),
         ("anemll", SPECS["fours10_r2"], "an index names 4 weights, expected one;"),
         ("coreml", LutSpec(bits=10, vector_size=2), "has 1024 codewords, expected at most 256;"),
@@ -265,7 +380,7 @@ def test_adapters_are_refused(to: TargetName) -> None:
         check_model(to, tiny_adapted("qwen3", LutSpec(bits=2, codebook="int", scale_bits=8)))
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "nvfp4"])
 def test_quantized_tables_are_refused(to: TargetName) -> None:
     model = tiny_model()
     with_head = with_tables(plan(LutSpec(bits=2, codebook="int"), "*.mlp.*"), model, 8)
@@ -290,6 +405,14 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
         ("gguf", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
         ("coreml", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
         ("compressed-tensors", LutSpec(bits=1), {}, "need 2 bits at least"),
+        ("nvfp4", LutSpec(bits=5), {}, "no weights of 5 bits; name a plan of at most 4 bits"),
+        (
+            "nvfp4",
+            LutSpec(bits=4),
+            {"hidden_size": 40},
+            "rows of 40 do not split into",
+        ),
+        ("nvfp4", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
         *(
             (
                 to,
@@ -297,7 +420,7 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
                 {},
                 f"{to} cannot hold .*q_proj: an index names 2 weights, .*q2a4",
             )
-            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "anemll")
+            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll")
         ),
         ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords, .* at most 8 bits"),
     ],
@@ -331,19 +454,32 @@ def test_a_plan_is_bent_to_its_target() -> None:
         "gguf": {"up_proj": ("int", 32), "down_proj": ("seq", 256)},
         "torchao": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
         "coreml": {"up_proj": ("lut", 16), "down_proj": ("lut", 16)},
+        "nvfp4": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
     }
 
 
-@pytest.mark.parametrize("names", [("mlx", "gguf"), ("gguf", "mlx"), SHIPPED, tuple(TARGETS)])
-def test_a_plan_is_bent_to_what_all_its_targets_hold(names: tuple[TargetName, ...]) -> None:
+@pytest.mark.parametrize(
+    ("preset", "names"),
+    [
+        ("q2a4", ("mlx", "gguf")),
+        ("q2a4", ("gguf", "mlx")),
+        ("q2a4", EVEN),
+        ("q2a4", tuple(name for name in TARGETS if name != "nvfp4")),
+        ("q2a2", tuple(TARGETS)),
+    ],
+)
+def test_a_plan_is_bent_to_what_all_its_targets_hold(
+    preset: str, names: tuple[TargetName, ...]
+) -> None:
     model = tiny_model(**WIDE)
     shipping = Shipping({name: load_target(name) for name in names})
-    bent = shipping.plan(PRESETS["q2a4"], model)
-    assert bent.name == f"q2a4_{'_'.join(names)}"
+    bent = shipping.plan(PRESETS[preset], model)
+    assert bent.name == f"{preset}_{'_'.join(names)}"
     quantize_model(load_like(model), bent)
     for name in names:
         check_model(name, model)
-    assert {m.spec.bits for m in quantized_modules(model).values()} == {2, 4}
+    wished = {int(bits) for bits in preset[1::2]}
+    assert {m.spec.bits for m in quantized_modules(model).values()} == wished
 
 
 def test_vectors_stay_vectors_where_a_target_holds_them() -> None:
@@ -382,6 +518,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(
         "compressed-tensors": lut,
         "gguf": lut,
         "torchao": lut,
+        "nvfp4": lut,
     }
     assert "holds no adapters" in lacking(tmp_path / "lut", adapters=True).values()
     copied = shutil.copytree(students["mlx"], tmp_path / "mlx")
@@ -467,7 +604,7 @@ GEMMA = {
         ),
         *(
             (to, "gemma3", GEMMA, tied)
-            for to in ("mlx", "compressed-tensors", "torchao")
+            for to in ("mlx", "compressed-tensors", "torchao", "nvfp4")
             for tied in (True, False)
         ),
     ],
@@ -734,8 +871,8 @@ def test_the_verbs_convert_for_targets_and_export_to_them(
     assert found["plan"] == "mixed-3.5_gguf_mlx" and found["budget_bits_per_weight"] <= 3.5
     assert {"gguf", "mlx"} < set(found["ships_to"]) and "anemll" not in found["ships_to"]
     said = " ".join(capsys.readouterr().out.split())
-    assert "not to anemll: has one LUT size for all linears of attn" in said
-    assert "choose before" not in said  # --for anemll would not help
+    assert "; anemll: has one LUT size for all linears of attn" in said
+    assert not ships_to(Path(student))["anemll"].is_format  # --for anemll would not help
     shipped = run_verb(["export", student, "--to", "gguf", "--out", out])
     assert shipped["logits_equal"] and shipped["logits_max_diff"] == 0
     with pytest.raises(ConfigError, match="--for is given with --from"):

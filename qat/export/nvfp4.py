@@ -1,0 +1,170 @@
+"""Target `nvfp4`: weights as E2M1 under an E4M3 scale for each 16, one factor, for vLLM and others.
+
+`W = e2m1 * e4m3 / factor`, as compressed-tensors' `nvfp4-pack-quantized` has it. A scale of 8 bits
+here has 3 mantissa bits as E4M3 does, and one more of exponent: divided by a power of two it is an
+E4M3 number if it is not too far below the largest.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import CompressedTensorsConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from qat.errors import ExportError
+from qat.export import compressed_tensors
+from qat.export.parts import (
+    any_model,
+    group_size_near,
+    lost_by_grid,
+    refuse_low_rank,
+    refuse_vectors,
+    reloaded_logits,
+    unquantized_state,
+)
+from qat.models.stored_state import quantized_modules
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import embedding_dtype
+from qat.quant.codebook import E2M1, fixed_grid
+from qat.quant.spec import LutSpec
+from qat.quant.weight import SMALLEST, pack
+
+COMPARED = "bits"
+HOLDS_ADAPTERS = False
+HOLDS_TABLES = False
+check = any_model
+GRIDS = ("e2m1", "seq", "int", "ternary")
+GROUP_SIZE = 16
+LARGEST = 448.0
+"""Of E4M3."""
+MOST_BITS = 4
+CODEBOOKS = {1: "seq", 2: "seq", 3: "int", 4: "e2m1"}
+"""The grid of E2M1 values for so many bits. Of the two of 2 bits seq loses less: the embedded
+teacher, converted to `q2a2` with calibration, is off by a KL of 0.109 nats, with int by 0.148."""
+SETTINGS = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": GROUP_SIZE,
+    "dynamic": False,
+}
+HOW_TO_LOAD = """\
+`vllm serve DIR`, or
+
+```python
+# pip install compressed-tensors
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+config = CompressedTensorsConfig(dequantize=True)
+model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto", quantization_config=config)
+```
+"""
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """NVFP4 holds grids of E2M1 values, in groups of a multiple of 16 with scales of 8 bits."""
+    reason = lost_by_grid(spec, GRIDS)
+    if reason is None and not _is_e2m1(spec):
+        reason = (
+            f"its codebook is {spec.codebook} of {spec.bits} bits, expected levels that are E2M1 "
+            "values: e2m1, ternary, int of 2 or 3 bits, seq of 1 or 2"
+        )
+    if reason is None and spec.group_size % GROUP_SIZE:
+        reason = f"NVFP4 has no groups of {spec.group_size}, expected a multiple of {GROUP_SIZE}"
+    if reason is None and spec.scale_bits != 8:
+        reason = f"its scales have {spec.scale_bits} bits, expected 8, which E4M3 holds"
+    return reason
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """The grid of as many bits, or the plan's if it is one of E2M1 values; groups of 16.
+
+    Raises:
+        ExportError: more than 4 bits, vectors, scales of low rank, or 16 does not divide the row.
+    """
+    refuse_vectors(spec)
+    refuse_low_rank(spec)
+    if spec.bits > MOST_BITS:
+        raise ExportError(
+            f"NVFP4 has no weights of {spec.bits} bits; name a plan of at most {MOST_BITS} bits"
+        )
+    codebook = spec.codebook if _is_e2m1(spec) else CODEBOOKS[spec.bits]
+    size = group_size_near(GROUP_SIZE, (GROUP_SIZE,), shape[1])
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer.
+
+    All weights have one factor: vLLM takes the largest for linears that it joins (q, k and v).
+
+    Raises:
+        ExportError: scales lie too far apart.
+    """
+    modules = quantized_modules(model)
+    scales = {name: _scales(module) for name, module in modules.items()}
+    largest = torch.stack([scale.max() for scale in scales.values()]).max().clamp_min(SMALLEST)
+    factor = 2.0 ** (LARGEST / largest).log2().floor()  # so that E4M3 holds the largest of all
+    tensors = unquantized_state(model, embedding_dtype(model))
+    for name, module in modules.items():
+        codes, _ = _nibbles(module.levels())
+        tensors[f"{name}.weight_packed"] = pack(codes[module.indices().int()], 4)
+        tensors[f"{name}.weight_scale"] = _e4m3(name, scales[name], factor)
+        tensors[f"{name}.weight_global_scale"] = factor[None].clone()
+    settings = compressed_tensors.config("nvfp4-pack-quantized", [(list(modules), SETTINGS)])
+    compressed_tensors.save(model, tokenizer, directory, tensors=tensors, settings=settings)
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the model that transformers reads, decompressed by compressed-tensors."""
+    config = CompressedTensorsConfig(dequantize=True)  # else the weights are bfloat16 in any model
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")  # as we wish
+        return reloaded_logits(model, directory, ids, quantization_config=config)
+
+
+def _unit(levels: Tensor) -> Tensor:
+    """What E2M1 values are multiplied with, where 1/2 is to be the smallest level but zero."""
+    return 2 * levels[levels != 0].abs().min()
+
+
+def _nibbles(levels: Tensor) -> tuple[Tensor, bool]:
+    """The 4 bits `(C,)` uint8 of each level over the unit, and whether all are E2M1 values."""
+    values = levels / _unit(levels)
+    codes = torch.searchsorted(E2M1, values.abs()).clamp_max(len(E2M1) - 1)
+    is_held = torch.equal(E2M1[codes], values.abs())
+    return (codes + len(E2M1) * (values < 0)).to(torch.uint8), is_held
+
+
+def _is_e2m1(spec: LutSpec) -> bool:
+    """Whether the levels are a fixed grid of E2M1 values times a number."""
+    levels = fixed_grid(spec)
+    return levels is not None and _nibbles(levels)[1]
+
+
+def _scales(module: QuantLinear) -> Tensor:
+    """`(O, I / 16)` float32: what E2M1 values are multiplied with."""
+    scales, levels = module.scales_as_stored().by_group(), module.levels().detach()
+    return (scales * _unit(levels)).repeat_interleave(module.spec.group_size // GROUP_SIZE, 1)
+
+
+def _e4m3(name: str, scales: Tensor, factor: Tensor) -> Tensor:
+    """`scales * factor` in E4M3, exactly.
+
+    Raises:
+        ExportError: one is too small for that.
+    """
+    found = (scales * factor).to(torch.float8_e4m3fn)
+    is_held = found.float() == scales * factor
+    if not is_held.all():
+        raise ExportError(
+            f"{name} has a scale of {scales[~is_held][0].item():.4g} in a model whose largest is "
+            f"at most {LARGEST / factor.item():.4g}, expected scales that E4M3 holds times one "
+            "power of two; lower --lr-scales and train again, or leave the linear with the largest "
+            "in floating point by a rule of its own in a plan"
+        )
+    return found
