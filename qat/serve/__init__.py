@@ -1,0 +1,1 @@
+"""Packed checkpoints in engines that serve many requests at once."""

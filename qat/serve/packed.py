@@ -1,0 +1,313 @@
+"""A packed checkpoint as an engine holds it: its config, its tensors cut for several processes, and
+the operators that compute with them. Nothing here knows an engine.
+
+An engine joins matrices that read the same input, such as queries, keys and values, to one linear.
+Each of these parts keeps its spec and its codebook; nothing is converted.
+
+Shapes: O out_features, I in_features, R rank, d weights that an index names.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.errors import CheckpointError, ConfigError
+from qat.kernels.lut_weight import form
+from qat.models.hf_quantizer import SPARSE_FORMAT, VECTORS, QatConfig, empty_weight
+from qat.models.stored_state import PACKED
+from qat.quant.lora import LORA_NAMES, Lora, add_product_
+from qat.quant.spec import LutSpec
+from qat.quant.weight import (
+    SCALE_NAMES,
+    PackedIndices,
+    Scales,
+    dtype_as_stored,
+    from_stored,
+    pack,
+    unpack,
+)
+
+DENSE = "weight"
+"""Name of the one tensor of a matrix that stayed in floating point."""
+BY_ROW = (PACKED, "scales", "scale_out", "lora_out", DENSE)
+"""Tensors whose first dimension is that of the outputs."""
+BY_COLUMN = ("scale_in", "lora_in", DENSE)
+"""Tensors whose second dimension is that of the inputs, one number for each."""
+
+
+class Format(NamedTuple):
+    """What an operator must know of a part beside its tensors."""
+
+    bits: int = 0
+    """Of an index; 0 for a matrix in floating point."""
+    vector_size: int = 1
+    rank: int = 0
+    """Of a low-rank scale; 0 with group scales."""
+    lora_rank: int = 0
+    """Of the adapter; 0 without one."""
+
+    @classmethod
+    def of(cls, spec: LutSpec | None, lora_rank: int = 0) -> Self:
+        """The format of a matrix with that spec, or of one in floating point."""
+        return cls() if spec is None else cls(spec.bits, spec.vector_size, spec.rank, lora_rank)
+
+    def names(self) -> tuple[str, ...]:
+        """The tensors of such a part, in the order in which operators take them."""
+        if not self.bits:
+            return (DENSE,)
+        scales = SCALE_NAMES[1:] if self.rank else SCALE_NAMES[:1]
+        return (PACKED, "codebook", *scales, *(LORA_NAMES if self.lora_rank else ()))
+
+
+class Stored(NamedTuple):
+    """How one matrix lies in the checkpoint."""
+
+    name: str
+    spec: LutSpec | None
+    """None: it stayed in floating point."""
+    lora_rank: int = 0
+
+    @property
+    def format(self) -> Format:
+        """What an operator must know of it."""
+        return Format.of(self.spec, self.lora_rank)
+
+
+class Part(NamedTuple):
+    """A matrix of the checkpoint, and the piece of it that one of several processes holds."""
+
+    stored: Stored
+    out_features: int
+    """Rows that are held; of a table some may be padding."""
+    columns: slice
+    """The input features that are held."""
+    in_features: int
+    """Input features of the whole matrix."""
+
+    @classmethod
+    def of(
+        cls, stored: Stored, out_features: int, in_features: int, *, columns: int, rank: int
+    ) -> Self:
+        """The piece of `out_features` rows and `columns` columns of the process `rank`.
+
+        Raises:
+            CheckpointError: the columns end inside a group, or a vector.
+        """
+        spec = stored.spec
+        if spec is not None:
+            unit = spec.group_size if spec.scale == "group" else spec.vector_size
+            what = "group of" if spec.scale == "group" else "vector of"
+            if in_features % unit:
+                raise CheckpointError(
+                    f"quantization_config of {stored.name} has a {what} {unit} weights, which "
+                    f"does not divide its {in_features} input features; convert the model anew"
+                )
+            if columns % unit:
+                raise CheckpointError(
+                    f"{stored.name}: tensor parallelism over {in_features // columns} processes "
+                    f"gives each {columns} of its {in_features} input features, which splits a "
+                    f"{what} {unit}; choose a size that leaves each a multiple of {unit}"
+                )
+        start = rank * columns if columns < in_features else 0
+        return cls(stored, out_features, slice(start, start + columns), in_features)
+
+    @property
+    def columns_held(self) -> int:
+        """How many input features are held."""
+        return self.columns.stop - self.columns.start
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What is held, without values, by name; `dtype` is that of matrices in floating point."""
+        return _tensors(self.stored, self.out_features, self.columns_held, dtype)
+
+    def rows(self, total: int, rank: int, size: int) -> slice:
+        """The rows that process `rank` of `size` holds of a linear with `total` of them.
+
+        Where processes are more than there are heads of keys, several hold the same rows.
+
+        Raises:
+            CheckpointError: these processes do not hold all rows equally often.
+        """
+        held = self.out_features
+        copies, rest = divmod(size * held, total)
+        if rest or not copies:
+            raise CheckpointError(
+                f"{self.stored.name} has {total} rows in the checkpoint, of which {size} "
+                f"processes hold {held} each; expected {size * held} rows: its config.json "
+                "belongs to another model; copy it anew"
+            )
+        start = rank // copies * held
+        return slice(start, start + held)
+
+    def cut(self, key: str, stored: Tensor, rows: slice) -> Tensor:
+        """What is held of the checkpoint's tensor `key`; rows of padding are zero.
+
+        Raises:
+            CheckpointError: the tensor is not of the shape and dtype that the spec says, or names
+                levels that the codebook does not have.
+        """
+        self._check(key, stored)
+        if key in BY_ROW:
+            stored = F.pad(stored[rows], (0, 0, 0, self.out_features - (rows.stop - rows.start)))
+        if self.columns_held == self.in_features:
+            return stored
+        if key in BY_COLUMN:
+            return stored[:, self.columns]
+        spec = self.stored.spec
+        if spec is None or key not in (PACKED, "scales"):
+            return stored
+        if key == "scales":
+            return stored[:, _in_units(self.columns, spec.group_size)]
+        indices = unpack(stored, spec.bits, self.in_features // spec.vector_size)
+        return pack(indices[:, _in_units(self.columns, spec.vector_size)], spec.bits)
+
+    def _check(self, key: str, stored: Tensor) -> None:
+        name, spec = f"{self.stored.name}.{key}", self.stored.spec
+        O = len(stored) if key in BY_ROW else self.out_features
+        expected = _tensors(self.stored, O, self.in_features, stored.dtype)
+        if key not in expected:
+            raise CheckpointError(
+                f"the checkpoint holds {name}, expected {', '.join(sorted(expected))} alone of "
+                f"{self.stored.name}; copy it anew or convert the model anew"
+            )
+        found = tuple(stored.shape), stored.dtype
+        wanted = tuple(expected[key].shape), expected[key].dtype
+        if found != wanted:
+            raise CheckpointError(
+                f"{name} is {found[0]} {found[1]}, expected {wanted[0]} {wanted[1]} by its "
+                "config.json; copy the checkpoint anew or convert the model anew"
+            )
+        if key == PACKED and spec is not None and spec.num_levels < 2**spec.bits:
+            largest = int(unpack(stored, spec.bits, self.in_features // spec.vector_size).max())
+            if largest >= spec.num_levels:
+                raise CheckpointError(
+                    f"{name} holds index {largest}, but the codebook has {spec.num_levels} "
+                    "levels; the file is damaged: copy it anew"
+                )
+
+
+def read_config(values: dict) -> dict[str, Stored]:
+    """Each quantized module of the `quantization_config` that config.json has, by name.
+
+    Raises:
+        CheckpointError: it is of a newer version, damaged, or has what no engine takes yet.
+    """
+    config = QatConfig(**values)
+    if config.format % VECTORS == SPARSE_FORMAT % VECTORS:
+        raise CheckpointError(
+            f"the checkpoint has sparse attention (format={config.format}), which the engine does "
+            "not compute, expected dense attention; run it with 'qat generate', or make it dense "
+            "with 'qat convert --attention dense'"
+        )
+    experts = [name for name in config.modules if re.search(r"(^|\.)experts?(\.|$)", name)]
+    if experts:
+        raise CheckpointError(
+            f"{experts[0]} holds quantized experts in one stack, which the engine does not read "
+            "yet, expected experts in floating point; export the model with 'qat export --to dense'"
+        )
+    ranks = config.lora_ranks()
+    return {name: Stored(name, spec, ranks.get(name, 0)) for name, spec in config.specs().items()}
+
+
+def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The checkpoint's tensors of an `(O, I)` matrix, on the meta device."""
+    spec, R = stored.spec, stored.lora_rank
+    with torch.device("meta"):
+        if spec is None:
+            return {DENSE: torch.empty(O, I, dtype=dtype)}
+        weight = empty_weight(spec, O, I)
+        parts = {"codebook": weight.codebook, **weight.scales.present()}
+        if R:
+            parts |= {"lora_out": torch.empty(O, R), "lora_in": torch.empty(R, I)}
+        typed = {k: t.to(dtype_as_stored(k, spec.stored_bits(k))) for k, t in parts.items()}
+        return {PACKED: pack(weight.indices, spec.bits), **typed}
+
+
+def _in_units(features: slice, unit: int) -> slice:
+    return slice(features.start // unit, features.stop // unit)
+
+
+# The operators: a compiler and a recorder of graphs see each as one step.
+#
+# `weights` are the tensors of all parts as a checkpoint stores them, in the order of
+# `Format.names`; `formats` the numbers of each part's `Format`, one after another.
+
+
+@torch.library.custom_op("qat::lut_linear", mutates_args=())
+def lut_linear(
+    x: Tensor, weights: Sequence[Tensor], formats: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    """`x @ W.T + bias`, `(..., I)` to `(..., O)`, with the rows of all parts below each other."""
+    formed = [
+        formed_part(tensors, format, x.shape[-1], x.dtype)
+        for tensors, format in _by_part(weights, formats)
+    ]
+    return F.linear(x, formed[0] if len(formed) == 1 else torch.cat(formed), bias)
+
+
+@lut_linear.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], formats: Sequence[int], bias: Tensor | None) -> Tensor:
+    rows = sum(len(tensors[0]) for tensors, _ in _by_part(weights, formats))
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@torch.library.custom_op("qat::lut_embedding", mutates_args=())
+def lut_embedding(
+    ids: Tensor,
+    weights: Sequence[Tensor],
+    formats: Sequence[int],
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`W[ids]` in `dtype`, of a table of one part; no other row is unpacked."""
+    format, flat = Format(*formats), ids.flatten()
+    rows = [
+        tensor[flat] if key in BY_ROW else tensor
+        for key, tensor in zip(format.names(), weights, strict=True)
+    ]
+    return formed_part(rows, format, in_features, dtype).view(*ids.shape, in_features)
+
+
+@lut_embedding.register_fake
+def _(
+    ids: Tensor,
+    weights: Sequence[Tensor],
+    formats: Sequence[int],
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return ids.new_empty(*ids.shape, in_features, dtype=dtype)
+
+
+def formed_part(
+    tensors: Sequence[Tensor], format: Format, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    """`W`, `(O, I)` in `dtype`, of a part's tensors as a checkpoint stores them."""
+    held = dict(zip(format.names(), tensors, strict=True))
+    if not format.bits:
+        return held[DENSE].to(dtype)
+    stored = {name: held[name] for name in SCALE_NAMES if name in held}
+    bits = 8 * next(iter(stored.values())).element_size()
+    scales = Scales(**{n: from_stored(n, t, bits) for n, t in stored.items()}, bits=bits)
+    source = PackedIndices(held[PACKED], format.bits, in_features, format.vector_size)
+    codebook = held["codebook"].float()
+    if not format.lora_rank:
+        return form(source, codebook, scales, dtype)
+    lora = Lora(*(held[name] for name in LORA_NAMES))
+    return add_product_(form(source, codebook, scales, torch.float32), lora).to(dtype)
+
+
+def _by_part(
+    weights: Sequence[Tensor], formats: Sequence[int]
+) -> list[tuple[Sequence[Tensor], Format]]:
+    size, start, parts = len(Format._fields), 0, []
+    for first in range(0, len(formats), size):
+        format = Format(*formats[first : first + size])
+        end = start + len(format.names())
+        parts.append((weights[start:end], format))
+        start = end
+    return parts

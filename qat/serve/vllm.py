@@ -1,0 +1,307 @@
+"""Packed checkpoints in vLLM: `vllm serve DIR` opens what `qat train` wrote, as it is.
+
+vLLM loads `register` as a plug-in, in each of its processes. The engine then asks `QatQuantization`
+for a method for each layer that it makes. A layer holds the checkpoint's own tensors: indices,
+codebook and scales of each of its parts; weights are formed where they are multiplied with.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+from qat.errors import CheckpointError
+from qat.models.directory import check_checksums
+from qat.models.hf_quantizer import QUANT_METHOD
+from qat.serve.packed import Part, Stored, lut_embedding, lut_linear, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from vllm.model_executor.models.utils import WeightsMapper
+
+SHARDS = {"q": 0, "k": 1, "v": 2}
+"""What vLLM calls the parts of a joined linear of queries, keys and values; others it counts."""
+TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
+"""What families call the table of embeddings, which some of vLLM's models make without a name."""
+
+
+def register() -> None:
+    """Make `quant_method: qat` known to vLLM; it calls this once or more in each process."""
+    register_quantization_config(QUANT_METHOD)(QatQuantization)
+
+
+class QatQuantization(QuantizationConfig):
+    """Which of a model's layers are quantized, and how."""
+
+    def __init__(self, modules: dict[str, Stored]) -> None:
+        super().__init__()
+        self.modules = modules
+        self.is_tied = False
+
+    def get_name(self) -> str:
+        """The `quant_method` of config.json."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """What activations may be computed in."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The oldest GPU that Triton compiles for."""
+        return 70
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: all is in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Read the `quantization_config` of config.json.
+
+        Raises:
+            CheckpointError: see `read_config`.
+        """
+        return cls(read_config(config))
+
+    def maybe_update_config(
+        self,
+        model_name: str,
+        hf_config: PreTrainedConfig | None = None,
+        revision: str | None = None,
+    ) -> None:
+        """Look at the directory and the model before anything is loaded.
+
+        Raises:
+            CheckpointError: a file differs from what was written.
+        """
+        if Path(model_name).is_dir():
+            check_checksums(Path(model_name), weights=True)
+        if hf_config is not None:
+            self.is_tied = hf_config.get_text_config().tie_word_embeddings
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Call modules what vLLM's model calls them."""
+        self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How the layer called `prefix` computes; None for vLLM's own way."""
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._table_method(layer, prefix)
+        if not isinstance(layer, LinearBase):
+            return None
+        members = self._members(prefix)
+        is_quantized = any(member.spec is not None for member in members)
+        return QatLinearMethod(members) if is_quantized else UnquantizedLinearMethod()
+
+    def _members(self, prefix: str) -> list[Stored]:
+        """The matrices that vLLM joins to the linear called `prefix`."""
+        if prefix in self.modules:
+            return [self.modules[prefix]]
+        parent, dot, name = prefix.rpartition(".")
+        names = [f"{parent}{dot}{part}" for part in self.packed_modules_mapping.get(name, [name])]
+        return [self.modules.get(name, Stored(name, None)) for name in names]
+
+    def _table_method(
+        self, layer: VocabParallelEmbedding, prefix: str
+    ) -> QatTableMethod | QatTiedMethod | None:
+        embedding = next((n for n in self.modules if n.rpartition(".")[2] in TABLES), None)
+        is_head = isinstance(layer, ParallelLMHead)
+        name = prefix if prefix or is_head else embedding
+        if name in self.modules:
+            return QatTableMethod(self.modules[name])
+        return QatTiedMethod() if is_head and self.is_tied and embedding else None
+
+
+class QatLinearMethod(LinearMethodBase):
+    """A linear whose weight is one or several packed matrices, row under row."""
+
+    def __init__(self, members: list[Stored]) -> None:
+        self.members = members
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Make room for the tensors of each part that this process holds.
+
+        Raises:
+            CheckpointError: the number of processes splits a group, or parts that the checkpoint
+                holds as one matrix.
+        """
+        rank, size = layer.tp_rank, layer.tp_size
+        sizes = output_partition_sizes
+        if len(self.members) == 1 < len(sizes):
+            if size > 1:
+                raise CheckpointError(
+                    f"{self.members[0].name} joins {len(sizes)} matrices in one, which tensor "
+                    f"parallelism over {size} processes would split apart; serve it with one"
+                )
+            sizes = [sum(sizes)]
+        parts = [
+            Part.of(member, rows, input_size, columns=input_size_per_partition, rank=rank)
+            for member, rows in zip(self.members, sizes, strict=True)
+        ]
+        rows_of = [partial(part.rows, rank=rank, size=size) for part in parts]
+        _make_room(layer, parts, rows_of, params_dtype)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Refuse a layer that was not loaded whole."""
+        _check_loaded(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        return _multiplied(layer, x, bias)
+
+
+class QatTableMethod(QuantizeMethodBase):
+    """An embedding or a head whose table is packed."""
+
+    def __init__(self, member: Stored) -> None:
+        self.member = member
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Make room for the rows of words that this process holds."""
+        (rows,) = output_partition_sizes
+        part = Part.of(self.member, rows, input_size, columns=input_size, rank=0)
+        held = layer.shard_indices
+        words = slice(held.org_vocab_start_index, held.org_vocab_end_index)
+        _make_room(layer, [part], [lambda total: words], params_dtype)
+        layer.qat_dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Refuse a table that was not loaded whole."""
+        _check_loaded(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Hidden states `(..., I)` to logits `(..., O)`."""
+        return _multiplied(layer, x, bias)
+
+    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+        """The rows of these words."""
+        weights, formats = _operands(layer)
+        (part,) = layer.qat_parts
+        return lut_embedding(input_, weights, formats, part.in_features, layer.qat_dtype)
+
+
+class QatTiedMethod(QuantizeMethodBase):
+    """A head with the packed table of the embedding."""
+
+    def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
+        """None: they come with the embedding."""
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """Let the head hold the parameters of the embedding."""
+        for name, parameter in embed_tokens.named_parameters(recurse=False):
+            layer.register_parameter(name, parameter)
+        layer.qat_parts = embed_tokens.qat_parts
+        return layer
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Hidden states `(..., I)` to logits `(..., O)`."""
+        return _multiplied(layer, x, bias)
+
+
+def _make_room(layer: nn.Module, parts: list[Part], rows_of: list, dtype: torch.dtype) -> None:
+    """Parameters for what each part holds, loaded under the names of the checkpoint.
+
+    Parts of a joined linear are loaded under one name, where vLLM says which of them it means: that
+    name is an empty parameter, and each part has its own.
+    """
+    layer.qat_parts = parts
+    layer.qat_missing = set()
+    for index, part in enumerate(parts):
+        for key, tensor in part.tensors(dtype).items():
+            name = _name(key, index, len(parts))
+            layer.register_parameter(name, _parameter(tensor.shape, tensor.dtype))
+            layer.qat_missing.add(name)
+            if not hasattr(layer, key):
+                layer.register_parameter(key, _parameter((0,), tensor.dtype))
+            load = partial(_load, layer, key, rows_of)
+            parameter = getattr(layer, key)
+            if not hasattr(parameter, "weight_loader"):
+                set_weight_attrs(parameter, {"weight_loader": load})
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def _name(key: str, index: int, num_parts: int) -> str:
+    return key if num_parts == 1 else f"{key}_{index}"
+
+
+def _load(
+    layer: nn.Module,
+    key: str,
+    rows_of: list,
+    _: nn.Parameter,
+    loaded: Tensor,
+    shard: str | int | None = None,
+) -> None:
+    """What vLLM calls with each tensor of the checkpoint, and with the part that it is of."""
+    index = 0 if shard is None else SHARDS.get(shard, shard)
+    part = layer.qat_parts[index]
+    name = _name(key, index, len(layer.qat_parts))
+    held = part.cut(key, loaded, rows_of[index](len(loaded)))
+    getattr(layer, name).data.copy_(held)
+    layer.qat_missing.discard(name)
+
+
+def _check_loaded(layer: nn.Module) -> None:
+    if layer.qat_missing:
+        raise CheckpointError(
+            f"the checkpoint misses {', '.join(sorted(layer.qat_missing))} of "
+            f"{layer.qat_parts[0].stored.name}; expected exactly the tensors that its config.json "
+            "describes: copy it anew or convert the model anew"
+        )
+
+
+def _multiplied(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    weights, formats = _operands(layer)
+    return lut_linear(x, weights, formats, bias)
+
+
+def _operands(layer: nn.Module) -> tuple[list[Tensor], list[int]]:
+    weights, formats = [], []
+    for index, part in enumerate(layer.qat_parts):
+        format = part.stored.format
+        names = [_name(key, index, len(layer.qat_parts)) for key in format.names()]
+        weights += [getattr(layer, name) for name in names]
+        formats += format
+    return weights, formats
