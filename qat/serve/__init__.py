@@ -1,1 +1,0 @@
-"""Packed checkpoints in engines that serve many requests at once."""

@@ -8,14 +8,14 @@ Shapes: O out_features, I in_features, R rank, d weights that an index names.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.errors import CheckpointError, ConfigError
+from qat.errors import CheckpointError
 from qat.kernels.lut_weight import form
 from qat.models.hf_quantizer import SPARSE_FORMAT, VECTORS, QatConfig, empty_weight
 from qat.models.stored_state import PACKED
@@ -143,8 +143,10 @@ class Part(NamedTuple):
         start = rank // copies * held
         return slice(start, start + held)
 
-    def cut(self, key: str, stored: Tensor, rows: slice) -> Tensor:
+    def cut(self, key: str, stored: Tensor, rows_of: Callable[[int], slice]) -> Tensor:
         """What is held of the checkpoint's tensor `key`; rows of padding are zero.
+
+        `rows_of` says which rows are, of so many in the checkpoint.
 
         Raises:
             CheckpointError: the tensor is not of the shape and dtype that the spec says, or names
@@ -152,7 +154,8 @@ class Part(NamedTuple):
         """
         self._check(key, stored)
         if key in BY_ROW:
-            stored = F.pad(stored[rows], (0, 0, 0, self.out_features - (rows.stop - rows.start)))
+            held = stored[rows_of(len(stored))]
+            stored = F.pad(held, (0, 0, 0, self.out_features - len(held)))
         if self.columns_held == self.in_features:
             return stored
         if key in BY_COLUMN:
@@ -256,7 +259,7 @@ def _(x: Tensor, weights: Sequence[Tensor], formats: Sequence[int], bias: Tensor
 
 
 @torch.library.custom_op("qat::lut_embedding", mutates_args=())
-def lut_embedding(
+def lut_embedding(  # noqa: PLR0917
     ids: Tensor,
     weights: Sequence[Tensor],
     formats: Sequence[int],
@@ -273,7 +276,7 @@ def lut_embedding(
 
 
 @lut_embedding.register_fake
-def _(
+def _(  # noqa: PLR0917
     ids: Tensor,
     weights: Sequence[Tensor],
     formats: Sequence[int],

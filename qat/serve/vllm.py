@@ -278,7 +278,7 @@ def _load(
     index = 0 if shard is None else SHARDS.get(shard, shard)
     part = layer.qat_parts[index]
     name = _name(key, index, len(layer.qat_parts))
-    held = part.cut(key, loaded, rows_of[index](len(loaded)))
+    held = part.cut(key, loaded, rows_of[index])
     getattr(layer, name).data.copy_(held)
     layer.qat_missing.discard(name)
 
