@@ -9,14 +9,16 @@ Shapes: O out_features, I in_features, R rank, d weights that an index names.
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.errors import CheckpointError
+from qat.errors import CheckpointError, QatError
 from qat.kernels.lut_weight import form
+from qat.models.directory import resolve
 from qat.models.hf_quantizer import SPARSE_FORMAT, VECTORS, QatConfig, empty_weight
 from qat.models.stored_state import PACKED
 from qat.quant.lora import LORA_NAMES, Lora, add_product_
@@ -214,6 +216,24 @@ def read_config(values: dict) -> dict[str, Stored]:
         )
     ranks = config.lora_ranks()
     return {name: Stored(name, spec, ranks.get(name, 0)) for name, spec in config.specs().items()}
+
+
+def refused_path(command: Sequence[str]) -> QatError | None:
+    """Why the path in `PROGRAM serve PATH` is no model that an engine opens; None if it may be."""
+    if len(command) < 3 or command[1] != "serve":
+        return None
+    source = command[2]
+    if not (source.startswith((".", "/", "~")) or Path(source).exists()):
+        return None
+    try:
+        found = resolve(source)
+    except QatError as error:
+        return error
+    if Path(found) == Path(source):
+        return None
+    return CheckpointError(
+        f"{source} holds no config.json, expected a model directory; serve the one in it: {found}"
+    )
 
 
 def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Tensor]:

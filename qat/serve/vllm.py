@@ -7,8 +7,11 @@ codebook and scales of each of its parts; weights are formed where they are mult
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -29,10 +32,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from qat.errors import CheckpointError
+from qat.errors import CheckpointError, QatError
 from qat.models.directory import check_checksums
 from qat.models.hf_quantizer import QUANT_METHOD
-from qat.serve.packed import Part, Stored, lut_embedding, lut_linear, read_config
+from qat.serve.packed import (
+    Part,
+    Stored,
+    lut_embedding,
+    lut_linear,
+    read_config,
+    refused_path,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,8 +55,23 @@ TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"
 
 
 def register() -> None:
-    """Make `quant_method: qat` known to vLLM; it calls this once or more in each process."""
+    """Make `quant_method: qat` known to vLLM; it calls this once or more in each process.
+
+    `vllm serve` then ends in one line where a checkpoint, or a path, cannot be served.
+    """
     register_quantization_config(QUANT_METHOD)(QatQuantization)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _in_one_line
+
+
+def _in_one_line(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    refusal = error if isinstance(error, QatError) else refused_path(sys.argv)
+    if refusal is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        sys.stderr.write(f"qat: {' '.join(str(refusal).split())}\n")
 
 
 class QatQuantization(QuantizationConfig):
@@ -139,7 +164,7 @@ class QatLinearMethod(LinearMethodBase):
     def __init__(self, members: list[Stored]) -> None:
         self.members = members
 
-    def create_weights(
+    def create_weights(  # noqa: PLR0917 - the signature is vLLM's
         self,
         layer: nn.Module,
         input_size_per_partition: int,
@@ -186,7 +211,7 @@ class QatTableMethod(QuantizeMethodBase):
     def __init__(self, member: Stored) -> None:
         self.member = member
 
-    def create_weights(
+    def create_weights(  # noqa: PLR0917 - the signature is vLLM's
         self,
         layer: nn.Module,
         input_size_per_partition: int,
@@ -237,25 +262,27 @@ class QatTiedMethod(QuantizeMethodBase):
         return _multiplied(layer, x, bias)
 
 
-def _make_room(layer: nn.Module, parts: list[Part], rows_of: list, dtype: torch.dtype) -> None:
+def _make_room(
+    layer: nn.Module,
+    parts: list[Part],
+    rows_of: list[Callable[[int], slice]],
+    dtype: torch.dtype,
+) -> None:
     """Parameters for what each part holds, loaded under the names of the checkpoint.
 
     Parts of a joined linear are loaded under one name, where vLLM says which of them it means: that
     name is an empty parameter, and each part has its own.
     """
-    layer.qat_parts = parts
-    layer.qat_missing = set()
+    layer.qat_parts, layer.qat_rows_of, layer.qat_missing = parts, rows_of, set()
     for index, part in enumerate(parts):
         for key, tensor in part.tensors(dtype).items():
             name = _name(key, index, len(parts))
             layer.register_parameter(name, _parameter(tensor.shape, tensor.dtype))
             layer.qat_missing.add(name)
-            if not hasattr(layer, key):
+            if name != key and not hasattr(layer, key):
                 layer.register_parameter(key, _parameter((0,), tensor.dtype))
-            load = partial(_load, layer, key, rows_of)
-            parameter = getattr(layer, key)
-            if not hasattr(parameter, "weight_loader"):
-                set_weight_attrs(parameter, {"weight_loader": load})
+            if not hasattr(getattr(layer, key), "weight_loader"):
+                set_weight_attrs(getattr(layer, key), {"weight_loader": partial(_load, layer, key)})
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -266,10 +293,9 @@ def _name(key: str, index: int, num_parts: int) -> str:
     return key if num_parts == 1 else f"{key}_{index}"
 
 
-def _load(
+def _load(  # noqa: PLR0917 - the last three are vLLM's
     layer: nn.Module,
     key: str,
-    rows_of: list,
     _: nn.Parameter,
     loaded: Tensor,
     shard: str | int | None = None,
@@ -278,7 +304,7 @@ def _load(
     index = 0 if shard is None else SHARDS.get(shard, shard)
     part = layer.qat_parts[index]
     name = _name(key, index, len(layer.qat_parts))
-    held = part.cut(key, loaded, rows_of[index])
+    held = part.cut(key, loaded, layer.qat_rows_of[index])
     getattr(layer, name).data.copy_(held)
     layer.qat_missing.discard(name)
 

@@ -1,0 +1,193 @@
+"""Packed tensors as an engine holds them: formed as the model's, cut for several processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.errors import CheckpointError
+from qat.models.hf_quantizer import QatConfig
+from qat.models.stored_state import packed_state_dict
+from qat.nn.lut_embedding import FrozenLutEmbedding
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.spec import LutSpec
+from qat.serve.packed import (
+    Format,
+    Part,
+    Stored,
+    lut_embedding,
+    lut_linear,
+    read_config,
+    refused_path,
+)
+
+O, I = 24, 64
+MODULES = {"model.layers.0.mlp.up_proj": LutSpec(bits=2, group_size=16).model_dump()}
+
+
+def stored_tensors(linear: QuantLinear) -> dict[str, Tensor]:
+    """What a checkpoint holds of it."""
+    state = packed_state_dict(torch.nn.ModuleDict({"it": linear}))
+    return {name.removeprefix("it."): tensor for name, tensor in state.items()}
+
+
+def part_of(
+    linear: QuantLinear, rows: int, columns: int = I, rank: int = 0, name: str = "it"
+) -> Part:
+    stored = Stored(name, linear.spec, linear.lora_rank)
+    return Part.of(stored, rows, linear.in_features, columns=columns, rank=rank)
+
+
+def held(linear: QuantLinear, part: Part, rows: slice) -> list[Tensor]:
+    """The tensors of a part in the order of operators, of the shapes that were announced."""
+    tensors = stored_tensors(linear)
+    names = part.stored.format.names()
+    cut = [part.cut(name, tensors[name], lambda total: rows) for name in names]
+    expected = part.tensors(torch.float32)
+    assert {(n, t.shape, t.dtype) for n, t in zip(names, cut, strict=True)} == {
+        (n, t.shape, t.dtype) for n, t in expected.items()
+    }
+    return cut
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_operator_multiplies_by_what_the_model_does(spec: LutSpec, is_adapted: bool) -> None:
+    linear = frozen_linear(O, I, spec)
+    if is_adapted:
+        with_adapter(linear)
+    part = part_of(linear, O)
+    x, bias = torch.randn(3, I, dtype=torch.bfloat16), torch.randn(O, dtype=torch.bfloat16)
+    weights = held(linear, part, slice(0, O))
+    y = lut_linear(x, weights, [*part.stored.format], bias)
+    assert torch.equal(y, F.linear(x, linear.quantized_weight(torch.bfloat16), bias))
+
+
+def test_parts_of_one_linear_keep_their_formats() -> None:
+    linears = [frozen_linear(O, I, SPECS[name]) for name in ("lut2", "fours8_s8", "int4_r3")]
+    dense, x = torch.randn(8, I), torch.randn(2, 5, I)
+    parts = [part_of(linear, O) for linear in linears]
+    weights = [
+        t for linear, p in zip(linears, parts, strict=True) for t in held(linear, p, slice(0, O))
+    ]
+    formats = [*(n for part in parts for n in part.stored.format), *Format()]
+    y = lut_linear(x, [*weights, dense], formats, None)
+    whole = torch.cat([*(linear.quantized_weight() for linear in linears), dense])
+    torch.testing.assert_close(y, F.linear(x, whole))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_pieces_of_several_processes_make_the_whole(spec: LutSpec) -> None:
+    linear = with_adapter(frozen_linear(O, I, spec))
+    x, size = torch.randn(3, I), 2
+    expected = F.linear(x, linear.quantized_weight())
+    by_row, by_column = [], 0
+    for rank in range(size):
+        part = part_of(linear, O // size)
+        weights = held(linear, part, part.rows(O, rank, size))
+        by_row.append(lut_linear(x, weights, [*part.stored.format], None))
+        part = part_of(linear, O, I // size, rank)
+        weights = held(linear, part, part.rows(O, rank, size))
+        by_column += lut_linear(x[:, part.columns], weights, [*part.stored.format], None)
+    assert torch.equal(torch.cat(by_row, -1), expected)
+    torch.testing.assert_close(by_column, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_processes_beyond_the_heads_of_keys_hold_the_same_rows() -> None:
+    part = part_of(frozen_linear(O, I, SPECS["lut2"]), O // 2)
+    assert [part.rows(O, rank, 4).start for rank in range(4)] == [0, 0, 12, 12]
+    with pytest.raises(CheckpointError, match="it has 24 rows in the checkpoint, of which 3"):
+        part.rows(O, 0, 3)
+
+
+@pytest.mark.parametrize(("name", "unit"), [("lut3", "group of 32"), ("fours10_r2", "vector of 4")])
+def test_a_size_that_splits_a_group_is_refused(name: str, unit: str) -> None:
+    linear = frozen_linear(O, I, SPECS[name])
+    with pytest.raises(CheckpointError, match=f"^it: .* over 32 processes .* splits a {unit};"):
+        part_of(linear, O, I // 32)
+
+
+def test_tables_are_looked_up_by_rows_and_padded_with_zeros() -> None:
+    spec = SPECS["lut4"]
+    table = FrozenLutEmbedding(random_weight(O, I, spec), spec, torch.bfloat16)
+    part = Part.of(Stored("it", spec), O, I, columns=I, rank=0)
+    tensors = {"packed": table.packed, "codebook": table.codebook, "scales": table.scales.half()}
+    cut = [part.cut(n, tensors[n], lambda total: slice(8, O)) for n in part.stored.format.names()]
+    ids = torch.tensor([[0, 15, 3], [7, 7, 15]])
+    rows = lut_embedding(ids, cut, [*part.stored.format], I, torch.bfloat16)
+    assert torch.equal(rows, table(ids + 8))
+    padding = lut_embedding(torch.tensor([16, 23]), cut, [*part.stored.format], I, torch.float32)
+    assert not padding.any()
+
+
+def test_a_compiler_sees_one_operator() -> None:
+    linear = frozen_linear(O, I, SPECS["pairs6"])
+    part = part_of(linear, O)
+    weights = held(linear, part, slice(0, O))
+    x, formats = torch.randn(3, I), [*part.stored.format]
+    torch.library.opcheck(lut_linear, (x, weights, formats, None))
+    ids = torch.tensor([[1, 2]])
+    torch.library.opcheck(lut_embedding, (ids, weights, formats, I, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("scales", lambda t: t[:, 1:], r"it.scales is \(24, 7\) torch.float16, expected \(24, 8\)"),
+        ("scales", Tensor.float, r"it.scales is .* torch.float32, expected .* torch.float16 by"),
+        ("scale_in", lambda t: t, "the checkpoint holds it.scale_in, expected codebook, packed,"),
+    ],
+)
+def test_a_tensor_of_another_form_is_refused(key: str, change: object, message: str) -> None:
+    linear = frozen_linear(O, I, SPECS["lut4"])
+    tensors = {"scale_in": torch.zeros(1, I), **stored_tensors(linear)}
+    with pytest.raises(CheckpointError, match=message):
+        part_of(linear, O).cut(key, change(tensors[key]), lambda total: slice(0, total))
+
+
+def test_an_index_beyond_a_ternary_codebook_is_refused() -> None:
+    linear = frozen_linear(O, I, SPECS["ternary"])
+    packed = stored_tensors(linear)["packed"] | 3
+    with pytest.raises(CheckpointError, match=r"it.packed holds index 3, but .* 3 levels"):
+        part_of(linear, O).cut("packed", packed, lambda total: slice(0, total))
+
+
+def test_a_config_is_read_as_it_is_written() -> None:
+    (up, values), head = *MODULES.items(), LutSpec(bits=4).model_dump()
+    modules = {up: values | {"lora_rank": 5}, "lm_head": head}
+    read = read_config({"quant_method": "qat", "format": 1, "modules": modules})
+    assert read[up] == Stored(up, LutSpec(bits=2, group_size=16), 5)
+    assert read["lm_head"] == Stored("lm_head", LutSpec(bits=4))
+    assert QatConfig(1, modules).specs() == {name: each.spec for name, each in read.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": 9}, r"format=9, expected format=1 to 4; use the version of qat that wrote"),
+        ({"format": 2}, r"sparse attention \(format=2\), which the engine does not compute"),
+        ({"format": 4}, r"sparse attention \(format=4\)"),
+        ({"modules": {"a.experts.down_proj": {"bits": 2}}}, "a.experts.down_proj holds .* experts"),
+        ({"modules": {"a": {"bits": 2, "codebook": "fp4"}}}, "quantization_config of a"),
+    ],
+)
+def test_what_no_engine_takes_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        read_config({"quant_method": "qat", "format": 1, "modules": MODULES} | values)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_path_without_a_model_is_refused_and_a_run_names_its_checkpoint(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step-000100"
+    assert "does not exist" in str(refused_path(["vllm", "serve", f"{tmp_path}/none"]))
+    assert "holds neither config.json nor" in str(refused_path(["vllm", "serve", f"{tmp_path}"]))
+    step.mkdir(parents=True)
+    (step / "config.json").write_text("{}")
+    (tmp_path / "best").write_text("checkpoints/step-000100")
+    refusal = str(refused_path(["vllm", "serve", f"{tmp_path}", "--port", "1"]))
+    assert refusal.endswith(f"expected a model directory; serve the one in it: {step}")
+    for words in (["serve", f"{step}"], ["serve", "owner/name"], ["serve"], ["bench", "x"], []):
+        assert refused_path(["vllm", *words]) is None
