@@ -1,0 +1,255 @@
+"""vLLM's own engine on the CPU: it opens packed checkpoints as they are, and says what we say."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable
+from importlib.util import find_spec
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from tiny import tiny_model, tiny_tokenizer
+from transformers import PreTrainedModel
+
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.directory import CHECKSUMS
+from qat.nn.swap import linear_names, put_table, replace_module, table_names
+from qat.quant.spec import LutSpec
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; .ci/vllm runs these tests", allow_module_level=True)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+PROMPTS = [[5, 6, 7], [100, 3, 44, 212, 9, 31, 7], [270], [17] * 9]
+NUM_TOKENS = 16
+FORMATS = [*SPECS.values()]
+FORMATS.insert(8, None)  # the keys of the second layer stay in floating point
+SHAPE = {"head_dim": 64, "num_hidden_layers": 3, "num_key_value_heads": 2}
+ENGINE = {"enforce_eager": True, "max_model_len": 64, "disable_log_stats": True}
+
+
+def make(
+    path: Path,
+    architecture: str = "qwen3",
+    specs: Iterable[LutSpec | None] = FORMATS,
+    **overrides: object,
+) -> Path:
+    """A student whose linears take `specs` in turn, every third with an adapter, and tables."""
+    model = tiny_model(architecture, **SHAPE | overrides)
+    for index, (name, spec) in enumerate(zip(linear_names(model), cycle(specs))):
+        if spec is None:
+            continue
+        old = model.get_submodule(name)
+        linear = frozen_linear(*old.weight.shape, spec, bias=old.bias is not None)
+        replace_module(model, name, with_adapter(linear) if index % 3 == 0 else linear)
+    for name in table_names(model):
+        spec = SPECS["lut4" if "embed" in name else "int3_s8"]
+        put_table(model, name, random_weight(320, 32, spec), spec)
+    save_checkpoint(model.eval(), tiny_tokenizer(), path)
+    return path
+
+
+@torch.no_grad()
+def ours(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Greedy tokens by whole forwards."""
+    ids = list(prompt)
+    for _ in range(NUM_TOKENS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def theirs(path: Path, dtype: str = "float32", **settings: object) -> list[list[int]]:
+    """Greedy tokens of the engine, all prompts at once."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=str(path), dtype=dtype, **ENGINE | settings)
+    try:
+        sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        said = llm.generate(prompts, sampling, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in said]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"tie_word_embeddings": False, "num_hidden_layers": 2}),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("gemma3", {}),
+    ],
+    ids=["tied", "untied", "biased", "scaled"],
+)
+def test_greedy_tokens_are_ours(architecture: str, overrides: dict, tmp_path: Path) -> None:
+    path = make(tmp_path / "student", architecture, **overrides)
+    model = load_checkpoint(path, torch.float32)
+    assert theirs(path) == [ours(model, prompt) for prompt in PROMPTS]
+
+
+def test_bfloat16_differs_at_ties_alone(tmp_path: Path) -> None:
+    path = make(tmp_path / "student", tie_word_embeddings=True)
+    model = load_checkpoint(path, torch.bfloat16)
+    for prompt, said in zip(PROMPTS, theirs(path, "bfloat16"), strict=True):
+        expected = ours(model, prompt)
+        if said == expected:
+            continue
+        same = next(i for i, (a, b) in enumerate(zip(said, expected, strict=True)) if a != b)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + said[:same]])).logits[0, -1].float()
+        lead = logits[expected[same]] - logits[said[same]]
+        assert lead <= 2**-6 * logits.abs().max()  # two roundings of the largest
+
+
+def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+PARALLEL = """
+import json, sys, test_engine
+from pathlib import Path
+if __name__ == "__main__":
+    said = test_engine.theirs(Path(sys.argv[1]), tensor_parallel_size=2)
+    print("SAID", json.dumps(said), flush=True)
+"""
+
+
+def parallel(path: Path, folder: Path) -> subprocess.CompletedProcess:
+    """Two processes, each with half of every weight; workers import a file, so it is one."""
+    script = folder / "parallel.py"
+    script.write_text(PARALLEL, encoding="utf-8")
+    tests = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])
+    return run(script, path, PYTHONPATH=tests, VLLM_CPU_OMP_THREADS_BIND="0|1")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two processes")
+def test_two_processes_say_the_same(tmp_path: Path) -> None:
+    path = make(tmp_path / "student", tie_word_embeddings=True)
+    done = parallel(path, tmp_path)
+    said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert said, done.stdout[-2000:] + done.stderr[-4000:]
+    model = load_checkpoint(path, torch.float32)
+    assert json.loads(said[0][5:]) == [ours(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two processes")
+def test_a_number_of_processes_that_splits_a_group_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "student", specs=[SPECS["lut3"]], intermediate_size=96)
+    done = parallel(path, tmp_path)
+    assert done.returncode != 0
+    refusal = (
+        "down_proj: tensor parallelism over 2 processes gives each 48 of its 96 input features, "
+        "which splits a group of 32; choose a size that leaves each a multiple of 32"
+    )
+    assert refusal in done.stdout + done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def serve(path: Path, port: int) -> list[str]:
+    return [
+        str(Path(sys.executable).parent / "vllm"), "serve", str(path), "--enforce-eager",
+        "--dtype", "float32", "--max-model-len", "64", "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+
+
+def ask(port: int, path: Path, words: str, **settings: object) -> bytes:
+    body = {
+        "model": str(path),
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    } | settings
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read()
+
+
+def test_an_endpoint_answers_two_at_once_and_streams(tmp_path: Path) -> None:
+    path, port = make(tmp_path / "student", tie_word_embeddings=True), free_port()
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(serve(path, port), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.5)
+        words, answers = ("the cat sat", "the dog saw the mat"), {}
+        threads = [
+            threading.Thread(target=lambda w=w: answers.update({w: ask(port, path, w)}))
+            for w in words
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        model, tokenizer = load_checkpoint(path, torch.float32), tiny_tokenizer()
+        for w in words:
+            chat = [{"role": "user", "content": w}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+            choice = json.loads(answers[w])["choices"][0]
+            assert choice["token_ids"] == ours(model, list(prompt["input_ids"]))
+        lines = ask(port, path, words[0], stream=True).decode().splitlines()
+        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        streamed = [t for each in pieces for t in each["choices"][0].get("token_ids") or []]
+        assert len(pieces) > 2
+        assert streamed == json.loads(answers[words[0]])["choices"][0]["token_ids"]
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = make(tmp_path / "student")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["format"] = 9
+    (path / "config.json").write_text(json.dumps(config))
+    (path / CHECKSUMS).unlink()
+    done = subprocess.run(
+        serve(path, free_port()), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("qat: quantization_config has format=9, expected format=1 to 4; use")
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    from vllm import LLM
+
+    from qat.errors import CheckpointError
+
+    path = make(tmp_path / "student")
+    shutil.copy(path / "tokenizer.json", path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors differs from its SHA-256"):
+        LLM(model=str(path), **ENGINE)
