@@ -36,6 +36,7 @@ from qat.errors import CheckpointError, QatError
 from qat.models.directory import check_checksums
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.serve.packed import (
+    BY_ROW,
     Part,
     Stored,
     lut_embedding,
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 
 SHARDS = {"q": 0, "k": 1, "v": 2}
 """What vLLM calls the parts of a joined linear of queries, keys and values; others it counts."""
+TRANSPOSED = ("gpt2",)
+"""Families whose float linears vLLM reads transposed, as they are not in a packed checkpoint."""
+REORDERED = ("bloom", "llama4", "llama4_text", "k2_horizon")
+"""Families whose rows vLLM orders anew in a way that fits float weights alone."""
 TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 """What families call the table of embeddings, which some of vLLM's models make without a name."""
 
@@ -80,7 +85,7 @@ class QatQuantization(QuantizationConfig):
     def __init__(self, modules: dict[str, Stored]) -> None:
         super().__init__()
         self.modules = modules
-        self.is_tied = False
+        self.is_tied = self.is_transposed = False
 
     def get_name(self) -> str:
         """The `quant_method` of config.json."""
@@ -118,26 +123,43 @@ class QatQuantization(QuantizationConfig):
         """Look at the directory and the model before anything is loaded.
 
         Raises:
-            CheckpointError: a file differs from what was written.
+            CheckpointError: a file differs from what was written, or the family is not read.
         """
         if Path(model_name).is_dir():
             check_checksums(Path(model_name), weights=True)
         if hf_config is not None:
+            if hf_config.model_type in REORDERED:
+                raise CheckpointError(
+                    f"{model_name} is a {hf_config.model_type}, whose rows vLLM orders anew, which "
+                    "it cannot where they are packed; export the model with 'qat export --to dense'"
+                )
             self.is_tied = hf_config.get_text_config().tie_word_embeddings
+            self.is_transposed = hf_config.model_type in TRANSPOSED
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Call modules what vLLM's model calls them."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How the layer called `prefix` computes; None for vLLM's own way."""
+        """How the layer called `prefix` computes; None for vLLM's own way.
+
+        Raises:
+            CheckpointError: it stayed in floating point, and vLLM would read it transposed.
+        """
         if isinstance(layer, VocabParallelEmbedding):
             return self._table_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return None
         members = self._members(prefix)
         is_quantized = any(member.spec is not None for member in members)
-        return QatLinearMethod(members) if is_quantized else UnquantizedLinearMethod()
+        if is_quantized:
+            return QatLinearMethod(members)
+        if self.is_transposed:
+            raise CheckpointError(
+                f"{prefix} stayed in floating point, which vLLM reads transposed in this family; "
+                "quantize every linear, or export the model with 'qat export --to dense'"
+            )
+        return UnquantizedLinearMethod()
 
     def _members(self, prefix: str) -> list[Stored]:
         """The matrices that vLLM joins to the linear called `prefix`."""
@@ -271,7 +293,8 @@ def _make_room(
     """Parameters for what each part holds, loaded under the names of the checkpoint.
 
     Parts of a joined linear are loaded under one name, where vLLM says which of them it means: that
-    name is an empty parameter, and each part has its own.
+    name is an empty parameter, and each part has its own. Some models order rows anew before they
+    load them, and look for `output_dim` to know which dimension these are.
     """
     layer.qat_parts, layer.qat_rows_of, layer.qat_missing = parts, rows_of, set()
     for index, part in enumerate(parts):
@@ -282,7 +305,9 @@ def _make_room(
             if name != key and not hasattr(layer, key):
                 layer.register_parameter(key, _parameter((0,), tensor.dtype))
             if not hasattr(getattr(layer, key), "weight_loader"):
-                set_weight_attrs(getattr(layer, key), {"weight_loader": partial(_load, layer, key)})
+                attributes = {"output_dim": 0} if key in BY_ROW else {}
+                attributes["weight_loader"] = partial(_load, layer, key)
+                set_weight_attrs(getattr(layer, key), attributes)
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
