@@ -317,7 +317,7 @@ def formed_part(
     bits = 8 * next(iter(stored.values())).element_size()
     scales = Scales(**{n: from_stored(n, t, bits) for n, t in stored.items()}, bits=bits)
     source = PackedIndices(held[PACKED], format.bits, in_features, format.vector_size)
-    codebook = held["codebook"].float()
+    codebook = from_stored("codebook", held["codebook"])
     if not format.lora_rank:
         return form(source, codebook, scales, dtype)
     lora = Lora(*(held[name] for name in LORA_NAMES))
