@@ -4,6 +4,7 @@ python speedrun/plot_codewords.py MODEL --out docs/codewords.png
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ def main() -> None:
 def fitted(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """`(N, 2)` pairs of a weight over its scales, and the `(C, 2)` codewords, both in float32."""
     spec = PRESETS["v3a3"].spec_for(name)
+    spec = spec.model_copy(update={"group_size": math.gcd(weight.shape[1], spec.group_size)})
     found = fit_weight(weight, spec)
     S = expand_scales(found.scales, weight.shape[1])
     pairs = (weight / S)[S > 0].view(-1, spec.vector_size)  # a scale is shared by whole vectors

@@ -265,8 +265,11 @@ def by_group(bits: int, group_size: int = 16) -> LutSpec:
 
 
 def _vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
-    """Codewords and a scale of 8 bits for each group of 32: a quarter of a bit a weight."""
-    return LutSpec(bits=bits, vector_size=vector_size, group_size=32, scale_bits=8)
+    """Codewords and a scale of 8 bits for each group of 64: an eighth of a bit a weight.
+
+    What more scales cost buys more as indices (speedrun/LOG.md, 2026-11-23).
+    """
+    return LutSpec(bits=bits, vector_size=vector_size, group_size=64, scale_bits=8)
 
 
 def _low_rank(bits: int, rank: int) -> LutSpec:

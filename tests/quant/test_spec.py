@@ -196,9 +196,9 @@ def test_a_rule_needs_a_pattern_or_a_role() -> None:
 @pytest.mark.parametrize(
     ("name", "mlp", "attention"),
     [
-        ("v2a4", (8, 4, 32), (4, 1, 16)),
-        ("v2a2", (8, 4, 32), (8, 4, 32)),
-        ("v3a3", (6, 2, 32), (6, 2, 32)),
+        ("v2a4", (8, 4, 64), (4, 1, 16)),
+        ("v2a2", (8, 4, 64), (8, 4, 64)),
+        ("v3a3", (6, 2, 64), (6, 2, 64)),
     ],
 )
 def test_presets_of_vectors(name: str, mlp: tuple, attention: tuple) -> None:
