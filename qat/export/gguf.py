@@ -86,6 +86,8 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
         writer.add_tokenizer_pre("default")
         rank = {merge.replace(" ", ""): -float(place) for place, merge in enumerate(merges, 1)}
         writer.add_token_scores([rank.get(token, 0.0) for token in tokens])
+        begins = tokenizer.tokenize("a", add_special_tokens=False)[0]
+        writer.add_add_space_prefix(begins.startswith("\u2581"))
     writer.add_token_list(tokens)
     writer.add_token_types(list(_types(values, tokens)))
     _add_special(writer, tokenizer)
@@ -349,8 +351,8 @@ def write(
 
     writer = gguf.GGUFWriter(directory / FILE_NAME, ARCHITECTURES[model.config.model_type])
     _add_metadata(writer, model.config)
-    if tokenizer is not None:
-        add_tokenizer(writer, tokenizer, model.config.vocab_size)
+    if tokenizer is None or not add_tokenizer(writer, tokenizer, model.config.vocab_size):
+        writer.add_tokenizer_model("none")  # llama.cpp opens no file without this key
     names = _tensor_names(model)
     for name, module in quantized_modules(model).items():
         weight = affine(module)

@@ -25,9 +25,15 @@ from quantized import (
 from ranks_case import run_ranks
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import Digits, Sequence
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from qat.backend.base import DTYPES
 from qat.cli import run_verb
@@ -335,6 +341,13 @@ def test_the_tokenizer_goes_into_a_gguf(
         assert gguf_tokenizer.add_tokenizer(writer, tokenizer, 320) == expected
         if expected:
             assert writer.kv_data[0]["tokenizer.ggml.pre"].value == "smollm"
+    for prefix in ("\u2581", ""):
+        model = models.BPE({"<0x61>": 0, "a": 1, "\u2581": 2}, [], byte_fallback=True)
+        marked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+        marked.backend_tokenizer.normalizer = normalizers.Prepend(prefix) if prefix else None
+        writer = library.GGUFWriter(None, "llama")
+        assert gguf_tokenizer.add_tokenizer(writer, marked, 3)
+        assert writer.kv_data[0]["tokenizer.ggml.add_space_prefix"].value == bool(prefix)
     tokenizer.backend_tokenizer.pre_tokenizer = None
     writer = library.GGUFWriter(None, "llama")
     assert not gguf_tokenizer.add_tokenizer(writer, tokenizer, 320)
