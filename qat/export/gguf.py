@@ -24,6 +24,7 @@ from qat.export.parts import (
     refuse_vectors,
     unquantized_state,
 )
+from qat.models.opening import teach_q2_0
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
@@ -129,9 +130,9 @@ def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase) -> None:
 
 # Blocks of GGUF: evenly spaced levels and float16 scales in the types of ggml that hold them.
 #
-# Shapes: O rows, B blocks per row, N weights per block (32, or 256 of the K types).
+# Shapes: O rows, B blocks per row, N weights per block (32; 64 of Q2_0; 256 of the K types).
 
-SMALL, LARGE = 32, 256
+SMALL, MIDDLE, LARGE = 32, 64, 256
 
 
 class BlockType(NamedTuple):
@@ -153,10 +154,12 @@ def block_type(spec: LutSpec) -> BlockType | None:
     if spec.group_size % LARGE == 0:
         if spec.codebook == "ternary":
             return TQ2_0
-        if spec.bits == 2:
+        if spec.bits == 2 and spec.codebook == "seq":
             return Q2_K
         if spec.bits == 3 and spec.codebook == "int":
             return Q3_K
+    if spec.group_size % MIDDLE == 0 and spec.bits == 2 and spec.codebook != "seq":
+        return Q2_0
     if spec.group_size % SMALL:
         return None
     if spec.codebook == "seq":
@@ -203,6 +206,17 @@ def _fifth_bits(codes: Tensor) -> Tensor:
     return bits.sum(-1, dtype=torch.uint8)
 
 
+def _negative(half: Tensor) -> Tensor:
+    """Float16 numbers as two bytes each, with the other sign."""
+    return half ^ torch.tensor([0, 0x80], dtype=torch.uint8)
+
+
+def _fours(codes: Tensor) -> Tensor:
+    """Two bits each: four neighbours share a byte."""
+    bits = codes.view(len(codes), -1, 4) << torch.arange(0, 8, 2, dtype=torch.uint8)
+    return bits.sum(-1, dtype=torch.uint8)
+
+
 def _quarters(codes: Tensor) -> Tensor:
     """Two bits each: four runs of 32 weights share 32 bytes."""
     runs = (codes & 3).view(-1, 2, 4, 32) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
@@ -215,10 +229,14 @@ def _third_bits(codes: Tensor) -> Tensor:
     return runs.sum(1, dtype=torch.uint8)
 
 
+def _q2_0(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
+    """Its levels are -1 to 2, ours -2 to 1: both the codes and the scale change their sign."""
+    return [_negative(d), _fours(3 - codes)]
+
+
 def _q2_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
     """16 scales and minima of 4 bits, all 1; then codes; the minimum is subtracted."""
-    negative = m ^ torch.tensor([0, 0x80], dtype=torch.uint8)
-    return [_repeated(codes, 0x11, 16), _quarters(codes), d, negative]
+    return [_repeated(codes, 0x11, 16), _quarters(codes), d, _negative(m)]
 
 
 def _q3_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
@@ -236,6 +254,7 @@ Q4_0 = BlockType("Q4_0", SMALL, -8, lambda codes, d, m: [d, _nibbles(codes)])
 Q4_1 = BlockType("Q4_1", SMALL, None, lambda codes, d, m: [d, m, _nibbles(codes)])
 Q5_0 = BlockType("Q5_0", SMALL, -16, lambda codes, d, m: [d, _fifth_bits(codes), _nibbles(codes)])
 Q8_0 = BlockType("Q8_0", SMALL, 0, lambda codes, d, m: [d, codes])
+Q2_0 = BlockType("Q2_0", MIDDLE, -2, _q2_0)
 Q2_K = BlockType("Q2_K", LARGE, None, _q2_k)
 Q3_K = BlockType("Q3_K", LARGE, -4, _q3_k)
 TQ2_0 = BlockType("TQ2_0", LARGE, -1, lambda codes, d, m: [_quarters(codes), d])
@@ -264,7 +283,7 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """ggml holds even levels: in groups of 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
+    """ggml holds even levels: in groups of 64 or 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is not None:
         return reason
@@ -277,21 +296,27 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Q2_K, Q3_K or TQ2_0 in groups of 256 where rows split into them, else integers in Q4_0 to
-    Q8_0 in groups of 32; scales of 8 bits.
+    """Q2_K, Q3_K or TQ2_0 in groups of 256, or Q2_0 in groups of 64, where rows split into them,
+    else integers in Q4_0 to Q8_0 in groups of 32; scales of 8 bits.
+
+    Even levels of 2 bits lose less than integers, whose zero leaves one level on the other side: so
+    integers go into Q2_0 where the plan has such, or where 256 does not divide the row.
 
     Raises:
-        ExportError: rows split into neither, an index names a vector, or scales are of low rank.
+        ExportError: rows split into none, an index names a vector, or scales are of low rank.
     """
     refuse_vectors(spec)
     refuse_low_rank(spec)
-    few = spec.bits <= 3
-    size = LARGE if few and shape[1] % LARGE == 0 else group_size_near(SMALL, (SMALL,), shape[1])
-    if spec.codebook == "ternary" or (spec.bits == 2 and size == LARGE):
-        codebook = "ternary" if spec.codebook == "ternary" else "seq"
-    else:
-        codebook = "int" if spec.bits > 1 else "seq"
-    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+    codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"
+    found = LutSpec(bits=spec.bits, codebook=codebook, group_size=SMALL, scale_bits=8)
+    is_even = spec.bits == 2 and spec.codebook in {"lut", "seq"}
+    for size, levels in ((LARGE, "seq" if is_even else codebook), (MIDDLE, codebook)):
+        wider = found.model_copy(update={"group_size": size, "codebook": levels})
+        kind = block_type(wider)
+        if shape[1] % size == 0 and kind is not None and kind.size == size:
+            return wider
+    group_size_near(SMALL, (SMALL,), shape[1])
+    return found
 
 
 def check(model: PreTrainedModel) -> None:
@@ -349,6 +374,7 @@ def write(
     """
     import gguf
 
+    teach_q2_0()
     writer = gguf.GGUFWriter(directory / FILE_NAME, ARCHITECTURES[model.config.model_type])
     _add_metadata(writer, model.config)
     if tokenizer is None or not add_tokenizer(writer, tokenizer, model.config.vocab_size):
@@ -387,6 +413,7 @@ def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
     """The float32 weights of a GGUF file under transformers' names, as `gguf` dequantizes them."""
     import gguf
 
+    teach_q2_0()
     names = {written: name for name, written in _tensor_names(model).items()}
     weights = {}
     for tensor in gguf.GGUFReader(path).tensors:

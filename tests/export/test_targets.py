@@ -52,6 +52,7 @@ from qat.export.model import IMPORT, export_model, float_base
 from qat.export.targets import LIBRARIES, TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model
+from qat.models.opening import teach_q2_0
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears
@@ -272,7 +273,8 @@ def test_what_is_trained_for_nvfp4_is_what_is_read(tmp_path: Path) -> None:
 
 
 GGUF_FORMATS = {
-    "Q2_K": [("seq", 2, 256), ("int", 2, 512)],
+    "Q2_0": [("int", 2, 64), ("int", 2, 256), ("ternary", 2, 64)],
+    "Q2_K": [("seq", 2, 256), ("seq", 2, 512)],
     "Q3_K": [("int", 3, 256)],
     "TQ2_0": [("ternary", 2, 256)],
     "Q4_0": [("int", 4, 32), ("int", 3, 64), ("ternary", 2, 32)],
@@ -292,11 +294,25 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
     linear = frozen_linear(5, 512, spec)
     with torch.no_grad():
         linear.scales[0] = 0  # the smallest weights have scales that round to zero
+    teach_q2_0()
     found = gguf_blocks.block_type(spec)
     blocks = gguf_blocks.to_blocks("it", parts.affine(linear), found).numpy()
     read = library.quants.dequantize(blocks, library.GGMLQuantizationType[kind])
     assert found.name == kind
     assert torch.equal(torch.from_numpy(read), linear.quantized_weight())
+
+
+@pytest.mark.parametrize("codebook", ["int", "ternary"])
+def test_a_block_of_q2_0_is_as_ggml_defines_it(codebook: str) -> None:
+    spec = LutSpec(bits=2, codebook=codebook, group_size=64, scale_bits=8)
+    linear = frozen_linear(3, 128, spec)
+    blocks = gguf_blocks.to_blocks("it", parts.affine(linear), gguf_blocks.Q2_0)
+    assert blocks.shape == (3, 2 * 18)  # 2.25 bits a weight
+    expected = []
+    for block in blocks.reshape(-1, 18).numpy():
+        scale = float(block[:2].view(np.float16)[0])
+        expected += [scale * ((int(block[2 + i // 4]) >> 2 * (i % 4) & 3) - 1) for i in range(64)]
+    assert torch.equal(torch.tensor(expected).view(3, 128), linear.quantized_weight())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -316,6 +332,40 @@ def test_transformers_reads_our_gguf(architecture: str, tmp_path: Path) -> None:
     if architecture == "llama":  # of gemma3 it needs a vision tower's config
         theirs = AutoModelForCausalLM.from_pretrained(out, gguf_file=gguf.FILE_NAME)
         torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_llama_cpp_computes_our_logits(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    model = tiny_model("qwen3", initializer_range=0.1, **shape)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    rules = [
+        PlanRule(
+            pattern=f"*.{name}",
+            spec=LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=8),
+        )
+        for name, (codebook, bits, size) in zip(
+            names, [formats[0] for formats in GGUF_FORMATS.values()][:7], strict=True
+        )
+    ]
+    assert len(GGUF_FORMATS) == len(names) + 1
+    table = LutSpec(bits=8, codebook="int", group_size=32, scale_bits=8)
+    plan = QuantPlan(name="all", rules=(*rules, PlanRule(pattern="lm_head", spec=table)))
+    quantize_model(load_like(model), plan)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "packed")
+    export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), tmp_path / "out")
+    path = str(tmp_path / "out" / gguf.FILE_NAME)
+    llama = llama_cpp.Llama(path, n_ctx=32, logits_all=True, n_threads=1, verbose=False)
+    llama.eval(IDS[0].tolist())
+    theirs = torch.from_numpy(llama.scores[: IDS.shape[1]].copy())
+    ours, theirs = logits(model)[0].log_softmax(-1), theirs.log_softmax(-1)
+    spread = (ours.exp() * (ours - ours.mean(-1, keepdim=True))).sum(-1).mean()
+    assert (ours.exp() * (ours - theirs)).sum(-1).mean() < 1e-3 < spread / 100
+    text = "the cat sat, and 3 dogs saw it"
+    assert llama.tokenize(text.encode(), special=True) == tiny_tokenizer()(text).input_ids
+    llama.close()
 
 
 def test_the_tokenizer_goes_into_a_gguf(
@@ -464,11 +514,34 @@ def test_a_plan_is_bent_to_its_target() -> None:
     assert bent == {
         "mlx": {"up_proj": ("seq", 32), "down_proj": ("seq", 32)},
         "compressed-tensors": {"up_proj": ("int", 16), "down_proj": ("int", 16)},
-        "gguf": {"up_proj": ("int", 32), "down_proj": ("seq", 256)},
+        "gguf": {"up_proj": ("int", 64), "down_proj": ("seq", 256)},
         "torchao": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
         "coreml": {"up_proj": ("lut", 16), "down_proj": ("lut", 16)},
         "nvfp4": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
     }
+
+
+@pytest.mark.parametrize(
+    ("spec", "width", "expected"),
+    [
+        (LutSpec(bits=2), 512, "Q2_K"),
+        (LutSpec(bits=2), 576, "Q2_0"),
+        (LutSpec(bits=2), 288, "Q4_0"),
+        (LutSpec(bits=2, codebook="int"), 512, "Q2_0"),
+        (LutSpec(bits=2, codebook="ternary"), 512, "TQ2_0"),
+        (LutSpec(bits=2, codebook="ternary"), 576, "Q2_0"),
+        (LutSpec(bits=3), 512, "Q3_K"),
+        (LutSpec(bits=3), 576, "Q4_0"),
+        (LutSpec(bits=1), 512, "Q4_1"),
+    ],
+)
+def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows(
+    spec: LutSpec, width: int, expected: str
+) -> None:
+    found = gguf.scheme(spec, (8, width))
+    kind = gguf.block_type(found)
+    assert (kind.name, found.bits, found.scale_bits) == (expected, spec.bits, 8)
+    assert found.group_size == kind.size and gguf.lost(found, (8, width)) is None
 
 
 @pytest.mark.parametrize(
