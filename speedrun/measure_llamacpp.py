@@ -1,0 +1,138 @@
+"""Runs students in llama.cpp: how far its logits are from ours, and what it writes.
+
+Each student is exported to GGUF and opened there, beside a second file that holds the same weights
+in float32. What that one differs by has nothing to do with quantization (another order of sums, an
+attention cache in float16); the rest comes from activations, which llama.cpp rounds to 8 bits
+wherever it multiplies by quantized weights.
+
+pip install llama-cpp-python
+python speedrun/measure_llamacpp.py STUDENT=TEXT.txt ... --figures FILE.jsonl
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from figures import record
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qat.cli import run_verb
+from qat.export import gguf
+from qat.export.dense import dense_state_dict
+from qat.export.parts import float_model, logits_of
+from qat.models.checkpoint import load_checkpoint
+from qat.models.load import load_tokenizer
+
+GOAL = 1e-3
+SEED = 0
+WORDS = 60
+"""Tokens that are sampled."""
+
+
+class Compared(NamedTuple):
+    """One file against the model that it came from, over the tokens of a text."""
+
+    kl: float
+    """KL(ours || llama.cpp's), nats per token."""
+    agrees: float
+    """Share of places where both find the same token likeliest."""
+
+
+def main() -> None:
+    """Print a line for each student and a text, and record the worst KL."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("students", nargs="+", metavar="STUDENT=TEXT")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--figures", type=Path)
+    arguments = parser.parse_args()
+    engine()
+    worst = 0.0
+    for named in arguments.students:
+        student, _, text = named.rpartition("=")
+        found = measure(student, Path(text), arguments)
+        worst = max(worst, found.kl)
+    print(f"worst KL {worst:.3g} nats (goal {GOAL:g})")
+    if arguments.figures:
+        runs = len(arguments.students)
+        record(arguments.figures, "gguf_llamacpp_kl", worst, "nats", f"<= {GOAL:g}", runs=runs)
+    raise SystemExit(not worst <= GOAL)
+
+
+def engine() -> Any:
+    """The class `llama_cpp.Llama`."""
+    try:
+        from llama_cpp import Llama
+    except ImportError:
+        raise SystemExit(
+            "llama_cpp is not installed, expected llama.cpp's bindings; run: pip install "
+            "llama-cpp-python"
+        ) from None
+    return Llama
+
+
+def measure(student: str, text: Path, arguments: argparse.Namespace) -> Compared:
+    """Export `student` and compare, in quantized types and in float32."""
+    tokenizer, model = load_tokenizer(student), load_checkpoint(Path(student), torch.float32)
+    content = text.read_text(encoding="utf-8")
+    ids = tokens(tokenizer, content, arguments)
+    ours = torch.cat([logits_of(model, row[None]) for row in ids])
+    with tempfile.TemporaryDirectory() as place:
+        words = ["export", student, "--to", "gguf", "--dtype", "fp32", "--out", f"{place}/student"]
+        run_verb(words)
+        dense = float_model(model, dense_state_dict(model, torch.float32), torch.float32)
+        Path(place, "floats").mkdir()
+        gguf.write(dense, None, Path(place, "floats"))
+        found, floor = (
+            compare(Path(place, name, gguf.FILE_NAME), ids, ours) for name in ("student", "floats")
+        )
+        print(
+            f"{student}: KL {found.kl:.3g} nats over {ids.numel()} tokens, {floor.kl:.3g} with the "
+            f"same weights in float32; the likeliest token is the same in {found.agrees:.2%}"
+        )
+        say(Path(place, "student", gguf.FILE_NAME), content, tokenizer)
+    return found
+
+
+def tokens(tokenizer: PreTrainedTokenizerBase, text: str, arguments: argparse.Namespace) -> Tensor:
+    """Rows `(B, S)` from all over the text."""
+    B, S = arguments.sequences, arguments.length
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    if len(ids) < B * S:
+        raise SystemExit(f"the text has {len(ids)} tokens, expected {B * S}; give a longer one")
+    starts = torch.linspace(0, len(ids) - S, B).long()
+    return ids[starts[:, None] + torch.arange(S)]
+
+
+def compare(path: Path, ids: Tensor, ours: Tensor) -> Compared:
+    """Logits of a GGUF file in llama.cpp against `ours` `(B, S, V)`."""
+    llama = engine()(str(path), n_ctx=ids.shape[1], logits_all=True, n_threads=1, verbose=False)
+    theirs = []
+    for row in ids:
+        llama.reset()
+        llama.eval(row.tolist())
+        theirs.append(torch.from_numpy(llama.scores[: len(row)].copy()))
+    log_p, log_q = (t.double().log_softmax(-1) for t in (ours, torch.stack(theirs)))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    return Compared(kl, (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item())
+
+
+def say(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compare how `text` is split into tokens, and print what follows its first words."""
+    llama = engine()(str(path), n_ctx=256, n_threads=1, verbose=False, seed=SEED)
+    lines = [line for line in text.splitlines() if line.strip()]
+    others = sum(
+        llama.tokenize(line.encode(), special=True) != tokenizer(line).input_ids for line in lines
+    )
+    print(f"  {others} of {len(lines)} lines are split otherwise than by our tokenizer")
+    first = max(lines[:20], key=len)
+    prompt = " ".join(first.split()[:6])
+    made = llama(prompt, max_tokens=WORDS, temperature=0.8, seed=SEED)
+    print(f"  {prompt}|{made['choices'][0]['text']}")
+
+
+if __name__ == "__main__":
+    main()
