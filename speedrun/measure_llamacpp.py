@@ -2,8 +2,10 @@
 
 Each student is exported to GGUF and opened there, beside a second file that holds the same weights
 in float32. What that one differs by has nothing to do with quantization (another order of sums, an
-attention cache in float16); the rest comes from activations, which llama.cpp rounds to 8 bits
-wherever it multiplies by quantized weights.
+attention cache in float16). The rest should come from activations, which llama.cpp rounds to 8 bits
+wherever it multiplies by quantized weights; so ours are compared with themselves under the same
+rounding too. (The two cannot be equal to the bit: a float16 in the cache moves many values past the
+middle between two levels, and a few layers later all of the rounding is another.)
 
 pip install llama-cpp-python
 python speedrun/measure_llamacpp.py STUDENT=TEXT.txt ... --figures FILE.jsonl
@@ -11,13 +13,15 @@ python speedrun/measure_llamacpp.py STUDENT=TEXT.txt ... --figures FILE.jsonl
 
 import argparse
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from figures import record
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.cli import run_verb
 from qat.export import gguf
@@ -25,6 +29,8 @@ from qat.export.dense import dense_state_dict
 from qat.export.parts import float_model, logits_of
 from qat.models.checkpoint import load_checkpoint
 from qat.models.load import load_tokenizer
+from qat.models.stored_state import quantized_modules
+from qat.nn.lut_embedding import TiedLutHead
 
 GOAL = 1e-3
 SEED = 0
@@ -79,7 +85,9 @@ def measure(student: str, text: Path, arguments: argparse.Namespace) -> Compared
     tokenizer, model = load_tokenizer(student), load_checkpoint(Path(student), torch.float32)
     content = text.read_text(encoding="utf-8")
     ids = tokens(tokenizer, content, arguments)
-    ours = torch.cat([logits_of(model, row[None]) for row in ids])
+    ours = logits(model, ids)
+    with activations_of_8_bits(model):
+        rounded = divergence(ours, logits(model, ids))
     with tempfile.TemporaryDirectory() as place:
         words = ["export", student, "--to", "gguf", "--dtype", "fp32", "--out", f"{place}/student"]
         run_verb(words)
@@ -91,7 +99,8 @@ def measure(student: str, text: Path, arguments: argparse.Namespace) -> Compared
         )
         print(
             f"{student}: KL {found.kl:.3g} nats over {ids.numel()} tokens, {floor.kl:.3g} with the "
-            f"same weights in float32; the likeliest token is the same in {found.agrees:.2%}"
+            f"same weights in float32, {rounded:.3g} by rounding activations in ours; the "
+            f"likeliest token is the same in {found.agrees:.2%}"
         )
         say(Path(place, "student", gguf.FILE_NAME), content, tokenizer)
     return found
@@ -107,6 +116,39 @@ def tokens(tokenizer: PreTrainedTokenizerBase, text: str, arguments: argparse.Na
     return ids[starts[:, None] + torch.arange(S)]
 
 
+def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """`(B, S, V)`, a row at a time."""
+    return torch.cat([logits_of(model, row[None]) for row in ids])
+
+
+@contextmanager
+def activations_of_8_bits(model: PreTrainedModel) -> Iterator[None]:
+    """Round what enters quantized weights as llama.cpp does, 256 values a scale for K types."""
+    handles = []
+    heads = [module for module in model.modules() if isinstance(module, TiedLutHead)]
+    for module in [*quantized_modules(model).values(), *heads]:
+        is_large = module not in heads and gguf.block_type(module.spec).size == gguf.LARGE
+        size = gguf.LARGE if is_large else gguf.SMALL
+
+        def rounded(_: object, inputs: tuple[Tensor, ...], size: int = size) -> Any:
+            if not inputs[0].is_floating_point():  # an embedding reads tokens
+                return None
+            return (to_8_bits(inputs[0], size), *inputs[1:])
+
+        handles.append(module.register_forward_pre_hook(rounded))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def to_8_bits(x: Tensor, size: int) -> Tensor:
+    """`x` on 255 levels for each `size` values, their scale a float16 in blocks of 32 (Q8_0)."""
+    blocks = x.unflatten(-1, (-1, size))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scale == 0, 0.0, blocks / scale).round()
+    return (codes * (scale.half().float() if size == gguf.SMALL else scale)).flatten(-2)
+
+
 def compare(path: Path, ids: Tensor, ours: Tensor) -> Compared:
     """Logits of a GGUF file in llama.cpp against `ours` `(B, S, V)`."""
     llama = engine()(str(path), n_ctx=ids.shape[1], logits_all=True, n_threads=1, verbose=False)
@@ -115,9 +157,15 @@ def compare(path: Path, ids: Tensor, ours: Tensor) -> Compared:
         llama.reset()
         llama.eval(row.tolist())
         theirs.append(torch.from_numpy(llama.scores[: len(row)].copy()))
-    log_p, log_q = (t.double().log_softmax(-1) for t in (ours, torch.stack(theirs)))
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-    return Compared(kl, (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item())
+    found = torch.stack(theirs)
+    agrees = (ours.argmax(-1) == found.argmax(-1)).double().mean().item()
+    return Compared(divergence(ours, found), agrees)
+
+
+def divergence(ours: Tensor, theirs: Tensor) -> float:
+    """KL(ours || theirs) of logits `(B, S, V)`, nats per token."""
+    log_p, log_q = ours.log_softmax(-1), theirs.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).double().sum(-1).mean().item()
 
 
 def say(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
