@@ -59,7 +59,7 @@ def serve(listener: socket.socket) -> None:
     """Answer for ever, one command after the other."""
     for module in pkgutil.walk_packages(qat.__path__, "qat."):
         if not module.name.endswith("__main__"):
-            with suppress(ConfigError):  # of an extra that is not installed
+            with suppress(ConfigError, ModuleNotFoundError):  # of an extra that is not installed
                 importlib.import_module(module.name)
     while True:
         connection, _ = listener.accept()
