@@ -40,6 +40,8 @@ STATES = 256
 """Of the trellis: the last four indices of two bits."""
 RATES = {"weight": 5e-4, "codebook": 1e-3, "scales": 1e-3}
 """A step moves a tensor by about this share of its size."""
+FIT_ROUNDS = 6
+"""In which a trellis, its levels and its scales take turns before training."""
 SOFT_STEPS = 0.7
 """Share of the steps after which a soft assignment is hard."""
 
@@ -193,6 +195,25 @@ class Trellis(Student):
         self.codebook = nn.Parameter((gauss[order] * size).to(weight.device))
         self.states: Tensor | None = None
         self.calls = 0
+        for _ in range(FIT_ROUNDS):
+            self.refit()
+
+    @torch.no_grad()
+    def refit(self) -> None:
+        """Find the best path, then the levels and the scales of least squares for it."""
+        O, I = self.weight.shape
+        S = self.S()
+        states = best_path(self.weight, S, self.codebook)
+        sums, squares = (
+            torch.bincount(states.flatten(), part.flatten(), minlength=STATES)
+            for part in (self.weight * S, S * S)
+        )
+        self.codebook.copy_(
+            torch.where(squares > 0, sums / squares.clamp_min(1e-30), self.codebook)
+        )
+        c = self.codebook[states].view(O, self.scales.shape[1], -1)
+        W = self.weight.view_as(c)
+        self.scales.copy_((W * c).sum(2) / (c * c).sum(2).clamp_min(1e-30))
 
     def chosen(self, W: Tensor, S: Tensor) -> Tensor:
         """The levels of the best path, which is found anew every few steps."""
