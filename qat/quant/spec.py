@@ -164,9 +164,12 @@ class LutSpec(Settings):
                 "weight; choose fewer bits"
             )
         if in_features % self.group_size:
+            sizes = range(self.vector_size, self.group_size, self.vector_size)
+            fitting = [size for size in sizes if in_features % size == 0]
+            nearest = f", such as {fitting[-1]}" if fitting else ""
             raise ConfigError(
                 f"{name}: group_size={self.group_size} does not divide its {in_features} input "
-                f"features; choose a divisor of {in_features}"
+                f"features; choose a divisor of {in_features}{nearest}"
             )
         if self.rank > min(out_features, in_features):
             raise ConfigError(

@@ -193,6 +193,14 @@ def test_a_rule_needs_a_pattern_or_a_role() -> None:
     assert not rule.catches("h.0.mlp.up", is_table=True)
 
 
+def test_a_group_that_does_not_divide_the_row_is_told_one_that_does() -> None:
+    fours = LutSpec(bits=8, vector_size=4, group_size=64)
+    with pytest.raises(
+        ConfigError, match="its 288 input features; choose a divisor of 288, such as 48"
+    ):
+        fours.check_shape("up", 64, 288)
+
+
 @pytest.mark.parametrize(
     ("name", "mlp", "attention"),
     [
