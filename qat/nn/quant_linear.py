@@ -310,19 +310,6 @@ class FrozenLutLinear(QuantLinear):
         super().__init__(quantized, bias, spec)
         self.register_buffer("packed", pack(quantized.indices, spec.bits))
 
-    @torch.no_grad()
-    def index_by_(self, codebook: Tensor) -> None:
-        """Rename the indices for levels that lie in another order than the ascending, stored one.
-
-        Training may carry one level past another; a checkpoint ranks them anew, and a run that goes
-        on from it needs them as they lay. The caller puts `codebook` in place. Codewords are stored
-        as they lie.
-        """
-        if self.spec.is_vector:
-            return
-        order = codebook.argsort(stable=True).to(self.packed.device, torch.uint8)
-        self.packed.copy_(pack(order[self.indices().int()], self.spec.bits))
-
     def source(self) -> PackedIndices:
         """The packed indices."""
         return PackedIndices(self.packed, self.spec.bits, self.in_features, self.spec.vector_size)

@@ -318,11 +318,10 @@ def fit_all_to_inputs(
     if not spec.is_vector:
         return _fit_together(weights, spec, hessian, ops)
 
-    def fit_alone(weight: Tensor) -> list[InputFit]:  # rows of one sweep share a codebook
-        return _fit_together([weight], spec, hessian, ops)
-
     with on(hessian.device).side_by_side() as map_:
-        return [*chain.from_iterable(map_(fit_alone, weights))]
+        # each alone: the rows of one sweep share a codebook
+        fits = map_(lambda weight: _fit_together([weight], spec, hessian, ops), weights)
+        return [*chain.from_iterable(fits)]
 
 
 def _fit_together(

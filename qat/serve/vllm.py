@@ -150,7 +150,11 @@ class QatQuantization(QuantizationConfig):
             return self._table_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return None
-        members = self._members(prefix)
+        # the matrices that vLLM joins to the linear called `prefix`
+        parent, dot, name = prefix.rpartition(".")
+        joined = [name] if prefix in self.modules else self.packed_modules_mapping.get(name, [name])
+        names = [f"{parent}{dot}{part}" for part in joined]
+        members = [self.modules.get(name, Stored(name, None)) for name in names]
         is_quantized = any(member.spec is not None for member in members)
         if is_quantized:
             return QatLinearMethod(members)
@@ -160,14 +164,6 @@ class QatQuantization(QuantizationConfig):
                 "quantize every linear, or export the model with 'qat export --to dense'"
             )
         return UnquantizedLinearMethod()
-
-    def _members(self, prefix: str) -> list[Stored]:
-        """The matrices that vLLM joins to the linear called `prefix`."""
-        if prefix in self.modules:
-            return [self.modules[prefix]]
-        parent, dot, name = prefix.rpartition(".")
-        names = [f"{parent}{dot}{part}" for part in self.packed_modules_mapping.get(name, [name])]
-        return [self.modules.get(name, Stored(name, None)) for name in names]
 
     def _table_method(
         self, layer: VocabParallelEmbedding, prefix: str

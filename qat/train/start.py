@@ -28,6 +28,7 @@ from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import add_adapters, to_latent
 from qat.quant.spec import role_of
+from qat.quant.weight import pack
 from qat.ranks import ALONE, Ranks
 from qat.train.config import MOST_WARM_UP, TrainConfig, divide
 from qat.train.judge import CODES_PREFIX, Judge
@@ -320,8 +321,11 @@ def make_trainable(
         return Optimizer(model, by_kind, config, ranks=ranks)
     for name, linear in quant_linears(model).items():
         codebook = state.get(f"parameter.{name}.codebook")
-        if codebook is not None and isinstance(linear, FrozenLutLinear):
-            linear.index_by_(codebook)
+        # training may carry one level past another, and a checkpoint ranks levels anew: indices are
+        # renamed for the order in which the optimizer holds them (codewords are stored as they lie)
+        if codebook is not None and codebook.dim() == 1 and isinstance(linear, FrozenLutLinear):
+            order = codebook.argsort(stable=True).to(linear.packed.device, torch.uint8)
+            linear.packed.copy_(pack(order[linear.indices().int()], linear.spec.bits))
     return Optimizer(model, by_kind, config, state, ranks=ranks)
 
 
