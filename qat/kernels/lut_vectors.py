@@ -37,7 +37,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from qat.kernels.dispatch import IS_COMPILED, tl, triton
+from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_tiles import (
     FormTile,
     Tiling,
@@ -66,8 +66,6 @@ class ChooseTile(NamedTuple):
     tiles: int = 8
     """Tiles of a program, so that preparing the codebook costs little."""
     warps: int = 4
-    registers: int = 0
-    """The most of a thread, or 0."""
 
 
 class ReduceTile(NamedTuple):
@@ -90,7 +88,6 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
     """
     C, d = codebook.shape
     cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile(), out.device)
-    capped = {"maxnreg": cut.registers} if IS_COMPILED and cut.registers else {}
     tiling = Tiling.of(latent.shape, scales, cut.vectors * d, d, cuts=True)
     parts = max(4 if tiling.rank == 0 else 8, 16 // d)
     chunk = min(max(C, 16), cut.chunk)
@@ -98,7 +95,7 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
         out, latent.contiguous(), codebook, *scale_operands(scales),
         num_tiles=tiling.num_tiles, **tiling.constants(), TILES=cut.tiles,
         C=C, CHUNK=chunk, PARTS=parts, FEW=min(cut.few, C, chunk // 4),
-        enable_fp_fusion=False, num_warps=cut.warps, **capped,
+        enable_fp_fusion=False, num_warps=cut.warps,
     )  # fmt: skip
 
 

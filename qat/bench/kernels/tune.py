@@ -94,7 +94,7 @@ def form_space(size: Size, bits: int, d: int, *, is_packed: bool) -> Space:
 
 def choose_space(size: Size, C: int, d: int) -> Space:
     """Tiles of vectors and chunks of codewords whose scores fit in registers."""
-    listed = map(ChooseTile._make, product((64, 128), (64, 128), (2, 4, 8), (8, 24), (4, 8), (0,)))
+    listed = map(ChooseTile._make, product((64, 128), (64, 128), (2, 4, 8), (8, 24), (4, 8)))
     fitting = [one for one in listed if 4096 <= one.vectors * one.chunk / one.warps * 4 <= 16384]
     return _space("vectors_choose", (size["O"], size["I"], C, d), ChooseTile(), fitting)
 
