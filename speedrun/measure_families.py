@@ -1,7 +1,7 @@
 """Which classes of causal language models of transformers work, from teacher to written student.
 
     python speedrun/measure_families.py --figures figures.jsonl
-    python speedrun/measure_families.py --family Qwen3MoeForCausalLM
+    python speedrun/measure_families.py --family Qwen3MoeForCausalLM --device cuda
 
 A tiny random model of each class (tests/families.py) goes through cache, convert, train, eval,
 generate and export on the CPU. All of them take about ten minutes and write docs/models.md.
@@ -43,10 +43,10 @@ app = App(help=__doc__)
 
 
 @app.default
-def measure(*, family: str | None = None, figures: Path | None = None) -> None:
-    """Try one class and print what its verbs said, or all of them."""
+def measure(*, family: str | None = None, device: str = "cpu", figures: Path | None = None) -> None:
+    """Try one class on a device and print what its verbs said, or all of them on the CPU."""
     if family is not None:
-        print(tried(family) or f"{family} works")
+        print(tried(family, device) or f"{family} works")
         return
     said = {}
     for name in FAMILIES:
@@ -72,7 +72,7 @@ def measure(*, family: str | None = None, figures: Path | None = None) -> None:
     )
 
 
-def tried(family: str) -> str:
+def tried(family: str, device: str = "cpu") -> str:
     """The last line of the verb that refused that class, or an empty one."""
     said = io.StringIO()
 
@@ -90,7 +90,7 @@ def tried(family: str) -> str:
         return 0
 
     with tempfile.TemporaryDirectory() as folder:
-        verb = walk(family, Path(folder), call)
+        verb = walk(family, Path(folder), call, device)
     if not verb:
         return ""
     last = said.getvalue().strip().splitlines()[-1].removeprefix("qat: ")

@@ -305,7 +305,7 @@ def texts(out: Path) -> Path:
     return out
 
 
-def walk(family: str, folder: Path, call: Callable[..., int]) -> str:
+def walk(family: str, folder: Path, call: Callable[..., int], device: str = "cpu") -> str:
     """Take a model of that class from teacher to a trained student that writes, verb by verb.
 
     Converting opens what it wrote again and compares tensors, exporting compares logits, both to
@@ -315,6 +315,7 @@ def walk(family: str, folder: Path, call: Callable[..., int]) -> str:
         family: a class of `FAMILIES`.
         folder: an empty directory.
         call: runs `qat` with the tokens that it is given and returns the exit code.
+        device: what every verb but `export` computes on.
 
     Returns:
         The verb that refused; empty where all of them ended well.
@@ -333,7 +334,7 @@ def walk(family: str, folder: Path, call: Callable[..., int]) -> str:
         ("export", run, "--to", "dense", "--dtype", "fp32", "--out", folder / "dense"),
     )
     for verb in verbs:
-        where = () if verb[0] == "export" else ("--device", "cpu")
+        where = () if verb[0] == "export" else ("--device", device)
         if call(*verb, *where):
             return str(verb[0])
     return ""
