@@ -64,7 +64,8 @@ def room_for(
 
         def hand_on(weight: Tensor) -> None:
             dW, weight.grad = weight.grad, None
-            take_gradient(cast(Tensor, dW))
+            if dW is not None:  # undefined where nothing differentiable reads the weight
+                take_gradient(dW)
 
         room.register_post_accumulate_grad_hook(hand_on)
     return room

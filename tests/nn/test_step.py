@@ -276,6 +276,23 @@ def test_where_nothing_learns_the_formed_weight_needs_no_gradient() -> None:
     assert linear.bias.grad is not None
 
 
+class ReadsNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: object, _weight: Tensor, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: object, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def test_a_weight_that_nothing_differentiable_reads_gets_no_gradient() -> None:
+    linear = frozen_linear(8, 32, SPECS["lut2"])
+    linear.form_(torch.float32)
+    ReadsNothing.apply(linear.formed, torch.randn(2, requires_grad=True)).sum().backward()
+    assert linear.scales.grad is None and linear.codebook.grad is None
+
+
 def test_formed_memory_is_used_again() -> None:
     linear = frozen_linear(8, 32, SPECS["lut2"])
     x = torch.randn(2, 32)
