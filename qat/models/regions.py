@@ -403,9 +403,11 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]
     """
     if dtype == torch.float32:
         return lambda: None
+    # a CPU normalizes no float32 input by 16 bits, such as the sum with positions of float32
+    kept = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
     for parameter in model.parameters():
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad
-        if is_fixed and parameter.dtype != dtype:
+        if is_fixed and parameter.dtype != dtype and id(parameter) not in kept:
             cast = parameter.detach().to(dtype)
             if on(cast.device).equal(cast.to(parameter.dtype), parameter):
                 parameter.data = cast

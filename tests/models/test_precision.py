@@ -1,6 +1,7 @@
 """The compute dtype: nothing that a checkpoint holds changes."""
 
 import torch
+from families import build
 from tiny import tiny_model
 
 from qat.models.language_model import LanguageModel
@@ -42,3 +43,13 @@ def test_float32_changes_nothing() -> None:
     model = tiny_model()
     compute_in(model, torch.float32)
     assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_a_layer_norm_that_stands_still_reads_positions_of_float32() -> None:
+    model = build("BartForCausalLM").requires_grad_(False)  # its positions do not survive a cast
+    expected = model(IDS).logits
+    compute_in(model, torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.float32
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        actual = model(IDS).logits
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05)
