@@ -2,6 +2,7 @@
 
     python speedrun/measure_families.py --figures figures.jsonl
     python speedrun/measure_families.py --family Qwen3MoeForCausalLM --device cuda
+    python speedrun/measure_families.py --family BartForCausalLM --dtype bf16
 
 A tiny random model of each class (tests/families.py) goes through cache, convert, train, eval,
 generate and export on the CPU. All of them take about ten minutes and write docs/models.md.
@@ -43,10 +44,16 @@ app = App(help=__doc__)
 
 
 @app.default
-def measure(*, family: str | None = None, device: str = "cpu", figures: Path | None = None) -> None:
+def measure(
+    *,
+    family: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    figures: Path | None = None,
+) -> None:
     """Try one class on a device and print what its verbs said, or all of them on the CPU."""
     if family is not None:
-        print(tried(family, device) or f"{family} works")
+        print(f"{family}: {tried(family, device, dtype) or 'works'}")
         return
     said = {}
     for name in FAMILIES:
@@ -72,7 +79,7 @@ def measure(*, family: str | None = None, device: str = "cpu", figures: Path | N
     )
 
 
-def tried(family: str, device: str = "cpu") -> str:
+def tried(family: str, device: str = "cpu", dtype: str = "auto") -> str:
     """The last line of the verb that refused that class, or an empty one."""
     said = io.StringIO()
 
@@ -90,7 +97,7 @@ def tried(family: str, device: str = "cpu") -> str:
         return 0
 
     with tempfile.TemporaryDirectory() as folder:
-        verb = walk(family, Path(folder), call, device)
+        verb = walk(family, Path(folder), call, device, dtype)
     if not verb:
         return ""
     last = said.getvalue().strip().splitlines()[-1].removeprefix("qat: ")

@@ -305,7 +305,13 @@ def texts(out: Path) -> Path:
     return out
 
 
-def walk(family: str, folder: Path, call: Callable[..., int], device: str = "cpu") -> str:
+def walk(
+    family: str,
+    folder: Path,
+    call: Callable[..., int],
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> str:
     """Take a model of that class from teacher to a trained student that writes, verb by verb.
 
     Converting opens what it wrote again and compares tensors, exporting compares logits, both to
@@ -316,6 +322,7 @@ def walk(family: str, folder: Path, call: Callable[..., int], device: str = "cpu
         folder: an empty directory.
         call: runs `qat` with the tokens that it is given and returns the exit code.
         device: what every verb but `export` computes on.
+        dtype: in what caching, training, evaluating and writing compute.
 
     Returns:
         The verb that refused; empty where all of them ended well.
@@ -335,6 +342,7 @@ def walk(family: str, folder: Path, call: Callable[..., int], device: str = "cpu
     )
     for verb in verbs:
         where = () if verb[0] == "export" else ("--device", device)
-        if call(*verb, *where):
+        how = () if verb[0] in ("convert", "export") else ("--dtype", dtype)
+        if call(*verb, *where, *how):
             return str(verb[0])
     return ""

@@ -12,8 +12,9 @@ def test_a_refusal_names_no_directory_of_ours(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(SPEEDRUN))
     import measure_families
 
-    def walk(family: str, folder: Path, call: Callable[..., int], device: str) -> str:
-        assert call("generate", folder / "float", "--prompt", family, "--device", device) == 1
+    def walk(family: str, folder: Path, call: Callable[..., int], device: str, dtype: str) -> str:
+        how = ("--device", device, "--dtype", dtype)
+        assert call("generate", folder / "float", "--prompt", family, *how) == 1
         return "generate"
 
     monkeypatch.setattr(measure_families, "walk", walk)
