@@ -48,7 +48,7 @@ from qat.kernels.lut_tiles import (
     units_of_tile,
 )
 from qat.kernels.tuned import chosen
-from qat.quant.weight import PackedIndices, Scales
+from qat.quant.weight import CODEWORD_STEPS, PackedIndices, Scales
 
 HELD = 4096
 """Sums of a codebook that four warps hold; eight hold more."""
@@ -72,8 +72,8 @@ class ReduceTile(NamedTuple):
     """What a program sums by codeword."""
 
     vectors: int = 128
-    programs: int = 264
-    """Share all tiles: two for each multiprocessor of a large GPU."""
+    programs: int = 396
+    """Share all tiles: three for each multiprocessor of a large GPU."""
 
     @classmethod
     def of(cls, C: int, d: int) -> Self:
@@ -144,7 +144,23 @@ def reduce(
     )  # fmt: skip
     if partials is None:
         return None, d_scales
-    return partials.sum(0, dtype=torch.float64)[: C * d].float().view(C, d), d_scales
+    d_codebook = torch.empty(C, d, **new)
+    _total_kernel[(triton.cdiv(C * d, 8),)](
+        d_codebook, partials, num_programs, high * low * d, C * d,
+        ROWS=triton.next_power_of_2(num_programs), num_warps=4,
+    )  # fmt: skip
+    return d_codebook, d_scales
+
+
+def round_codewords(codebook: Tensor, out: Tensor) -> None:
+    """Write the nearest multiples of `1 / CODEWORD_STEPS` below 2: one kernel for four of PyTorch.
+
+    `qat.quant.weight.round_levels` of 8 bits, to the bit.
+    """
+    count = codebook.numel()
+    _round_kernel[(triton.cdiv(count, 1024),)](
+        out, codebook, count, STEPS=CODEWORD_STEPS, BLOCK=1024, num_warps=4
+    )
 
 
 @triton.jit
@@ -471,6 +487,25 @@ def _reduce_kernel(
     if partials is not None:
         slot = tl.arange(0, HIGH)[:, None] * (LOW * E) + tl.arange(0, LOW * E)[None, :]
         tl.store(partials + tl.program_id(0) * (HIGH * LOW * E) + slot, sums)
+
+
+@triton.jit
+def _total_kernel(d_codebook, partials, programs, width, count, ROWS: tl.constexpr):
+    """What all programs summed, in float64: eight numbers of the codebook."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.program_id(0) * 8 + tl.arange(0, 8)
+    is_one = (row < programs) & (column < count)[None, :]
+    sums = tl.load(partials + row * width + column[None, :], mask=is_one, other=0).to(tl.float64)
+    tl.store(d_codebook + column, tl.sum(sums, axis=0).to(tl.float32), mask=column < count)
+
+
+@triton.jit
+def _round_kernel(out, codebook, count, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    steps = tl.load(codebook + place, mask=place < count, other=0) * STEPS
+    steps = tl.clamp(steps, -127.0, 127.0, propagate_nan=tl.PropagateNan.ALL)
+    # to the nearest whole number, ties to the even one: no float32 of this size has a fraction
+    whole = (steps + 12582912.0) - 12582912.0
+    tl.store(out + place, whole / STEPS, mask=place < count)
 
 
 @triton.jit

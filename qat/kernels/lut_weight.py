@@ -43,6 +43,7 @@ from qat.quant.weight import (
     chosen_levels,
     expand_scales,
     index_dtype,
+    round_levels,
     round_scales,
     vector_size,
 )
@@ -58,6 +59,16 @@ UNIT = 8
 """Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
 WORDS = {2: torch.int16, 4: torch.int32}
 """The word that holds the indices of a unit, by bits of one."""
+
+
+def levels_as_stored(codebook: Tensor, level_bits: int, *, out: Tensor | None = None) -> Tensor:
+    """`qat.quant.weight.round_levels`, into `out` if it is given: one kernel on a GPU."""
+    if level_bits == 8 and _by_kernel(codebook):
+        out = torch.empty_like(codebook) if out is None else out
+        lut_vectors.round_codewords(codebook, out)
+        return out
+    rounded = round_levels(codebook, level_bits)
+    return rounded if out is None else out.copy_(rounded)
 
 
 def choose(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.kernels.lut_weight import choose, form, pull_back
+from qat.kernels.lut_weight import choose, form, levels_as_stored, pull_back
 from qat.quant.codebook import latent_indices
 from qat.quant.lora import (
     LORA_NAMES,
@@ -37,7 +37,6 @@ from qat.quant.weight import (
     expand_scales,
     pack,
     rms,
-    round_levels,
     round_scales,
 )
 
@@ -111,9 +110,9 @@ class QuantLinear(nn.Module):
         """Which level or codeword is taken: `(O, I / d)`, no gradient."""
         raise NotImplementedError
 
-    def levels(self) -> Tensor:
-        """The codebook as forward computes with it, no gradient."""
-        return round_levels(self.codebook.detach(), self.spec.level_bits)
+    def levels(self, out: Tensor | None = None) -> Tensor:
+        """The codebook as forward computes with it, no gradient; written into `out` if given."""
+        return levels_as_stored(self.codebook.detach(), self.spec.level_bits, out=out)
 
     def scale_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the scale, by name."""
@@ -351,12 +350,11 @@ class LutLinear(QuantLinear):
         return latent_indices(self.weight, S, self.levels())
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        levels, scales = self.levels(), self._source_scales()
+        # where a recorded backward reads them
         room, old_levels = self._chosen or (None, None)
+        levels, scales = self.levels(out=old_levels), self._source_scales()
         source = choose(self.source(), levels, scales, out=room)
-        if source is room and old_levels is not None:  # a recorded backward reads them there
-            levels = old_levels.copy_(levels)
-        elif isinstance(source, PackedIndices) and self.learns():
+        if isinstance(source, PackedIndices) and self.learns():
             self._chosen = source, levels
         return form(source, levels, scales, dtype, out=out)
 

@@ -116,6 +116,20 @@ def test_each_gradient_alone(wanted: str, monkeypatch) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("C", [16, 300])
+def test_codewords_are_rounded_as_plain_pytorch_rounds_them(C: int, monkeypatch) -> None:
+    codebook = torch.randn(C, 4)
+    codebook[0] = torch.tensor([0.5, 1.5, -2.5, -0.5]) / 64  # ties
+    codebook[1] = torch.tensor([2.0, -2.0, 1e30, float("-inf")])
+    codebook[2, 0] = float("nan")
+    expected = lut_weight.levels_as_stored(codebook, 8)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    room = torch.empty_like(codebook)
+    assert lut_weight.levels_as_stored(codebook, 8, out=room) is room
+    torch.testing.assert_close(room, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(lut_weight.levels_as_stored(codebook[3:], 16), codebook[3:].half().float())
+
+
 @pytest.mark.parametrize("bits", [8, 10])
 def test_indices_are_written_where_there_is_room(bits: int) -> None:
     spec = LutSpec(bits=bits, vector_size=4, group_size=16)
