@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     __version__,
 )
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -124,6 +125,8 @@ class Opening:
             )
         if directory.suffix == GGUF:
             teach_q2_0()
+            # transformers 5.23 takes 128 for every Qwen3, whatever the file says
+            GGUF_CONFIG_MAPPING["qwen3"].setdefault("attention.key_length", "head_dim")
         if directory.is_dir():
             check_checksums(directory, weights=self._weights)
             _check_tables(directory)
