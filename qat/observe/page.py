@@ -196,6 +196,7 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
         ],
         "sample": last.get("sample"),
         "sample_step": last.get("step"),
+        "checkpoint": run.checkpoint,
         "facts": list(_flatten(run.info)),
         "recipe": run.recipe,
     }

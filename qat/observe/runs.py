@@ -24,6 +24,7 @@ from qat.logs import (
     heartbeat_file,
     read_json_lines,
 )
+from qat.models.directory import RUN_POINTERS, pointed
 
 Line = dict[str, Any]
 """A line of metrics, of a heartbeat or of events."""
@@ -123,6 +124,8 @@ class TrainingRun:
     """The steps from which it went on after a stop."""
     forced: list[str]
     """Findings of the preflight that were overruled."""
+    checkpoint: Path | None
+    """The best one, else the latest; None where neither is there."""
 
     def best(self) -> Line:
         """The evaluation of the best trained student; of the untrained one if there is no other."""
@@ -232,6 +235,7 @@ def _read_run(path: Path) -> TrainingRun:
     words = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
     parse_toml(words)
     others = map(heartbeat_file, range(1, len(list(path.glob(HEARTBEATS)))))
+    checkpoints = (pointed(path, name) for name in RUN_POINTERS)
     return TrainingRun(
         label=path.resolve().name,
         info=info,
@@ -243,6 +247,7 @@ def _read_run(path: Path) -> TrainingRun:
         events=[event for file in sorted(path.glob(EVENTS)) for event in _events(file)],
         resumed=[int(each["step"]) for each in info.get("resumed", [])],
         forced=[str(code) for code in info.get("forced", [])],
+        checkpoint=next((each for each in checkpoints if each and each.is_dir()), None),
     )
 
 

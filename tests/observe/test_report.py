@@ -100,6 +100,17 @@ def test_page_shows_what_was_measured(written: Written) -> None:
     assert html.count("<tr><td>model.layers.") == 42
 
 
+def test_page_says_how_to_use_the_checkpoint_that_is_there(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for pointer, step in (("latest", 200), ("best", 150)):
+        (run / pointer).write_text(f"checkpoints/step-{step:06}\n")
+    (run / "checkpoints/step-000200").mkdir(parents=True)  # the best one was not copied
+    html = write_report([run], tmp_path / "page.html").page.read_text("utf-8")
+    assert f"vllm serve {run}/checkpoints/step-000200\n" in html
+    (run / "latest").unlink()
+    assert "vllm serve" not in write_report([run], tmp_path / "page.html").page.read_text("utf-8")
+
+
 def test_pictures_lie_beside_the_page(written: Written) -> None:
     names = {path.name for path in written.pictures}
     assert names == {
