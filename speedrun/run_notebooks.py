@@ -21,7 +21,7 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-NEEDS = {"needs-gpu", "needs-tpu", "needs-drive", "needs-network"}
+NEEDS = {"needs-gpu", "needs-tpu", "needs-drive", "needs-network", "needs-vllm"}
 """Tags of cells that only some machines can run."""
 CHECK = "assert not get_ipython().user_ns.get('_exit_code'), 'the command above failed'"
 TEACHER = "checkpoints/tiny-qwen3"
@@ -78,6 +78,15 @@ TINY: dict[str, dict[str, str]] = {
         "LENGTHS": "256",
     },
     "export_coreml": {"MODEL": TEACHER},
+    "serve": {
+        "TEACHER": TEACHER,
+        "SEQUENCES": "64",
+        "STEPS": "2",
+        "BATCH": "2",
+        "VLLM": ".venv-vllm/bin",
+        "PORT": "8765",
+        "FLAGS": "--enforce-eager --dtype float32 --max-model-len 64",
+    },
 }
 """Values of the parameters that tests take; in this order, as later ones read what earlier made."""
 

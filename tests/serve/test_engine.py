@@ -29,6 +29,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; .ci/vllm runs these tests", allow_module_level=True)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [100, 3, 44, 212, 9, 31, 7], [270], [17] * 9]
 NUM_TOKENS = 16
 FORMATS = [*SPECS.values()]
@@ -227,6 +228,40 @@ def test_an_endpoint_answers_two_at_once_and_streams(tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(60)
+
+
+def test_the_notebook_serves_a_run(tmp_path: Path) -> None:
+    """Its cells that need vLLM, as a shell runs them; tests/notebooks run the others."""
+    make(tmp_path / "q2/checkpoints/step-000002", tie_word_embeddings=True)
+    (tmp_path / "q2/best").write_text("checkpoints/step-000002\n")
+    values = {
+        "OUT": str(tmp_path),
+        "VLLM": str(Path(sys.executable).parent),
+        "PORT": str(free_port()),
+        "FLAGS": "--enforce-eager --dtype float32 --max-model-len 64",
+    }
+    notebook = json.loads((ROOT / "notebooks/serve.ipynb").read_text(encoding="utf-8"))
+    cells = {
+        cell["id"]: "".join(cell["source"])
+        for cell in notebook["cells"]
+        if "needs-vllm" in cell["metadata"].get("tags", ())
+    }
+    said = {}
+    for name, command in cells.items():
+        assert command.startswith("!")
+        done = subprocess.run(
+            ["bash", "-c", command[1:]],
+            env=os.environ | values,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, (name, (tmp_path / "vllm.log").read_text()[-4000:])
+        said[name] = done.stdout
+    assert [*cells] == ["serve", "wait", "ask", "stop"]
+    choice = json.loads(said["ask"])["choices"][0]
+    assert choice["message"]["content"] and choice["finish_reason"] in ("stop", "length")
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
