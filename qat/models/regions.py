@@ -397,13 +397,13 @@ def recomputed_layers() -> int:
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
     """Let `model` compute in `dtype` (under autocast, which casts what stays float32).
 
-    Parameters without gradient are cast if every value survives; a checkpoint stores the same
-    numbers afterwards. Decides on the host: for the start of a run, not for a step. What it gives
-    back ends the casting of the residual stream.
+    Parameters without gradient are cast if every value survives, but for those of LayerNorms; a
+    checkpoint stores the same numbers afterwards. Decides on the host: for the start of a run, not
+    for a step. What it gives back ends the casting of the residual stream.
     """
     if dtype == torch.float32:
         return lambda: None
-    # a CPU normalizes no float32 input by 16 bits, such as the sum with positions of float32
+    # on a CPU a LayerNorm of 16 bits refuses a float32 input: tokens plus float32 positions
     kept = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
     for parameter in model.parameters():
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad

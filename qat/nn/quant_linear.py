@@ -350,7 +350,7 @@ class LutLinear(QuantLinear):
         return latent_indices(self.weight, S, self.levels())
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        # where a recorded backward reads them
+        # both are written over where they lie: a recorded backward reads them there
         room, old_levels = self._chosen or (None, None)
         levels, scales = self.levels(out=old_levels), self._source_scales()
         source = choose(self.source(), levels, scales, out=room)
