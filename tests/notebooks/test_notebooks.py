@@ -26,8 +26,8 @@ from run_notebooks import NEEDS, NOTEBOOKS, TINY, execute, tags  # noqa: E402
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]("
 LINE = re.compile(
-    r"!qat |!bash speedrun/setup\.sh|!\S*python -m pip install |%env \w+=|%cd |path = %env PATH$|"
-    r"root = !for place in |assert root|!python3 -m venv |"
+    r"!qat |!bash speedrun/setup\.sh|!python3? -m pip (--python \S+ )?install |%env \w+=|%cd |"
+    r"path = %env PATH$|root = !for place in |assert root|!python3 -m venv |"
     r"!\(trap \"\" HUP; \"\$VLLM/vllm\" serve |!curl |!kill "
 )
 FIRST = ["title", "code-text", "code", "machine-text", "machine"]
