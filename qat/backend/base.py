@@ -256,6 +256,14 @@ class Backend:
         """Whether work can be recorded as a graph and replayed."""
         return False
 
+    @contextmanager
+    def waits(self) -> Iterator[list[str]]:
+        """Where the block made the host wait for the device, as FILE:LINE, once it has ended.
+
+        What waits cannot be recorded. Empty where nobody can tell, which never records.
+        """
+        yield []
+
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Record what `run` gives the device; a replay and `run`'s result, which each replay fills.
 

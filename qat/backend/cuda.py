@@ -1,6 +1,7 @@
 """NVIDIA's GPUs, through PyTorch's CUDA: streams, graphs, an allocator that counts, sensors."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,26 @@ class CudaBackend(Backend):
     def records(self) -> bool:
         """See `Backend`."""
         return True
+
+    @contextmanager
+    def waits(self) -> Iterator[list[str]]:
+        """See `Backend`; PyTorch warns of every call that waits if it is asked to."""
+        found: list[str] = []
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        for warning in heard:
+            if "synchronizing CUDA operation" in str(warning.message):
+                found.append(f"{warning.filename}:{warning.lineno}")
+            elif "Synchronization debug mode" not in str(warning.message):
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See `Backend`: a CUDA graph."""

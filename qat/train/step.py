@@ -5,10 +5,13 @@ runs the student forward, asks `qat.losses` for the loss and calls backward, in 
 pulls its gradient back, and `qat.train.optim` moves what learns. Beside it stand what part of a
 step is a rank's and what all ranks decide together.
 
-Nothing in a step waits for the device. On a GPU the first steps compile; then forward and backward
-of a micro-batch are recorded as one graph and replayed, where its size makes that pay.
+Nothing in a step of ours waits for the device. On a GPU the first steps compile; then forward and
+backward of a micro-batch are recorded as one graph and replayed, where its size makes that pay and
+the model's own code does not wait either (some mixtures read on the host how many tokens an expert
+got).
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -35,6 +38,7 @@ from qat.train.config import StepConfig, TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.saver import trouble
 
+logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=StepConfig)
 
 EAGER_STEPS = 2
@@ -96,6 +100,7 @@ class TrainingStep:
         self.is_stop_agreed = False
         """Whether all ranks stop after this step; where there are several, they say so alike."""
         self._graph: _Graph | None = None
+        self._waits: list[str] = []
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
             regions.install()
@@ -157,7 +162,13 @@ class TrainingStep:
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
         is_whole = not self.optimizer.sharded  # a recorded graph would hold exchanges
         is_worth = is_small and is_whole and self.fallback is None and self.backend.records()
-        if self._taken >= EAGER_STEPS and self._graph is None and is_worth:
+        if self._taken == EAGER_STEPS - 1 and is_worth:
+            with self.backend.waits() as self._waits:
+                sums = self._run(batches, valid, is_packed)
+            if self._waits:
+                logger.info("steps are not recorded: the host waits in %s", self._waits[0])
+            return sums
+        if self._taken >= EAGER_STEPS and self._graph is None and is_worth and not self._waits:
             self._graph = _Graph(self, batches[0], valid, is_packed)
         if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)

@@ -1,6 +1,6 @@
 """One training step on CUDA: compiled, recorded, without waiting. Run with `-m gpu`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,13 +8,14 @@ import pytest
 import torch
 from teacher_targets import targets_of
 from tiny import tiny_model
+from torch import Tensor, nn
 from train_case import config
 
 from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
-from qat.nn.swap import to_latent
+from qat.nn.swap import decoder_layers, to_latent
 from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.step import EAGER_STEPS, TrainingStep
@@ -116,6 +117,24 @@ def test_a_recorded_step_is_the_step(
     assert not eager.compile_facts()["cuda_graph"]
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < found[0] or learn == "scales,norms"
+
+
+def reads(_layer: nn.Module, inputs: tuple[Tensor]) -> None:
+    inputs[0].sum().item()
+
+
+def copies(_layer: nn.Module, inputs: tuple[Tensor]) -> None:
+    torch.ones(3).to(inputs[0].device)
+
+
+@pytest.mark.parametrize("waiting", [reads, copies])
+def test_a_model_that_waits_is_not_recorded(tmp_path: Path, waiting: Callable) -> None:
+    plain, waits = (step_of(tmp_path, compile="off") for _ in range(2))
+    decoder_layers(waits.student.model)[0].register_forward_pre_hook(waiting)
+    expected, found = course(plain, 5), course(waits, 5)
+    assert plain.compile_facts()["cuda_graph"] and not waits.compile_facts()["cuda_graph"]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp32"])

@@ -1,7 +1,8 @@
 """A step by itself: facts about compiling, and the fallback where that fails."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,26 @@ def test_a_replayed_step_is_the_step(
     assert course(trainer, accumulate) == pytest.approx(expected, rel=1e-6)
     assert len(replays) == 3 * accumulate
     assert trainer.take_step.compile_facts()["cuda_graph"]
+
+
+def test_a_step_that_waits_is_not_recorded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def waits(_backend: Backend) -> Iterator[list[str]]:
+        found: list[str] = []
+        yield found
+        found.append("experts.py:12")
+
+    expected = course(trainer_of(place, tmp_path / "plain"), 1)
+    trainer = trainer_of(place, tmp_path / "waits")
+    replays = pretend_recording(monkeypatch, trainer)
+    monkeypatch.setattr(Backend, "waits", waits)
+    with caplog.at_level(logging.INFO):
+        assert course(trainer, 1) == expected
+    assert not replays and not trainer.take_step.compile_facts()["cuda_graph"]
+    said = [r.message for r in caplog.records if "recorded" in r.message]
+    assert said == ["steps are not recorded: the host waits in experts.py:12"]
 
 
 def test_other_shapes_and_packed_rows_are_not_replayed(
