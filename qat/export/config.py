@@ -5,7 +5,16 @@ from typing import Literal
 from qat.config import Required, Settings
 
 TargetName = Literal[
-    "packed", "dense", "coreml", "mlx", "compressed-tensors", "nvfp4", "gguf", "torchao", "anemll"
+    "packed",
+    "dense",
+    "coreml",
+    "mlx",
+    "compressed-tensors",
+    "nvfp4",
+    "modelopt",
+    "gguf",
+    "torchao",
+    "anemll",
 ]
 """What a student can be shipped as; `qat.export.targets` says where each is written."""
 

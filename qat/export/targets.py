@@ -28,6 +28,7 @@ TARGETS: dict[TargetName, str] = {
     "mlx": "qat.export.mlx",
     "compressed-tensors": "qat.export.compressed_tensors",
     "nvfp4": "qat.export.nvfp4",
+    "modelopt": "qat.export.modelopt",
     "gguf": "qat.export.gguf",
     "torchao": "qat.export.torchao",
     "anemll": "qat.anemll.export",
@@ -38,6 +39,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "mlx": ("mlx_lm", "mlx"),
     "compressed-tensors": ("compressed_tensors", "ship"),
     "nvfp4": ("compressed_tensors", "ship"),
+    "modelopt": ("compressed_tensors", "ship"),
     "gguf": ("gguf", "ship"),
     "torchao": ("torchao", "adam8bit"),
 }

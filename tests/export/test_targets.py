@@ -72,7 +72,7 @@ WIDE = {
 }
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
-SHIPPED = (*EVEN, "nvfp4")
+SHIPPED = (*EVEN, "nvfp4", "modelopt")
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def test_the_targets_library_reads_our_logits(
     assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
 
 
-@pytest.mark.parametrize("to", ["mlx", "compressed-tensors", "gguf", "torchao", "nvfp4"])
+@pytest.mark.parametrize("to", [to for to in SHIPPED if to != "coreml"])
 def test_bfloat16_holds_what_a_conversion_gives(
     to: TargetName, students: dict[TargetName, Path], tmp_path: Path
 ) -> None:
@@ -217,6 +217,23 @@ def test_nvfp4_is_the_weight_to_the_bit(
     assert found.keys() == quant_linears(model).keys()
     for name, linear in quant_linears(model).items():
         assert torch.equal(found[name].float(), linear.quantized_weight())
+
+
+def test_the_names_of_model_optimizer_hold_the_same_numbers(tmp_path: Path) -> None:
+    library("modelopt")
+    model = tiny_quantized("qwen3", SPECS["e2m1"], **WIDE)
+    for to in ("nvfp4", "modelopt"):
+        (tmp_path / to).mkdir()
+        load_target(to).write(model, None, tmp_path / to)
+    found, theirs = (load_file(tmp_path / to / "model.safetensors") for to in ("modelopt", "nvfp4"))
+    for name in quant_linears(model):
+        assert torch.equal(found.pop(f"{name}.weight"), theirs.pop(f"{name}.weight_packed"))
+        octets = found.pop(f"{name}.weight_scale"), theirs.pop(f"{name}.weight_scale")
+        assert torch.equal(*(part.view(torch.uint8) for part in octets))
+        assert found.pop(f"{name}.weight_scale_2") == 1 / theirs.pop(f"{name}.weight_global_scale")
+    assert found.keys() == theirs.keys()
+    said = json.loads((tmp_path / "modelopt" / "hf_quant_config.json").read_text())["quantization"]
+    assert said["quant_algo"] == "W4A16_NVFP4" and said["exclude_modules"] == ["lm_head"]
 
 
 def test_one_factor_of_nvfp4_holds_every_scale_up_to_1_75(tmp_path: Path) -> None:
@@ -442,7 +459,7 @@ def test_adapters_are_refused(to: TargetName) -> None:
         check_model(to, tiny_adapted("qwen3", LutSpec(bits=2, codebook="int", scale_bits=8)))
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "nvfp4"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "nvfp4", "modelopt"])
 def test_quantized_tables_are_refused(to: TargetName) -> None:
     model = tiny_model()
     with_head = with_tables(plan(LutSpec(bits=2, codebook="int"), "*.mlp.*"), model, 8)
@@ -517,6 +534,7 @@ def test_a_plan_is_bent_to_its_target() -> None:
         "torchao": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
         "coreml": {"up_proj": ("lut", 16), "down_proj": ("lut", 16)},
         "nvfp4": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
+        "modelopt": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
     }
 
 
@@ -549,7 +567,7 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows(
         ("q2a4", ("mlx", "gguf")),
         ("q2a4", ("gguf", "mlx")),
         ("q2a4", EVEN),
-        ("q2a4", tuple(name for name in TARGETS if name != "nvfp4")),
+        ("q2a4", tuple(name for name in TARGETS if name not in ("nvfp4", "modelopt"))),
         ("q2a2", tuple(TARGETS)),
     ],
 )
@@ -604,6 +622,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(
         "gguf": lut,
         "torchao": lut,
         "nvfp4": lut,
+        "modelopt": lut,
     }
     assert "holds no adapters" in lacking(tmp_path / "lut", adapters=True).values()
     copied = shutil.copytree(students["mlx"], tmp_path / "mlx")

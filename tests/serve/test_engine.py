@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from transformers import PreTrainedModel
 
@@ -130,6 +131,33 @@ def test_the_engines_own_class_reads_our_compressed_tensors(tmp_path: Path) -> N
     export_model(str(tmp_path / "packed"), ExportConfig(to="compressed-tensors", dtype="bf16"), out)
     student = load_checkpoint(tmp_path / "packed", torch.bfloat16)
     check_equal_but_for_ties(student, theirs(out, "bfloat16"))
+
+
+def test_the_engines_own_class_reads_the_names_of_model_optimizer(tmp_path: Path) -> None:
+    """Its kernels for these need an NVIDIA GPU; what it makes of the numbers does not."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+        dequantize_to_dtype,
+    )
+
+    spec = LutSpec(bits=4, codebook="e2m1", group_size=16, scale_bits=8)
+    model = tiny_model("qwen3", **SHAPE)
+    for name in linear_names(model)[1:]:  # the first stays in floating point
+        replace_module(model, name, frozen_linear(*model.get_submodule(name).weight.shape, spec))
+    save_checkpoint(model.eval(), tiny_tokenizer(), tmp_path / "packed")
+    out = tmp_path / "out"
+    export_model(str(tmp_path / "packed"), ExportConfig(to="modelopt", dtype="bf16"), out)
+    inside = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert ModelOptNvFp4Config.override_quantization_method(inside, None) == "modelopt_fp4"
+    for said in (inside, json.loads((out / "hf_quant_config.json").read_text())):
+        config = ModelOptNvFp4Config.from_config(said)
+        assert (config.quant_method, config.group_size) == ("W4A16_NVFP4", 16)
+        assert {*config.exclude_modules} == {linear_names(model)[0], "lm_head"}
+    tensors = load_file(out / "model.safetensors")
+    for name in linear_names(model)[1:]:
+        parts = (tensors[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        found = dequantize_to_dtype(*parts, torch.float32, swizzle=False)
+        assert torch.equal(found, model.get_submodule(name).quantized_weight())
 
 
 def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
