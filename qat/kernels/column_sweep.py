@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.lut_tiles import as_stored
+from qat.kernels.trellis import best_path
 from qat.quant import error_feedback as reference
 from qat.quant import vectors
 from qat.quant.error_feedback import ColumnOps, Columns
@@ -66,7 +67,7 @@ def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Ten
     return vectors.nearest_vectors(weight, S, codebook, importance)
 
 
-COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors)
+COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors, best_path)
 
 
 def settle_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:

@@ -34,6 +34,7 @@ from qat.kernels.lut_tiles import (
     scale_operands,
     units_of_tile,
 )
+from qat.kernels.trellis import best_path
 from qat.kernels.tuned import chosen
 from qat.quant.codebook import latent_indices
 from qat.quant.weight import (
@@ -76,12 +77,14 @@ def choose(
     codebook: Tensor,
     scales: Scales,
     *,
+    trellis_bits: int = 0,
     out: PackedIndices | None = None,
 ) -> PackedIndices | Tensor:
-    """A source that forms the same weight with no search: indices where vectors have a latent one.
+    """A source that forms the same weight with no search: indices of a latent one's codewords.
 
-    A byte for each vector, or two, written into `out` where that has room. Every other source is
-    as fast as it is: the level of a latent weight is found while it is read.
+    A byte for each vector, or two, or for each weight of a trellis, written into `out` where that
+    has room. Every other source is as fast as it is: the level of a latent weight is found while it
+    is read. `form` and `pull_back` know nothing of a trellis: its latent weights come here first.
     """
     if isinstance(source, PackedIndices) or codebook.dim() == 1:
         return source
@@ -92,7 +95,10 @@ def choose(
         octets = torch.empty(O, I // d, dtype=dtype, device=source.device).view(torch.uint8)
         out = PackedIndices(octets, 8 * dtype.itemsize, I, d)
     indices = out.octets.view(dtype)
-    if _by_kernel(codebook):
+    if trellis_bits:
+        S = expand_scales(round_scales(scales), I)
+        indices.copy_(best_path(source, S, codebook, trellis_bits))
+    elif _by_kernel(codebook):
         lut_vectors.choose(source, codebook, scales, indices)
     else:
         S = expand_scales(round_scales(scales), I)

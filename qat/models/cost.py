@@ -43,7 +43,8 @@ def quantized_parameter_count(model: nn.Module) -> int:
 def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
     """Bits that a checkpoint spends on this weight: packed indices, scales, codebook, adapter."""
     spec = module.spec
-    bits = 8 * module.out_features * packed_width(module.in_features // spec.vector_size, spec.bits)
+    count = module.in_features // spec.vector_size
+    bits = 8 * module.out_features * packed_width(count, spec.bits, spec.trellis_bits)
     is_table = isinstance(module, FrozenLutTable)
     tensors = module.weight_tensors() if is_table else module.weight_parameters()
     for name in tensors.keys() & STORED_DTYPES.keys():

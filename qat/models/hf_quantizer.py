@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -43,8 +44,9 @@ FORMAT = 1
 SPARSE_FORMAT = 2
 """The same, of a model with sparse attention, whose definition config.json has under `nsa`; it may
 have no quantized module."""
-VECTORS = 2
-"""Added to either where a codebook holds vectors, which older versions cannot read."""
+VECTORS, TRELLISES = 2, 4
+"""Added to either where a codebook holds vectors, or an index is a window over its row's bits
+(vectors or not): what older versions cannot read."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
 """What config.json names as its file of weights.
 
@@ -68,7 +70,7 @@ class QatConfig(QuantizationConfigMixin):
 
     def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
         others.pop("quant_method", None)
-        newest = SPARSE_FORMAT + VECTORS
+        newest = SPARSE_FORMAT + TRELLISES
         if type(format) is not int or not FORMAT <= format <= newest:
             raise CheckpointError(
                 f"quantization_config has format={format!r:.80}, expected format={FORMAT} to "
@@ -103,8 +105,7 @@ class QatConfig(QuantizationConfigMixin):
                 "'qat convert' first"
             )
         format = SPARSE_FORMAT if is_sparse else FORMAT
-        if any(module.spec.is_vector for module in modules.values()):
-            format += VECTORS
+        format += _added_by([module.spec for module in modules.values()])
         entries = {name: m.spec.model_dump() for name, m in modules.items()}
         for name, module in modules.items():
             if isinstance(module, QuantLinear) and module.lora_rank > 0:
@@ -233,14 +234,14 @@ class QatHfQuantizer(HfQuantizer):
         config, found = nsa_config(model), self.quantization_config.format
         kinds = {FORMAT: "dense", SPARSE_FORMAT: "sparse"}
         expected = FORMAT if config is None else SPARSE_FORMAT
-        has_vectors = any(spec.is_vector for spec in self.quantization_config.specs().values())
-        if has_vectors != (found > VECTORS):
+        added = _added_by(self.quantization_config.specs().values())
+        attention = found - added
+        if attention not in kinds:
+            what = {VECTORS: "vectors", TRELLISES: "trellises"}.get(added, "levels")
             raise CheckpointError(
-                f"quantization_config has format={found} and codebooks of "
-                f"{'vectors' if has_vectors else 'levels'}, expected "
-                f"format={expected + VECTORS * has_vectors}; the file is damaged: copy it anew"
+                f"quantization_config has format={found} and codebooks of {what}, expected "
+                f"format={expected + added}; the file is damaged: copy it anew"
             )
-        attention = found - VECTORS * has_vectors
         if attention != expected:
             raise CheckpointError(
                 f"the checkpoint was written with {kinds[attention]} attention (format={found}), "
@@ -362,6 +363,14 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
             f"for a weight of {O} x {I}; the file is damaged: copy it anew"
         )
     linear.set_lora(Lora(torch.empty(O, rank, device="meta"), torch.empty(rank, I, device="meta")))
+
+
+def _added_by(specs: Iterable[LutSpec]) -> int:
+    """What the formats of a checkpoint's weights add to its own."""
+    specs = list(specs)
+    if any(spec.is_trellis for spec in specs):
+        return TRELLISES
+    return VECTORS if any(spec.is_vector for spec in specs) else 0
 
 
 def _without_rank(values: object) -> object:

@@ -35,7 +35,7 @@ class FrozenLutTable(nn.Module):
         super().__init__()
         self.spec, self.dtype = spec, dtype
         self.out_features, self.in_features = quantized.shape
-        self.register_buffer("packed", pack(quantized.indices, spec.bits))
+        self.register_buffer("packed", pack(quantized.indices, spec.bits, spec.trellis_bits))
         self.register_buffer("codebook", quantized.codebook.float().clone())
         for name, tensor in quantized.scales.present().items():
             self.register_buffer(name, tensor.float().clone())
@@ -57,7 +57,7 @@ class FrozenLutTable(nn.Module):
 
     def indices(self) -> Tensor:
         """The stored index of each weight or vector: `(V, D / d)`."""
-        return self._source(slice(None)).indices()
+        return self.source().indices()
 
     def quantized(self) -> QuantizedWeight:
         """What a checkpoint holds."""
@@ -69,7 +69,7 @@ class FrozenLutTable(nn.Module):
         scales = self._scales()
         by_row = {n: t[which] for n, t in scales.present().items() if n in ("scales", "scale_out")}
         scales = scales.replaced(by_row)
-        return form(self._source(which), self.codebook, scales, dtype, out=out)
+        return form(self.source(which), self.codebook, scales, dtype, out=out)
 
     @torch.no_grad()
     def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,9 +88,12 @@ class FrozenLutTable(nn.Module):
             self.formed = formed = self.quantized_weight(dtype)
         return formed
 
-    def _source(self, which: slice | Tensor) -> PackedIndices:
+    def source(self, which: slice | Tensor = slice(None)) -> PackedIndices:
+        """The packed indices of the rows `which`."""
         spec = self.spec
-        return PackedIndices(self.packed[which], spec.bits, self.in_features, spec.vector_size)
+        return PackedIndices(
+            self.packed[which], spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -100,8 +103,9 @@ class FrozenLutTable(nn.Module):
         """Shape and format, for `print(model)`."""
         spec = self.spec
         vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
+        trellis = f"trellis_bits={spec.trellis_bits}, " if spec.is_trellis else ""
         return (
-            f"{self.out_features}, {self.in_features}, bits={spec.bits}, {vectors}"
+            f"{self.out_features}, {self.in_features}, bits={spec.bits}, {vectors}{trellis}"
             f"codebook={spec.codebook}, group_size={spec.group_size}, "
             f"scale_bits={spec.scale_bits}, dtype={self.dtype}"
         )

@@ -275,10 +275,12 @@ class QuantLinear(nn.Module):
         if self.spec.scale == "low_rank":
             scale = f"rank={self.spec.rank}"
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
-        vectors = f"vector_size={self.spec.vector_size}, " if self.spec.is_vector else ""
+        spec = self.spec
+        vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
+        trellis = f"trellis_bits={spec.trellis_bits}, " if spec.is_trellis else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bits={self.spec.bits}, {vectors}codebook={self.spec.codebook}, {scale}, "
+            f"bits={spec.bits}, {vectors}{trellis}codebook={spec.codebook}, {scale}, "
             f"bias={self.bias is not None}{adapter}"
         )
 
@@ -308,11 +310,14 @@ class FrozenLutLinear(QuantLinear):
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__(quantized, bias, spec)
-        self.register_buffer("packed", pack(quantized.indices, spec.bits))
+        self.register_buffer("packed", pack(quantized.indices, spec.bits, spec.trellis_bits))
 
     def source(self) -> PackedIndices:
         """The packed indices."""
-        return PackedIndices(self.packed, self.spec.bits, self.in_features, self.spec.vector_size)
+        spec = self.spec
+        return PackedIndices(
+            self.packed, spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
+        )
 
     def indices(self) -> Tensor:
         """The stored index of each weight or vector: `(O, I / d)`."""
@@ -326,9 +331,9 @@ class LutLinear(QuantLinear):
     gradient of the quantized weight to `weight` unchanged (straight-through
     estimator, arXiv:1308.3432) and the exact gradient to `codebook` and the scales.
 
-    The codewords of vectors take long to find: forming leaves their indices, a byte or two for each
-    vector, and the levels, and pulling back uses these until the next forming. They are freed with
-    the formed weight, and where nothing learns they are not kept.
+    Codewords of vectors and paths through a trellis take long to find: forming leaves their
+    indices, a byte or two each, and the levels, and pulling back uses these until the next forming.
+    They are freed with the formed weight, and where nothing learns they are not kept.
     """
 
     _chosen: tuple[PackedIndices, Tensor] | None
@@ -345,21 +350,32 @@ class LutLinear(QuantLinear):
 
     @torch.no_grad()
     def indices(self) -> Tensor:
-        """What is nearest to each latent weight or vector under the scales as stored."""
+        """What is nearest to each latent weight, vector or row under the scales as stored."""
+        levels = self.levels()
+        source = self._choose(levels)
+        if isinstance(source, PackedIndices):
+            return source.indices()
         S = expand_scales(round_scales(self._source_scales()), self.in_features)
-        return latent_indices(self.weight, S, self.levels())
+        return latent_indices(self.weight, S, levels)
+
+    def _choose(self, levels: Tensor, out: PackedIndices | None = None) -> PackedIndices | Tensor:
+        scales, k = self._source_scales(), self.spec.trellis_bits
+        return choose(self.source(), levels, scales, trellis_bits=k, out=out)
 
     def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         # both are written over where they lie: a recorded backward reads them there
         room, old_levels = self._chosen or (None, None)
-        levels, scales = self.levels(out=old_levels), self._source_scales()
-        source = choose(self.source(), levels, scales, out=room)
+        levels = self.levels(out=old_levels)
+        source = self._choose(levels, out=room)
         if isinstance(source, PackedIndices) and self.learns():
             self._chosen = source, levels
-        return form(source, levels, scales, dtype, out=out)
+        return form(source, levels, self._source_scales(), dtype, out=out)
 
     def _made_of(self) -> tuple[PackedIndices | Tensor, Tensor]:
-        return self._chosen or super()._made_of()
+        if self._chosen is not None:
+            return self._chosen
+        levels = self.levels()
+        return self._choose(levels), levels
 
     def release_(self) -> None:
         """Drop the formed weight and what it was formed of."""

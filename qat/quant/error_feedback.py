@@ -35,6 +35,7 @@ from qat.backend.device import on
 from qat.quant.codebook import nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
+from qat.quant.trellis import Path, best_path, feedback_path
 from qat.quant.vectors import (
     Nearest,
     best_codewords,
@@ -196,11 +197,12 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
 
 
 class ColumnOps(NamedTuple):
-    """Who does the steps inside a block and finds codewords: these functions, or kernels."""
+    """Who does the steps inside a block, finds codewords and paths: these functions, or kernels."""
 
     settle: Callable[[Columns, Tensor, Tensor], None] = settle_columns
     refit: Callable[[Columns, Tensor, Tensor, Tensor], None] = refit_scale
     nearest: Nearest = nearest_vectors
+    path: Path = best_path
 
 
 REFERENCE = ColumnOps()
@@ -315,7 +317,7 @@ def fit_all_to_inputs(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
 ) -> list[InputFit]:
     """`fit_to_inputs` of each of `weights` `(O_n, I)`, which share their inputs."""
-    if not spec.is_vector:
+    if not spec.has_codewords:
         return _fit_together(weights, spec, hessian, ops)
 
     with on(hessian.device).side_by_side() as map_:
@@ -330,14 +332,18 @@ def _fit_together(
     """Fit the weights whose rows are swept together."""
     H = damped(hessian.float())
     weights = [weight.detach().float() for weight in weights]
-    starts = [fit_weight(weight, spec, H.diagonal(), ops.nearest) for weight in weights]
+    finding = {"nearest": ops.nearest, "path": ops.path}
+    starts = [fit_weight(weight, spec, H.diagonal(), **finding) for weight in weights]
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
-    feed_back(columns, H, ops)
-    if spec.codebook == "lut" and not spec.is_vector:
-        refit_levels(columns, H, sizes, spec)
-    descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
+    if spec.is_trellis:
+        feed_paths(columns, H, spec, ops)
+    else:
+        feed_back(columns, H, ops)
+        if spec.codebook == "lut" and not spec.is_vector:
+            refit_levels(columns, H, sizes, spec)
+        descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
     after = _row_energy(columns.residual, H)
     ends = unstack(columns, sizes, starts)
     rows = torch.stack([whole, before, after]).split(sizes, dim=1)
@@ -375,7 +381,7 @@ def fit_stack_to_inputs(
     mean = diagonals.mean()
     diagonals = (diagonals + DAMPING * mean) if mean > 0 else torch.ones_like(diagonals)
     importance = diagonals[:, None].expand(weights.shape).reshape(-1, I)
-    start = fit_weight(weight, spec, importance, ops.nearest)
+    start = fit_weight(weight, spec, importance, nearest=ops.nearest, path=ops.path)
     codebook, indices = start.codebook, start.indices.view(E, weights.shape[1], -1)
     held = start.scales.scales
     groups = expand_scales(start.scales, I) if held is None else held
@@ -386,8 +392,11 @@ def fit_stack_to_inputs(
         part = QuantizedWeight(indices[e], codebook, Scales(groups[e], bits=spec.scale_bits))
         columns = stack([weights[e]], [part])
         whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
-        feed_back(columns, H, ops)
-        descend(columns, H, moves_scales=held is not None, ops=ops)
+        if spec.is_trellis:
+            feed_paths(columns, H, spec, ops)
+        else:
+            feed_back(columns, H, ops)
+            descend(columns, H, moves_scales=held is not None, ops=ops)
         after = _row_energy(columns.residual, H)
         is_better = after.sum() < before.sum()
         indices[e] = torch.where(is_better, _indices(columns, slice(0, None)), indices[e])
@@ -396,7 +405,7 @@ def fit_stack_to_inputs(
 
     fitted = [e for e in range(E) if is_fitted[e]]
     energies = weight.new_zeros(2, dtype=torch.float32)
-    with on(weight.device).side_by_side() if spec.is_vector else nullcontext(map) as map_:
+    with on(weight.device).side_by_side() if spec.has_codewords else nullcontext(map) as map_:
         for energy in map_(fit_expert, fitted):
             energies += energy
     scales = start.scales
@@ -458,6 +467,27 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
     columns.residual, columns.chosen = columns.residual[back], columns.chosen[back]
     if columns.indices is not None:
         columns.indices = columns.indices[order.argsort()]
+
+
+def feed_paths(columns: Columns, H: Tensor, spec: LutSpec, ops: ColumnOps) -> None:
+    """Choose the paths of a trellis anew by feedback in the order of the columns, then its scales.
+
+    These move to their best values given all others, if they are of groups.
+    """
+    S = columns.scales.repeat_interleave(columns.group_size, dim=0).T
+    factor = upper_factor(H)
+    paths = feedback_path(
+        columns.weight.T, S, columns.levels, spec.trellis_bits,
+        coupling=feedback_coupling(H), metric=factor.diagonal().square().float(),
+    )  # fmt: skip
+    columns.indices = paths.T.contiguous()
+    columns.chosen = columns.levels[columns.indices.int(), 0]
+    _renew_residual(columns)
+    if spec.scale == "group":
+        metric = H.diagonal()
+        coupling = (H / metric[:, None]).fill_diagonal_(0.0)
+        still = ops._replace(settle=lambda *_: None)
+        descent_sweep(columns, coupling, metric, moves_scales=True, ops=still)
 
 
 def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from qat.backend.base import undivided
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
 from qat.quant.spec import LutSpec
+from qat.quant.trellis import Path, best_path, start_levels
 from qat.quant.vectors import Nearest, nearest_vectors, start_codewords
 from qat.quant.weight import (
     QuantizedWeight,
@@ -113,7 +114,9 @@ def fit_weight(
     weight: Tensor,
     spec: LutSpec,
     importance: Tensor | None = None,
+    *,
     nearest: Nearest = nearest_vectors,
+    path: Path = best_path,
 ) -> QuantizedWeight:
     """The levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
 
@@ -128,13 +131,14 @@ def fit_weight(
         importance: how much an error counts, `(I,)` (the mean square of each input feature) or
             `(O, I)` (Fisher); 1 everywhere if None.
         nearest: who finds the codewords of vectors.
+        path: who finds the best paths through a trellis.
     """
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
-    if spec.is_vector:
+    if spec.has_codewords:
         with undivided():
-            return _fit_vectors(weight, h, spec, nearest)
+            return _fit_codewords(weight, h, spec, nearest=nearest, path=path)
     rows = sample_rows(weight, SAMPLE)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
@@ -238,20 +242,30 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
     return best
 
 
-def _fit_vectors(weight: Tensor, h: Tensor, spec: LutSpec, nearest: Nearest) -> QuantizedWeight:
-    """The same for a codebook of vectors: a start from a sample, then rounds over all rows.
+def _fit_codewords(
+    weight: Tensor, h: Tensor, spec: LutSpec, *, nearest: Nearest, path: Path
+) -> QuantizedWeight:
+    """The same for codebooks of vectors and trellises: a start, then rounds over all rows.
 
-    One search for the nearest codewords, which takes nearly all the time, ends a round.
+    Vectors start from a sample. One search for the nearest codewords, or for the best paths, which
+    takes nearly all the time, ends a round.
     """
-    I, d = weight.shape[1], spec.vector_size
+    I, d, root = weight.shape[1], spec.vector_size, h.sqrt()
 
     def weighted(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
+        if spec.is_trellis:
+            return path(root * weight, root * S, codebook, spec.trellis_bits)
         return nearest(weight, S, codebook, h)
 
     scales = _start_scales(weight, spec)
-    rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
-    S = expand_scales(scales, I)[rows]
-    codebook = _start_codewords(weight[rows], S, h[rows], spec=spec, nearest=nearest)
+    S = expand_scales(scales, I)
+    if spec.is_trellis:
+        share = h * S**2
+        size = ((h * weight**2).sum() / share.sum().clamp_min(RIDGE)).sqrt()
+        codebook = start_levels(spec.bits, spec.trellis_bits).to(weight.device) * size
+    else:
+        rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
+        codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
     best = now = settle(weight, scales, codebook, spec, nearest=weighted)
     least = weighted_error(weight, best, h)
     for _ in range(ROUNDS_OF_VECTORS):

@@ -41,7 +41,7 @@ class LutSpec(Settings):
     """One weight format: `W = codebook[indices] * S`.
 
     An index names one level, or a codeword of `vector_size` neighbouring input features of a row:
-    `bits / vector_size` bits a weight.
+    `bits / vector_size` bits a weight. Of a trellis it is a window over the bits of its row.
     A `group` scale is shared by `group_size` consecutive input features of one row; a `low_rank`
     scale is `A diag(g) B` of rank `rank` (of the reference system and the Apple Neural Engine).
     """
@@ -50,6 +50,9 @@ class LutSpec(Settings):
     """Bits per index; the codebook has `2**bits` entries (three when ternary, 15 when e2m1)."""
     vector_size: Literal[1, 2, 4, 8] = 1
     """Weights that an index names."""
+    trellis_bits: Literal[0, 1, 2, 3, 4] = 0
+    """Bits a weight of a trellis: an index is the last `bits` of its row's bits up to there, which
+    are zeros before the row (QTIP, arXiv:2406.11235); 0: indices are stored whole."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
@@ -63,14 +66,15 @@ class LutSpec(Settings):
     (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
     """Bits that a learned level is rounded to: a float32, or a float16 for programs that compute
-    in one. A codebook of vectors, which is large, is of 16 or, if not given, of 8: multiples of
-    1/64 below 2."""
+    in one. A codebook of vectors or of a trellis, which is large, is of 16 or, if not given, of 8:
+    multiples of 1/64 below 2."""
 
     @model_validator(mode="before")
     @classmethod
     def _short_codewords(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("vector_size", 1) != 1:
-            return {"level_bits": 8} | values
+        if isinstance(values, dict):
+            is_large = values.get("vector_size", 1) != 1 or values.get("trellis_bits", 0) != 0
+            return {"level_bits": 8} | values if is_large else values
         return values
 
     @model_serializer(mode="wrap")
@@ -79,6 +83,8 @@ class LutSpec(Settings):
         values: dict[str, Any] = write(self)
         if self.vector_size == 1:
             del values["vector_size"]
+        if not self.is_trellis:
+            del values["trellis_bits"]
         return values
 
     @model_validator(mode="after")
@@ -90,8 +96,13 @@ class LutSpec(Settings):
                 f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
                 "vector_size=2, 4 or 8 too"
             )
+        elif self.is_trellis:
+            self._check_trellis()
         elif self.level_bits == 8:
-            raise ValueError("level_bits=8 is for codewords (vector_size=2, 4 or 8); give 16 or 32")
+            raise ValueError(
+                "level_bits=8 is for codewords (vector_size=2, 4 or 8) and for a trellis "
+                "(trellis_bits=1 to 4); give 16 or 32"
+            )
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.codebook == "e2m1" and self.bits != 4:
@@ -116,11 +127,32 @@ class LutSpec(Settings):
             raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
         if self.level_bits == 32:
             raise ValueError(f"vector_size={d} needs level_bits=8 or 16, got level_bits=32")
+        if self.is_trellis:
+            raise ValueError(f"trellis_bits={self.trellis_bits} has vector_size=1, got {d}")
+
+    def _check_trellis(self) -> None:
+        k = self.trellis_bits
+        if self.codebook != "lut":
+            raise ValueError(f"codebook={self.codebook} has trellis_bits=0, got trellis_bits={k}")
+        if self.bits <= k:
+            raise ValueError(f"trellis_bits={k} needs more bits of an index, got bits={self.bits}")
+        if self.level_bits == 32:
+            raise ValueError(f"trellis_bits={k} needs level_bits=8 or 16, got level_bits=32")
 
     @property
     def is_vector(self) -> bool:
         """Whether an index names several weights."""
         return self.vector_size > 1
+
+    @property
+    def is_trellis(self) -> bool:
+        """Whether an index is a window over the bits of its row."""
+        return self.trellis_bits > 0
+
+    @property
+    def has_codewords(self) -> bool:
+        """Whether the codebook is `(C, d)`, in any order: of vectors, or a trellis's with d = 1."""
+        return self.is_vector or self.is_trellis
 
     @property
     def num_levels(self) -> int:
@@ -130,18 +162,18 @@ class LutSpec(Settings):
     @property
     def codebook_shape(self) -> tuple[int, ...]:
         """`(C,)` of levels, `(C, d)` of codewords."""
-        return (self.num_levels, self.vector_size) if self.is_vector else (self.num_levels,)
+        return (self.num_levels, self.vector_size) if self.has_codewords else (self.num_levels,)
 
     @property
     def index_bits(self) -> float:
         """Bits of a weight's index alone, scales and codebook aside: an `int` where it is whole."""
-        whole, rest = divmod(self.bits, self.vector_size)
+        whole, rest = divmod(self.trellis_bits or self.bits, self.vector_size)
         return self.bits / self.vector_size if rest else whole
 
     def stored_bits(self, part: str) -> int:
         """Bits that a checkpoint stores a number of the weight's `part` in: codebook or scale."""
         if part == "codebook":
-            return self.level_bits if self.is_vector else 32
+            return self.level_bits if self.has_codewords else 32
         return self.scale_bits
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
@@ -279,6 +311,11 @@ def _low_rank(bits: int, rank: int) -> LutSpec:
     return LutSpec(bits=bits, scale="low_rank", rank=rank)
 
 
+def _trellis() -> LutSpec:
+    """2 bits a weight of a window of 8, and a scale of 8 bits for each group of 64."""
+    return LutSpec(bits=8, trellis_bits=2, group_size=64, scale_bits=8)
+
+
 PRESETS = {
     plan.name: plan
     for plan in (
@@ -291,5 +328,7 @@ PRESETS = {
         _preset("v2a4", _vectors(8, 4), by_group(4)),
         _preset("v2a2", _vectors(8, 4), _vectors(8, 4)),
         _preset("v3a3", _vectors(6, 2), _vectors(6, 2)),
+        _preset("t2a4", _trellis(), by_group(4)),
+        _preset("t2a2", _trellis(), _trellis()),
     )
 }

@@ -273,6 +273,7 @@ class PackedIndices(NamedTuple):
     bits: int
     in_features: int
     vector_size: int = 1
+    trellis_bits: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -281,23 +282,30 @@ class PackedIndices(NamedTuple):
 
     def indices(self) -> Tensor:
         """`(O, I / d)`, uint8 or int16."""
-        return unpack(self.octets, self.bits, self.in_features // self.vector_size)
+        count = self.in_features // self.vector_size
+        return unpack(self.octets, self.bits, count, self.trellis_bits)
 
 
-def packed_width(count: int, bits: int) -> int:
+def packed_width(count: int, bits: int, trellis_bits: int = 0) -> int:
     """Bytes that a row of `count` indices takes."""
-    return -(-count * bits // 8)
+    return -(-count * (trellis_bits or bits) // 8)
 
 
-def pack(indices: Tensor, bits: int) -> Tensor:
+def pack(indices: Tensor, bits: int, trellis_bits: int = 0) -> Tensor:
     """`(O, n)` indices below `2**bits` as `(O, ceil(n * bits / 8))` uint8.
 
     Index i of a row lies in its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
     with zeros. A row is packed as many indices at a time as fill whole bytes.
+
+    Of a trellis of k bits index i is that before it, moved by k, under k bits of its own, and these
+    alone are stored: it lies in the bits `(i + 1) * k - bits ... (i + 1) * k - 1`, of which those
+    before the row are zeros.
     """
     O, n = indices.shape
     if indices.is_meta:  # an empty one of each linear is made where a checkpoint is opened
-        return indices.new_empty((O, packed_width(n, bits)), dtype=torch.uint8)
+        return indices.new_empty((O, packed_width(n, bits, trellis_bits)), dtype=torch.uint8)
+    if trellis_bits:
+        return pack(indices >> bits - trellis_bits, trellis_bits)
     if 8 % bits == 0:
         return _pack_bytes(indices.to(torch.uint8), bits)
     at_once, _ = _together(bits)
@@ -309,9 +317,17 @@ def pack(indices: Tensor, bits: int) -> Tensor:
     return octets.view(O, -1)[:, : packed_width(n, bits)].to(torch.uint8).contiguous()
 
 
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, count: int, trellis_bits: int = 0) -> Tensor:
     """The `(O, count)` indices that `pack` packed, of the dtype that `index_dtype` says."""
     O, width = packed.shape
+    if trellis_bits:
+        own = unpack(packed, trellis_bits, count)
+        indices = own << bits - trellis_bits
+        for age in range(1, -(-bits // trellis_bits)):
+            place = bits - (age + 1) * trellis_bits
+            older = own[:, : max(count - age, 0)]
+            indices[:, age:] |= older << place if place >= 0 else older >> -place
+        return indices
     if 8 % bits == 0:
         parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
         return torch.stack(parts, -1).flatten(1)[:, :count].contiguous()

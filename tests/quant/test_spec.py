@@ -218,4 +218,4 @@ def test_presets_of_vectors(name: str, mlp: tuple, attention: tuple) -> None:
 
 
 def test_preset_names_are_their_keys() -> None:
-    assert len(PRESETS) == 9 and all(name == preset.name for name, preset in PRESETS.items())
+    assert len(PRESETS) == 11 and all(name == preset.name for name, preset in PRESETS.items())

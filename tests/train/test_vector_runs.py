@@ -1,4 +1,4 @@
-"""Students whose indices name several weights: what is trained is what is stored and written."""
+"""Students of vectors and of trellises: what is trained is what is stored and written."""
 
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from qat.train.start import TrainReport, train_student
 
 SLOW = pytest.mark.slow
 FORMATS = [
-    pytest.param(2, 2, marks=SLOW), (2, 6), pytest.param(2, 8, marks=SLOW),
-    pytest.param(4, 5, marks=SLOW), (4, 8), pytest.param(8, 1, marks=SLOW), (8, 7),
+    pytest.param(2, 2, 0, marks=SLOW), (2, 6, 0), pytest.param(2, 8, 0, marks=SLOW),
+    pytest.param(4, 5, 0, marks=SLOW), (4, 8, 0), pytest.param(8, 1, 0, marks=SLOW), (8, 7, 0),
+    pytest.param(1, 4, 1, marks=SLOW), (1, 8, 2), pytest.param(1, 8, 3, marks=SLOW),
 ]  # fmt: skip
-"""Vector size and bits of an index."""
+"""Vector size, bits of an index, and of a weight in a trellis."""
 
 
 def run(place: Path, out: Path, *, resume: bool = False, learn: str) -> TrainReport:
@@ -30,9 +31,12 @@ def run(place: Path, out: Path, *, resume: bool = False, learn: str) -> TrainRep
 
 
 @pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales,codebook"])
-@pytest.mark.parametrize(("size", "bits"), FORMATS)
-def test_trained_is_stored_is_written(size: int, bits: int, learn: str, tmp_path: Path) -> None:
-    spec = LutSpec(bits=bits, vector_size=size, group_size=16, scale_bits=8)
+@pytest.mark.parametrize(("size", "bits", "trellis_bits"), FORMATS)
+def test_trained_is_stored_is_written(
+    size: int, bits: int, trellis_bits: int, learn: str, tmp_path: Path
+) -> None:
+    kind = {"vector_size": size, "trellis_bits": trellis_bits}
+    spec = LutSpec(bits=bits, **kind, group_size=16, scale_bits=8)
     place = make_place(tmp_path, spec)
     # in three steps a number of a codeword shall move by 1/64 of the largest
     settings = config(place, learn=learn, max_steps=3, lr=0.1, lr_codebook=0.1)
@@ -53,9 +57,10 @@ def test_trained_is_stored_is_written(size: int, bits: int, learn: str, tmp_path
         assert not torch.equal(before.get_submodule(name).quantized_weight(), weight)
 
 
+@pytest.mark.parametrize("name", ["fours8_s8", "trellis2_s8"])
 @pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales,codebook"])
-def test_a_stopped_run_goes_on_bit_for_bit(learn: str, tmp_path: Path) -> None:
-    place = make_place(tmp_path, SPECS["fours8_s8"])
+def test_a_stopped_run_goes_on_bit_for_bit(learn: str, name: str, tmp_path: Path) -> None:
+    place = make_place(tmp_path, SPECS[name])
     whole = tmp_path / "whole", run(place, tmp_path / "whole", learn=learn)
     with stopped_at(Optimizer, "step", 4):
         run(place, tmp_path / "stopped", learn=learn)

@@ -1,0 +1,156 @@
+"""A trellis: indices that are a window over the bits of a row, so that few bits name many levels.
+
+Each weight adds k bits to its row, and its index is the last `bits` of these, the newest highest:
+
+    indices[o, i] = indices[o, i - 1] >> k | own[o, i] << bits - k,    indices[o, -1] = 0
+
+so that a row stores k bits a weight, takes any of 2**bits levels, and is a path through as many
+states, of which each leads to 2**k (QTIP, arXiv:2406.11235; Marcellin and Fischer 1990). Of all
+paths Viterbi's algorithm finds the one of least error. A codebook is `(C, 1)`: its order says
+which levels may follow each other. On a Gaussian, 256 states of 2 bits err by 0.0757 of its
+variance; 256 codewords of four by 0.097, four levels by 0.117.
+
+Shapes: O out_features, I in_features, C states and levels, K states that one leads to, N rows that
+are held at a time.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LEAST_ROWS, HELD = 128, 2**24
+"""Rows whose paths are found at a time, at least, and costs that are held for these."""
+STRIDE = 7
+"""Between the ranks of levels whose states share their own bits: of the odd numbers up to 13 the
+one of least error at 2 bits, 4 % below 5 and 13 (speedrun/LOG.md)."""
+
+BLOCK, AHEAD = 32, 16
+"""Columns of a path that are settled at a time, and those behind them that are looked at."""
+
+Path = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""`best_path`, or a device's kernel for it."""
+
+
+def start_levels(bits: int, trellis_bits: int) -> Tensor:
+    """Levels `(C, 1)` of a standard Gaussian, so placed that paths differ: of equal mass each.
+
+    The K states that one leads to take levels from all K parts of the range, and so do the K that
+    lead to one. The state of zeros lies in the middle of its part, for the first weight of a row.
+    On a Gaussian they err by 0.077 before they are refitted, levels in random order by 0.089.
+    """
+    K, rest = 2**trellis_bits, 2 ** (bits - trellis_bits)
+    state = torch.arange(2**bits)
+    own, older = state // rest, state % rest
+    rank = (own + older) % K * rest + (STRIDE * older + rest // 2) % rest
+    return torch.special.ndtri((rank.double() + 0.5) / len(state)).float()[:, None]
+
+
+def best_path(weight: Tensor, S: Tensor, codebook: Tensor, trellis_bits: int) -> Tensor:
+    """The path of least `sum_i (w_i - S_i codebook[indices_i])^2` of each row: `(O, I)` uint8.
+
+    Where two paths into a state err alike, the one whose state before is lower goes on; so the
+    result is the same on every device and for every piece of a weight. Computed in float32, each
+    product and sum rounded on its own. An importance h of errors is one of `weight` and `S`, both
+    times its root.
+
+    Args:
+        weight: `(O, I)`, float32 or bfloat16.
+        S: `(O, I)` float32.
+        codebook: `(C, 1)` float32.
+        trellis_bits: k, of K = 2**k.
+    """
+    O, I = weight.shape
+    K, U = 2**trellis_bits, len(codebook) // 2**trellis_bits
+    levels = codebook.view(K, U, 1)
+    found = torch.empty(I, O, dtype=torch.uint8, device=weight.device)
+    size = min(O, max(LEAST_ROWS, HELD // (I * U)))
+    # `[i, u]`: of the K states in a row before weight i that lead to the same K
+    room = torch.empty(I, U, size, device=weight.device)
+    each = torch.arange(K, device=weight.device)[:, None]
+    for start in range(0, O, size):
+        rows = slice(start, start + size)
+        w_IN, s_IN = weight[rows].float().T.contiguous(), S[rows].T.contiguous()
+        N = w_IN.shape[1]
+        least = room[..., :N]
+        least[0] = torch.inf
+        least[0, 0] = 0.0
+        cost = torch.empty(K, U, N, device=weight.device)
+        for w, s, now, after in zip(w_IN, s_IN, least, [*least[1:], None], strict=True):
+            torch.mul(levels, s, out=cost)
+            torch.sub(w, cost, out=cost).square_().add_(now)
+            if after is not None:
+                first, *others = cost.view(U, K, N).unbind(1)
+                for other in others:  # several times as fast as `amin`
+                    first = torch.minimum(first, other, out=after)
+        state = cost.view(K * U, N).argmin(0, keepdim=True)
+        found[-1, rows] = state[0]
+        for i in range(I - 2, -1, -1):  # the cost of each of these K again, to the bit
+            before = state % U * K + each
+            cost = (w_IN[i] - s_IN[i] * codebook[before, 0]).square_()
+            cost.add_(least[i].gather(0, before % U))
+            state = before.gather(0, cost.argmin(0, keepdim=True))
+            found[i, rows] = state[0]
+    return found.T.contiguous()
+
+
+def feedback_path(
+    weight: Tensor,
+    S: Tensor,
+    codebook: Tensor,
+    trellis_bits: int,
+    *,
+    coupling: Tensor,
+    metric: Tensor,
+) -> Tensor:
+    """Paths `(O, I)` on which every error is paid back in the columns to come, as in GPTQ.
+
+    Column i aims at `w_i + sum_j coupling_ij r_j`, r being what the columns before left, and its
+    error counts by `metric_i`. Each path that is still followed has residuals of its own
+    (per-survivor processing, Raheli, Polydoros and Tzou 1995). The best is settled for `BLOCK`
+    columns at a time, after a look at the `AHEAD` behind them: of one weight of 256 x 256 and its
+    inputs, blocks of 32 and 16 ahead left 0.0179 of the output's square, of 64 and 16 ahead 0.0176,
+    of 16 and 8 ahead 0.0194, and paths that know only the residuals of the blocks before 0.0205
+    (speedrun/LOG.md).
+
+    Args:
+        weight, S, codebook, trellis_bits: as of `best_path`; float32.
+        coupling: `(I, I)`, strictly lower triangular.
+        metric: `(I,)`, positive.
+    """
+    I, K = weight.shape[1], 2**trellis_bits
+    U = len(codebook) // K
+    levels, first = codebook.view(K, U, 1), torch.arange(U, device=weight.device)[:, None] * K
+    pieces = []
+    size = max(LEAST_ROWS, HELD // (BLOCK * I))
+    for w_NI, s_NI in zip(weight.split(size), S.split(size), strict=True):
+        w_IN, s_IN = w_NI.T.contiguous(), s_NI.T.contiguous()
+        N = w_IN.shape[1]
+        residual = torch.empty_like(w_IN)
+        found = torch.empty(I, N, dtype=torch.uint8, device=weight.device)
+        state = torch.zeros(1, N, dtype=torch.int64, device=weight.device)
+        for start in range(0, I, BLOCK):
+            settled, end = min(start + BLOCK, I), min(start + BLOCK + AHEAD, I)
+            target = torch.addmm(w_IN[start:end], coupling[start:end, :start], residual[:start])
+            least = torch.full((U, N), torch.inf, device=weight.device)
+            least.scatter_(0, state // K, 0.0)
+            # of the path to each U: its states so far, and what they leave
+            states = torch.empty(end - start, U, N, dtype=torch.uint8, device=weight.device)
+            left = torch.empty(end - start, U, N, device=weight.device)
+            for i in range(start, end):
+                done = i - start
+                aim = (coupling[i, start:i] @ left[:done].flatten(1)).view(U, N) + target[done]
+                cost = (aim - levels * s_IN[i]).square_().mul_(metric[i]).add_(least)
+                least, own = cost.view(U, K, N).min(1)
+                own += first
+                for each in (states[:done], left[:done]):
+                    each.copy_(each.gather(1, (own % U).expand(done, -1, -1)))
+                states[done] = own
+                left[done] = w_IN[i] - s_IN[i] * codebook[own, 0]
+            best = least.argmin(0, keepdim=True)
+            block = states.gather(1, best.expand(end - start, 1, -1))[: settled - start, 0]
+            found[start:settled], state = block, block[-1:].long()
+            chosen = codebook[block.long(), 0]
+            residual[start:settled] = w_IN[start:settled] - s_IN[start:settled] * chosen
+        pieces.append(found.T)
+    return torch.cat(pieces).contiguous()
