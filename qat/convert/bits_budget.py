@@ -27,6 +27,7 @@ from qat.convert.calibrate import (
 )
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
+from qat.kernels.trellis import best_path
 from qat.logs import Ticker, progress
 from qat.models.cost import stored_bits
 from qat.models.hf_quantizer import empty_weight
@@ -102,7 +103,7 @@ def measure_sensitivities(
 def _fitted(weight: Tensor, spec: LutSpec, inputs: StackInputs | None) -> QuantizedWeight:
     """A weight in a format: fitted to its values, or that of experts to the inputs of each."""
     if inputs is None:
-        return fit_weight(weight, spec, nearest=nearest_vectors)
+        return fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
     return fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS).quantized
 
 
@@ -199,6 +200,8 @@ LEVELS = ((2, 1), (3, 1), (4, 1))
 """Bits of an index, and weights that it names, which are tried where the plan has levels."""
 VECTORS = ((8, 4), (6, 2), (8, 2))
 """The same where it has vectors: 2, 3 and 4 bits a weight too."""
+TRELLISES = (2, 3, 4)
+"""Bits a weight of a trellis, under windows as the plan has them, where it has one."""
 TABLE_BITS = (4, 8)
 TOLERANCE = 1e-9
 """Relative room for the rounding of a budget."""
@@ -212,6 +215,8 @@ class FormatTrial:
     """Of a weight's index."""
     vector_size: int
     """Weights that an index names."""
+    trellis_bits: int
+    """Bits a weight of a trellis; 0 without one."""
     group_size: int
     bits_per_weight: float
     """With scales and codebook."""
@@ -287,10 +292,11 @@ def plan_within_budget(
 ) -> tuple[QuantPlan, BudgetReport]:
     """The plan whose KLs, each measured alone, add up to the least within `bits_budget`.
 
-    Every linear that `plan` quantizes gets 2, 3 or 4 bits a weight of a learned codebook, of levels
-    or of vectors as the plan has it, under the plan's form of scale; what does not fit its shape is
-    not tried. `with_tables` the embedding and an untied head get 4 or 8. Together they take at most
-    `bits_budget` bits per weight. Tables that the plan itself names stay as it says.
+    Every linear that `plan` quantizes gets 2, 3 or 4 bits a weight of a learned codebook, of
+    levels, of vectors or of a trellis as the plan has it, under the plan's form of scale; what does
+    not fit its shape is not tried. `with_tables` the embedding and an untied head get 4 or 8.
+    Together they take at most `bits_budget` bits per weight. Tables that the plan itself names stay
+    as it says.
 
     Args:
         model: whose weights are quantized and whose output is kept; as before afterwards.
@@ -335,6 +341,7 @@ def _trials(
         FormatTrial(
             bits=spec.index_bits,
             vector_size=spec.vector_size,
+            trellis_bits=spec.trellis_bits,
             group_size=spec.group_size,
             bits_per_weight=option.bits / num_weights,
             kl_nats=option.cost,
@@ -354,11 +361,14 @@ def _linear_formats(
         if wider_groups:
             multiples = range(2 * spec.group_size, I + 1, spec.group_size)
             groups += [size for size in multiples if I % size == 0][:1]
-        forms = [
-            {"bits": bits, "vector_size": d, "codebook": "lut", "group_size": size}
-            for bits, d in (VECTORS if spec.is_vector else LEVELS)
-            for size in groups
-        ]
+        if spec.is_trellis:
+            kinds = [{"trellis_bits": k} for k in TRELLISES]
+        else:
+            kinds = [
+                {"bits": bits, "vector_size": d, "codebook": "lut"}
+                for bits, d in (VECTORS if spec.is_vector else LEVELS)
+            ]
+        forms = [kind | {"group_size": size} for kind in kinds for size in groups]
         formats[name] = _that_fit(name, [spec.model_dump() | form for form in forms], (O, I))
     return formats
 

@@ -19,6 +19,7 @@ from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
+from qat.kernels.trellis import best_path
 from qat.logs import Ticker, progress
 from qat.models.cost import (
     bits_per_weight,
@@ -57,6 +58,8 @@ class ModuleReport:
     """Of a weight's index."""
     vector_size: int
     """Weights that an index names."""
+    trellis_bits: int
+    """Bits a weight of a trellis; 0 without one."""
     codebook: str
     scale: str
     group_size: int
@@ -141,7 +144,7 @@ def quantize_model(
 
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight = time.perf_counter(), job.weight(name)
-            fitted = fit_weight(weight, todo[name], nearest=nearest_vectors)
+            fitted = fit_weight(weight, todo[name], nearest=nearest_vectors, path=best_path)
             return weight, fitted, time.perf_counter() - began
 
         walk = stages_in_order(student, calibration, linears, teacher=teacher) if teacher else ()
@@ -309,6 +312,7 @@ class _Conversion:
             name=name,
             bits=spec.index_bits,
             vector_size=spec.vector_size,
+            trellis_bits=spec.trellis_bits,
             codebook=spec.codebook,
             scale=spec.scale,
             group_size=spec.group_size,

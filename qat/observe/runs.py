@@ -59,6 +59,8 @@ class Module(BaseModel):
     """Of a weight's index."""
     vector_size: int = 1
     """Weights that an index names."""
+    trellis_bits: int = 0
+    """Bits a weight of a trellis; 0 without one."""
     bits_per_weight: float
     """With scales and codebook."""
     relative_error: float
