@@ -24,8 +24,8 @@ from qat.errors import ExportError
 from qat.export.model import float_base
 from qat.export.parts import (
     logits_of,
-    lost_by_vectors,
-    refuse_vectors,
+    lost_by_codewords,
+    refuse_codewords,
     unquantized_state,
     write_config,
 )
@@ -67,9 +67,9 @@ class _Common(NamedTuple):
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Codebooks of vectors, and group scales of more groups a row than it has ranks."""
-    if spec.is_vector or spec.scale == "low_rank":
-        return lost_by_vectors(spec)
+    """Codebooks of vectors, trellises, and group scales of more groups a row than it has ranks."""
+    if spec.has_codewords or spec.scale == "low_rank":
+        return lost_by_codewords(spec)
     num_groups = shape[1] // spec.group_size
     if num_groups <= MOST_RANK:
         return None
@@ -85,7 +85,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: an index names several weights.
     """
-    refuse_vectors(spec)
+    refuse_codewords(spec)
     if lost(spec, shape) is None:
         return spec
     rank = min(USUAL_RANK, *shape)

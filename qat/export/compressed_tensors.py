@@ -13,8 +13,8 @@ from qat.export.parts import (
     any_model,
     exact,
     lost_by_grid,
+    refuse_codewords,
     refuse_low_rank,
-    refuse_vectors,
     reloaded_logits,
     unquantized_state,
     write_config,
@@ -51,7 +51,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: one bit, vectors, or scales of low rank.
     """
-    refuse_vectors(spec)
+    refuse_codewords(spec)
     refuse_low_rank(spec)
     if spec.bits == 1:
         raise ExportError("integers around zero need 2 bits at least; name a plan of 2 to 8 bits")

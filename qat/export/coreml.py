@@ -17,7 +17,9 @@ from qat.export.parts import (
     DTYPE_NAMES,
     DtypeError,
     exact,
+    lost_by_codewords,
     lost_by_rank,
+    refuse_codewords,
     refuse_low_rank,
     unquantized_state,
     write_config,
@@ -60,6 +62,8 @@ The program has a fixed length and no state: it reads a prompt and gives the log
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """Core ML holds up to 256 levels or codewords, and a scale for each group, none of low rank."""
+    if spec.is_trellis:
+        return lost_by_codewords(spec)
     if spec.bits > INDEX_BITS[-1]:
         return f"its codebook has {spec.num_levels} codewords, expected at most 256"
     return lost_by_rank(spec)
@@ -69,9 +73,11 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """`spec` with levels of 16 bits, which float16 programs hold too, and scales of 8.
 
     Raises:
-        ExportError: there are more than 256 codewords, or scales are of low rank.
+        ExportError: there are more than 256 codewords, a trellis, or scales of low rank.
     """
     refuse_low_rank(spec)
+    if spec.is_trellis:
+        refuse_codewords(spec)
     reason = lost(spec, shape)
     if reason is not None:
         raise ExportError(f"{reason}; name a plan of at most {INDEX_BITS[-1]} bits an index")

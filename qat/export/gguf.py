@@ -20,8 +20,8 @@ from qat.export.parts import (
     group_size_near,
     logits_of,
     lost_by_grid,
+    refuse_codewords,
     refuse_low_rank,
-    refuse_vectors,
     unquantized_state,
 )
 from qat.models.opening import teach_q2_0
@@ -305,7 +305,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: rows split into none, an index names a vector, or scales are of low rank.
     """
-    refuse_vectors(spec)
+    refuse_codewords(spec)
     refuse_low_rank(spec)
     codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"
     found = LutSpec(bits=spec.bits, codebook=codebook, group_size=SMALL, scale_bits=8)

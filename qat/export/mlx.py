@@ -20,8 +20,8 @@ from qat.export.parts import (
     exact,
     group_size_near,
     lost_by_grid,
+    refuse_codewords,
     refuse_low_rank,
-    refuse_vectors,
     unquantized_state,
     write_config,
 )
@@ -65,7 +65,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: MLX has no such bits or groups, no vectors, or no scales of low rank.
     """
-    refuse_vectors(spec)
+    refuse_codewords(spec)
     refuse_low_rank(spec)
     if spec.bits not in BITS:
         raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")

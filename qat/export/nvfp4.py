@@ -18,8 +18,8 @@ from qat.export.parts import (
     any_model,
     group_size_near,
     lost_by_grid,
+    refuse_codewords,
     refuse_low_rank,
-    refuse_vectors,
     reloaded_logits,
     unquantized_state,
 )
@@ -85,7 +85,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: more than 4 bits, vectors, scales of low rank, or 16 does not divide the row.
     """
-    refuse_vectors(spec)
+    refuse_codewords(spec)
     refuse_low_rank(spec)
     if spec.bits > MOST_BITS:
         raise ExportError(

@@ -114,28 +114,30 @@ def lost_by_rank(spec: LutSpec) -> str | None:
     return None
 
 
-def lost_by_vectors(spec: LutSpec) -> str | None:
-    """Why one index for each weight is not that weight; None if it is."""
+def lost_by_codewords(spec: LutSpec) -> str | None:
+    """Why one stored index for each weight is not that weight; None if it is."""
     if spec.is_vector:
         return f"an index names {spec.vector_size} weights, expected one"
+    if spec.is_trellis:
+        return f"a trellis stores {spec.trellis_bits} bits of each index, expected all {spec.bits}"
     return None
 
 
 def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
     """Why integers times a scale of each group are not that weight; None if they are."""
-    reason = lost_by_vectors(spec) or lost_by_rank(spec)
+    reason = lost_by_codewords(spec) or lost_by_rank(spec)
     if reason is None and spec.codebook not in grids:
         reason = f"its codebook is {spec.codebook}, expected {' or '.join(grids)}"
     return reason
 
 
-def refuse_vectors(spec: LutSpec) -> None:
-    """Refuse a codebook of vectors that a scheme of levels would replace.
+def refuse_codewords(spec: LutSpec) -> None:
+    """Refuse a codebook of vectors, or a trellis, that a scheme of levels would replace.
 
     Raises:
-        ExportError: an index names several weights.
+        ExportError: an index names several weights, or is not stored whole.
     """
-    reason = lost_by_vectors(spec)
+    reason = lost_by_codewords(spec)
     if reason is not None:
         raise ExportError(f"{reason}; name a plan of levels, such as q2a4")
 

@@ -181,6 +181,7 @@ def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, st
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
         return "its adapter is part of its weight", "export --to dense or packed"
     reason = target.lost(module.spec, weight_shape(module))
-    plan = " --to q2a4" if module.spec.is_vector else ""  # --for makes no levels of vectors
+    # --for makes no levels of vectors or trellises
+    plan = " --to q2a4" if module.spec.has_codewords else ""
     remedy = f"convert the model with 'qat convert{plan} --for {{name}}' before training"
     return None if reason is None else (reason, remedy)

@@ -13,8 +13,8 @@ from qat.export.parts import (
     any_model,
     exact,
     lost_by_grid,
+    refuse_codewords,
     refuse_low_rank,
-    refuse_vectors,
     reloaded_logits,
     unquantized_state,
     write_config,
@@ -54,7 +54,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: vectors, or scales of low rank.
     """
-    refuse_vectors(spec)
+    refuse_codewords(spec)
     refuse_low_rank(spec)
     fits = spec.codebook in ("int", "ternary")
     codebook = spec.codebook if fits else "seq" if spec.bits <= MOST_SEQ_BITS else "int"

@@ -326,7 +326,5 @@ def _head_rows(head: nn.Module, dtype: torch.dtype) -> Rows:
     table = head.table if isinstance(head, TiedLutHead) else head
     if not reads(table.spec):
         return table.weight_in(dtype)
-    spec = table.spec
-    source = PackedIndices(table.packed, spec.bits, table.in_features, spec.vector_size)
-    scales = round_scales(Scales(table.scales, bits=spec.scale_bits))
-    return LutRows.of(source, table.codebook, scales, is_short=dtype != torch.float32)
+    scales = round_scales(Scales(table.scales, bits=table.spec.scale_bits))
+    return LutRows.of(table.source(), table.codebook, scales, is_short=dtype != torch.float32)

@@ -18,7 +18,15 @@ from torch.nn import functional as F
 from qat.backend.device import on
 from qat.kernels.dispatch import tl, triton
 from qat.quant.spec import LutSpec
-from qat.quant.weight import PackedIndices, Scales, from_stored, to_stored, unpack, vector_size
+from qat.quant.weight import (
+    PackedIndices,
+    Scales,
+    from_stored,
+    pack,
+    to_stored,
+    unpack,
+    vector_size,
+)
 
 UNIT = 16
 """Weights of a row that are read as one."""
@@ -61,10 +69,14 @@ class LutRows(NamedTuple):
     ) -> Self:
         """One packed weight with group scales, which are encoded as a checkpoint stores them.
 
+        Indices of a trellis are stored whole here.
+
         With `is_short`, a kernel may take levels and inputs as numbers of 16 bits
         (`short_levels`, `split`).
         """
-        C = 2**source.bits
+        C, octets = 2**source.bits, source.octets
+        if source.trellis_bits:
+            octets = pack(source.indices(), source.bits)
         padded = F.pad(
             codebook.detach().float(), (0, C - len(codebook) if codebook.dim() == 1 else 0)
         )
@@ -74,7 +86,7 @@ class LutRows(NamedTuple):
         if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
             tables, factors = (short_levels if padded.dim() == 1 else short_codewords)(padded)
         encoded = to_stored("scales", scales.scales, scales.bits)
-        return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
+        return cls(octets, encoded, padded[None], tables, factors, source.bits, (0,))
 
     @property
     def shape(self) -> torch.Size:
@@ -121,7 +133,7 @@ Rows = LutRows | Tensor
 def reads(spec: LutSpec) -> bool:
     """Whether a weight of that format can be read packed: group scales of whole units."""
     is_whole = spec.scale == "group" and spec.group_size % UNIT == 0
-    return is_whole and spec.index_bits in KERNEL_BITS
+    return is_whole and spec.bits / spec.vector_size in KERNEL_BITS
 
 
 def is_mma_format(bits: int, d: int, in_features: int) -> bool:

@@ -47,6 +47,7 @@ class Format(NamedTuple):
     bits: int = 0
     """Of an index; 0 for a matrix in floating point."""
     vector_size: int = 1
+    trellis_bits: int = 0
     rank: int = 0
     """Of a low-rank scale; 0 with group scales."""
     lora_rank: int = 0
@@ -55,7 +56,9 @@ class Format(NamedTuple):
     @classmethod
     def of(cls, spec: LutSpec | None, lora_rank: int = 0) -> Self:
         """The format of a matrix with that spec, or of one in floating point."""
-        return cls() if spec is None else cls(spec.bits, spec.vector_size, spec.rank, lora_rank)
+        if spec is None:
+            return cls()
+        return cls(spec.bits, spec.vector_size, spec.trellis_bits, spec.rank, lora_rank)
 
     def names(self) -> tuple[str, ...]:
         """The tensors of such a part, in the order in which operators take them."""
@@ -97,9 +100,15 @@ class Part(NamedTuple):
         """The piece of `out_features` rows and `columns` columns of the process `rank`.
 
         Raises:
-            CheckpointError: the columns end inside a group, or a vector.
+            CheckpointError: the columns end inside a group, a vector, or the row of a trellis.
         """
         spec = stored.spec
+        if spec is not None and spec.is_trellis and columns < in_features:
+            raise CheckpointError(
+                f"{stored.name} has a trellis (trellis_bits={spec.trellis_bits}), whose rows "
+                f"tensor parallelism over {in_features // columns} processes would cut, expected "
+                "one process; serve it with --tensor-parallel-size 1"
+            )
         if spec is not None:
             unit = spec.group_size if spec.scale == "group" else spec.vector_size
             what = "group of" if spec.scale == "group" else "vector of"
@@ -247,7 +256,7 @@ def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Te
         if R:
             parts |= {"lora_out": torch.empty(O, R), "lora_in": torch.empty(R, I)}
         typed = {k: t.to(dtype_as_stored(k, spec.stored_bits(k))) for k, t in parts.items()}
-        return {PACKED: pack(weight.indices, spec.bits), **typed}
+        return {PACKED: pack(weight.indices, spec.bits, spec.trellis_bits), **typed}
 
 
 def _in_units(features: slice, unit: int) -> slice:
@@ -316,7 +325,9 @@ def formed_part(
     stored = {name: held[name] for name in SCALE_NAMES if name in held}
     bits = 8 * next(iter(stored.values())).element_size()
     scales = Scales(**{n: from_stored(n, t, bits) for n, t in stored.items()}, bits=bits)
-    source = PackedIndices(held[PACKED], format.bits, in_features, format.vector_size)
+    source = PackedIndices(
+        held[PACKED], format.bits, in_features, format.vector_size, format.trellis_bits
+    )
     codebook = from_stored("codebook", held["codebook"])
     if not format.lora_rank:
         return form(source, codebook, scales, dtype)
