@@ -444,11 +444,15 @@ def test_the_tokenizer_goes_into_a_gguf(
         ),
         ("anemll", SPECS["fours10_r2"], "an index names 4 weights, expected one;"),
         ("coreml", LutSpec(bits=10, vector_size=2), "has 1024 codewords, expected at most 256;"),
+        *(
+            (to, SPECS["trellis2_s8"], "a trellis stores 2 bits of each index, expected all 8;")
+            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll", "coreml")
+        ),
     ],
 )
 def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) -> None:
     model = tiny_quantized("qwen3", spec, num_hidden_layers=1)
-    how = f"qat convert{' --to q2a4' if spec.is_vector else ''} --for {to}'"
+    how = f"qat convert{' --to q2a4' if spec.has_codewords else ''} --for {to}'"
     with pytest.raises(ExportError, match=f"cannot hold model.*{reason}.*{how}"):
         check_model(to, model)
 
@@ -502,6 +506,15 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
             for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll")
         ),
         ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords, .* at most 8 bits"),
+        *(
+            (
+                to,
+                SPECS["trellis2_s8"],
+                {},
+                f"{to} cannot hold .*q_proj: a trellis stores 2 bits of .*, expected all 8; .*q2a4",
+            )
+            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll", "coreml")
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_held_is_refused_before_training(

@@ -53,6 +53,18 @@ def of_vectors() -> PreTrainedModel:
     return model
 
 
+def of_trellises() -> PreTrainedModel:
+    """Trellises in linears and tables: windows of 8 bits are read packed, of 6 they are not."""
+    kinds = [LutSpec(bits=bits, trellis_bits=2, group_size=16) for bits in (8, 6)]
+    model = tiny_quantized("qwen3", kinds[0], **RANGE)
+    name = "model.layers.1.mlp.up_proj"
+    shape = weight_shape(model.get_submodule(name))
+    put_quantized(model, name, random_weight(*shape, kinds[1]), kinds[1])
+    for name in table_names(model):
+        put_quantized(model, name, random_weight(320, 32, kinds[0]), kinds[0])
+    return model
+
+
 MODELS = {
     "float": lambda: tiny_model("qwen3", **RANGE),
     "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
@@ -61,6 +73,7 @@ MODELS = {
     "adapters": lambda: tiny_adapted("qwen3", PACKED, **RANGE),
     "mixed": mixed,
     "vectors": of_vectors,
+    "trellises": of_trellises,
 }
 
 

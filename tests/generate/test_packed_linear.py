@@ -12,7 +12,11 @@ from qat.quant.spec import LutSpec
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
-@pytest.mark.parametrize("size", [{"bits": 2}, {"bits": 8, "vector_size": 4}], ids=["2", "8 of 4"])
+@pytest.mark.parametrize(
+    "size",
+    [{"bits": 2}, {"bits": 8, "vector_size": 4}, {"bits": 8, "trellis_bits": 2}],
+    ids=["2", "8 of 4", "trellis"],
+)
 def test_up_to_eight_tokens_are_multiplied_from_packed_indices(
     size: dict, tokens: int, has_bias: bool
 ) -> None:

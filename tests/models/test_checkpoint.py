@@ -371,8 +371,9 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 5}, r"format=5, expected format=1 to 4"),
+        ({"format": 7}, r"format=7, expected format=1 to 6"),
         ({"format": 3}, r"format=3 and codebooks of levels, expected format=1;"),
+        ({"format": 5}, r"format=5 and codebooks of levels, expected format=1;"),
         ({"spare": 1}, r"keys \['spare'\]"),
         ({"modules": {}}, r"modules={}"),
         ({"modules": {NAME: {"bits": 9}}}, rf"{NAME}.*bits=9"),

@@ -324,7 +324,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("qat: quantization_config has format=9, expected format=1 to 4; use")
+    assert last.startswith("qat: quantization_config has format=9, expected format=1 to 6; use")
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -89,11 +89,16 @@ def test_pieces_of_several_processes_make_the_whole(spec: LutSpec) -> None:
         part = part_of(linear, O // size)
         weights = held(linear, part, part.rows(O, rank, size))
         by_row.append(lut_linear(x, weights, [*part.stored.format], None))
+        if spec.is_trellis:  # whose rows stay whole
+            with pytest.raises(CheckpointError, match="^it has a trellis .* over 2 processes"):
+                part_of(linear, O, I // size, rank)
+            continue
         part = part_of(linear, O, I // size, rank)
         weights = held(linear, part, part.rows(O, rank, size))
         by_column += lut_linear(x[:, part.columns], weights, [*part.stored.format], None)
     assert torch.equal(torch.cat(by_row, -1), expected)
-    torch.testing.assert_close(by_column, expected, rtol=1e-4, atol=1e-4)
+    if not spec.is_trellis:
+        torch.testing.assert_close(by_column, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_processes_beyond_the_heads_of_keys_hold_the_same_rows() -> None:
@@ -167,9 +172,10 @@ def test_a_config_is_read_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": 9}, r"format=9, expected format=1 to 4; use the version of qat that wrote"),
+        ({"format": 9}, r"format=9, expected format=1 to 6; use the version of qat that wrote"),
         ({"format": 2}, r"sparse attention \(format=2\), which the engine does not compute"),
         ({"format": 4}, r"sparse attention \(format=4\)"),
+        ({"format": 6}, r"sparse attention \(format=6\)"),
         ({"modules": {"a.experts.down_proj": {"bits": 2}}}, "a.experts.down_proj holds .* experts"),
         ({"modules": {"a": {"bits": 2, "codebook": "fp4"}}}, "quantization_config of a"),
     ],
