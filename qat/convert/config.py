@@ -25,12 +25,13 @@ class ConvertConfig(Settings):
     attention, layer by layer; 0 for none."""
     to: Formats[str | None] = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
-    3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3) or a TOML file with a
+    3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; with a trellis, for
+    the least error of 2 bits that stay packed or become dense: t2a4, t2a2) or a TOML file with a
     plan."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
     """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
-    only says which linears, of levels or vectors, in which groups (all, of levels, in one of two
-    sizes, without a plan)."""
+    only says which linears, of levels, vectors or trellises, in which groups (all, of levels, in
+    one of two sizes, without a plan)."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
     embedding_bits: Formats[Literal[4, 8, "auto"] | None] = None
