@@ -332,8 +332,10 @@ def _fit_together(
     """Fit the weights whose rows are swept together."""
     H = damped(hessian.float())
     weights = [weight.detach().float() for weight in weights]
-    finding = {"nearest": ops.nearest, "path": ops.path}
-    starts = [fit_weight(weight, spec, H.diagonal(), **finding) for weight in weights]
+    starts = [
+        fit_weight(weight, spec, H.diagonal(), nearest=ops.nearest, path=ops.path)
+        for weight in weights
+    ]
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)

@@ -30,6 +30,7 @@ from qat.quant.weight import (
     round_scales,
 )
 
+TINY = torch.finfo(torch.float32).tiny
 RIDGE = 1e-6
 """Added to the normal equations of low-rank scales, as a share of their mean diagonal."""
 ROUNDS = 10
@@ -88,9 +89,8 @@ def fit_low_rank(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
 
 def balance(out_factor: Tensor, in_factor: Tensor) -> Scales:
     """The same product with unit columns, unit rows, and the lengths in the gain."""
-    tiny = torch.finfo(torch.float32).tiny
-    out_length = out_factor.norm(dim=0).clamp_min(tiny)
-    in_length = in_factor.norm(dim=1).clamp_min(tiny)
+    out_length = out_factor.norm(dim=0).clamp_min(TINY)
+    in_length = in_factor.norm(dim=1).clamp_min(TINY)
     return Scales(
         scale_out=out_factor / out_length,
         rank_gain=out_length * in_length,
@@ -104,7 +104,7 @@ def _solve_rows(curvature: Tensor, target: Tensor, basis: Tensor) -> Tensor:
     products = (basis[:, None] * basis[None]).view(R * R, M)
     normal = (curvature @ products.T).view(-1, R, R)
     diagonal = normal.diagonal(dim1=1, dim2=2)
-    ridge = RIDGE * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny
+    ridge = RIDGE * diagonal.mean(1, keepdim=True) + TINY
     normal = normal + torch.diag_embed(ridge.expand_as(diagonal))
     right = target @ basis.T
     return torch.linalg.solve(normal, right[..., None])[..., 0]
@@ -214,7 +214,7 @@ def settle(
 
 def normalize(scales: Scales, levels: Tensor) -> tuple[Scales, Tensor]:
     """The same product with the largest level at magnitude 1 and its size in the scales."""
-    size = levels.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    size = levels.abs().max().clamp_min(TINY)
     name = "scales" if scales.scales is not None else "rank_gain"
     return scales._replace(**{name: getattr(scales, name) * size}), levels / size
 
@@ -261,7 +261,7 @@ def _fit_codewords(
     S = expand_scales(scales, I)
     if spec.is_trellis:
         share = h * S**2
-        size = ((h * weight**2).sum() / share.sum().clamp_min(RIDGE)).sqrt()
+        size = ((h * weight**2).sum() / share.sum().clamp_min(TINY)).sqrt()
         codebook = start_levels(spec.bits, spec.trellis_bits).to(weight.device) * size
     else:
         rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))

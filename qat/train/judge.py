@@ -192,10 +192,10 @@ class CodeWatch:
         for name, linear in self._linears.items():
             indices, spec = linear.indices(), linear.spec
             if name in self._last:
-                before = unpack(self._last[name], spec.bits, indices.shape[1])
+                before = unpack(self._last[name], spec.bits, indices.shape[1], spec.trellis_bits)
                 flipped.append((indices != before).sum())
                 codes += indices.numel()
-            self._last[name] = pack(indices, spec.bits)
+            self._last[name] = pack(indices, spec.bits, spec.trellis_bits)
         if not flipped:
             return None
         total = torch.stack(flipped).sum()

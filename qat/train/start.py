@@ -306,11 +306,20 @@ def make_trainable(
             them the generators of random numbers begin at the settings' seed.
 
     Raises:
-        ConfigError: nothing in scope can learn what the settings name.
+        ConfigError: nothing in scope can learn what the settings name, or the device cannot find
+            the paths of a trellis.
         CheckpointError: two levels of a codebook are too close for a latent weight.
     """
     names = linears_in_scope(model, config.scope, config.kinds)
     if "weights" in config.kinds:
+        linears = quant_linears(model)
+        walked = [name for name in names if linears[name].spec.is_trellis]
+        if walked and backends.select(config.device).fixed_shapes():
+            raise ConfigError(
+                f"learn={config.learn}, but {walked[0]} has a trellis, whose paths a device that "
+                f"compiles for each shape ({config.device}) cannot find; use --learn "
+                "scales,codebook, or convert the model --to v2a2"
+            )
         sharers = ranks if config.shard_latents else ALONE
         to_latent(model, names, sharers, is_spread=config.shard_latents)
     if "lora" in config.kinds:

@@ -17,7 +17,7 @@ from qat.ranks import Ranks, Rehearsal
 O, I, B = 7, 32, 5
 
 
-@pytest.mark.parametrize("spec", ["lut2", "lut4_r1", "ternary_r2", "lut2_s8"])
+@pytest.mark.parametrize("spec", ["lut2", "lut4_r1", "ternary_r2", "lut2_s8", "trellis2_s8"])
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_weight_codes_and_gradients_are_those_of_the_whole(
     tmp_path: Path, spec: str, has_adapter: bool

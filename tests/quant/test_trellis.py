@@ -117,6 +117,14 @@ def test_importance_is_heeded() -> None:
     assert told_gap < 0.7 * gap
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e12])
+def test_weights_of_any_size_are_fitted(size: float) -> None:
+    weight = torch.randn(9, 32) * size
+    fitted = fit_weight(weight, SPEC.model_copy(update={"scale_bits": 32}))
+    assert all(t.isfinite().all() for t in (fitted.codebook, fitted.scales.by_group()))
+    assert (weight - dequantize(fitted)).norm() <= 0.4 * weight.norm()
+
+
 def hessian(I: int, rows: int = 400) -> Tensor:
     """The second moment of correlated inputs of very different size."""
     x = torch.randn(rows, I) @ (torch.randn(I, I) / I**0.5) * torch.linspace(0.2, 2, I)

@@ -8,6 +8,8 @@ from crash import stopped_at
 from quantized import SPECS
 from train_case import assert_same_end, config, make_place, make_trainer
 
+from qat.backend.base import Backend
+from qat.errors import ConfigError
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.load import load_model
@@ -55,6 +57,13 @@ def test_trained_is_stored_is_written(
         assert torch.equal(dense.get_submodule(name).weight, weight)
         assert reloaded[name].codebook.shape == spec.codebook_shape
         assert not torch.equal(before.get_submodule(name).quantized_weight(), weight)
+
+
+def test_a_device_that_compiles_finds_no_paths(tmp_path: Path, monkeypatch) -> None:
+    place = make_place(tmp_path, SPECS["trellis2_s8"])
+    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    with pytest.raises(ConfigError, match="has a trellis, whose paths a device that compiles"):
+        run(place, tmp_path / "run", learn="weights,scales,codebook")
 
 
 @pytest.mark.parametrize("name", ["fours8_s8", "trellis2_s8"])
