@@ -134,8 +134,8 @@ class LutSpec(Settings):
         k = self.trellis_bits
         if self.codebook != "lut":
             raise ValueError(f"codebook={self.codebook} has trellis_bits=0, got trellis_bits={k}")
-        if self.bits <= k:
-            raise ValueError(f"trellis_bits={k} needs more bits of an index, got bits={self.bits}")
+        if self.bits < 2 * k:
+            raise ValueError(f"trellis_bits={k} needs bits={2 * k} or more, got bits={self.bits}")
         if self.level_bits == 32:
             raise ValueError(f"trellis_bits={k} needs level_bits=8 or 16, got level_bits=32")
 

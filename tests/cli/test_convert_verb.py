@@ -110,7 +110,7 @@ def test_a_trellis_is_converted_trained_exported_and_generated_from(
     ("spec", "message"),
     [
         ("bits = 8, trellis_bits = 5", "trellis_bits=5: Input should be 0, 1, 2, 3 or 4"),
-        ("bits = 2, trellis_bits = 2", "trellis_bits=2 needs more bits of an index, got bits=2"),
+        ("bits = 2, trellis_bits = 2", "trellis_bits=2 needs bits=4 or more, got bits=2"),
         ("bits = 8, vector_size = 3", "vector_size=3: Input should be 1, 2, 4 or 8"),
         (
             "bits = 10",

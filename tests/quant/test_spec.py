@@ -43,7 +43,7 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
         ({"bits": 4, "vector_size": 2, "codebook": "int"}, "codebook=int has vector_size=1, got"),
         ({"bits": 8, "vector_size": 4, "level_bits": 32}, "vector_size=4 needs level_bits=8 or 16"),
         ({"bits": 8, "trellis_bits": 5}, "trellis_bits=5: Input should be 0, 1, 2, 3 or 4"),
-        ({"bits": 3, "trellis_bits": 3}, "trellis_bits=3 needs more bits of an index, got bits=3"),
+        ({"bits": 3, "trellis_bits": 3}, "trellis_bits=3 needs bits=6 or more, got bits=3"),
         ({"bits": 10, "trellis_bits": 2}, "bits=10, expected at most 8 of an index that names one"),
         ({"bits": 8, "trellis_bits": 2, "vector_size": 4}, "trellis_bits=2 has vector_size=1, got"),
         ({"bits": 8, "trellis_bits": 2, "codebook": "seq"}, "codebook=seq has trellis_bits=0, got"),
