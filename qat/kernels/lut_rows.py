@@ -84,7 +84,11 @@ class LutRows(NamedTuple):
         is_format = is_mma_format(source.bits, vector_size(codebook), source.in_features)
         # `mma.m16n8k16` came with Ampere, as bfloat16 did
         if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
-            tables, factors = (short_levels if padded.dim() == 1 else short_codewords)(padded)
+            # a trellis writes its levels as codewords of one weight
+            is_levels = vector_size(codebook) == 1
+            tables, factors = (
+                short_levels(padded.flatten()) if is_levels else short_codewords(padded)
+            )
         encoded = to_stored("scales", scales.scales, scales.bits)
         return cls(octets, encoded, padded[None], tables, factors, source.bits, (0,))
 
