@@ -1,0 +1,182 @@
+"""Attention of one new token of each of many sequences, each at a position of its own.
+
+A cache holds a slot for every sequence. `place_heads` norms and rotates the heads of new tokens and
+puts their keys and values where they belong; `slot_attention` then reads of each slot what is in
+use, and nothing behind it: positions lie on the device, so that one recorded graph serves
+sequences of all lengths.
+
+The kernel of the attention: one program for a slot and a key head. Its query heads are the rows of
+one small matrix, which meets tiles of keys and values with a running softmax. It is bound by the
+bytes of the cache.
+
+Shapes: B slots, T new tokens, H query heads, J key heads, N positions of a slot, D width of a head.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels.decode_attention import Angles, Cache, Scoring
+from qat.kernels.dispatch import tl, triton, use_triton
+
+TILE, WARPS, STAGES = 64, 4, 3
+"""Positions that a program reads at a time, its warps, and the tiles that are under way."""
+LEAST = 16
+"""Rows and columns of the smallest product that `tl.dot` takes."""
+
+
+def place_heads(
+    qkv: Tensor, cache: Cache, slots: Tensor, positions: Tensor, angles: Angles, scoring: Scoring
+) -> Tensor:
+    """Rotated queries `(T, H, D)`, in the dtype of `qkv`; keys and values go into the cache.
+
+    `qkv` `(T, (H + 2 J) D)` holds queries, keys and values; `slots` and `positions`, both `(T,)`
+    int64, say where those of a token belong. No two tokens have the same place.
+    """
+    if use_triton(qkv):
+        return _place_by_kernel(qkv, cache, slots, positions, angles, scoring)
+    _, J, _, D = cache.keys.shape
+    heads = qkv.unflatten(1, (-1, D))
+    query, key, value = heads.split([heads.shape[1] - 2 * J, J, J], 1)
+    turn = (angles.cos[positions, None], angles.sin[positions, None])
+    query = _rotated(_normed(query.float(), scoring.q_norm, scoring.eps), *turn)
+    key = _rotated(_normed(key.float(), scoring.k_norm, scoring.eps), *turn)
+    cache.keys[slots, :, positions] = key.to(cache.keys.dtype)
+    cache.values[slots, :, positions] = value
+    return query.to(qkv.dtype)
+
+
+def slot_attention(query: Tensor, cache: Cache, positions: Tensor, scaling: float) -> Tensor:
+    """`softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]` of each slot: `(B, H D)`.
+
+    `query` `(B, H, D)`, `positions` `(B,)` int64. On a GPU the weights are rounded to the dtype of
+    the values before they meet them; sums are float32.
+    """
+    if use_triton(query):
+        return _attend_by_kernel(query, cache, positions, scaling)
+    longest = int(positions.max()) + 1
+    seen = torch.arange(longest, device=query.device) <= positions[:, None]
+    out = F.scaled_dot_product_attention(
+        query[:, :, None],
+        cache.keys[:, :, :longest],
+        cache.values[:, :, :longest],
+        attn_mask=seen[:, None, None],
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return out.flatten(1)
+
+
+def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    return x if gain is None else F.rms_norm(x, x.shape[-1:], gain, eps)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _place_by_kernel(
+    qkv: Tensor, cache: Cache, slots: Tensor, positions: Tensor, angles: Angles, scoring: Scoring
+) -> Tensor:
+    _, J, N, D = cache.keys.shape
+    T, H = len(qkv), qkv.shape[1] // D - 2 * J
+    query = qkv.new_empty(T, H, D)
+    _place_kernel[(T,)](
+        query, qkv, *cache, slots, positions, *angles, scoring.q_norm, scoring.k_norm, N,
+        scoring.eps,
+        H=H, J=J, D=D, ROWS=triton.next_power_of_2(H + 2 * J), num_warps=4,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _place_kernel(
+    query, qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, N, eps,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token: rows of a matrix, in its two halves, which rotate into each other."""
+    token = tl.program_id(0).to(tl.int64)
+    slot, at = tl.load(slots + token).to(tl.int64), tl.load(positions + token).to(tl.int64)
+    row, half = tl.arange(0, ROWS)[:, None], tl.arange(0, D // 2)[None, :]
+    new = qkv + token * (H + 2 * J) * D + row * D + half
+    is_there = row < H + 2 * J
+    x1 = tl.load(new, mask=is_there, other=0.0).to(tl.float32)
+    x2 = tl.load(new + D // 2, mask=is_there, other=0.0).to(tl.float32)
+    v1, v2 = x1, x2
+    if q_norm is not None:
+        norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / D + eps)[:, None]
+        x1 *= norm * tl.where(row < H, tl.load(q_norm + half), tl.load(k_norm + half))
+        later = D // 2 + half
+        x2 *= norm * tl.where(row < H, tl.load(q_norm + later), tl.load(k_norm + later))
+    cos, sin = cos + at * D + half, sin + at * D + half
+    y1 = x1 * tl.load(cos) - x2 * tl.load(sin)
+    y2 = x2 * tl.load(cos + D // 2) + x1 * tl.load(sin + D // 2)
+    out = query + (token * H + row) * D + half
+    tl.store(out, y1.to(query.dtype.element_ty), mask=row < H)
+    tl.store(out + D // 2, y2.to(query.dtype.element_ty), mask=row < H)
+    kind = keys.dtype.element_ty
+    out = keys + ((slot * J + row - H) * N + at) * D + half
+    is_key = (row >= H) & (row < H + J)
+    tl.store(out, y1.to(kind), mask=is_key)
+    tl.store(out + D // 2, y2.to(kind), mask=is_key)
+    out = values + ((slot * J + row - H - J) * N + at) * D + half
+    is_value = (row >= H + J) & is_there
+    tl.store(out, v1.to(kind), mask=is_value)
+    tl.store(out + D // 2, v2.to(kind), mask=is_value)
+
+
+def _attend_by_kernel(query: Tensor, cache: Cache, positions: Tensor, scaling: float) -> Tensor:
+    B, H, D = query.shape
+    _, J, N, _ = cache.keys.shape
+    out = query.new_empty(B, H * D)
+    _attend_kernel[(B * J,)](
+        out, query, *cache, positions, N, scaling * 1.4426950408889634,  # log2(e): powers of 2
+        H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
+        TILE=TILE, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    out, query, keys, values, positions, N, scaling,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = H // J
+    pair = tl.program_id(0).to(tl.int64)
+    slot, j = pair // J, pair % J
+    end = tl.load(positions + slot).to(tl.int32) + 1
+    row, whole, tile = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    is_whole = whole < D
+    place = (slot * H + j * GROUP + row[:, None]) * D + whole[None, :]
+    is_query = (row < GROUP)[:, None] & is_whole[None, :]
+    Q = tl.load(query + place, mask=is_query, other=0.0)
+    keys += pair * N * D
+    values += pair * N * D
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in tl.range(0, end, TILE, num_stages=STAGES):
+        seen = start + tile
+        is_seen = seen < end
+        K = tl.load(
+            keys + seen[None, :] * D + whole[:, None],
+            mask=is_seen[None, :] & is_whole[:, None],
+            other=0.0,
+        )
+        score = tl.dot(Q, K, input_precision="ieee") * scaling
+        score = tl.where(is_seen[None, :], score, float("-inf"))
+        most = tl.maximum(peak, tl.max(score, axis=1))
+        old, mass = tl.exp2(peak - most), tl.exp2(score - most[:, None])
+        total = total * old + tl.sum(mass, axis=1)
+        V = tl.load(
+            values + seen[:, None] * D + whole[None, :],
+            mask=is_seen[:, None] & is_whole[None, :],
+            other=0.0,
+        )
+        found = tl.dot(mass.to(V.dtype), V, found * old[:, None], input_precision="ieee")
+        peak = most
+    y = found / total[:, None]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=is_query)
