@@ -263,13 +263,14 @@ def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
             )
             replace_module(model, name, PackedLinear(linear, rows, scratch).eval())
         else:
-            replace_module(model, name, _dense_linear(linear, dtype))
+            replace_module(model, name, dense_linear(linear, dtype))
     table = model.get_input_embeddings()
     if isinstance(table, FrozenLutTable):
         table.formed = None
 
 
-def _dense_linear(linear: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+def dense_linear(linear: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+    """A plain linear that holds the weight of a quantized one, formed in `dtype`."""
     O, I = linear.out_features, linear.in_features
     dense = nn.Linear(I, O, bias=linear.bias is not None, device="meta")
     dense.weight = nn.Parameter(linear.quantized_weight(dtype), requires_grad=False)

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
 from qat.backend.device import on
 from qat.data.template import templated
@@ -62,7 +68,7 @@ def generate_text(
     if isinstance(model, Decoder):
         new_ids = _decode(model, ids, config, streamer)
     else:
-        (new_ids,) = _continue(model, ids, config, streamer)
+        (new_ids,) = continue_rows(model, ids, config, streamer=streamer)
     text = tokenizer.decode(new_ids, skip_special_tokens=True)
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
 
@@ -75,30 +81,46 @@ def sample_continuations(
     Each ends with the model's closing token or after `max_new_tokens`. Draws from torch's
     generator (`qat.backend.device.seeded`).
     """
-    return _continue(model, ids, _generation_config(model, max_new_tokens, 1.0, top_p))
+    return continue_rows(model, ids, _generation_config(model, max_new_tokens, 1.0, top_p))
 
 
-def _continue(
-    model: LanguageModel, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None" = None
+def continue_rows(
+    model: LanguageModel,
+    ids: Tensor,
+    config: GenerationConfig,
+    *,
+    streamer: "_Pieces | None" = None,
+    processor: LogitsProcessor | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each row, without what pads rows that ended early."""
+    """The new tokens of each of the prompts `ids` `(B, N)`, each up to its closing token.
+
+    `processor` may change the logits `(B, V)` of each step before a token is chosen by them.
+    """
     if on(model.device).fixed_shapes():
-        return _continue_filled(model, ids, config, streamer)
+        return _continue_filled(model, ids, config, streamer=streamer, processor=processor)
     ids = ids.to(model.device)
     # a compiled layer would be compiled again for every length
     with judging(model), as_written(model.model), _generating_by(model, config):
         answers = model.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=streamer,
+            logits_processor=LogitsProcessorList([] if processor is None else [processor]),
         )
-    ends = _ends(config)
+    ends = set(config.eos_token_id or ())
     return [until_end(row, ends) for row in answers[:, ids.shape[1] :].tolist()]
 
 
 def _continue_filled(
-    model: LanguageModel, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None"
+    model: LanguageModel,
+    ids: Tensor,
+    config: GenerationConfig,
+    *,
+    streamer: "_Pieces | None",
+    processor: LogitsProcessor | None,
 ) -> list[list[int]]:
-    """As `_continue`, by forwards over rows filled up to the end: one shape, and no cache."""
-    backend, ends, (B, N) = on(model.device), _ends(config), ids.shape
+    """As `continue_rows`, by forwards over rows filled up to the end: one shape, and no cache."""
+    backend, ends, (B, N) = on(model.device), set(config.eos_token_id or ()), ids.shape
     length = backend.filled_length(N + config.max_new_tokens)
     rows = torch.nn.functional.pad(ids, (0, length - N))
     positions = torch.arange(length).expand(B, length).to(model.device)
@@ -110,7 +132,10 @@ def _continue_filled(
             last = torch.tensor([place - 1]).to(model.device)
             logits = model.logits(hidden.index_select(1, last))[:, 0].float()
             backend.step_end()
-            rows[:, place] = _drawn(backend.to_host(logits), config)
+            logits = backend.to_host(logits)
+            if processor is not None:
+                logits = processor(rows[:, :place], logits)
+            rows[:, place] = _drawn(logits, config)
             if streamer is not None:
                 streamer.put(rows[:1, place])
             if all(ends & set(row) for row in rows[:, N : place + 1].tolist()):
@@ -143,16 +168,22 @@ def _decode(
 
     sampling = Sampling(config.temperature if config.do_sample else 0.0, config.top_p)
     (new_ids,) = decoder.generate(
-        ids, sampling, max_new_tokens=config.max_new_tokens, ends=_ends(config), seen=seen
+        ids,
+        sampling,
+        max_new_tokens=config.max_new_tokens,
+        ends=set(config.eos_token_id or ()),
+        seen=seen,
     )
     if streamer is not None:
         streamer.end()
     return new_ids
 
 
-def _ends(config: GenerationConfig) -> set[int]:
-    ends = config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or ())
+def closing_tokens(model: LanguageModel) -> list[int]:
+    """The ids by which the model ends a text, as its checkpoint says; there may be none."""
+    ends = model.model.generation_config.eos_token_id
+    ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:
@@ -207,15 +238,13 @@ def _generation_config(
     model: LanguageModel, max_new_tokens: int, temperature: float, top_p: float
 ) -> GenerationConfig:
     """A fresh configuration that takes from the checkpoint only how a text ends."""
-    eos = model.model.generation_config.eos_token_id
-    eos = getattr(model.config, "eos_token_id", None) if eos is None else eos
-    pad = eos[0] if isinstance(eos, list) else eos
+    ends = closing_tokens(model)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
-        eos_token_id=eos,
-        pad_token_id=pad,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else None,
         **sampling,
     )
 

@@ -1,0 +1,406 @@
+"""Continue many prompts at once: rows that end make room for the next prompt.
+
+A row of the batch is a slot. Each slot is at a position of its own, so that a prompt takes the
+place of a row that ended while all others go on. A step is recorded once as a graph and replayed,
+and the host looks at what ended every few steps. Models whose layers are not known here go through
+transformers' own loop instead, rows of equal prompts' lengths together.
+
+What a row draws depends on its own random numbers alone. Its logits may differ in their last bits
+with the batch that they are computed in, so the same requests give the same tokens on the same
+device if they come in the same order with the same number of slots.
+
+Shapes: B slots, T tokens of prompts, N positions of a slot, M new tokens of a row, V words.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GenerationConfig, LogitsProcessor
+
+from qat.backend.device import on
+from qat.generate.decode import Sampling
+from qat.generate.step import DecodeLayer, DecodeStep, Together, dense_linear
+from qat.generate.text import continue_rows
+from qat.kernels.add_norm import add_norm_
+from qat.kernels.decode_attention import Cache, Scoring
+from qat.kernels.draw_next import draw_next
+from qat.kernels.glu import silu_mul
+from qat.kernels.slot_attention import place_heads, slot_attention
+from qat.models.language_model import HALVES, LanguageModel
+from qat.nn.step import form_weights, quant_linears
+from qat.nn.swap import replace_module
+
+LOOK_EVERY = 4
+"""Steps between two looks at what ended."""
+PREFILL_TOKENS = 2**14
+"""Tokens of prompts that are read together."""
+UNIT = 16
+"""Prompts that are read together are filled up to a multiple of it."""
+
+Attend = Callable[[Tensor, Cache, Scoring], Tensor]
+"""What the heads of a layer say, `(T, H D)`, given its projections, its cache and its scoring."""
+
+
+class Request(NamedTuple):
+    """A row to sample."""
+
+    ids: list[int]
+    """The prompt, of one token at least."""
+    limit: int
+    """Most new tokens."""
+    key: tuple[int, int]
+    """Names the row's random numbers: a seed and the number of the row."""
+
+    def uniforms(self) -> np.ndarray:
+        """`(limit,)` float32 in [0, 1): one for each new token, in order.
+
+        Philox in counter mode (Salmon et al., SC 2011) under the row's key, as numpy has it.
+        """
+        bits = np.random.Philox(key=np.array(self.key, dtype=np.uint64))
+        return np.random.Generator(bits).random(self.limit, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How rows are sampled together."""
+
+    num_slots: int
+    """Rows at a time."""
+    num_positions: int
+    """Tokens of the longest row, its prompt included."""
+    max_new_tokens: int
+    """New tokens of the longest row."""
+    sampling: Sampling
+    ends: Collection[int]
+    """Tokens that end a row."""
+
+
+class Sampler(Protocol):
+    """Continues prompts."""
+
+    def sample(
+        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
+    ) -> list[list[int]]:
+        """The new tokens of each row, the one that ends it included; `seen` counts ended rows."""
+
+
+def open_sampler(model: LanguageModel, batch: Batch) -> Sampler:
+    """The fastest way to sample from `model`, which it takes over; quantized weights are formed."""
+    if not on(model.device).fixed_shapes() and DecodeStep.fits(model):
+        return Slots(SlotStep(model), batch)
+    form_weights(model.model, model.dtype)
+    return Waves(model, batch)
+
+
+class Dense(NamedTuple):
+    """A linear layer in the dtype that it computes in."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, linears: Together, dtype: torch.dtype) -> Self:
+        """Linears that are dense and read the same input."""
+        (weight,), bias = linears
+        return cls(weight, None if bias is None else bias.to(dtype))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`(T, I)` to `(T, O)`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class SlotLayer(NamedTuple):
+    """What one layer is made of."""
+
+    qkv: Dense
+    heads: Scoring
+    out: Dense
+    gate_up: Dense
+    down: Dense
+    before: Tensor
+    """`(D,)` float32: the gain of the norm before the attention."""
+    between: Tensor
+    """The gain of the norm before the gated unit."""
+
+    @classmethod
+    def of(cls, layer: DecodeLayer, dtype: torch.dtype) -> Self:
+        """The same layer, computed densely."""
+        return cls(*(Dense.of(p, dtype) if isinstance(p, Together) else p for p in layer))
+
+
+class SlotStep:
+    """Computes one token of every slot; `prefill` reads the prompts.
+
+    Equals the model within the order of summation and the rounding between layers, of which there
+    is less here: the residual stream is float32. Takes over the model, whose quantized linears are
+    formed once.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        for name, linear in quant_linears(model.model).items():
+            replace_module(model.model, name, dense_linear(linear, model.dtype))
+        self._step = DecodeStep(model)
+        self.device, self.dtype = model.device, model.dtype
+        self._layers = [SlotLayer.of(block, model.dtype) for block in self._step.blocks]
+        self._head = model.head_in(model.dtype)
+
+    def new_caches(self, num_slots: int, num_positions: int) -> list[Cache]:
+        """Empty caches of all layers; prepares the angles of so many positions."""
+        self._angles = self._step.angles(num_positions)
+        shape = (num_slots, self._step.num_key_heads, num_positions, self._step.head_dim)
+        new = {"dtype": self.dtype, "device": self.device}
+        return [Cache(torch.zeros(shape, **new), torch.zeros(shape, **new)) for _ in self._layers]
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, positions: Tensor, caches: Sequence[Cache]) -> Tensor:
+        """Logits `(B, V)` float32 after the tokens `ids` `(B,)`, slot b's at `positions[b]`.
+
+        Writes keys and values into `caches`. On a GPU nothing waits, so that it can be recorded.
+        """
+        slots = torch.arange(len(ids), device=self.device)
+
+        def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
+            query = place_heads(qkv, cache, slots, positions, self._angles, heads)
+            return slot_attention(query, cache, positions, heads.scaling)
+
+        hidden = self._hidden(ids, caches, attend)
+        is_half = self.dtype in HALVES
+        return self._head.exact_logits(hidden) if is_half else self._head.logits(hidden)
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
+        """Put keys and values of `ids` `(B, T)` into `slots` `(B,)`, from position 0 on.
+
+        Prompts may be filled up behind: what comes there is overwritten before it is read.
+        """
+        B, T = ids.shape
+        of_tokens = slots[:, None].expand(B, T).flatten()
+        positions = torch.arange(T, device=self.device).repeat(B)
+
+        def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
+            query = place_heads(qkv, cache, of_tokens, positions, self._angles, heads)
+            keys, values = (part[slots, :, :T] for part in cache)
+            said = F.scaled_dot_product_attention(
+                query.unflatten(0, (B, T)).transpose(1, 2),
+                keys,
+                values,
+                is_causal=True,
+                scale=heads.scaling,
+                enable_gqa=True,
+            )
+            return said.transpose(1, 2).reshape(B * T, -1)
+
+        self._hidden(ids.flatten(), caches, attend)
+
+    def _hidden(self, ids: Tensor, caches: Sequence[Cache], attend: Attend) -> Tensor:
+        """The last hidden states `(T, D)` of the tokens `ids` `(T,)`."""
+        residual = self._step.embedding(ids[:, None])[:, 0].float()
+        eps, delta = self._step.eps, None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x = add_norm_(residual, delta, layer.before, eps, self.dtype)
+            delta = layer.out(attend(layer.qkv(x), cache, layer.heads))
+            x = add_norm_(residual, delta, layer.between, eps, self.dtype)
+            delta = layer.down(silu_mul(layer.gate_up(x)))
+        return add_norm_(residual, delta, self._step.last_gain, eps, self.dtype)
+
+
+class Look(NamedTuple):
+    """What the host was told of the slots, after a number of turns."""
+
+    turn: int
+    facts: Tensor
+    """`(2, B)`: new tokens still to come in each slot, and those that are there."""
+    said: Tensor
+    """`(B, M + 1)`: the new tokens."""
+    wait: Callable[[], None]
+    """To be called before the others are read."""
+
+
+class Slots:
+    """A batch in which each slot goes its own way, by `SlotStep`.
+
+    A GPU is given the steps of the next turn before the host looks at what ended in the last one,
+    so that it goes on while new rows are prepared.
+    """
+
+    def __init__(self, step: SlotStep, batch: Batch) -> None:
+        self._step, self._batch = step, batch
+        B, M, device = batch.num_slots, batch.max_new_tokens, step.device
+        self._lag = 1 if on(device).decision_lag() else 0
+        N = -(-batch.num_positions // UNIT) * UNIT
+        self._caches = step.new_caches(B, N)
+        self._ends = torch.tensor(sorted(batch.ends), dtype=torch.int64, device=device)
+        self._token = torch.zeros(B, dtype=torch.int64, device=device)
+        self._position, self._count, self._left = (self._token.clone() for _ in range(3))
+        # a slot that rests writes behind the end of its row
+        self._said = self._token.new_zeros(B, M + 1)
+        self._uniforms = torch.zeros(B, M + 1, device=device)
+        self._advance: Callable[[], None] = self._step_all
+        if on(device).records():
+            self._step_all()  # all slots rest
+            self._advance, _ = on(device).record(self._step_all)
+
+    def sample(
+        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
+    ) -> list[list[int]]:
+        """See `Sampler`; rows begin in their order, each in the first slot that is free."""
+        said: list[list[int]] = [[] for _ in requests]
+        waiting = deque(enumerate(requests))
+        free = list(range(self._batch.num_slots))
+        busy: dict[int, tuple[int, int]] = {}  # by slot: number of the row, and turn of its begin
+        looks: deque[Look] = deque()
+        turn = 0
+        while waiting or busy:
+            begun = [(slot, *waiting.popleft()) for slot in free[: len(waiting)]]
+            free = free[len(begun) :]
+            if begun:
+                self._begin([slot for slot, _, _ in begun], [request for _, _, request in begun])
+                busy |= {slot: (number, turn) for slot, number, _ in begun}
+            for _ in range(LOOK_EVERY):
+                self._advance()
+            looks.append(self._look(turn))
+            turn += 1
+            if len(looks) <= self._lag:
+                continue
+            look = looks.popleft()
+            # a row that began since is not what the look saw in its slot
+            seen_slots = [slot for slot, (_, begin) in busy.items() if begin <= look.turn]
+            ended = _ended(look, sorted(seen_slots))
+            for slot, row in ended:
+                number, _ = busy.pop(slot)
+                said[number] = row
+            free = sorted([*free, *(slot for slot, _ in ended)])
+            seen(len(ended))
+        return said
+
+    def _begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Let rows begin in slots that rest; does not wait for a GPU."""
+        to_device = on(self._step.device).to_device
+        uniforms = torch.zeros(len(slots), self._uniforms.shape[1])
+        for row, request in zip(uniforms, requests, strict=True):
+            row[: request.limit] = torch.from_numpy(request.uniforms())
+        facts = [(r.ids[-1], len(r.ids) - 1, 0, r.limit) for r in requests]
+        places, values = to_device(torch.tensor(slots)), to_device(torch.tensor(facts))
+        self._uniforms[places] = to_device(uniforms)
+        state = (self._token, self._position, self._count, self._left)
+        for tensor, value in zip(state, values.unbind(1), strict=True):
+            tensor[places] = value
+        for ids, rows in _filled([request.ids[:-1] for request in requests]):
+            self._step.prefill(to_device(ids), places[to_device(rows)], self._caches)
+
+    @torch.no_grad()
+    def _step_all(self) -> None:
+        """One token more in every slot that does not rest."""
+        logits = self._step.logits(self._token, self._position, self._caches)
+        count = self._count[:, None]
+        sampling = self._batch.sampling
+        token = draw_next(
+            logits,
+            self._uniforms.gather(1, count)[:, 0],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+        self._said.scatter_(1, count, token[:, None])
+        is_busy = self._left > 0
+        is_last = (token[:, None] == self._ends).any(1) | (self._left == 1)
+        self._token.copy_(token)
+        self._count += is_busy
+        self._left.copy_((self._left - 1) * (is_busy & ~is_last))
+        # one that rests reads a single position
+        self._position.copy_((self._position + 1) * (self._left > 0))
+
+    def _look(self, turn: int) -> Look:
+        """Have the host told of the slots as they are now; it does not wait for a GPU."""
+        backend = on(self._step.device)
+        facts = backend.to_host(torch.stack([self._left, self._count]))
+        said = backend.to_host(self._said)
+        return Look(turn, facts, said, backend.finished())
+
+
+def _ended(look: Look, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Those of the slots whose rows have ended, with these."""
+    look.wait()
+    left, counts = look.facts.tolist()
+    return [(slot, look.said[slot, : counts[slot]].tolist()) for slot in slots if not left[slot]]
+
+
+class Waves:
+    """Batches of prompts of equal lengths, each by the model's own loop until all its rows ended.
+
+    For any causal language model: what keeps its past is the model's own.
+    """
+
+    def __init__(self, model: LanguageModel, batch: Batch) -> None:
+        self._model, self._batch = model, batch
+
+    def sample(
+        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
+    ) -> list[list[int]]:
+        """See `Sampler`."""
+        said: list[list[int]] = [[] for _ in requests]
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault((len(request.ids), request.limit), []).append(number)
+        for (_, limit), numbers in alike.items():
+            for start in range(0, len(numbers), self._batch.num_slots):
+                wave = numbers[start : start + self._batch.num_slots]
+                rows = self._wave([requests[number] for number in wave], limit)
+                for number, row in zip(wave, rows, strict=True):
+                    said[number] = row
+                seen(len(wave))
+        return said
+
+    def _wave(self, requests: Sequence[Request], limit: int) -> list[list[int]]:
+        ids = torch.tensor([request.ids for request in requests])
+        uniforms = torch.from_numpy(np.stack([request.uniforms() for request in requests]))
+        ends = sorted(self._batch.ends)
+        config = GenerationConfig(
+            max_new_tokens=limit,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else None,
+        )
+        drawing = _Drawing(uniforms, ids.shape[1], self._batch.sampling)
+        return continue_rows(self._model, ids, config, processor=drawing)
+
+
+class _Drawing(LogitsProcessor):
+    """Leaves of each row's logits the token that is drawn."""
+
+    def __init__(self, uniforms: Tensor, length: int, sampling: Sampling) -> None:
+        self._uniforms, self._length, self._sampling = uniforms, length, sampling
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`(B, V)` of zeros and -inf."""
+        uniforms = self._uniforms[:, input_ids.shape[1] - self._length].to(scores.device)
+        sampling = self._sampling
+        drawn = draw_next(
+            scores.float(), uniforms, temperature=sampling.temperature, top_p=sampling.top_p
+        )
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+
+
+def _filled(prompts: Sequence[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Prompts of similar lengths as `(B, T)`, filled up behind, and which they are; no empty one.
+
+    At most `PREFILL_TOKENS` together, or a single prompt.
+    """
+    order = sorted((row for row, ids in enumerate(prompts) if ids), key=lambda n: len(prompts[n]))
+    while order:
+        length = -(-len(prompts[order[0]]) // UNIT) * UNIT
+        # the shortest first, as far as the room of each is that of the longest among them
+        taken = 1
+        while taken < len(order):
+            longer = -(-len(prompts[order[taken]]) // UNIT) * UNIT
+            if (taken + 1) * longer > PREFILL_TOKENS:
+                break
+            length, taken = longer, taken + 1
+        rows, order = order[:taken], order[taken:]
+        filled = [prompts[row] + [0] * (length - len(prompts[row])) for row in rows]
+        yield torch.tensor(filled), torch.tensor(rows)

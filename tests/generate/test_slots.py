@@ -1,0 +1,151 @@
+"""Many rows at once say what each says alone, whoever their neighbours are."""
+
+import numpy as np
+import pytest
+import torch
+from quantized import tiny_adapted, tiny_quantized
+from tiny import tiny_model
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from qat.backend.cpu import CpuBackend
+from qat.generate import slots as module
+from qat.generate.decode import Sampling
+from qat.generate.slots import Batch, Request, Slots, SlotStep, Waves, open_sampler
+from qat.models.language_model import LanguageModel
+from qat.nn.step import form_weights
+from qat.quant.spec import LutSpec
+
+PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
+RANGE = {"initializer_range": 0.3}
+MODELS = {
+    "qwen3": lambda: tiny_model("qwen3", **RANGE),
+    "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
+    "packed": lambda: tiny_quantized("qwen3", PACKED, **RANGE),
+    "adapters": lambda: tiny_adapted("qwen3", PACKED, **RANGE),
+    "another family": lambda: tiny_model("gemma3", **RANGE),
+}
+LENGTHS = [(1, 9), (5, 3), (30, 12), (2, 1), (17, 20), (40, 8), (3, 5), (5, 3)]
+"""Tokens of prompts, and most new tokens."""
+
+
+def requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Request(torch.randint(1, 320, (length,), generator=generator).tolist(), limit, (7, row))
+        for row, (length, limit) in enumerate(LENGTHS)
+    ]
+
+
+def one_by_one(model: PreTrainedModel, sampling: Sampling, ends: set[int]) -> list[list[int]]:
+    """By whole forwards in float64: the textbook."""
+    said = []
+    for request in requests():
+        ids, row = request.ids, []
+        for u in request.uniforms():
+            with torch.no_grad():
+                logits = model(torch.tensor([[*ids, *row]])).logits[0, -1]
+            probs = F.softmax(logits.double() / sampling.temperature, -1)
+            order = probs.argsort(descending=True)
+            held = probs[order].cumsum(0) - probs[order]
+            probs[order[held >= sampling.top_p]] = 0
+            sums = probs.cumsum(0)
+            row.append(int((sums <= float(u) * sums[-1]).sum()))
+            if row[-1] in ends:
+                break
+        said.append(row)
+    return said
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_rows_are_those_of_whole_forwards(build: object, top_p: float) -> None:
+    model = LanguageModel(build())
+    form_weights(model.model, torch.float32)
+    sampling = Sampling(0.9, top_p)
+    plain = one_by_one(model.model, sampling, set())
+    ends = {plain[2][4], plain[4][9]}  # which end these rows, and perhaps others
+    expected = one_by_one(model.model, sampling, ends)
+    assert len(expected[2]) <= 5 and len(expected[4]) <= 10
+    sampler = open_sampler(model, Batch(3, 60, 20, sampling, ends))
+    counted: list[int] = []
+    assert sampler.sample(requests(), counted.append) == expected
+    assert sum(counted) == len(LENGTHS)
+    assert sampler.sample(requests()) == expected  # nothing of a batch is left to the next one
+
+
+def test_known_families_have_slots_and_others_their_own_loop() -> None:
+    batch = Batch(2, 60, 20, Sampling(1.0), ())
+    kinds = {name: open_sampler(LanguageModel(MODELS[name]()), batch) for name in MODELS}
+    assert {name for name, kind in kinds.items() if isinstance(kind, Waves)} == {"another family"}
+
+
+def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each new shape would be compiled, as on a TPU."""
+    batch = Batch(3, 60, 20, Sampling(1.0, 0.9), {5, 6, 7})
+    expected = open_sampler(LanguageModel(MODELS["qwen3"]()), batch).sample(requests())
+    monkeypatch.setattr(CpuBackend, "fixed_shapes", lambda self: True)
+    sampler = open_sampler(LanguageModel(MODELS["qwen3"]()), batch)
+    assert isinstance(sampler, Waves)
+    assert sampler.sample(requests()) == expected
+
+
+def test_the_most_likely_tokens_need_no_numbers() -> None:
+    model = LanguageModel(tiny_model("qwen3", **RANGE))
+    sampler = open_sampler(model, Batch(4, 60, 20, Sampling(0.0), ()))
+    first = sampler.sample(requests())
+    other = [request._replace(key=(8, 99)) for request in requests()]
+    assert sampler.sample(other) == first
+
+
+def test_a_rows_numbers_follow_its_key_alone() -> None:
+    request = Request([1], 8, (5, 3))
+    numbers = request.uniforms()
+    assert numbers.dtype == np.float32 and ((numbers >= 0) & (numbers < 1)).all()
+    assert (request._replace(limit=5).uniforms() == numbers[:5]).all()
+    for key in ((5, 4), (4, 3), (3, 5), (2**63 - 1, 0)):
+        assert not (request._replace(key=key).uniforms() == numbers).any()
+
+
+@pytest.mark.parametrize("build", [MODELS["qwen3"], MODELS["packed"]])
+def test_a_host_that_looks_later_sees_the_same_rows(build: object) -> None:
+    """As it does on a GPU, whose next steps are under way by then."""
+    batch = Batch(3, 60, 20, Sampling(1.0), {5, 6, 7})
+    sampler = open_sampler(LanguageModel(build()), batch)
+    expected = sampler.sample(requests())
+    sampler._lag = 1
+    counted: list[int] = []
+    assert sampler.sample(requests(), counted.append) == expected
+    assert sum(counted) == len(LENGTHS)
+
+
+def test_a_row_that_ends_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots: a long row, and beside it four short ones, one after the other."""
+    model = LanguageModel(tiny_model("qwen3", **RANGE))
+    sampler = Slots(SlotStep(model), Batch(2, 64, 40, Sampling(1.0), ()))
+    begun: list[tuple[list[int], int]] = []
+    begin = sampler._begin
+    steps = [0]
+    advance = sampler._advance
+
+    def counted() -> None:
+        steps[0] += 1
+        advance()
+
+    def noted(slots: list[int], rows: list[Request]) -> None:
+        begun.extend((slot, row.key[1]) for slot, row in zip(slots, rows, strict=True))
+        begin(slots, rows)
+
+    monkeypatch.setattr(sampler, "_begin", noted)
+    monkeypatch.setattr(sampler, "_advance", counted)
+    rows = [Request([1, 2], limit, (0, n)) for n, limit in enumerate((32, 8, 8, 8, 8))]
+    assert [len(row) for row in sampler.sample(rows)] == [32, 8, 8, 8, 8]
+    assert begun == [(0, 0), (1, 1), (1, 2), (1, 3), (1, 4)]
+    assert steps == [32]
+
+
+def test_prompts_of_like_lengths_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PREFILL_TOKENS", 64)
+    prompts = [[1] * length for length in (0, 3, 40, 16, 17, 1, 100)]
+    found = [(ids.shape, rows.tolist()) for ids, rows in module._filled(prompts)]
+    assert found == [((3, 16), [5, 1, 3]), ((1, 32), [4]), ((1, 48), [2]), ((1, 112), [6])]
