@@ -27,11 +27,10 @@ compare() { # GPUS NAME
         --workers "$workers" --only "$only" > "runs/$2.log" 2>&1
 }
 
-sample() { # GPUS TEACHER FILE DOCUMENTS TOP_P SEED [MAX_TOKENS]
+sample() { # GPUS TEACHER FILE ROWS TOP_P SEED [MAX_TOKENS]
     [ -e "$3" ] && return
-    on_gpus "$1" python speedrun/research/sample_corpus.py --teacher "teachers/$2" --out "$3.part" \
-        --documents "$4" --top-p "$5" --seed "$6" --batch-size "$batch" --max-tokens "${7:-255}"
-    mv "$3.part" "$3"
+    on_gpus "$1" qat sample "teachers/$2" --out "$3" --rows "$4" --top-p "$5" --seed "$6" \
+        --max-new-tokens "${7:-255}" --least-variety 0.25 --dtype fp32 --batch-size "$batch"
 }
 
 teacher_88m() { # GPUS

@@ -66,7 +66,7 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["frobnicate"], "qat has no verb 'frobnicate'; there are cache, convert, train, "),
+        (["frobnicate"], "qat has no verb 'frobnicate'; there are sample, cache, convert, "),
         (["tarin", "x"], "qat has no verb 'tarin'; did you mean 'qat train'?"),
         (["cache", "inf", "x"], "qat cache has no verb 'inf'; did you mean 'qat cache info'?"),
         (["bench", "qualty", "x"], "drop it, or did you mean 'qat bench quality'?"),

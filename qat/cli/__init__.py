@@ -27,6 +27,7 @@ from qat.cli.hub import hub_app
 from qat.cli.parser import app, mistake, parsed, print_result, run_verb
 from qat.cli.report import report
 from qat.cli.run import run
+from qat.cli.sample import sample
 from qat.cli.train import train
 from qat.config import EveryVerb
 from qat.errors import QatError
@@ -36,6 +37,7 @@ from qat.secrets import Scrub, scrubbed
 __all__ = ["VERBS", "app", "main", "run_verb"]
 SCRUB = Scrub()
 VERBS: dict[str, tuple[App | Callable, str]] = {
+    "sample": (sample, "qat sample MODEL --prompts FILE --out corpus.jsonl"),
     "cache": (cache_app, "qat cache --teacher MODEL --data FILE --out caches/mine"),
     "convert": (convert, "qat convert MODEL --to q2a4 --calibration FILE --out checkpoints/q2"),
     "train": (train, "qat train checkpoints/q2 --cache-dir caches/mine --out runs/q2"),

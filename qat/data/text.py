@@ -99,20 +99,34 @@ def render(
     return renderings
 
 
+def render_prompt(
+    messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str
+) -> Rendering:
+    """The chat as a text up to where the model is to answer, in one of the `MODES`.
+
+    Raises:
+        ConfigError, DataError: as `render`.
+    """
+    if mode == "none":
+        text = "".join(message["content"] + "\n\n" for message in messages)
+        return Rendering(text, is_templated=False)
+    _check_template(tokenizer, mode)
+    if mode == "false":
+        messages = _without_thoughts(messages)
+    text = _template(messages, tokenizer, enable_thinking=mode == "true", is_prompt=True)
+    return Rendering(text, is_templated=True)
+
+
 def _chat_text(
     messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str
 ) -> tuple[str, bool]:
     """The chat as a text, and whether empty thinking blocks in it are the prompt's, not spoken."""
     if mode == "none":
         return "\n\n".join(message["content"] for message in messages), False
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"thinking={mode} needs a chat template, but the tokenizer has none; "
-            "use --thinking none or the tokenizer of a chat model"
-        )
+    _check_template(tokenizer, mode)
     if mode == "true":
         return _template(messages, tokenizer, enable_thinking=True), False
-    thoughtless = _saying(messages, lambda words: THOUGHT.sub("", words))
+    thoughtless = _without_thoughts(messages)
     text = _template(thoughtless, tokenizer, enable_thinking=False)
     if messages[-1]["role"] != "assistant" or "think" not in str(tokenizer.chat_template):
         return text, False
@@ -124,6 +138,18 @@ def _chat_text(
     if text.startswith(before) and not text.startswith(prompt):
         text = prompt + text[len(before) :]
     return text, True
+
+
+def _check_template(tokenizer: "PreTrainedTokenizerBase", mode: str) -> None:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"thinking={mode} needs a chat template, but the tokenizer has none; "
+            "use --thinking none or the tokenizer of a chat model"
+        )
+
+
+def _without_thoughts(messages: list[Message]) -> list[Message]:
+    return _saying(messages, lambda words: THOUGHT.sub("", words))
 
 
 def _template(

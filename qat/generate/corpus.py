@@ -1,0 +1,308 @@
+"""Writes a corpus that a model says: prompts -> shards of rows -> one file of JSON lines.
+
+A shard is the unit of everything: its rows are sampled from an empty batch and written whole, so a
+sampling that was killed at any instant goes on after its last shard and ends in the same bytes, and
+several ranks take shards in turn.
+"""
+
+import json
+import logging
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from qat.config import fingerprint
+from qat.data.text import tokenizer_hash
+from qat.errors import ConfigError, DataError
+from qat.files import held, partial_file, whole_file, write_atomically
+from qat.generate.config import SampleConfig, SampleSettings
+from qat.generate.decode import Sampling
+from qat.generate.prompts import Prompt, open_prompts, row_text
+from qat.generate.slots import Batch, Request, open_sampler
+from qat.generate.text import closing_tokens
+from qat.logs import progress
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_teacher, load_tokenizer, model_identity
+from qat.ranks import ALONE, Ranks
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of what a row says about itself."""
+SETTINGS = "settings.json"
+"""Beside the shards: what decides their rows."""
+TOLD = ("thinking", "temperature", "top_p", "max_new_tokens", "seed")
+"""Settings that every row says."""
+
+
+class Corpus(NamedTuple):
+    """What is to be sampled, and what decides the bytes of the rows."""
+
+    prompts: list[Prompt]
+    settings: SampleSettings
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+    """Tokens that end a row."""
+    longest: int
+    """Tokens that the model's window has."""
+    teacher: dict[str, str]
+    """Its name, its identity and its dtype."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole corpus, those that will be left out included."""
+        asked = len(self.prompts) * self.settings.samples
+        if self.settings.prompts is None:
+            return self.settings.rows
+        return min(asked, self.settings.rows or asked)
+
+    def prompt(self, row: int) -> Prompt:
+        """What row number `row` continues."""
+        return self.prompts[0 if self.settings.prompts is None else row // self.settings.samples]
+
+    def request(self, row: int) -> Request:
+        """What the sampler is asked for row number `row`."""
+        ids = self.prompt(row).ids
+        limit = min(self.settings.max_new_tokens, self.longest - len(ids))
+        return Request(ids, limit, (self.settings.seed, row))
+
+    def batch(self) -> Batch:
+        """How many rows go together, and how long they may become."""
+        settings, rows = self.settings, map(self.request, range(self.num_rows))
+        lengths = [(len(request.ids) + request.limit, request.limit) for request in rows]
+        num_positions, max_new_tokens = (max(each) for each in zip(*lengths, strict=True))
+        size = min(settings.batch_size, settings.shard_size, self.num_rows)
+        sampling = Sampling(settings.temperature, settings.top_p)
+        return Batch(size, num_positions, max_new_tokens, sampling, self.ends)
+
+    def shards(self) -> list[range]:
+        """The rows of each shard."""
+        size, count = self.settings.shard_size, self.num_rows
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def facts(self) -> dict[str, object]:
+        """All that decides the bytes of the rows."""
+        digest = xxhash.xxh3_64()
+        for prompt in self.prompts:
+            digest.update(json.dumps(prompt).encode())
+        known = self.settings.model_dump(mode="json", exclude={"prompts"})
+        return {
+            **self.teacher,
+            **known,
+            "tokenizer": tokenizer_hash(self.tokenizer),
+            "prompts": digest.hexdigest(),
+            "ends": sorted(self.ends),
+        }
+
+
+class Sampled(NamedTuple):
+    """What came of a corpus."""
+
+    rows: int
+    left_out: int
+    """Rows in which the model said nothing, or repeated itself."""
+    tokens: int
+    """New tokens of the rows, those that end them included."""
+    tokens_per_s: float | None
+    """New tokens of this run, on this rank, over the seconds of sampling; None if it did none."""
+
+
+def open_corpus(
+    source: str, config: SampleConfig, ranks: Ranks = ALONE
+) -> tuple[LanguageModel, Corpus]:
+    """The model that `source` names, and the corpus that it is to say.
+
+    Raises:
+        CheckpointError: there is no such model, or it has no tokenizer.
+        ConfigError, DataError: as `qat.generate.prompts.open_prompts`.
+    """
+
+    def opened() -> tuple[LanguageModel, Corpus]:
+        trust, settings = config.trust_remote_code, config.settings()
+        tokenizer = load_tokenizer(source, trust_remote_code=trust)
+        model = load_teacher(
+            source, device=config.device, dtype=config.dtype, trust_remote_code=trust
+        )
+        prompts = open_prompts(settings, model, tokenizer)
+        ends = {*closing_tokens(model), tokenizer.eos_token_id} - {None}
+        if settings.prompts is None:
+            ends |= set(prompts[0].ids)  # what begins a text begins the next one
+        teacher = {
+            "teacher": source,
+            "identity": model_identity(source, trust_remote_code=trust),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+        return model, Corpus(prompts, settings, tokenizer, frozenset(ends), model.longest, teacher)
+
+    return ranks.together(opened)
+
+
+def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks = ALONE) -> Sampled:
+    """Sample the corpus from `model`, which it takes over, into `out`; goes on where it stopped.
+
+    A finished file of the same settings is left as it is. All ranks see one `out`; they may be as
+    many as one likes, and others when it goes on.
+
+    Raises:
+        ConfigError: `out`, or what was begun of it, belongs to other settings.
+        DataError: no row holds a text.
+    """
+    facts = corpus.facts()
+    run = fingerprint(facts)
+    parts = out.with_name(f".{out.name}.shards")
+    ranks.check_same(rows=run)
+    with ExitStack() as stack:
+        lock = held(out) if ranks.is_first else nullcontext()
+        ranks.together(lambda: stack.enter_context(lock))
+        is_done = ranks.together(lambda: ranks.is_first and _is_done(out, facts, run))
+        if ranks.texts(str(is_done))[0] == "True":
+            logger.info("%s is complete already: nothing to do", out)
+            return _summary(out, corpus.num_rows, None)
+        ranks.together(lambda: _begin(parts, facts) if ranks.is_first else None)
+        speed = ranks.together(lambda: _sample_shards(model, corpus, parts, run=run, ranks=ranks))
+        # all ranks end together, and with the first one's error if there is one
+        ranks.together(lambda: _join(corpus, parts, out) if ranks.is_first else None)
+        return _summary(out, corpus.num_rows, speed)
+
+
+def variety(text: str) -> float:
+    """How little of its bytes zlib can save: near 0 for what repeats itself, above 1 for a word."""
+    found = text.encode()
+    return len(zlib.compress(found)) / len(found)
+
+
+def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
+    """Whether `out` is there, whole, and of these settings."""
+    if not out.exists():
+        return False
+    try:
+        with out.open(encoding="utf-8") as file:
+            old = json.loads(file.readline())["sampled"]
+        if old["run"] == run:
+            return True
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConfigError(
+            f"out={out} was not written by 'qat sample', expected a new file; choose another --out"
+        ) from None
+    raise ConfigError(
+        f"out={out} holds rows of other settings{_differences(old, facts)}; choose another --out "
+        "or remove it"
+    )
+
+
+def _begin(parts: Path, facts: dict[str, object]) -> None:
+    """Make the folder of the shards, or find it made by the same settings."""
+    path = parts / SETTINGS
+    if not path.exists():
+        parts.mkdir(exist_ok=True)
+        write_atomically(path, json.dumps(facts))
+        return
+    try:
+        old = json.loads(path.read_bytes())
+    except ValueError:
+        old = None
+    if old != facts:
+        said = _differences(old, facts) if isinstance(old, dict) else ""
+        raise ConfigError(
+            f"{parts} holds a corpus that was begun with other settings{said}; go on with those, "
+            "choose another --out or remove that folder"
+        )
+
+
+def _differences(old: dict[str, object], new: dict[str, object]) -> str:
+    """Settings that two corpora both tell and that differ."""
+    names = [name for name in new if name in old and old[name] != new[name]]
+    pairs = "; ".join(f"{name}={old[name]}, now asked for {name}={new[name]}" for name in names)
+    return f" ({pairs})" if pairs else ""
+
+
+def _sample_shards(
+    model: LanguageModel, corpus: Corpus, parts: Path, *, run: str, ranks: Ranks
+) -> float | None:
+    """Sample this rank's shards that are not there yet; new tokens a second, None without any."""
+    mine = list(enumerate(corpus.shards()))[ranks.rank :: ranks.size]
+    missing = [(number, rows) for number, rows in mine if not _shard(parts, number).exists()]
+    if not missing:
+        return None
+    sampler = open_sampler(model, corpus.batch())
+    done = sum(len(rows) for _, rows in mine) - sum(len(rows) for _, rows in missing)
+    num_tokens, seconds = 0, 0.0
+    with (
+        progress("sampling", corpus.num_rows, "rows", done=done * ranks.size) as ticker,
+        ThreadPoolExecutor(1) as writer,
+    ):
+        # a thread turns a shard into text while the next one is sampled
+        written: Future[None] = Future()
+        written.set_result(None)
+        for number, rows in missing:
+            began = time.perf_counter()
+            requests = [corpus.request(row) for row in rows]
+            said = sampler.sample(requests, lambda count: ticker.advance(ranks.size * count))
+            seconds += time.perf_counter() - began
+            num_tokens += sum(map(len, said))
+            written.result()
+            path = _shard(parts, number)
+            written = writer.submit(_write_shard, corpus, rows, said, path=path, run=run)
+        written.result()
+    return round(num_tokens / seconds, 1)
+
+
+def _shard(parts: Path, number: int) -> Path:
+    return parts / f"{number:06d}.jsonl"
+
+
+def _write_shard(
+    corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], *, path: Path, run: str
+) -> None:
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _told(corpus, rows, said, run))
+    write_atomically(path, "".join(lines))
+
+
+def _told(
+    corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], run: str
+) -> Iterator[dict[str, object]]:
+    """The rows as the file has them, without those that are left out."""
+    settings = corpus.settings.model_dump(mode="json", include={*TOLD})
+    for number, ids in zip(rows, said, strict=True):
+        prompt, is_ended = corpus.prompt(number), ids[-1] in corpus.ends
+        row, answer = row_text(prompt, ids[:-1] if is_ended else ids, corpus.tokenizer)
+        if not answer.strip() or variety(answer) < corpus.settings.least_variety:
+            continue
+        of_row = {"thinking": prompt.mode, "row": number, "tokens": len(ids), "ended": is_ended}
+        about = {"format": FORMAT, "run": run, **corpus.teacher, **settings, **of_row}
+        yield {**row, "sampled": about}
+
+
+def _join(corpus: Corpus, parts: Path, out: Path) -> None:
+    """Make one file of all shards, and remove these."""
+    paths = [_shard(parts, number) for number in range(len(corpus.shards()))]
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise ConfigError(
+            f"{parts} lacks {len(missing)} of {len(paths)} shards, expected a folder that all "
+            "ranks see; choose such an --out"
+        )
+    if not any(path.stat().st_size for path in paths):
+        shutil.rmtree(parts)
+        raise DataError(
+            f"none of {corpus.num_rows} rows holds a text that is not left out, expected some; "
+            "lower --least-variety, or look at what the model answers with 'qat generate'"
+        )
+    with whole_file(out, partial_file(out)) as file:
+        for path in paths:
+            file.write(path.read_bytes())
+    shutil.rmtree(parts)
+
+
+def _summary(out: Path, num_rows: int, speed: float | None) -> Sampled:
+    with out.open(encoding="utf-8") as file:
+        counts = [json.loads(line)["sampled"]["tokens"] for line in file]
+    return Sampled(len(counts), num_rows - len(counts), sum(counts), speed)

@@ -1,0 +1,121 @@
+"""Prompts of a corpus: from a file or from nothing, and what a row says in the end."""
+
+import re
+from itertools import islice
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from qat.data.sources import Document, Message, open_source
+from qat.data.text import MODES, begin_token, render_prompt, text_ids
+from qat.errors import ConfigError, DataError
+from qat.generate.config import SampleSettings
+from qat.models.language_model import LanguageModel
+
+OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+
+
+class Prompt(NamedTuple):
+    """What the model is to continue, and what the row holds of it."""
+
+    ids: list[int]
+    """Its tokens, of one at least."""
+    said: str | list[Message]
+    """A text, or the turns of a chat before the answer."""
+    mode: str
+    """One of the thinking `MODES`."""
+    opening: str = ""
+    """What the template has already written of the answer."""
+
+
+def open_prompts(
+    settings: SampleSettings, model: LanguageModel, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """All prompts in their order, one for each document and thinking mode; one from nothing.
+
+    Raises:
+        ConfigError: a prompt leaves no room in the model's window, chats come without a chat
+            template, or no token begins a text.
+        DataError: the prompts cannot be read, a chat asks nothing, or a template fails over one.
+    """
+    if settings.prompts is None:
+        prompts = [_from_nothing(model, tokenizer)]
+    else:
+        documents = open_source(settings.prompts, settings.format, settings.text_field).documents
+        asked = (p for each in documents for p in _prompts_of(each, settings, tokenizer))
+        most = -(-settings.rows // settings.samples) if settings.rows else None
+        prompts = list(islice(asked, most))
+    for number, prompt in enumerate(prompts):
+        if len(prompt.ids) >= model.longest:
+            raise ConfigError(
+                f"prompt {number + 1} ({prompt.said!r:.60}) has {len(prompt.ids)} tokens, but the "
+                f"model's window has {model.longest}, expected room for an answer; shorten it or "
+                "leave it out"
+            )
+    return prompts
+
+
+def row_text(
+    prompt: Prompt, new_ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, object], str]:
+    """A row as `qat cache --data` reads it, and what of it the model said.
+
+    `new_ids` come without the token that ends them; special tokens among them are left out.
+    """
+
+    def decoded(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    if not isinstance(prompt.said, str):
+        answer = decoded(new_ids).strip()
+        turn = {"role": "assistant", "content": prompt.opening + answer}
+        return {"messages": [*prompt.said, turn]}, answer
+    # some tokenizers drop the space before the first of a few tokens
+    answer = decoded([*prompt.ids, *new_ids])[len(decoded(prompt.ids)) :].rstrip()
+    is_from_nothing = len(prompt.ids) == 1
+    return {"text": prompt.said + (answer.lstrip() if is_from_nothing else answer)}, answer
+
+
+def _from_nothing(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The token that a text begins with, which the row writes out unless every reader adds it."""
+    begin = begin_token(tokenizer)
+    known = (begin, tokenizer.bos_token_id, getattr(model.config, "bos_token_id", None))
+    start = next((one for one in (*known, tokenizer.eos_token_id) if one is not None), None)
+    if start is None:
+        raise ConfigError(
+            "the tokenizer has no token that begins or ends a text, expected one to begin from; "
+            "give --prompts FILE, or set bos_token in its tokenizer_config.json"
+        )
+    return Prompt([start], "" if start == begin else tokenizer.decode([start]), "none")
+
+
+def _prompts_of(
+    document: Document, settings: SampleSettings, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The prompts that a document asks, in each thinking mode."""
+    if isinstance(document, str):
+        if settings.raw or not tokenizer.chat_template:
+            ids = text_ids(document, tokenizer)
+            if not ids:
+                raise DataError(
+                    "a prompt holds no token, expected something to continue; leave it out, or "
+                    "begin from nothing with --rows N and no --prompts"
+                )
+            return [Prompt(ids, document, "none")]
+        document = [{"role": "user", "content": document}]
+    while document and document[-1]["role"] == "assistant":
+        document = document[:-1]
+    if not document:
+        raise DataError(
+            "a chat of the prompts holds answers alone, expected something to answer; mend the row"
+        )
+    prompts = []
+    for mode in MODES[settings.thinking]:
+        text, is_templated, _ = render_prompt(document, tokenizer, mode)
+        if is_templated:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            ids = text_ids(text, tokenizer)
+        opening = "<think>\n" if OPEN_THOUGHT.search(text) else ""
+        prompts.append(Prompt(ids, document, mode, opening))
+    return prompts
