@@ -1,0 +1,214 @@
+"""How many tokens a second `qat sample` draws, and which share of what memory allows that is.
+
+The model has a published shape and random weights, whose values no time depends on; no token ends a
+row. A round samples a batch of rows of one length from nothing, from the first request to the lists
+of tokens; rounds of all cases take turns. The limit is the time of a large copy of as many bytes as
+the steps must read: every weight in each step, and of each row the keys and values so far.
+
+python speedrun/measure_sample.py --figures FILE.jsonl
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from cyclopts import App
+from figures import record
+from speed_case import Row, show
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from qat.backend.base import Backend
+from qat.backend.device import select
+from qat.bench.config import MeasureConfig
+from qat.bench.measure import measure_roofline
+from qat.bench.student import quantize_at_random_, random_model
+from qat.generate.decode import Sampling
+from qat.generate.slots import Batch, Request, Sampler, open_sampler
+from qat.models.language_model import LanguageModel
+from qat.quant.spec import PRESETS
+
+app = App(help=__doc__)
+GOAL, PACKED_GOAL = ">= 40000", ">= 1.2"
+HEADLINE, PACKED = "bf16", "q2a2, packed"
+COLUMNS = (
+    ("Case", "case", "{}"),
+    ("Rows", "rows", "{}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("spread", "spread", "{:,.0f}"),
+    ("ms a step", "step_ms", "{:.3f}"),
+    ("GB a step", "step_gb", "{:.2f}"),
+    ("of the limit", "limit_share", "{:.3f}"),
+)
+KERNELS = (("Kernel", "name", "{:.70}"), ("us a step", "us", "{:.1f}"), ("calls", "calls", "{}"))
+START = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to sample."""
+
+    name: str
+    sampler: Sampler
+    requests: list[Request]
+    weight_bytes: int
+    """That a step reads."""
+    token_bytes: int
+    """Keys and values of a token."""
+    seconds: list[float]
+
+    def num_tokens(self) -> int:
+        """New tokens of a round."""
+        return sum(request.limit for request in self.requests)
+
+    def round_bytes(self, num_slots: int) -> float:
+        """What the steps of a round must read, if all slots are always in use."""
+        steps = self.num_tokens() / num_slots
+        seen = sum(n.limit * (len(n.ids) + (n.limit - 1) / 2) for n in self.requests)
+        return steps * self.weight_bytes + seen * self.token_bytes
+
+    def row(self, num_slots: int, copy_rate: float) -> Row:
+        """Its line of the table."""
+        seconds, steps = statistics.median(self.seconds), self.num_tokens() / num_slots
+        found = self.round_bytes(num_slots)
+        speeds = [self.num_tokens() / each for each in self.seconds]
+        return {
+            "case": self.name,
+            "rows": len(self.requests),
+            "tokens_per_s": self.num_tokens() / seconds,
+            "spread": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+            "step_ms": 1e3 * seconds / steps,
+            "step_gb": found / steps / 1e9,
+            "limit_share": found / copy_rate / seconds,
+        }
+
+
+@app.default
+def measure(
+    *,
+    shape: str = "qwen3-0.6b",
+    batch: int = 256,
+    length: int = 512,
+    rounds: int = 5,
+    device: str = "auto",
+    packed: bool = True,
+    kernels: bool = False,
+    figures: Path | None = None,
+) -> None:
+    """Print a table of all cases, and append the figures to FIGURES; with KERNELS say of a step
+    which kernels take its time."""
+    backend = select(device)
+    copy_rate = measure_roofline(backend, "bf16").copy_bytes
+    tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
+    cases = dense_cases(shape, batch, length, backend)
+    if packed:
+        cases.append(packed_case(shape, batch, length, backend))
+    for turn in range(rounds + 1):
+        for case in cases:
+            began = time.perf_counter()
+            case.sampler.sample(case.requests)
+            case.seconds.append(time.perf_counter() - began)
+        tell("warm" if turn == 0 else f"round {turn} of {rounds}")
+    cases = [replace(case, seconds=case.seconds[1:]) for case in cases]
+    rows = {case.name: case.row(batch, copy_rate) for case in cases}
+    show(list(rows.values()), columns=COLUMNS)
+    if kernels:
+        show_kernels(cases[0], backend)
+    conclude(cases, rows, figures)
+
+
+def conclude(cases: list[Case], rows: dict[str, Row], figures: Path | None) -> None:
+    """Say and record the figures."""
+    runs, ours = len(cases[0].seconds), rows[HEADLINE]
+    found = [
+        ("sample_tok_s", round(ours["tokens_per_s"]), "tokens/s", GOAL, round(ours["spread"])),
+        ("sample_bandwidth_frac", round(ours["limit_share"], 3), "fraction", "", None),
+    ]
+    if PACKED in rows:
+        seconds = {case.name: case.seconds for case in cases}
+        pairs = zip(seconds[HEADLINE], seconds[PACKED], strict=True)
+        ratios = [dense / packed for dense, packed in pairs]
+        spread = round(statistics.stdev(ratios), 4) if runs > 1 else None
+        ratio = round(statistics.median(ratios), 3)
+        found.append(("sample_packed_over_bf16", ratio, "times", PACKED_GOAL, spread))
+    for name, value, unit, goal, spread in found:
+        tell(f"{name}: {value} {unit} (goal {goal or 'none'}; spread {spread})")
+        if figures is not None:
+            record(figures, name, value, unit, goal, runs=runs, spread=spread)
+
+
+def dense_cases(shape: str, batch: int, length: int, backend: Backend) -> list[Case]:
+    """The bf16 model: rows of one length; with a nucleus; and rows of all lengths up to that, of
+    which each begins where another ended."""
+    model = LanguageModel(random_model(shape, MeasureConfig(device=backend.device.type)))
+    sizes = {"weight_bytes": weight_bytes(model), "token_bytes": token_bytes(model)}
+    whole = Batch(batch, 1 + length, length, Sampling(1.0), ())
+    nucleus = replace(whole, sampling=Sampling(1.0, 0.95))
+    sampler = open_sampler(model, whole)
+    tell("the bf16 model is recorded")
+    same = asked(batch * [length])
+    mixed = asked([1 + 97 * row % length for row in range(2 * batch)])
+    return [
+        Case(HEADLINE, sampler, same, seconds=[], **sizes),
+        Case("bf16, top-p 0.95", open_sampler(model, nucleus), same, seconds=[], **sizes),
+        Case("bf16, rows of all lengths", sampler, mixed, seconds=[], **sizes),
+    ]
+
+
+def packed_case(shape: str, batch: int, length: int, backend: Backend) -> Case:
+    """A student whose linears hold 2 bits a weight."""
+    model = random_model(shape, MeasureConfig(device=backend.device.type))
+    quantize_at_random_(model, PRESETS["q2a2"])
+    student = LanguageModel(model)
+    sampler = open_sampler(student, Batch(batch, 1 + length, length, Sampling(1.0), ()))
+    tell("the packed student is recorded")
+    sizes = {"weight_bytes": weight_bytes(student), "token_bytes": token_bytes(student)}
+    return Case(PACKED, sampler, asked(batch * [length]), seconds=[], **sizes)
+
+
+def asked(limits: list[int]) -> list[Request]:
+    """Rows from nothing of these lengths."""
+    return [Request([0], limit, (0, row)) for row, limit in enumerate(limits)]
+
+
+def weight_bytes(model: LanguageModel) -> int:
+    """Of all weights that a step reads once: those of the layers, and the head."""
+    table = model.model.get_input_embeddings().weight
+    held: dict[int, Tensor] = {p.data_ptr(): p for p in model.model.parameters()}
+    head = model.head.weight
+    total = sum(tensor.nbytes for tensor in held.values())
+    return total if head.data_ptr() == table.data_ptr() else total - table.nbytes
+
+
+def token_bytes(model: LanguageModel) -> int:
+    """Of the keys and values of a token, in all layers."""
+    config = model.config
+    heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return 2 * heads * model.dtype.itemsize
+
+
+def show_kernels(case: Case, backend: Backend) -> None:
+    """Print which kernels the steps of a case spend their time in."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        case.sampler.sample(case.requests)
+        backend.synchronize()
+    steps = case.requests[0].limit
+    found = [each for each in seen.key_averages() if each.self_device_time_total > 0]
+    found.sort(key=lambda each: -each.self_device_time_total)
+    rows = [
+        {"name": each.key, "us": each.self_device_time_total / steps, "calls": each.count}
+        for each in found[:24]
+    ]
+    show(rows, columns=KERNELS)
+
+
+def tell(line: str) -> None:
+    """Print with the time since the start."""
+    print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    app()

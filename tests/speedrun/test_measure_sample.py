@@ -1,0 +1,42 @@
+"""The script that times sampling runs, small, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+SPEEDRUN = Path(__file__).parents[2] / "speedrun"
+
+
+@pytest.mark.slow
+def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
+    torch.set_num_threads(1)
+    import measure_sample
+
+    from qat.bench.measure import Roofline
+
+    monkeypatch.setattr(measure_sample, "measure_roofline", lambda *_: Roofline(None, 1e12, 1e10))
+    out = tmp_path / "figures.jsonl"
+    measure_sample.measure(shape="tiny", batch=2, length=9, rounds=2, device="cpu", figures=out)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ["sample_tok_s", "sample_bandwidth_frac", "sample_packed_over_bf16"]
+    assert [line["figure"] for line in lines] == names
+    assert [line["goal"] for line in lines] == [">= 40000", "", ">= 1.2"]
+    assert all(line["value"] > 0 and line["runs"] == 2 for line in lines)
+    assert "rows of all lengths" in capsys.readouterr().out
+
+
+def test_bytes_are_those_of_weights_and_of_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
+    import measure_sample
+
+    from qat.backend.device import select
+
+    case = measure_sample.dense_cases("tiny", 2, 4, select("cpu"))[0]
+    # two layers of width 64 with one head of 32 for keys and one for values, in bf16
+    assert case.token_bytes == 2 * 2 * 2 * 32
+    # in the four steps a row sees 1, 2, 3 and 4 tokens
+    expected = 4 * case.weight_bytes + 2 * (1 + 2 + 3 + 4) * case.token_bytes
+    assert case.round_bytes(2) == expected
