@@ -118,8 +118,8 @@ def mma_ahead(
         begin, last = first_row + tile * num_out, num_out * (tile + 1) - 1
         for half in tl.static_range(2):
             row = tl.minimum(begin + 8 * half + lane % 32 // 4, last)
-            words = _words(source, row, unit, UNITS, BITS, V)
-            found = found + ((words, _shares(scales, row, unit, UNITS, LENGTH, V)),)
+            words = words_of(source, row, unit, UNITS, BITS, V)
+            found = found + ((words, shares_of(scales, row, unit, UNITS, LENGTH, V)),)
     return found
 
 
@@ -222,8 +222,8 @@ def mma_dots(
         words, shares = (), ()
         GROUPS: tl.constexpr = rows[0][1].shape[1]
         for r in tl.static_range(2 * TILES):
-            words = words + (_columns(rows[r][0], V * WORDS),)
-            shares = shares + (_columns(rows[r][1], GROUPS),)
+            words = words + (columns(rows[r][0], V * WORDS),)
+            shares = shares + (columns(rows[r][1], GROUPS),)
         for v in tl.static_range(V):
             more = ()
             for t in tl.static_range(TILES):
@@ -233,7 +233,7 @@ def mma_dots(
                 other_share = decoded(shares[2 * t + 1][v * GROUPS // V])
                 for b in tl.static_range(B):
                     pair = pairs[b * V + v]
-                    both = _columns(pair[0], 4) + _columns(pair[1], 4)
+                    both = columns(pair[0], 4) + columns(pair[1], 4)
                     added, other_added = _products(first, other, both, W, ASSEMBLED)
                     more = more + (sums[2 * (t * B + b)] + added * share,)
                     more = more + (sums[2 * (t * B + b) + 1] + other_added * other_share,)
@@ -293,21 +293,21 @@ def _row_sums(lanes, W: tl.constexpr):
 
 
 @triton.jit
-def _words(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, V: tl.constexpr):
+def words_of(source, row, unit, units, BITS: tl.constexpr, V: tl.constexpr):
     """`(lanes, V * BITS / 2)` int32: consecutive units of a row."""
     N: tl.constexpr = V * (BITS // 2)
-    place = row.to(tl.int64) * (UNITS * (BITS // 2)) + unit * (BITS // 2)
+    place = row.to(tl.int64) * (units * (BITS // 2)) + unit * (BITS // 2)
     at = place[:, None] + tl.arange(0, N)[None, :]
-    return tl.load(source + at, mask=(unit < UNITS)[:, None], other=0)
+    return tl.load(source + at, mask=(unit < units)[:, None], other=0)
 
 
 @triton.jit
-def _shares(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr):
+def shares_of(scales, row, unit, units, LENGTH: tl.constexpr, V: tl.constexpr):
     """`(lanes, V)`: the scales of consecutive units, as stored; zeros outside the row.
 
     Fewer columns where groups are whole units of a lane, or a lane's units are in one group.
     """
-    place = row.to(tl.int64)[:, None] * (UNITS // LENGTH)
+    place = row.to(tl.int64)[:, None] * (units // LENGTH)
     if V % LENGTH == 0:
         N: tl.constexpr = V // LENGTH
         # the compiler would not know that these lie side by side in whole words
@@ -316,7 +316,7 @@ def _shares(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.
         group = (unit // LENGTH)[:, None]
     else:
         group = (unit[:, None] + tl.arange(0, V)[None, :]) // LENGTH
-    return tl.load(scales + place + group, mask=(unit < UNITS)[:, None], other=0)
+    return tl.load(scales + place + group, mask=(unit < units)[:, None], other=0)
 
 
 @triton.jit
@@ -342,13 +342,13 @@ def _inputs(x, unit, lane, UNITS: tl.constexpr):
 
 
 @triton.jit
-def _columns(rows, N: tl.constexpr):
+def columns(rows, N: tl.constexpr):
     """Each lane's N values one by one, `(lanes,)` each."""
     if N == 1:
         return (tl.reshape(rows, [rows.shape[0]]),)
     else:
         even, odd = tl.split(tl.reshape(rows, [rows.shape[0], N // 2, 2]))
-        evens, odds = _columns(even, N // 2), _columns(odd, N // 2)
+        evens, odds = columns(even, N // 2), columns(odd, N // 2)
         found = ()
         for n in tl.static_range(N // 2):
             found = found + (evens[n], odds[n])
@@ -450,13 +450,14 @@ def _product(levels, inputs, W: tl.constexpr):
     total = tl.zeros([W, 8, 8], tl.float32)
     for pair in tl.static_range(8):
         for half in tl.static_range(2):
-            level = tl.reshape(_half(levels[pair], half), [W, 8, 1, 4])
-            column = tl.reshape(_half(inputs[pair], half), [W, 1, 8, 4])
+            level = tl.reshape(half_of(levels[pair], half), [W, 8, 1, 4])
+            column = tl.reshape(half_of(inputs[pair], half), [W, 1, 8, 4])
             total += tl.sum(level * column, axis=3)
     upper, lower = tl.split(tl.reshape(total, [W, 8, 4, 2]))
     return tl.reshape(upper + lower, [32 * W])
 
 
 @triton.jit
-def _half(word, half: tl.constexpr):
+def half_of(word, half: tl.constexpr):
+    """One of the two float16 of a word, in float32."""
     return (word >> 16 * half).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

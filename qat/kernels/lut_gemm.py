@@ -1,0 +1,777 @@
+"""Matrix times a batch, the matrix as packed indices: `y = x @ W.T`, `W = codebook[indices] * S`.
+
+`W` has the very numbers of `form` in the dtype of `x`, bfloat16 or float16, and sums are float32.
+They are looked up in registers and multiplied by tensor cores; no weight is written anywhere. Where
+a batch is so large that this is slower, `W` is formed once and a library multiplies: a table of the
+device says from which batch on (`tuned`).
+
+The kernel: a warp takes 32 rows and 64 inputs at a time. Its lane 4 g + c holds the unit c (16
+weights, whose group has one scale) of the rows g, g + 8, g + 16 and g + 24, which is what
+`mma.m16n8k16` wants of its first factor if the inputs of a product's four steps are those that the
+lane has: their order within a sum is free. A table of the levels times the scale, rounded, costs
+half an instruction a weight; looking up one of 4 levels 1.4, of 8 levels 1.6, of 16 levels 2.6,
+which is byte permutations and masks. Indices are read as they lie, 16 bytes a lane, one span ahead.
+The columns of the second factor are vectors of `x`: all warps of a program share slices of 64
+inputs of them, copied to shared memory a few slices ahead, in 16 bytes whose places are swapped in
+every other vector so that no two lanes need the same bank. Programs may share the inputs of a tile:
+each hands in its sums, and the last one adds them up in their order.
+
+What bounds it, at 2.5 bits a weight: up to 16 vectors the memory and the look-up alike, from 64 on
+the tensor cores.
+
+Shapes: M vectors, O out_features, I in_features, C levels, V units of a row that a lane reads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.backend.device import on
+from qat.kernels.dispatch import (
+    IS_COMPILED,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapping,
+    tl,
+    triton,
+    use_triton,
+)
+from qat.kernels.lut_mma import columns, decoded, half_of, shares_of, words_of
+from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
+from qat.kernels.lut_weight import form
+from qat.kernels.tuned import chosen
+from qat.quant.weight import PackedIndices, Scales, from_stored
+
+BITS = (2, 3, 4)
+"""Of the indices that the kernel reads."""
+INPUTS = 64
+"""Rows must be a multiple of so many."""
+ROWS = 32
+"""Rows of a warp."""
+WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128)
+"""Vectors of a tile."""
+SHARED_BYTES = 48 * 1024
+"""The most that a program may declare."""
+
+
+Room = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
+"""Gives memory for a formed weight."""
+
+
+class Part(NamedTuple):
+    """One packed weight as a checkpoint stores it, with scales of groups of a multiple of 16."""
+
+    octets: Tensor
+    """`(O, packed_width)` uint8."""
+    scales: Tensor
+    """`(O, G)`: uint8 (E5M3), float16 or float32."""
+    codebook: Tensor
+    """`(C,)` float32, C at most `2**bits`."""
+    bits: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(O, I)`."""
+        return torch.Size((self.octets.shape[0], self.octets.shape[1] * 8 // self.bits))
+
+    @classmethod
+    def of(cls, rows: LutRows) -> list[Self]:
+        """The parts of a joined matrix, in its memory."""
+        parts = [rows.part(index) for index in range(len(rows.starts))]
+        return [cls(p.octets, p.scales, p.codebooks[0], p.bits) for p in parts]
+
+    def formed(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """`W`, `(O, I)`."""
+        bits = 8 * self.scales.element_size()
+        scales = Scales(from_stored("scales", self.scales, bits), bits=bits)
+        source = PackedIndices(self.octets, self.bits, self.shape[1])
+        return form(source, self.codebook, scales, dtype, out=out)
+
+
+class GemmTile(NamedTuple):
+    """How a product is cut; no program multiplies where a tile has no columns."""
+
+    columns: int
+    """Vectors of a tile; 0: the weight is formed, and a library multiplies."""
+    warps: int = 4
+    """Warps of a program, 32 rows each."""
+    splits: int = 1
+    """Programs that share the inputs of a tile; or slabs of rows that are formed one by one."""
+    stages: int = 4
+    """Slices of 64 inputs in shared memory."""
+    registers: int = 0
+    """The most of a thread, or 0."""
+
+
+FORMED = GemmTile(0, 0, 1, 0)
+
+
+def is_format(bits: int, d: int, group_size: int, in_features: int) -> bool:
+    """Whether the kernel can read such indices, each of d weights, with scales of such groups."""
+    is_whole = group_size % UNIT == 0 and in_features % INPUTS == 0
+    return bits in BITS and d == 1 and is_whole
+
+
+def width_for(num_vectors: int) -> int:
+    """The narrowest tile for so many vectors; above the widest, a power of two that holds them."""
+    if num_vectors > WIDTHS[-1]:
+        return triton.next_power_of_2(num_vectors)
+    return next(width for width in WIDTHS if width >= num_vectors)
+
+
+def tile_for(out_features: int, in_features: int, bits: int, width: int) -> GemmTile:
+    """The default for `width_for(M)`: about two programs for each multiprocessor of a large GPU.
+
+    The weight is formed for more vectors than a tile is wide, or is so small that it is soon read.
+    """
+    if width > WIDTHS[-1] or out_features * in_features < 2**20:
+        return FORMED
+    warps = 8 if width > 64 else 4
+    blocks = triton.cdiv(out_features, ROWS * warps)
+    spans = triton.cdiv(in_features, 4 * UNIT * units_ahead(bits))
+    programs = 132 if width > 48 else 264
+    splits = max(min(programs // blocks, spans // 2, 16), 1)
+    return GemmTile(width, warps, splits, stages_for(width))
+
+
+def stages_for(width: int) -> int:
+    """As many slices as there is room for, up to six."""
+    return min(SHARED_BYTES // (2 * INPUTS * width), 6)
+
+
+def units_ahead(bits: int) -> int:
+    """Units of a row that a lane reads at a time: 16 bytes, or 24 of 3 bits."""
+    return 2 if bits == 4 else 4
+
+
+def lut_gemm(
+    x: Tensor,
+    parts: Sequence[Part],
+    bias: Tensor | None = None,
+    *,
+    room: Room | None = None,
+) -> Tensor:
+    """`x @ W.T + bias`, `(..., I)` to `(..., O)` in `x.dtype`, the rows of all parts below another.
+
+    A weight is formed into the memory that `room` gives for its shape, by default new one: where
+    that is faster, where there is no such kernel, and where `is_one_product` does not hold.
+    """
+    O, I = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    flat = x.reshape(-1, I)
+    tile = _tile(flat, parts, O)
+    if tile.columns:
+        return _multiplied(flat.contiguous(), parts, bias, tile).view(*x.shape[:-1], O)
+    room = _own_room if room is None else room
+    if tile.splits > 1:
+        return _by_slabs(flat, parts, bias, -(-O // tile.splits), room).view(*x.shape[:-1], O)
+    weight = room(torch.Size((O, I)), x.dtype, x.device)
+    start = 0
+    for part in parts:
+        end = start + part.shape[0]
+        part.formed(x.dtype, out=weight[start:end])
+        start = end
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def _own_room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _by_slabs(
+    x: Tensor, parts: Sequence[Part], bias: Tensor | None, most: int, room: Room
+) -> Tensor:
+    """At most so many rows of the weight at a time, which a library then finds in a cache."""
+    out = x.new_empty(len(x), sum(part.shape[0] for part in parts))
+    start = 0
+    for part in parts:
+        for octets, scales in zip(part.octets.split(most), part.scales.split(most), strict=True):
+            slab = part._replace(octets=octets, scales=scales)
+            formed = slab.formed(x.dtype, out=room(slab.shape, x.dtype, x.device))
+            columns = slice(start, start + len(octets))
+            if bias is None:
+                torch.mm(x, formed.T, out=out[:, columns])
+            else:
+                torch.addmm(bias[columns].to(x.dtype), x, formed.T, out=out[:, columns])
+            start = columns.stop
+    return out
+
+
+def is_one_product(parts: Sequence[Part], dtype: torch.dtype) -> bool:
+    """Whether the kernel takes these, for vectors of `dtype`."""
+    kinds = {
+        (p.bits, len(p.codebook), p.scales.dtype, p.scales.shape[1], p.shape[1]) for p in parts
+    }
+    I = parts[0].shape[1]
+    return (
+        len(kinds) == 1
+        and len(parts) <= MOST_PARTS
+        and dtype in (torch.bfloat16, torch.float16)
+        and is_format(parts[0].bits, 1, I // parts[0].scales.shape[1], I)
+    )
+
+
+def _tile(flat: Tensor, parts: Sequence[Part], O: int) -> GemmTile:
+    if not (use_triton(flat) and is_one_product(parts, flat.dtype) and len(flat)):
+        return FORMED
+    # `mma.m16n8k16` came with Ampere, as bfloat16 did
+    if flat.is_cuda and not on(flat.device).has_bf16():
+        return FORMED
+    key = (O, flat.shape[1], parts[0].bits, width_for(len(flat)))
+    return chosen("lut_gemm", key, tile_for(*key), flat.device)
+
+
+def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
+    (M, I), bits = x.shape, parts[0].bits
+    x = x if x.data_ptr() % 16 == 0 else x.clone()  # 16 bytes are copied at a time
+    sizes = [part.shape[0] for part in parts]
+    out = x.new_empty(M, sum(sizes))
+    blocks = [triton.cdiv(size, ROWS * tile.warps) for size in sizes]
+    grid = (sum(blocks), tile.splits, triton.cdiv(M, tile.columns))
+    partials = arrivals = None
+    if tile.splits > 1:
+        size = grid[0] * grid[1] * grid[2] * ROWS * tile.warps * tile.columns
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device, grid[0] * grid[2])
+    none = MOST_PARTS - len(parts)
+    padded = [*parts, *parts[-1:] * none]
+    ends = torch.Size([*sizes, *[0] * none])
+    capped = {"maxnreg": tile.registers} if IS_COMPILED and tile.registers else {}
+    length = I // parts[0].scales.shape[1] // UNIT
+    _gemm_kernel[grid](
+        out, partials, arrivals, x.view(torch.int32),
+        *(part.octets.view(torch.int32) for part in padded), *(part.scales for part in padded),
+        *(part.codebook for part in padded), bias,
+        num_vectors=M, num_out=out.shape[1], size_0=ends[0], size_1=ends[1], size_2=ends[2],
+        quads=I // INPUTS, BITS=bits, C=len(parts[0].codebook), LENGTH=length,
+        V=units_ahead(bits), NT=tile.columns // 8, W=tile.warps, STAGES=tile.stages,
+        ROOM=_room(2 * INPUTS * tile.columns * tile.stages), ASSEMBLED=IS_COMPILED,
+        num_warps=tile.warps, num_stages=1, **capped, **overlapping(x.device),
+    )  # fmt: skip
+    return out
+
+
+MOST_TILES = 2**16
+"""Whose arrivals are kept."""
+_ARRIVALS: dict[torch.device, Tensor] = {}
+
+
+def _arrivals(device: torch.device, count: int) -> Tensor:
+    """How many programs of each tile have handed in their sums: the last one resets it.
+
+    Kept, so that no call has to write zeros, and never replaced, since graphs know its address:
+    calls on one device must follow each other, as on one stream they do. In a capture nothing runs
+    yet that could write the zeros: there the graph gets its own.
+    """
+    if device in _ARRIVALS and count <= MOST_TILES:
+        return _ARRIVALS[device]
+    zeros = torch.zeros(max(count, MOST_TILES), dtype=torch.int32, device=device)
+    is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if count <= MOST_TILES and not is_recorded:
+        _ARRIVALS[device] = zeros
+    return zeros
+
+
+# The assembly: a lane's registers in, a lane's registers out.
+
+
+def _room(num_bytes: int) -> str:
+    """Where a program's shared memory is."""
+    return (
+        f"{{.shared .align 128 .b8 slices[{num_bytes}]; "
+        "bar.warp.sync 0xffffffff; mov.u32 $0, slices;}"
+    )
+
+
+@triton.constexpr_function
+def _table(bits: int, kind: str) -> str:
+    """The levels times a scale, rounded, as look-ups want them.
+
+    Of 4 levels two registers with two numbers each; of more, the lower bytes of four levels in a
+    register, then the upper ones.
+    """
+    C = 2**bits
+    pairs = C // 2
+    outputs = 2 if bits == 2 else pairs
+    lines = [".reg .f32 one, two;", ".reg .b32 " + ", ".join(f"p{k}" for k in range(pairs)) + ";"]
+    for k in range(pairs):
+        lines += [f"mul.rn.f32 one, ${outputs}, ${outputs + 1 + 2 * k};"]
+        lines += [f"mul.rn.f32 two, ${outputs}, ${outputs + 2 + 2 * k};"]
+        lines += [f"cvt.rn.{kind}x2.f32 p{k}, two, one;"]
+    if bits == 2:
+        lines += ["mov.b32 $0, p0;", "mov.b32 $1, p1;"]
+    else:
+        for k in range(pairs // 2):
+            lines += [f"prmt.b32 ${k}, p{2 * k}, p{2 * k + 1}, 0x6420;"]
+            lines += [f"prmt.b32 ${pairs // 2 + k}, p{2 * k}, p{2 * k + 1}, 0x7531;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _look_up_2() -> str:
+    """$0-$7 the weights 0 1, 2 3, ..., 14 15; $8 the word, $9 and $10 the table."""
+    lines = [".reg .b32 sel;"]
+    for k in range(4):
+        # two indices beside each other, of the lower and of the upper half of the word
+        lines += [f"shr.u32 sel, $8, {4 * k};", "and.b32 sel, sel, 0x000F000F;"]
+        # one a byte; then the places of a level's two bytes among the table's eight
+        lines += ["mul.lo.u32 sel, sel, 65;", "and.b32 sel, sel, 0x03030303;"]
+        lines += ["mad.lo.u32 sel, sel, 34, 0x10101010;", f"prmt.b32 ${k}, $9, $10, sel;"]
+        lines += ["shr.u32 sel, sel, 16;", f"prmt.b32 ${4 + k}, $9, $10, sel;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _look_up_3() -> str:
+    """The same; $8 and $9 hold eight indices each, $10-$13 the table."""
+    lines = [".reg .b32 sel, more, low, high;"]
+    for word in (0, 1):
+        # 24 bits, 12 a half of the register, 6 a byte, 3 a nibble
+        lines += [f"and.b32 sel, ${8 + word}, 0x00000FFF;"]
+        lines += [f"and.b32 more, ${8 + word}, 0x00FFF000;", "mad.lo.u32 sel, more, 16, sel;"]
+        lines += ["and.b32 more, sel, 0x0FC00FC0;", "mad.lo.u32 sel, more, 3, sel;"]
+        lines += ["and.b32 more, sel, 0x38383838;", "add.u32 sel, more, sel;"]
+        for half in (0, 1):
+            lines += ["shr.u32 sel, sel, 16;"] if half else []
+            lines += ["prmt.b32 low, $10, $11, sel;", "prmt.b32 high, $12, $13, sel;"]
+            # lower and upper bytes in turns: two numbers a register
+            lines += [f"prmt.b32 ${4 * word + 2 * half}, low, high, 0x5140;"]
+            lines += [f"prmt.b32 ${4 * word + 2 * half + 1}, low, high, 0x7362;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _look_up_4() -> str:
+    """The same; $8 and $9 hold eight indices each, $10-$17 the table."""
+    lines = [".reg .b32 sel, pick, sels, picks, below, above, low, high;"]
+    for word in (0, 1):
+        # three bits of an index choose a byte among eight, of the levels below and of those above;
+        # the fourth chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA: a & b | c)
+        lines += [f"and.b32 sels, ${8 + word}, 0x77777777;", f"shr.u32 picks, ${8 + word}, 1;"]
+        lines += ["lop3.b32 picks, picks, 0x44444444, 0x32103210, 0xEA;"]
+        for half in (0, 1):
+            lines += [f"shr.u32 sel, sels, {16 * half};", f"shr.u32 pick, picks, {16 * half};"]
+            for name, first in (("low", 10), ("high", 14)):
+                lines += [f"prmt.b32 below, ${first}, ${first + 1}, sel;"]
+                lines += [f"prmt.b32 above, ${first + 2}, ${first + 3}, sel;"]
+                lines += [f"prmt.b32 {name}, below, above, pick;"]
+            lines += [f"prmt.b32 ${4 * word + 2 * half}, low, high, 0x5140;"]
+            lines += [f"prmt.b32 ${4 * word + 2 * half + 1}, low, high, 0x7362;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _steps(kind: str) -> str:
+    """$0-$3 sums; $4-$11 and $12-$19 weights of two rows, $20-$27 inputs, $28-$31 sums before."""
+    lines = []
+    for step in range(4):
+        first, second, third = (start + 2 * step for start in (4, 12, 20))
+        before = "{$28, $29, $30, $31}" if step == 0 else "{$0, $1, $2, $3}"
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, "
+            f"{{${first}, ${second}, ${first + 1}, ${second + 1}}}, "
+            f"{{${third}, ${third + 1}}}, {before};"
+        )
+    return "\n".join(lines)
+
+
+LOOK_UP_2, LOOK_UP_3, LOOK_UP_4 = (
+    tl.constexpr(text) for text in (_look_up_2(), _look_up_3(), _look_up_4())
+)
+
+
+@triton.constexpr_function
+def _constraints(outputs: str, inputs: str) -> str:
+    """`3f` is three registers of floats; results may lie over no argument."""
+    made = [f"=&{outputs[-1]}"] * int(outputs[:-1])
+    for group in inputs.split():
+        made += [group[-1]] * int(group[:-1])
+    return ",".join(made)
+
+
+FETCH = tl.constexpr("cp.async.cg.shared.global [$1], [$2], 16, $3; mov.b32 $0, $1;")
+FETCHED = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
+READ = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
+# a compiler takes minutes to find out how to coalesce as many plain stores and loads; the loads go
+# past the first-level cache, which does not see what other multiprocessors store
+PUT_FOUR = tl.constexpr("st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+GET_FOUR = tl.constexpr("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
+# every thread has stored before the first of them says so; the others learn of it through the room
+# of slices, into which no copy is under way any more. Triton's own atomic addition would want other
+# shared memory, of which there may be none left
+HAND_IN = tl.constexpr("""{
+.reg .pred is; .reg .b32 t;
+cp.async.wait_all; bar.sync 0;
+mov.u32 t, %tid.x; setp.eq.u32 is, t, 0;
+@is atom.acq_rel.gpu.global.add.u32 t, [$1], 1;
+@is st.shared.b32 [$2], t;
+bar.sync 0; ld.shared.b32 $0, [$2];
+}""")
+PUT_SHORT = tl.constexpr(
+    "{.reg .pred is; setp.ne.u32 is, $3, 0; @is st.global.b16 [$1], $2; mov.b32 $0, 0;}"
+)
+INTEGERS_4 = tl.constexpr((tl.int32,) * 4)
+INTEGERS_8 = tl.constexpr((tl.int32,) * 8)
+FLOATS_4 = tl.constexpr((tl.float32,) * 4)
+
+
+@triton.constexpr_function
+def _arrived(stages: int) -> str:
+    """Assembly: the oldest slice is there, and every warp is done with the one before it."""
+    return f"cp.async.wait_group {stages - 2}; bar.sync 0; mov.b32 $0, $1;"
+
+
+@triton.jit(do_not_specialize=["num_vectors", "num_out", "size_0", "size_1", "size_2", "quads"])
+def _gemm_kernel(
+    out, partials, arrivals, x, source_0, source_1, source_2, scales_0, scales_1, scales_2,
+    levels_0, levels_1, levels_2, bias, num_vectors, num_out, size_0, size_1, size_2, quads,
+    BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
+    NT: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
+    ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+    lane = tl.arange(0, 32 * W)
+    # the part of which a program's rows are
+    block, before, size = tl.program_id(0), 0, size_0
+    source, scales, levels = source_0, scales_0, levels_0
+    blocks_0, blocks_1 = tl.cdiv(size_0, 32 * W), tl.cdiv(size_1, 32 * W)
+    if block >= blocks_0 + blocks_1:
+        block, before, size = block - blocks_0 - blocks_1, size_0 + size_1, size_2
+        source, scales, levels = source_2, scales_2, levels_2
+    elif block >= blocks_0:
+        block, before, size = block - blocks_0, size_0, size_1
+        source, scales, levels = source_1, scales_1, levels_1
+    row = block * (32 * W) + lane // 32 * 32 + lane % 32 // 4
+    column = tl.program_id(2) * (8 * NT)
+    units = quads * 4  # of a row; a multiple of four, so that words are aligned
+    spans, splits = tl.cdiv(units, 4 * V), tl.num_programs(1)
+    first = tl.program_id(1) * spans // splits
+    last = (tl.program_id(1) + 1) * spans // splits
+    # what no kernel writes, so that it need not wait for the one before
+    drawn = _ahead(source, scales, row, size, first, lane, units, BITS, LENGTH, V)
+    table = ()
+    for k in tl.static_range(2**BITS):
+        table = table + (tl.load(levels + (k if k < C else C - 1) + lane * 0),)
+    KIND: tl.constexpr = "bf16" if out.dtype.element_ty == tl.bfloat16 else "f16"
+    if OVERLAP:
+        gdc_wait()
+    SLICE: tl.constexpr = 1024 * NT
+    shared, slot = 0, 0
+    if ASSEMBLED:
+        # a number, not one a lane, which the compiler might do twice
+        shared = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    room = shared + lane * 0
+    if ASSEMBLED:
+        for k in tl.static_range(STAGES - 1):
+            _fetch(x, room + k * SLICE, first, k, column, num_vectors, lane, units, V, NT, W)
+    sums = _zeros(2 * NT, W)
+    for span in range(first, last):
+        rows = drawn
+        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V)
+        for v in tl.static_range(V):
+            weights = ()
+            for r in tl.static_range(4):
+                weights = weights + (_weights(rows[r], v, table, levels, BITS, V, KIND, ASSEMBLED),)
+            here = room + slot
+            if ASSEMBLED:
+                here = tl.inline_asm_elementwise(
+                    _arrived(STAGES), "=r,r", [here], dtype=tl.int32, is_pure=False, pack=1
+                )
+                free = tl.where(slot == 0, (STAGES - 1) * SLICE, slot - SLICE)
+                _fetch(
+                    x, room + free, span, v + STAGES - 1, column, num_vectors, lane,
+                    units, V, NT, W,
+                )  # fmt: skip
+                slot = tl.where(slot == (STAGES - 1) * SLICE, 0, slot + SLICE)
+            more = ()
+            for n in tl.static_range(NT):
+                pairs = _inputs(x, here, n, span, v, column, num_vectors, lane, units, V, ASSEMBLED)
+                for m in tl.static_range(2):
+                    added = _products(
+                        weights[2 * m], weights[2 * m + 1], pairs, sums[2 * n + m],
+                        W, KIND, ASSEMBLED,
+                    )  # fmt: skip
+                    more = more + (added,)
+            sums = more
+    if partials is None:
+        total = sums
+        is_last = True
+    else:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        own = partials + tile.to(tl.int64) * (8 * NT * 32 * W) * splits + lane * 4
+        for k in tl.static_range(2 * NT):
+            place = own + (tl.program_id(1) * (2 * NT) + k) * (128 * W)
+            _leave(place, sums[k], ASSEMBLED)
+        is_last = _hand_in(arrivals + tile, shared, ASSEMBLED) == splits - 1
+        total = _zeros(2 * NT, W)
+        if is_last:
+            for split in range(splits):
+                added = ()
+                for k in tl.static_range(2 * NT):
+                    place = own + (split * (2 * NT) + k) * (128 * W)
+                    added = added + (_added(total[k], place, ASSEMBLED),)
+                total = added
+            tl.store(arrivals + tile, 0)
+    if is_last:
+        _put(
+            out, total, bias, row, size, before, column, num_vectors, num_out, lane,
+            NT, KIND, ASSEMBLED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, W: tl.constexpr):
+    """What so many products of 16 rows with 8 vectors begin with, four numbers a lane each."""
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        none = tl.zeros([32 * W], tl.float32)
+        zeros = zeros + ((none, none, none, none),)
+    return zeros
+
+
+@triton.jit
+def _hand_in(arrivals, shared, ASSEMBLED: tl.constexpr):
+    """How many programs of a tile had handed in before this one."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            HAND_IN, "=r,l,r", [arrivals.to(tl.int64), shared],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.atomic_add(arrivals, 1)
+
+
+@triton.jit
+def _leave(place, sums, ASSEMBLED: tl.constexpr):
+    """Store four numbers a lane, side by side."""
+    if ASSEMBLED:
+        tl.inline_asm_elementwise(
+            PUT_FOUR, "=r,l,f,f,f,f", (place.to(tl.int64),) + sums,
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        for k in tl.static_range(4):
+            tl.store(place + k, sums[k])
+
+
+@triton.jit
+def _added(total, place, ASSEMBLED: tl.constexpr):
+    """What a program handed in, added to what those before it did."""
+    if ASSEMBLED:
+        found = tl.inline_asm_elementwise(
+            GET_FOUR, "=f,=f,=f,=f,l", [place.to(tl.int64)],
+            dtype=FLOATS_4, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        found = (tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3))
+    return (total[0] + found[0], total[1] + found[1], total[2] + found[2], total[3] + found[3])
+
+
+@triton.jit
+def _ahead(
+    source, scales, row, size, span, lane, units,
+    BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of a lane's V units of each of its four rows; beyond all, zeros."""
+    unit = span * (4 * V) + lane % 4 * V
+    found = ()
+    for r in tl.static_range(4):
+        own = tl.minimum(row + 8 * r, size - 1)  # beyond the last the last again
+        if BITS == 3:
+            words = ()
+            base = own.to(tl.int64) * (units // 2 * 3) + unit // 2 * 3
+            for k in tl.static_range(3):
+                place = base[:, None] + (2 * k + tl.arange(0, 2))[None, :]
+                pair = tl.load(source + place, mask=(unit < units)[:, None], other=0)
+                words = words + columns(pair, 2)
+        else:
+            words = columns(words_of(source, own, unit, units, BITS, V), V * BITS // 2)
+        shares = shares_of(scales, own, unit, units, LENGTH, V)
+        found = found + ((words, columns(shares, shares.shape[1])),)
+    return found
+
+
+@triton.jit
+def _weights(
+    drawn, v: tl.constexpr, table, levels, BITS: tl.constexpr, V: tl.constexpr,
+    KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """A row's unit v as eight pairs of numbers: `round(level * scale)` of neighbours."""
+    words, shares = drawn
+    GROUPS: tl.constexpr = len(shares)
+    scale = decoded(shares[v * GROUPS // V])
+    if BITS == 2:
+        halves = (words[v],)
+    elif BITS == 4:
+        halves = (words[2 * v], words[2 * v + 1])
+    else:  # 24 bits each
+        AT: tl.constexpr = v // 2 * 3 + v % 2
+        one, two = words[AT], words[AT + 1]
+        if v % 2 == 0:
+            halves = (one & 0xFFFFFF, one >> 24 & 0xFF | two << 8)
+        else:
+            halves = (one >> 16 & 0xFFFF | two << 16, two >> 8 & 0xFFFFFF)
+    if ASSEMBLED:
+        COUNT: tl.constexpr = 2 if BITS == 2 else 2 ** (BITS - 1)
+        scaled = tl.inline_asm_elementwise(
+            _table(BITS, KIND), _constraints(f"{COUNT}r", f"{2**BITS + 1}f"), (scale,) + table,
+            dtype=_integers(COUNT), is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            LOOK_UP_2 if BITS == 2 else LOOK_UP_3 if BITS == 3 else LOOK_UP_4,
+            _constraints("8r", f"{len(halves) + COUNT}r"), halves + scaled,
+            dtype=INTEGERS_8, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = ()
+        for pair in tl.static_range(8):
+            both = ()
+            for i in tl.static_range(2):
+                half = halves[(2 * pair + i) * len(halves) // 16]
+                index = half >> (2 * pair + i) % (16 // len(halves)) * BITS & 2**BITS - 1
+                weight = _short(tl.load(levels + index) * scale, KIND, ASSEMBLED)
+                both = both + (weight.to(tl.int16, bitcast=True).to(tl.int32),)
+            found = found + (both[0] & 0xFFFF | both[1] << 16,)
+        return found
+
+
+@triton.constexpr_function
+def _integers(count: int) -> tuple[object, ...]:
+    return (tl.int32,) * count
+
+
+@triton.jit
+def _fetch(
+    x, room, span, v: tl.constexpr, column, num_vectors, lane, units,
+    V: tl.constexpr, NT: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Begin to copy the inputs of slice v of a span, or of a span after it, to shared memory.
+
+    Vector n's 16 bytes q, of eight, lie at `128 n + 16 (q ^ n % 2)`; lanes beyond repeat others.
+    """
+    CHUNKS: tl.constexpr = 64 * NT
+    for k in tl.static_range((CHUNKS + 32 * W - 1) // (32 * W)):
+        chunk = (lane + k * 32 * W) % CHUNKS
+        n, q = chunk // 8, chunk % 8
+        unit = (span + v // V) * (4 * V) + q // 2 * V + v % V
+        is_there = (column + n < num_vectors) & (unit < units)
+        place = (column + n).to(tl.int64) * (8 * units) + (unit * 8 + q % 2 * 4)
+        source = (x + tl.where(is_there, place, 0)).to(tl.int64)
+        num_bytes = tl.where(is_there, 16, 0)  # the rest of 16 is zeros
+        tl.inline_asm_elementwise(
+            FETCH, "=r,r,l,r", [room + n * 128 + (q ^ n % 2) * 16, source, num_bytes],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    tl.inline_asm_elementwise(FETCHED, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _inputs(
+    x, here, n: tl.constexpr, span, v: tl.constexpr, column, num_vectors, lane, units,
+    V: tl.constexpr, ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """Eight pairs of inputs of vector `8 n + g` that meet the unit of lane `4 g + c`."""
+    g, c = lane % 32 // 4, lane % 4
+    if ASSEMBLED:
+        at = here + (g * 128 + (2 * c ^ g % 2) * 16) + n * 1024
+        low = tl.inline_asm_elementwise(
+            READ, "=r,=r,=r,=r,r", [at], dtype=INTEGERS_4, is_pure=False, pack=1
+        )
+        high = tl.inline_asm_elementwise(
+            READ, "=r,=r,=r,=r,r", [at ^ 16], dtype=INTEGERS_4, is_pure=False, pack=1
+        )
+        return low + high
+    else:
+        unit = span * (4 * V) + c * V + v
+        vector = column + 8 * n + g
+        found = ()
+        for k in tl.static_range(8):
+            place = vector * (8 * units) + unit * 8 + k
+            is_there = (vector < num_vectors) & (unit < units)
+            found = found + (tl.load(x + place, mask=is_there, other=0),)
+        return found
+
+
+@triton.jit
+def _products(
+    first, second, pairs, sums, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
+):  # fmt: skip
+    """Four steps of `mma.m16n8k16`: `sums` and the products of two rows' units."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            _steps(KIND), _constraints("4f", "24r 4f"), first + second + pairs + sums,
+            dtype=FLOATS_4, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        upper, lower = _product(first, pairs, W, KIND), _product(second, pairs, W, KIND)
+        return (sums[0] + upper[0], sums[1] + upper[1], sums[2] + lower[0], sums[3] + lower[1])
+
+
+@triton.jit
+def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
+    """A row's part of that, lane by lane: what the interpreter runs."""
+    total = tl.zeros([W, 8, 8], tl.float32)
+    for k in tl.static_range(8):
+        for half in tl.static_range(2):
+            weight = tl.reshape(_number(weights[k], half, KIND), [W, 8, 1, 4])
+            total += tl.sum(
+                weight * tl.reshape(_number(pairs[k], half, KIND), [W, 1, 8, 4]), axis=3
+            )
+    return tl.split(_in_lanes(total, W))
+
+
+@triton.jit
+def _in_lanes(total, W: tl.constexpr):
+    """`(W, 8, 8)` as two numbers of each lane."""
+    return tl.reshape(total, [32 * W, 2])
+
+
+@triton.jit
+def _number(pair, half: tl.constexpr, KIND: tl.constexpr):
+    """One of a pair of numbers, in float32."""
+    if KIND == "bf16":
+        return (pair >> 16 << 16 if half else pair << 16).to(tl.float32, bitcast=True)
+    else:
+        return half_of(pair, half)
+
+
+@triton.jit
+def _short(value, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """A float32 rounded to nearest even, which the interpreter does for no bfloat16."""
+    if KIND == "f16":
+        return value.to(tl.float16)
+    elif ASSEMBLED:
+        return value.to(tl.bfloat16)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + (bits >> 16 & 1)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _put(
+    out, sums, bias, row, size, before, column, num_vectors, num_out, lane,
+    NT: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """Write a tile: lane `4 g + c` has the rows g and g + 8 of vectors 2 c and 2 c + 1."""
+    for r in tl.static_range(4):
+        is_row = row + 8 * r < size
+        place = before + row + 8 * r
+        added = tl.zeros([lane.shape[0]], tl.float32)
+        if bias is not None:
+            added = tl.load(bias + place, mask=is_row, other=0).to(tl.float32)
+        for n in tl.static_range(NT):
+            for i in tl.static_range(2):
+                vector = column + 8 * n + lane % 4 * 2 + i
+                y = sums[2 * n + r // 2][r % 2 * 2 + i] + added
+                at = out + vector.to(tl.int64) * num_out + place
+                is_there = is_row & (vector < num_vectors)
+                short = _short(y, KIND, ASSEMBLED)
+                if ASSEMBLED:
+                    bits = short.to(tl.int16, bitcast=True)
+                    tl.inline_asm_elementwise(
+                        PUT_SHORT, "=r,l,h,r", [at.to(tl.int64), bits, is_there.to(tl.int32)],
+                        dtype=tl.int32, is_pure=False, pack=1,
+                    )  # fmt: skip
+                else:
+                    tl.store(at, short, mask=is_there)

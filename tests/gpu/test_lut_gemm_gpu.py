@@ -1,0 +1,72 @@
+"""The product of a batch with packed weights on a GPU, three ways. Run with `-m gpu`."""
+
+import pytest
+import torch
+from lut_matvec_case import rows_of
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels.lut_gemm import GemmTile, Part, lut_gemm, width_for
+from qat.kernels.tuned import forcing
+from qat.quant.spec import LutSpec
+
+pytestmark = pytest.mark.gpu
+
+SPECS = {
+    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
+    "lut2_g64": LutSpec(bits=2, group_size=64),
+    "ternary": LutSpec(bits=2, codebook="ternary", group_size=32, scale_bits=32),
+    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
+    "lut3_g64": LutSpec(bits=3, group_size=64),
+    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
+    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
+}
+TILES = (GemmTile(8, 2, 3, 6), GemmTile(24, 4, 2, 4), GemmTile(64, 8, 1, 6), GemmTile(128, 8, 4, 3))
+
+
+def check(found: Tensor, x: Tensor, W: Tensor, formed: Tensor, bias: Tensor) -> None:
+    """Against float64, eager PyTorch, and the formed weight in float64."""
+    eps = torch.finfo(x.dtype).eps
+    exact = F.linear(x.double(), W, bias.double())
+    eager = F.linear(x, formed, bias.to(x.dtype))
+    assert found.dtype == x.dtype
+    assert_no_worse_than_eager(found, eager, exact, slack=eps / 8 * exact.abs().max().item())
+    sums = F.linear(x.double(), formed.double(), bias.double())
+    assert torch.allclose(found.double(), sums, rtol=0.51 * eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(37, 320), (333, 2624), (1056, 1088)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_errs_no_more_than_the_formed_weight(
+    spec: LutSpec, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    O, I = shape
+    rows, W = rows_of(spec, O, I, device="cuda")
+    (part,) = Part.of(rows)
+    bias, formed = torch.randn(O, device="cuda"), part.formed(dtype)
+    for M in (1, 7, 33, 200):
+        x = torch.randn(M, I, device="cuda").to(dtype)
+        check(lut_gemm(x, [part], bias), x, W.cuda(), formed, bias)
+        for tile in TILES:
+            with forcing("lut_gemm", (O, I, spec.bits, width_for(M)), tile):
+                check(lut_gemm(x, [part], bias), x, W.cuda(), formed, bias)
+
+
+def test_three_matrices_in_a_recorded_graph() -> None:
+    spec, I = SPECS["lut2_s8"], 1024
+    pairs = [rows_of(spec, O, I, device="cuda") for O in (256, 40, 64)]
+    parts = [part for rows, _ in pairs for part in Part.of(rows)]
+    W = torch.cat([W for _, W in pairs]).cuda()
+    formed = torch.cat([part.formed(torch.bfloat16) for part in parts])
+    bias, x = torch.randn(360, device="cuda"), torch.randn(5, I, device="cuda").bfloat16()
+    with forcing("lut_gemm", (360, I, 2, 8), GemmTile(8, 4, 4, 6)):
+        lut_gemm(x, parts, bias)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = lut_gemm(x, parts, bias)
+    for _ in range(3):
+        x.copy_(torch.randn(5, I))
+        graph.replay()
+        check(found, x, W, formed, bias)

@@ -1,0 +1,175 @@
+"""`lut_gemm`: its kernel, interpreted, and the formed weight, against float64; its assembly."""
+
+import pytest
+import torch
+from lut_matvec_case import rows_of
+from quantized import frozen_linear
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.kernels import lut_gemm
+from qat.kernels.dispatch import computing_by, ways_taken
+from qat.kernels.lut_gemm import GemmTile, Part, width_for
+from qat.kernels.lut_rows import LutRows
+from qat.kernels.tuned import forcing
+from qat.quant.spec import LutSpec
+
+SPECS = {
+    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
+    "lut2_g64": LutSpec(bits=2, group_size=64),
+    "ternary": LutSpec(bits=2, codebook="ternary", group_size=32, scale_bits=32),
+    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
+    "lut3_g64": LutSpec(bits=3, group_size=64),
+    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
+    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
+}
+I = 320
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernel itself")
+    monkeypatch.setattr(lut_gemm, "use_triton", lambda tensor: True)
+
+
+def multiplied(x: Tensor, rows: LutRows, tile: GemmTile, bias: Tensor | None = None) -> Tensor:
+    """By the kernel, with that tile."""
+    key = (rows.shape[0], rows.shape[1], rows.bits, width_for(len(x)))
+    with forcing("lut_gemm", key, tile):
+        return lut_gemm.lut_gemm(x, Part.of(rows), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_errs_no_more_than_the_formed_weight(spec: LutSpec, dtype: torch.dtype) -> None:
+    rows, W = rows_of(spec, 37, I)
+    (part,) = Part.of(rows)
+    x, bias = torch.randn(7, I).to(dtype), torch.randn(37)
+    exact = F.linear(x.double(), W, bias.double())
+    eager = F.linear(x, W.to(dtype), bias.to(dtype))
+    found = multiplied(x, rows, GemmTile(8, 2, 2, 4), bias)
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    # which results are rounded up is luck: an eighth of the last bit of the largest
+    assert_no_worse_than_eager(found, eager, exact, slack=eps / 8 * exact.abs().max().item())
+    # weights are those of `form` to the bit: only a float32 sum and one rounding stand between
+    sums = F.linear(x.double(), part.formed(dtype).double(), bias.double())
+    assert torch.allclose(found.double(), sums, rtol=0.51 * eps, atol=1e-5)
+
+
+def test_three_matrices_and_several_tiles_of_vectors() -> None:
+    pairs = [rows_of(SPECS["lut2_s8"], O, 128) for O in (33, 5, 16)]
+    parts = [part for rows, _ in pairs for part in Part.of(rows)]
+    x, bias = torch.randn(3, 3, 128).bfloat16(), torch.randn(54)
+    with forcing("lut_gemm", (54, 128, 2, 16), GemmTile(8, 1, 1, 2)):
+        found = lut_gemm.lut_gemm(x, parts, bias)
+    formed = torch.cat([part.formed(torch.bfloat16) for part in parts]).double()
+    sums = F.linear(x.double(), formed, bias.double())
+    assert torch.allclose(found.double(), sums, rtol=0.51 * 2**-7, atol=1e-5)
+    assert lut_gemm.is_one_product(parts, x.dtype)
+    other = Part.of(rows_of(SPECS["lut2_g64"], 16, 128)[0])
+    assert not lut_gemm.is_one_product([*parts, *other], x.dtype)
+    assert not lut_gemm.is_one_product(parts, torch.float32)
+
+
+@pytest.mark.parametrize("slabs", [1, 3])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_formed_weight_and_its_slabs(slabs: int, has_bias: bool) -> None:
+    pairs = [rows_of(SPECS["lut3_s8"], O, 64) for O in (33, 5)]
+    parts = [part for rows, _ in pairs for part in Part.of(rows)]
+    x, bias = torch.randn(9, 64).bfloat16(), torch.randn(38) if has_bias else None
+    with forcing("lut_gemm", (38, 64, 3, 16), lut_gemm.FORMED._replace(splits=slabs)):
+        found = lut_gemm.lut_gemm(x, parts, bias)
+    formed = torch.cat([part.formed(torch.bfloat16) for part in parts])
+    expected = F.linear(x, formed, None if bias is None else bias.bfloat16())
+    assert torch.allclose(found.float(), expected.float(), rtol=2**-7, atol=1e-3)
+
+
+def test_a_linear_multiplies_packed_where_no_gradient_is_wanted() -> None:
+    linear = frozen_linear(40, 128, SPECS["lut2_s8"])
+    x = torch.randn(3, 128).bfloat16()
+    key = (40, 128, 2, 8)
+    with computing_by(kernel=True), forcing("lut_gemm", key, GemmTile(8, 1, 2, 4)):
+        formed = linear(x)
+        before = ways_taken()
+        with torch.no_grad():
+            found = linear(x)
+            linear.scales.mul_(2.0)
+            twice = linear(x)
+    assert (ways_taken() - before)["quant_linear", "triton", "cpu"] == 2
+    assert torch.allclose(found, formed, atol=0.02, rtol=0.02)
+    assert torch.equal(twice, 2 * found)
+
+
+@pytest.mark.parametrize(("M", "width"), [(1, 8), (8, 8), (9, 16), (128, 128), (129, 256)])
+def test_the_default_tile(M: int, width: int) -> None:
+    assert width_for(M) == width
+    tile = lut_gemm.tile_for(8192, 8192, 2, width)
+    assert tile.columns == (0 if M > 128 else width)
+    assert 2 * lut_gemm.INPUTS * tile.columns * tile.stages <= lut_gemm.SHARED_BYTES
+
+
+def permuted(low: int, high: int, selector: int) -> int:
+    """`prmt.b32`: four of the eight bytes of two words, by the nibbles of a selector."""
+    octets = (high << 32 | low).to_bytes(8, "little")
+    nibbles = [selector >> 4 * k & 15 for k in range(4)]
+    assert max(nibbles) < 8  # the fourth bit would spread a sign
+    return int.from_bytes(bytes(octets[n] for n in nibbles), "little")
+
+
+def rounded(high: float, low: float, dtype: torch.dtype) -> int:
+    """`cvt.rn.*x2`: two numbers of 16 bits in one word."""
+    bits = torch.tensor([low, high]).to(dtype).view(torch.int16).tolist()
+    return bits[0] & 0xFFFF | (bits[1] & 0xFFFF) << 16
+
+
+OPERATIONS = {
+    "and.b32": lambda a, b: a & b,
+    "shr.u32": lambda a, b: a >> b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "add.u32": lambda a, b: a + b,
+    "mov.b32": lambda a: a,
+    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
+    "prmt.b32": permuted,
+    "mul.rn.f32": lambda a, b: (torch.tensor(a) * torch.tensor(b)).item(),
+    "cvt.rn.bf16x2.f32": lambda a, b: rounded(a, b, torch.bfloat16),
+    "cvt.rn.f16x2.f32": lambda a, b: rounded(a, b, torch.float16),
+}
+
+
+def run(text: str, num_outputs: int, inputs: list[int | float]) -> list[int]:
+    """The outputs of straight-line assembly: arguments are `$0`, `$1`, ..., the outputs first."""
+    known = {f"${num_outputs + k}": value for k, value in enumerate(inputs)}
+    for line in text.strip("{}").replace("\n", "").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        if operation in ("", ".reg"):
+            continue
+        target, *names = [name.strip() for name in rest.split(",")]
+        values = [known[n] if n in known else int(n, 0) for n in names]
+        found = OPERATIONS[operation](*values)
+        known[target] = found & 0xFFFFFFFF if isinstance(found, int) else found
+    return [known[f"${k}"] for k in range(num_outputs)]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_assembly_looks_up_rounded_products(bits: int, kind: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    size = 2 if bits == 2 else 2 ** (bits - 1)
+    look_up = {2: lut_gemm._look_up_2, 3: lut_gemm._look_up_3, 4: lut_gemm._look_up_4}[bits]()
+    for _ in range(20):
+        levels, scale = torch.randn(2**bits), torch.rand(1)
+        indices = torch.randint(2**bits, (16,))
+        table = run(lut_gemm._table(bits, kind), size, [scale.item(), *levels.tolist()])
+        number = sum(index << bits * k for k, index in enumerate(indices.tolist()))
+        width = 32 if bits == 2 else 8 * bits
+        words = [number >> width * k & 2**width - 1 for k in range(16 * bits // width)]
+        if bits == 3:
+            words[0] |= int(torch.randint(256, (1,))) << 24  # what lies there of other indices
+        pairs = run(look_up, 8, [*words, *table])
+        found = torch.tensor(pairs, dtype=torch.int64).to(torch.int32).view(dtype)
+        assert torch.equal(found, (levels * scale).to(dtype)[indices])
