@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_matvec import MOST_VECTORS, Norm, Stream, matvec, matvec_add, stream
 from qat.kernels.lut_rows import LutRows, Rows, order_of, reads, spread, stack, stacks
 from qat.kernels.lut_weight import form
@@ -49,8 +50,9 @@ class Scratch:
 class PackedLinear(nn.Module):
     """`y = x @ W.T + bias` with `W = codebook[indices] * S` of a frozen linear, read packed.
 
-    Up to 8 tokens are multiplied straight from the packed indices; for more, the weight is formed
-    into memory that all layers share. Nothing learns here, and nothing is saved.
+    Up to 8 tokens are multiplied in float32; more, in their own dtype (`qat.kernels.lut_gemm`), and
+    so many that a library is faster with a weight formed in memory that all layers share. Nothing
+    learns here, and nothing is saved.
     """
 
     def __init__(self, linear: QuantLinear, rows: LutRows, scratch: Scratch) -> None:
@@ -72,6 +74,9 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         if x.numel() > MOST_VECTORS * self.in_features:
+            spec = self.spec
+            if is_format(spec.bits, spec.vector_size, spec.group_size, self.in_features):
+                return lut_gemm(x, Part.of(self.rows), self.bias, room=self._scratch.room)
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight_in(x.dtype), bias)
         flat = spread(x.reshape(-1, self.in_features), order_of(self.rows))

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qat.kernels.dispatch import use_triton
+from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_weight import choose, form, levels_as_stored, pull_back
 from qat.quant.codebook import latent_indices
 from qat.quant.lora import (
@@ -38,6 +40,7 @@ from qat.quant.weight import (
     pack,
     rms,
     round_scales,
+    to_stored,
 )
 
 
@@ -304,9 +307,14 @@ class _FormedWeight(torch.autograd.Function):
 
 
 class FrozenLutLinear(QuantLinear):
-    """The form of a checkpoint: `bits` bits per index in memory, a fraction of a latent weight."""
+    """The form of a checkpoint: `bits` bits per index in memory, a fraction of a latent weight.
+
+    Where no gradient is wanted, vectors of 16 bits are multiplied straight from the packed indices
+    if there is a kernel (`qat.kernels.lut_gemm`).
+    """
 
     packed: Tensor
+    _stored: tuple[tuple[int, ...], Part] | None
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__(quantized, bias, spec)
@@ -322,6 +330,45 @@ class FrozenLutLinear(QuantLinear):
     def indices(self) -> Tensor:
         """The stored index of each weight or vector: `(O, I / d)`."""
         return self.source().indices()
+
+    def form_(self, dtype: torch.dtype) -> None:
+        """As for any quantized linear."""
+        super().form_(dtype)
+        self._stored = None  # what learns may change in a recorded graph, which no version tells
+
+    def release_(self) -> None:
+        """As for any quantized linear."""
+        super().release_()
+        self._stored = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._reads_packed(x):
+            return super().forward(x)
+        return lut_gemm(x, [self._as_stored()], self.bias)
+
+    def _reads_packed(self, x: Tensor) -> bool:
+        spec = self.spec
+        return (
+            x.dtype in (torch.bfloat16, torch.float16)
+            and self.formed is None
+            and self._joined[0] is None
+            and not self.lora_rank
+            and spec.scale == "group"
+            and not spec.is_trellis
+            and is_format(spec.bits, spec.vector_size, spec.group_size, self.in_features)
+            and use_triton(x)
+        )
+
+    def _as_stored(self) -> Part:
+        """The weight as a checkpoint stores it: scales are encoded again once they changed."""
+        scales = self.get_parameter("scales")
+        version = 0 if scales.is_inference() else scales._version
+        now = (scales.data_ptr(), version, self.codebook.data_ptr(), self.packed.data_ptr())
+        if self._stored is None or self._stored[0] != now:
+            encoded = to_stored("scales", self.scales_as_stored().by_group(), self.spec.scale_bits)
+            self._stored = now, Part(self.packed, encoded, self.levels(), self.spec.bits)
+        return self._stored[1]
 
 
 class LutLinear(QuantLinear):

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.errors import CheckpointError, QatError
+from qat.kernels.lut_gemm import Part as GemmPart
+from qat.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
 from qat.models.directory import resolve
 from qat.models.hf_quantizer import SPARSE_FORMAT, VECTORS, QatConfig, empty_weight
@@ -274,10 +276,11 @@ def lut_linear(
     x: Tensor, weights: Sequence[Tensor], formats: Sequence[int], bias: Tensor | None
 ) -> Tensor:
     """`x @ W.T + bias`, `(..., I)` to `(..., O)`, with the rows of all parts below each other."""
-    formed = [
-        formed_part(tensors, format, x.shape[-1], x.dtype)
-        for tensors, format in _by_part(weights, formats)
-    ]
+    parts = _by_part(weights, formats)
+    packed = [_gemm_part(tensors, format, x.shape[-1]) for tensors, format in parts]
+    if None not in packed and is_one_product(packed, x.dtype):
+        return lut_gemm(x, packed, bias)
+    formed = [formed_part(tensors, format, x.shape[-1], x.dtype) for tensors, format in parts]
     return F.linear(x, formed[0] if len(formed) == 1 else torch.cat(formed), bias)
 
 
@@ -333,6 +336,17 @@ def formed_part(
         return form(source, codebook, scales, dtype)
     lora = Lora(*(held[name] for name in LORA_NAMES))
     return add_product_(form(source, codebook, scales, torch.float32), lora).to(dtype)
+
+
+def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> GemmPart | None:
+    """What is multiplied as it lies; None where the weight is formed."""
+    if not format.bits or format.trellis_bits or format.rank or format.lora_rank:
+        return None
+    packed, codebook, scales = tensors
+    group_size = in_features // scales.shape[1]
+    if not is_format(format.bits, format.vector_size, group_size, in_features):
+        return None
+    return GemmPart(packed, scales, codebook, format.bits)
 
 
 def _by_part(
