@@ -33,7 +33,10 @@ def check(found: Tensor, x: Tensor, W: Tensor, formed: Tensor, bias: Tensor) -> 
     assert found.dtype == x.dtype
     assert_no_worse_than_eager(found, eager, exact, slack=eps / 8 * exact.abs().max().item())
     sums = F.linear(x.double(), formed.double(), bias.double())
-    assert torch.allclose(found.double(), sums, rtol=0.51 * eps, atol=1e-5)
+    # tensor cores cut off what a sum of float32 has no room for
+    assert torch.allclose(
+        found.double(), sums, rtol=0.51 * eps, atol=5e-5 * sums.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("shape", [(37, 320), (333, 2624), (1056, 1088)])

@@ -316,16 +316,33 @@ class Tuning:
 
 
 def write_table(path: Path, found: list[Tuned], facts: dict[str, object]) -> None:
-    """Put what was adopted into a device's table; where the default won, an entry goes.
+    """Put what was adopted into a device's table; where the default won, an entry goes."""
+    entries = [(each.space, each.adopted) for each in found]
+    write_entries(
+        path,
+        {
+            (space.kernel, space.key): None if best is None else best.configuration
+            for space, best in entries
+        },
+        facts,
+    )
+
+
+def write_entries(
+    path: Path,
+    chosen: dict[tuple[str, tuned.Key], tuple | None],
+    facts: dict[str, object],
+) -> None:
+    """Put configurations by kernel and key into a device's table; None takes an entry out.
 
     Entries of other kernels and keys stay.
     """
     table = tuned.read_table(path)
-    for each in found:
-        entries = table.setdefault(each.space.kernel, {})
-        entries.pop(tuned.named(each.space.key), None)
-        if each.adopted is not None:
-            entries[tuned.named(each.space.key)] = each.adopted.configuration._asdict()
+    for (kernel, key), configuration in chosen.items():
+        entries = table.setdefault(kernel, {})
+        entries.pop(tuned.named(key), None)
+        if configuration is not None:
+            entries[tuned.named(key)] = configuration._asdict()
     kept = {name: entries for name, entries in sorted(table.items()) if entries and name != FACTS}
     known = {name: value for name, value in facts.items() if value is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
