@@ -4,10 +4,10 @@ the operators that compute with them. Nothing here knows an engine.
 An engine joins matrices that read the same input, such as queries, keys and values, to one linear.
 Each of these parts keeps its spec and its codebook; nothing is converted.
 
-Shapes: O out_features, I in_features, R rank, d weights that an index names.
+Shapes: O out_features, I in_features, R rank, d weights that an index names; N rows of tokens, each
+with one of E experts.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -156,10 +156,11 @@ class Part(NamedTuple):
         start = rank // copies * held
         return slice(start, start + held)
 
-    def cut(self, key: str, stored: Tensor, rows_of: Callable[[int], slice]) -> Tensor:
+    def cut(self, key: str, stored: Tensor, rows_of: Callable[[int], slice | Tensor]) -> Tensor:
         """What is held of the checkpoint's tensor `key`; rows of padding are zero.
 
-        `rows_of` says which rows are, of so many in the checkpoint.
+        `rows_of` says which rows are, of so many in the checkpoint: a slice of them, or their
+        places.
 
         Raises:
             CheckpointError: the tensor is not of the shape and dtype that the spec says, or names
@@ -219,14 +220,37 @@ def read_config(values: dict) -> dict[str, Stored]:
             "not compute, expected dense attention; run it with 'qat generate', or make it dense "
             "with 'qat convert --attention dense'"
         )
-    experts = [name for name in config.modules if re.search(r"(^|\.)experts?(\.|$)", name)]
-    if experts:
-        raise CheckpointError(
-            f"{experts[0]} holds quantized experts in one stack, which the engine does not read "
-            "yet, expected experts in floating point; export the model with 'qat export --to dense'"
-        )
     ranks = config.lora_ranks()
     return {name: Stored(name, spec, ranks.get(name, 0)) for name, spec in config.specs().items()}
+
+
+class Experts(NamedTuple):
+    """Which experts of a stack one of several processes holds, and how much of each."""
+
+    total: int
+    """Experts in the checkpoint."""
+    held: Sequence[int]
+    """Those that are held, in the order in which they are."""
+    rank: int = 0
+    size: int = 1
+    """Of each matrix of an expert, the piece `rank` of `size`."""
+
+    def rows(self, total: int, *, name: str, matrices: int, width: int) -> Tensor:
+        """The places of what is held among the `total` rows of the stack called `name`.
+
+        An expert has `matrices` in it, one below the other, of `width` rows each.
+
+        Raises:
+            CheckpointError: the checkpoint has another number of rows.
+        """
+        expected = self.total * matrices * width
+        if total != expected:
+            raise CheckpointError(
+                f"{name} has {total} rows in the checkpoint, expected {expected}, those of "
+                f"{self.total} experts; its config.json belongs to another model: copy it anew"
+            )
+        places = torch.arange(total).view(self.total, matrices, self.size, -1)
+        return places[list(self.held), :, self.rank].flatten()
 
 
 def refused_path(command: Sequence[str]) -> QatError | None:
@@ -245,6 +269,11 @@ def refused_path(command: Sequence[str]) -> QatError | None:
     return CheckpointError(
         f"{source} holds no config.json, expected a model directory; serve the one in it: {found}"
     )
+
+
+def in_one_line(refusal: QatError) -> str:
+    """What a server writes before it ends because of `refusal`."""
+    return f"qat: {' '.join(str(refusal).split())}\n"
 
 
 def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -299,12 +328,8 @@ def lut_embedding(  # noqa: PLR0917
     dtype: torch.dtype,
 ) -> Tensor:
     """`W[ids]` in `dtype`, of a table of one part; no other row is unpacked."""
-    format, flat = Format(*formats), ids.flatten()
-    rows = [
-        tensor[flat] if key in BY_ROW else tensor
-        for key, tensor in zip(format.names(), weights, strict=True)
-    ]
-    return formed_part(rows, format, in_features, dtype).view(*ids.shape, in_features)
+    rows = _formed_rows(weights, Format(*formats), ids.flatten(), in_features, dtype)
+    return rows.view(*ids.shape, in_features)
 
 
 @lut_embedding.register_fake
@@ -316,6 +341,44 @@ def _(  # noqa: PLR0917
     dtype: torch.dtype,
 ) -> Tensor:
     return ids.new_empty(*ids.shape, in_features, dtype=dtype)
+
+
+@torch.library.custom_op("qat::lut_experts", mutates_args=())
+def lut_experts(  # noqa: PLR0917
+    x: Tensor,
+    experts: Tensor,
+    weights: Sequence[Tensor],
+    formats: Sequence[int],
+    num_experts: int,
+) -> Tensor:
+    """`W[experts[n]] @ x[n]` for each row n of `x`: `(N, I)` to `(N, O)`.
+
+    `weights` are a part whose rows are those of E experts, one expert below the other. With fewer
+    rows than experts, only those that are asked for are formed, one for each row. Which are is not
+    looked at on the host, so that a graph can be recorded.
+    """
+    format, (N, I), E = Format(*formats), x.shape, num_experts
+    O = len(weights[0]) // E
+    if N < E:
+        rows = (experts[:, None] * O + torch.arange(O, device=x.device)).flatten()
+        formed = _formed_rows(weights, format, rows, I, x.dtype).view(N, O, I)
+        return torch.bmm(formed, x[:, :, None])[:, :, 0]
+    order = experts.argsort(stable=True)
+    ends = torch.searchsorted(experts[order], torch.arange(E, device=x.device), right=True)
+    formed = formed_part(weights, format, I, x.dtype).view(E, O, I)
+    y = F.grouped_mm(x[order], formed.mT, offs=ends.int())
+    return torch.empty_like(y).index_copy_(0, order, y)
+
+
+@lut_experts.register_fake
+def _(  # noqa: PLR0917
+    x: Tensor,
+    experts: Tensor,
+    weights: Sequence[Tensor],
+    formats: Sequence[int],
+    num_experts: int,
+) -> Tensor:
+    return x.new_empty(len(x), len(weights[0]) // num_experts)
 
 
 def formed_part(
@@ -347,6 +410,17 @@ def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> G
     if not is_format(format.bits, format.vector_size, group_size, in_features):
         return None
     return GemmPart(packed, scales, codebook, format.bits)
+
+
+def _formed_rows(  # noqa: PLR0917
+    tensors: Sequence[Tensor], format: Format, rows: Tensor, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    """Those rows of a part, and no others."""
+    taken = [
+        tensor[rows] if key in BY_ROW else tensor
+        for key, tensor in zip(format.names(), tensors, strict=True)
+    ]
+    return formed_part(taken, format, in_features, dtype)
 
 
 def _by_part(

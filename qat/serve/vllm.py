@@ -8,7 +8,7 @@ codebook and scales of each of its parts; weights are formed where they are mult
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -37,9 +40,12 @@ from qat.models.directory import check_checksums
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.serve.packed import (
     BY_ROW,
+    Experts,
     Part,
     Stored,
+    in_one_line,
     lut_embedding,
+    lut_experts,
     lut_linear,
     read_config,
     refused_path,
@@ -47,6 +53,7 @@ from qat.serve.packed import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.models.utils import WeightsMapper
 
 SHARDS = {"q": 0, "k": 1, "v": 2}
@@ -55,6 +62,12 @@ TRANSPOSED = ("gpt2",)
 """Families whose float linears vLLM reads transposed, as they are not in a packed checkpoint."""
 REORDERED = ("bloom", "llama4", "llama4_text", "k2_horizon")
 """Families whose rows vLLM orders anew in a way that fits float weights alone."""
+WITH_EXPERTS = ("olmoe", "qwen2_moe", "qwen3_moe")
+"""Families whose experts vLLM looks for where a packed checkpoint has them."""
+STACKS = ("gate_up_proj", "down_proj")
+"""The stacks of matrices of all experts of a layer."""
+JOINED = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""What vLLM joins, where the class of a model does not say so of its shared experts."""
 TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 """What families call the table of embeddings, which some of vLLM's models make without a name."""
 
@@ -66,17 +79,15 @@ def register() -> None:
     """
     register_quantization_config(QUANT_METHOD)(QatQuantization)
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _in_one_line
+        sys.excepthook = _say
 
 
-def _in_one_line(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     refusal = error if isinstance(error, QatError) else refused_path(sys.argv)
     if refusal is None:
         sys.__excepthook__(kind, error, trace)
     else:
-        sys.stderr.write(f"qat: {' '.join(str(refusal).split())}\n")
+        sys.stderr.write(in_one_line(refusal))
 
 
 class QatQuantization(QuantizationConfig):
@@ -86,6 +97,7 @@ class QatQuantization(QuantizationConfig):
         super().__init__()
         self.modules = modules
         self.is_tied = self.is_transposed = False
+        self.family = ""
 
     def get_name(self) -> str:
         """The `quant_method` of config.json."""
@@ -133,6 +145,10 @@ class QatQuantization(QuantizationConfig):
                     f"{model_name} is a {hf_config.model_type}, whose rows vLLM orders anew, which "
                     "it cannot where they are packed; export the model with 'qat export --to dense'"
                 )
+            self.family = hf_config.model_type
+            for name in self.modules:
+                if ".experts." in name:
+                    self._check_experts(name)
             self.is_tied = hf_config.get_text_config().tie_word_embeddings
             self.is_transposed = hf_config.model_type in TRANSPOSED
 
@@ -148,11 +164,17 @@ class QatQuantization(QuantizationConfig):
         """
         if isinstance(layer, VocabParallelEmbedding):
             return self._table_method(layer, prefix)
+        if isinstance(layer, RoutedExperts):
+            self._check_experts(prefix)
+            names = [f"{prefix}.{stack}" for stack in STACKS]
+            members = [self.modules.get(name, Stored(name, None)) for name in names]
+            return QatExpertsMethod(layer.moe_config, members)
         if not isinstance(layer, LinearBase):
             return None
         # the matrices that vLLM joins to the linear called `prefix`
         parent, dot, name = prefix.rpartition(".")
-        joined = [name] if prefix in self.modules else self.packed_modules_mapping.get(name, [name])
+        joined = self.packed_modules_mapping.get(name) or JOINED.get(name, [name])
+        joined = [name] if prefix in self.modules else joined
         names = [f"{parent}{dot}{part}" for part in joined]
         members = [self.modules.get(name, Stored(name, None)) for name in names]
         is_quantized = any(member.spec is not None for member in members)
@@ -164,6 +186,14 @@ class QatQuantization(QuantizationConfig):
                 "quantize every linear, or export the model with 'qat export --to dense'"
             )
         return UnquantizedLinearMethod()
+
+    def _check_experts(self, name: str) -> None:
+        if self.family not in WITH_EXPERTS:
+            raise CheckpointError(
+                f"{name} holds experts of a {self.family}, expected one of "
+                f"{', '.join(WITH_EXPERTS)}, whose experts vLLM looks for where a packed "
+                "checkpoint has them; export the model with 'qat export --to dense'"
+            )
 
     def _table_method(
         self, layer: VocabParallelEmbedding, prefix: str
@@ -221,6 +251,91 @@ class QatLinearMethod(LinearMethodBase):
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         return _multiplied(layer, x, bias)
+
+
+class QatExpertsMethod(FusedMoEMethodBase):
+    """Experts of a layer: two stacks, `(E * 2F, D)` of gates and ups, and `(E * D, F)` behind them.
+
+    Which experts a token goes to is vLLM's to choose, as it is in floating point.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, members: list[Stored]) -> None:
+        super().__init__(moe)
+        self.members = members
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None: no kernel of vLLM's computes with them."""
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *_: Any
+    ) -> tuple[int, int]:
+        """As they are."""
+        return hidden_size, intermediate_size_per_partition
+
+    def create_weights(  # noqa: PLR0917 - the signature is vLLM's
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Make room for the experts, or the piece of each, that this process holds.
+
+        Raises:
+            CheckpointError: the number of processes splits a group.
+        """
+        moe, width = self.moe, intermediate_size_per_partition
+        held = range(num_experts)
+        if layer.expert_map is not None:
+            held = layer.expert_map.argsort()[-num_experts:].tolist()  # those of others are -1
+        whole = Experts(moe.num_experts, held)
+        piece = whole._replace(rank=moe.tp_rank, size=moe.tp_size)
+        rows = [num_experts * 2 * width, num_experts * hidden_size]
+        parts = [
+            Part.of(self.members[0], rows[0], hidden_size, columns=hidden_size, rank=0),
+            Part.of(
+                self.members[1], rows[1], moe.intermediate_size, columns=width, rank=moe.tp_rank
+            ),
+        ]
+        names = [part.stored.name for part in parts]
+        rows_of = [
+            partial(piece.rows, name=names[0], matrices=2, width=moe.intermediate_size),
+            partial(whole.rows, name=names[1], matrices=1, width=hidden_size),
+        ]
+        _make_room(layer, parts, rows_of, params_dtype)
+        # vLLM's own looks for stacks of three dimensions or for an expert's name
+        layer.load_weights = partial(_load_stacks, layer)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Refuse experts that were not loaded whole."""
+        _check_loaded(layer)
+
+    def apply(  # noqa: PLR0917 - the signature is vLLM's
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """Each token's experts `topk_ids` `(T, K)`, summed by `topk_weights`; `(T, D)` both ways.
+
+        Shared experts, if there are any, are run and added by vLLM.
+        """
+        experts = topk_ids.long()
+        if layer.expert_map is not None:
+            experts = layer.expert_map[experts].long()
+            topk_weights = topk_weights * (experts >= 0)
+            experts = experts.clamp(min=0)
+        E, (T, K) = layer.local_num_experts, experts.shape
+        chosen, rows = experts.flatten(), x.repeat_interleave(K, 0)
+        up = lut_experts(rows, chosen, *_operands(layer, 0), E)
+        hidden = up.new_empty(T * K, up.shape[1] // 2)
+        apply_moe_activation(layer.activation, hidden, up)
+        y = lut_experts(hidden, chosen, *_operands(layer, 1), E).view(T, K, -1)
+        return (y * topk_weights[:, :, None]).sum(1).to(x.dtype)
 
 
 class QatTableMethod(QuantizeMethodBase):
@@ -283,7 +398,7 @@ class QatTiedMethod(QuantizeMethodBase):
 def _make_room(
     layer: nn.Module,
     parts: list[Part],
-    rows_of: list[Callable[[int], slice]],
+    rows_of: list[Callable[[int], slice | Tensor]],
     dtype: torch.dtype,
 ) -> None:
     """Parameters for what each part holds, loaded under the names of the checkpoint.
@@ -330,6 +445,15 @@ def _load(  # noqa: PLR0917 - the last three are vLLM's
     layer.qat_missing.discard(name)
 
 
+def _load_stacks(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """What vLLM calls with the tensors of a layer's experts; the parameters that these became."""
+    for name, loaded in weights:
+        stack, _, key = name.rpartition(".")
+        index = STACKS.index(stack)
+        _load(layer, key, getattr(layer, key), loaded, index)
+        yield _name(key, index, len(STACKS))
+
+
 def _check_loaded(layer: nn.Module) -> None:
     if layer.qat_missing:
         raise CheckpointError(
@@ -344,9 +468,12 @@ def _multiplied(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     return lut_linear(x, weights, formats, bias)
 
 
-def _operands(layer: nn.Module) -> tuple[list[Tensor], list[int]]:
+def _operands(layer: nn.Module, only: int | None = None) -> tuple[list[Tensor], list[int]]:
+    """The tensors and formats of all parts, or of one."""
     weights, formats = [], []
     for index, part in enumerate(layer.qat_parts):
+        if only not in (None, index):
+            continue
         format = part.stored.format
         names = [_name(key, index, len(layer.qat_parts)) for key in format.names()]
         weights += [getattr(layer, name) for name in names]

@@ -3,21 +3,29 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from quantized import SPECS, frozen_linear
 from safetensors.torch import load_file
+from served_case import (
+    FORMATS,
+    NUM_TOKENS,
+    PROMPTS,
+    SHAPE,
+    ask,
+    chat,
+    free_port,
+    make,
+    ours,
+)
 from tiny import tiny_model, tiny_tokenizer
 from transformers import PreTrainedModel
 
@@ -25,7 +33,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import CHECKSUMS
-from qat.nn.swap import linear_names, put_table, replace_module, table_names
+from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec
 
 if find_spec("vllm") is None:
@@ -33,42 +41,8 @@ if find_spec("vllm") is None:
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
-PROMPTS = [[5, 6, 7], [100, 3, 44, 212, 9, 31, 7], [270], [17] * 9]
-NUM_TOKENS = 16
-FORMATS = [*SPECS.values()]
-FORMATS.insert(8, None)  # the keys of the second layer stay in floating point
-SHAPE = {"head_dim": 64, "num_hidden_layers": 3, "num_key_value_heads": 2}
+SHARED = {"shared_expert_intermediate_size": 64}
 ENGINE = {"enforce_eager": True, "max_model_len": 64, "disable_log_stats": True}
-
-
-def make(
-    path: Path,
-    architecture: str = "qwen3",
-    specs: Iterable[LutSpec | None] = FORMATS,
-    **overrides: object,
-) -> Path:
-    """A student whose linears take `specs` in turn, every third with an adapter, and tables."""
-    model = tiny_model(architecture, **SHAPE | overrides)
-    for index, (name, spec) in enumerate(zip(linear_names(model), cycle(specs))):
-        if spec is None:
-            continue
-        old = model.get_submodule(name)
-        linear = frozen_linear(*old.weight.shape, spec, bias=old.bias is not None)
-        replace_module(model, name, with_adapter(linear) if index % 3 == 0 else linear)
-    for name in table_names(model):
-        spec = SPECS["lut4" if "embed" in name else "int3_s8"]
-        put_table(model, name, random_weight(320, 32, spec), spec)
-    save_checkpoint(model.eval(), tiny_tokenizer(), path)
-    return path
-
-
-@torch.no_grad()
-def ours(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Greedy tokens by whole forwards."""
-    ids = list(prompt)
-    for _ in range(NUM_TOKENS):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 def theirs(path: Path, dtype: str = "float32", **settings: object) -> list[list[int]]:
@@ -92,8 +66,12 @@ def theirs(path: Path, dtype: str = "float32", **settings: object) -> list[list[
         ("qwen3", {"tie_word_embeddings": False, "num_hidden_layers": 2}),
         ("llama", {"attention_bias": True, "tie_word_embeddings": False}),
         ("gemma3", {}),
+        ("qwen3_moe", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {"tie_word_embeddings": False, "mlp_only_layers": [1]}),
+        ("qwen2_moe", {"num_hidden_layers": 2, **SHARED}),
+        ("olmoe", {"intermediate_size": 64}),
     ],
-    ids=["tied", "untied", "biased", "scaled"],
+    ids=["tied", "untied", "biased", "scaled", "mixture", "every other", "shared", "normed"],
 )
 def test_greedy_tokens_are_ours(architecture: str, overrides: dict, tmp_path: Path) -> None:
     path = make(tmp_path / "student", architecture, **overrides)
@@ -175,24 +153,37 @@ PARALLEL = """
 import json, sys, test_engine
 from pathlib import Path
 if __name__ == "__main__":
-    said = test_engine.theirs(Path(sys.argv[1]), tensor_parallel_size=2)
+    settings = json.loads(sys.argv[2]) | {"tensor_parallel_size": 2}
+    said = test_engine.theirs(Path(sys.argv[1]), **settings)
     print("SAID", json.dumps(said), flush=True)
 """
 
 
-def parallel(path: Path, folder: Path) -> subprocess.CompletedProcess:
+def parallel(path: Path, folder: Path, **settings: object) -> subprocess.CompletedProcess:
     """Two processes, each with half of every weight; workers import a file, so it is one."""
     script = folder / "parallel.py"
     script.write_text(PARALLEL, encoding="utf-8")
     tests = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])
-    return run(script, path, PYTHONPATH=tests, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    words = (script, path, json.dumps(settings))
+    return run(*words, PYTHONPATH=tests, VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two processes")
-def test_two_processes_say_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "settings"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}, {}),
+        ("qwen2_moe", SHARED, {}),  # half of each expert
+        ("qwen3_moe", {}, {"enable_expert_parallel": True}),  # three of five experts, and two
+    ],
+    ids=["rows", "pieces", "experts"],
+)
+def test_two_processes_say_the_same(
+    architecture: str, overrides: dict, settings: dict, tmp_path: Path
+) -> None:
     whole = [spec for spec in FORMATS if spec is None or not spec.is_trellis]  # rows are cut
-    path = make(tmp_path / "student", specs=whole, tie_word_embeddings=True)
-    done = parallel(path, tmp_path)
+    path = make(tmp_path / "student", architecture, specs=whole, **overrides)
+    done = parallel(path, tmp_path, **settings)
     said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     assert said, done.stdout[-2000:] + done.stderr[-4000:]
     model = load_checkpoint(path, torch.float32)
@@ -211,12 +202,6 @@ def test_a_number_of_processes_that_splits_a_group_is_refused(tmp_path: Path) ->
     assert refusal in done.stdout + done.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def serve(path: Path, port: int) -> list[str]:
     return [
         str(Path(sys.executable).parent / "vllm"), "serve", str(path), "--enforce-eager",
@@ -224,22 +209,8 @@ def serve(path: Path, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def ask(port: int, path: Path, words: str, **settings: object) -> bytes:
-    body = {
-        "model": str(path),
-        "messages": [{"role": "user", "content": words}],
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    } | settings
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return answer.read()
+def tokens(port: int, path: Path, words: str, **settings: object) -> bytes:
+    return ask(port, path, words, ignore_eos=True, return_token_ids=True, **settings)
 
 
 def test_an_endpoint_answers_two_at_once_and_streams(tmp_path: Path) -> None:
@@ -256,20 +227,18 @@ def test_an_endpoint_answers_two_at_once_and_streams(tmp_path: Path) -> None:
                 time.sleep(0.5)
         words, answers = ("the cat sat", "the dog saw the mat"), {}
         threads = [
-            threading.Thread(target=lambda w=w: answers.update({w: ask(port, path, w)}))
+            threading.Thread(target=lambda w=w: answers.update({w: tokens(port, path, w)}))
             for w in words
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        model, tokenizer = load_checkpoint(path, torch.float32), tiny_tokenizer()
+        model = load_checkpoint(path, torch.float32)
         for w in words:
-            chat = [{"role": "user", "content": w}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
             choice = json.loads(answers[w])["choices"][0]
-            assert choice["token_ids"] == ours(model, list(prompt["input_ids"]))
-        lines = ask(port, path, words[0], stream=True).decode().splitlines()
+            assert choice["token_ids"] == ours(model, chat(w))
+        lines = tokens(port, path, words[0], stream=True).decode().splitlines()
         pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         streamed = [t for each in pieces for t in each["choices"][0].get("token_ids") or []]
         assert len(pieces) > 2
@@ -326,6 +295,17 @@ def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("qat: quantization_config has format=9, expected format=1 to 6; use")
+
+
+def test_experts_of_a_family_that_vllm_looks_for_elsewhere_are_refused(tmp_path: Path) -> None:
+    from vllm import LLM
+
+    from qat.errors import CheckpointError
+
+    path = make(tmp_path / "student", "mixtral", num_local_experts=4, specs=[SPECS["lut2"]])
+    refusal = r"mlp.experts.\w+ holds experts of a mixtral, expected one of olmoe, qwen2_moe, "
+    with pytest.raises(CheckpointError, match=refusal):
+        LLM(model=str(path), **ENGINE)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""A student of many formats, as engines are given one, and what we say after its prompts."""
+
+import json
+import socket
+import urllib.request
+from collections.abc import Iterable
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tiny import SHAPE as TINY
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from qat.models.checkpoint import save_checkpoint
+from qat.nn.sites import open_sites
+from qat.nn.swap import linear_names, put_table, replace_module, table_names, weight_shape
+from qat.quant.spec import LutSpec
+
+PROMPTS = [[5, 6, 7], [100, 3, 44, 212, 9, 31, 7], [270], [17] * 9]
+NUM_TOKENS = 16
+FORMATS = [*SPECS.values()]
+FORMATS.insert(8, None)  # the keys of the second layer stay in floating point
+SHAPE = {"head_dim": 64, "num_hidden_layers": 3, "num_key_value_heads": 2}
+MIXTURE = {
+    "hidden_size": 128,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+}
+"""Of a mixture of experts, which head_dim does not fit in every family."""
+
+
+def make(
+    path: Path,
+    architecture: str = "qwen3",
+    specs: Iterable[LutSpec | None] = FORMATS,
+    **overrides: object,
+) -> Path:
+    """A student whose linears take `specs` in turn, every third with an adapter, and tables.
+
+    `architecture` is one of the tiny models, or a mixture's `model_type`.
+    """
+    if architecture in ARCHITECTURES:
+        model = tiny_model(architecture, **SHAPE | overrides)
+    else:
+        settings = TINY | SHAPE | MIXTURE | overrides
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
+        open_sites(model)
+    for index, (name, spec) in enumerate(zip(linear_names(model), cycle(specs))):
+        if spec is None:
+            continue
+        old = model.get_submodule(name)
+        linear = frozen_linear(*old.weight.shape, spec, bias=old.bias is not None)
+        replace_module(model, name, with_adapter(linear) if index % 3 == 0 else linear)
+    for name in table_names(model):
+        spec = SPECS["lut4" if "embed" in name else "int3_s8"]
+        put_table(model, name, random_weight(*weight_shape(model.get_submodule(name)), spec), spec)
+    save_checkpoint(model.eval(), tiny_tokenizer(), path)
+    return path
+
+
+@torch.no_grad()
+def ours(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Greedy tokens by whole forwards."""
+    ids = list(prompt)
+    for _ in range(NUM_TOKENS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def chat(words: str) -> list[int]:
+    """The tokens of a message and of what stands before its answer."""
+    messages = [{"role": "user", "content": words}]
+    prompt = tiny_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    return list(prompt["input_ids"])
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def ask(port: int, path: Path, words: str, **settings: object) -> bytes:
+    """What an endpoint answers to a message."""
+    body = {
+        "model": str(path),
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+    } | settings
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read()
