@@ -1,0 +1,33 @@
+"""The server of transformers for packed checkpoints: `python -m qat.serve.transformers serve DIR`.
+
+`transformers serve` looks for no plug-ins, so that it does not know how these weights are stored.
+Here the same command line runs after `import qat`, which adds that to it.
+"""
+
+import sys
+
+from qat.errors import ConfigError, QatError, how_to_install
+from qat.serve.packed import in_one_line, refused_path
+
+
+def main() -> None:
+    """Run transformers' command line; a checkpoint or a path that cannot be served is one line."""
+    from transformers.cli.transformers import app
+    from transformers.utils.import_utils import is_serve_available
+
+    try:
+        if refusal := refused_path(sys.argv):
+            raise refusal
+        if not is_serve_available():
+            raise ConfigError(
+                "the server of transformers misses packages of its own, expected fastapi, uvicorn "
+                f"and openai; run: {how_to_install('serving')}"
+            )
+        app()
+    except QatError as error:
+        sys.stderr.write(in_one_line(error))
+        raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""transformers alone, without our loop: it decodes from packed weights, and its server answers."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from served_case import NUM_TOKENS, PROMPTS, ask, chat, free_port, make, ours
+from tiny import tiny_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.utils.import_utils import is_serve_available
+
+from qat.export.config import ExportConfig
+from qat.export.model import export_model
+from qat.generate.decode import open_speaker
+from qat.generate.text import generate_text
+from qat.models.directory import CHECKSUMS
+from qat.nn.step import quant_linears
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # a Llama: of Qwen3 the server reads answers by the marks of its own chats
+    return make(tmp_path_factory.mktemp("made") / "student", "llama", tie_word_embeddings=True)
+
+
+def opened(path: Path) -> PreTrainedModel:
+    """As transformers opens it; generation goes on behind an end."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return model
+
+
+def together(model: PreTrainedModel, **settings: object) -> list[list[int]]:
+    """What `generate` says after all prompts at once, padded on the left."""
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])
+    said = model.generate(ids, attention_mask=mask, **settings)
+    return said[:, longest:].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
+def test_batches_say_what_the_dense_export_says(architecture: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "student", architecture, num_hidden_layers=2, hidden_size=64)
+    packed = opened(path)
+    expected = [ours(packed, prompt) for prompt in PROMPTS]
+    assert together(packed) == expected
+    assert together(packed, cache_implementation="static") == expected
+    export_model(str(path), ExportConfig(to="dense", dtype="fp32"), tmp_path / "dense")
+    assert together(opened(tmp_path / "dense")) == expected
+    # no weight was left formed
+    assert all(linear.formed is None for linear in quant_linears(packed).values())
+
+
+def test_qat_generate_says_the_same(student: Path) -> None:
+    model, (speaker, tokenizer) = (
+        opened(student),
+        open_speaker(str(student), device="cpu", dtype="fp32"),
+    )
+    ids = tokenizer("the cat sat", return_tensors="pt").input_ids
+    said = until_end(model.generate(ids)[0, ids.shape[1] :].tolist())
+    words = {"raw": True, "temperature": 0, "max_new_tokens": NUM_TOKENS}
+    assert generate_text(speaker, tokenizer, "the cat sat", **words).text == tokenizer.decode(said)
+
+
+@pytest.mark.slow
+def test_requests_that_come_and_go_say_the_same(student: Path) -> None:
+    model = opened(student)
+    expected = [ours(model, prompt) for prompt in PROMPTS]
+    model.generation_config.eos_token_id = -1
+    # else it takes most of the machine's memory for its cache
+    pages = ContinuousBatchingConfig(num_blocks=32, block_size=32, max_batch_tokens=64)
+    said = model.generate_batch(
+        PROMPTS, generation_config=model.generation_config, continuous_batching_config=pages
+    )
+    assert [each.generated_tokens for each in said.values()] == expected
+
+
+def command(path: Path, port: int = 0) -> list[str]:
+    return [
+        sys.executable, "-m", "qat.serve.transformers", "serve", str(path), "--device", "cpu",
+        "--dtype", "float32", "--continuous-batching", "--cb-num-blocks", "64", "--cb-block-size",
+        "32", "--cb-max-batch-tokens", "64", "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+
+
+needs_server = pytest.mark.skipif(
+    not is_serve_available(), reason="the web packages of transformers[serving] are not installed"
+)
+
+
+@pytest.mark.slow
+@needs_server
+def test_an_endpoint_answers_two_at_once_and_streams(student: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command(student, port), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.5)
+        model, tokenizer = opened(student), tiny_tokenizer()
+        words, answers = ("the cat sat", "the dog saw the mat"), {}
+        threads = [
+            threading.Thread(target=lambda w=w: answers.update({w: ask(port, student, w)}))
+            for w in words
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for w in words:
+            expected = until_end(ours(model, chat(w)))
+            choice = json.loads(answers[w])["choices"][0]
+            assert choice["message"]["content"] == tokenizer.decode(
+                expected, skip_special_tokens=True
+            )
+        lines = ask(port, student, words[0], stream=True).decode().splitlines()
+        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        streamed = "".join(each["choices"][0]["delta"].get("content") or "" for each in pieces)
+        assert len(pieces) > 2
+        assert streamed == json.loads(answers[words[0]])["choices"][0]["message"]["content"]
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def until_end(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(0)] if 0 in tokens else tokens
+
+
+def refused(path: Path) -> str:
+    done = subprocess.run(command(path), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served_is_one_line(student: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path / "none").startswith(f"qat: {tmp_path}/none does not exist")
+    if not is_serve_available():
+        assert refused(student).startswith("qat: the server of transformers misses packages of its")
+        return
+    newer = shutil.copytree(student, tmp_path / "newer")
+    config = json.loads((newer / "config.json").read_text())
+    config["quantization_config"]["format"] = 9
+    (newer / "config.json").write_text(json.dumps(config))
+    (newer / CHECKSUMS).unlink()
+    assert refused(newer).startswith("qat: quantization_config has format=9, expected format=1")
