@@ -42,7 +42,7 @@ class Compared(NamedTuple):
     """One file against the model that it came from, over the tokens of a text."""
 
     kl: float
-    """KL(ours || llama.cpp's), nats per token."""
+    """KL(ours || theirs), nats per token."""
     agrees: float
     """Share of places where both find the same token likeliest."""
 
@@ -157,9 +157,13 @@ def compare(path: Path, ids: Tensor, ours: Tensor) -> Compared:
         llama.reset()
         llama.eval(row.tolist())
         theirs.append(torch.from_numpy(llama.scores[: len(row)].copy()))
-    found = torch.stack(theirs)
-    agrees = (ours.argmax(-1) == found.argmax(-1)).double().mean().item()
-    return Compared(divergence(ours, found), agrees)
+    return compared(ours, torch.stack(theirs))
+
+
+def compared(ours: Tensor, theirs: Tensor) -> Compared:
+    """Logits `(B, S, V)` of an engine against ours."""
+    agrees = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
+    return Compared(divergence(ours, theirs), agrees)
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> float:
