@@ -168,8 +168,8 @@ def compared(ours: Tensor, theirs: Tensor) -> Compared:
 
 def divergence(ours: Tensor, theirs: Tensor) -> float:
     """KL(ours || theirs) of logits `(B, S, V)`, nats per token."""
-    log_p, log_q = ours.log_softmax(-1), theirs.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).double().sum(-1).mean().item()
+    log_p, log_q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
 
 
 def say(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
