@@ -83,7 +83,7 @@ def test_requests_that_come_and_go_say_the_same(student: Path) -> None:
     expected = [ours(model, prompt) for prompt in PROMPTS]
     model.generation_config.eos_token_id = -1
     # else it takes most of the machine's memory for its cache
-    pages = ContinuousBatchingConfig(num_blocks=32, block_size=32, max_batch_tokens=64)
+    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     said = model.generate_batch(
         PROMPTS, generation_config=model.generation_config, continuous_batching_config=pages
     )
@@ -93,8 +93,8 @@ def test_requests_that_come_and_go_say_the_same(student: Path) -> None:
 def command(path: Path, port: int = 0) -> list[str]:
     return [
         sys.executable, "-m", "qat.serve.transformers", "serve", str(path), "--device", "cpu",
-        "--dtype", "float32", "--continuous-batching", "--cb-num-blocks", "64", "--cb-block-size",
-        "32", "--cb-max-batch-tokens", "64", "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--continuous-batching", "--cb-num-blocks", "8",
+        "--cb-max-batch-tokens", "64", "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
 
 

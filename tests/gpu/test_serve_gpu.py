@@ -1,0 +1,40 @@
+"""Operators of engines on a GPU: recorded once, and equal to plain products."""
+
+import pytest
+import torch
+from quantized import SPECS, frozen_linear
+
+from qat.models.stored_state import packed_state_dict
+from qat.quant.spec import LutSpec
+from qat.serve.packed import Format, lut_experts
+
+pytestmark = pytest.mark.gpu
+E, O, I = 8, 64, 128
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 300])
+@pytest.mark.parametrize("spec", [SPECS["lut2_s8"], SPECS["fours8_s8"]], ids=["levels", "vectors"])
+def test_a_graph_of_experts_follows_what_is_asked_for(spec: LutSpec, num_rows: int) -> None:
+    """With another choice of experts and other inputs a replay gives their products."""
+    linear = frozen_linear(E * O, I, spec)
+    state = packed_state_dict(torch.nn.ModuleDict({"it": linear}))
+    format = Format.of(spec)
+    weights = [state[f"it.{name}"].cuda() for name in format.names()]
+    x = torch.randn(num_rows, I, device="cuda", dtype=torch.bfloat16)
+    experts = torch.randint(E, (num_rows,), device="cuda")
+
+    def run() -> torch.Tensor:
+        return lut_experts(x, experts, weights, [*format], E)
+
+    run()  # what is tuned and compiled is so before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    whole = linear.quantized_weight(torch.bfloat16).cuda().view(E, O, I)
+    for _ in range(2):
+        x.normal_()
+        experts.random_(E)
+        graph.replay()
+        expected = torch.einsum("noi,ni->no", whole[experts].float(), x.float())
+        torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
