@@ -20,7 +20,7 @@ from qat.kernels.decode_attention import Angles, Cache, Scoring
 from qat.kernels.dispatch import tl, triton, use_triton
 
 TILE, WARPS, STAGES = 64, 4, 3
-"""Positions that a program reads at a time, its warps, and the tiles that are under way."""
+"""Positions of 16 bits that a program reads at a time, its warps, and the tiles under way."""
 LEAST = 16
 """Rows and columns of the smallest product that `tl.dot` takes."""
 
@@ -130,10 +130,11 @@ def _attend_by_kernel(query: Tensor, cache: Cache, positions: Tensor, scaling: f
     B, H, D = query.shape
     _, J, N, _ = cache.keys.shape
     out = query.new_empty(B, H * D)
+    tile = TILE * 2 // query.element_size()  # as many bytes of shared memory in float32
     _attend_kernel[(B * J,)](
         out, query, *cache, positions, N, scaling * 1.4426950408889634,  # log2(e): powers of 2
         H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
-        TILE=TILE, STAGES=STAGES, num_warps=WARPS,
+        TILE=tile, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return out
 
