@@ -127,6 +127,11 @@ def run_processes(
                 each.end()
 
 
+def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
+    """The first of the devices that occur in `busy` least often."""
+    return min(devices, key=busy.count)
+
+
 class _Running:
     """A job's process, which leads a group of its own and is watched until it ends."""
 

@@ -7,11 +7,12 @@ import pytest
 from quality_case import call, make_teacher_and_texts, write
 
 from qat.bench.config import QualityConfig
+from qat.bench.jobs import least_busy
 from qat.bench.quality import run
 from qat.bench.quality.job import heartbeat_facts, run_job
 from qat.bench.quality.plan import QualityJob, read_quality
 from qat.bench.quality.prepare import resolve
-from qat.bench.quality.run import Failure, least_busy, run_jobs
+from qat.bench.quality.run import Failure, run_jobs
 from qat.errors import QatError
 from qat.logs import JsonLines, read_json_lines
 
@@ -251,3 +252,27 @@ def test_seconds_leave_out_the_compiler(tmp_path: Path) -> None:
     lines.close()
     seconds, peak_gib = heartbeat_facts(tmp_path, 40)
     assert seconds == pytest.approx(40 * 0.2) and peak_gib == 3.0
+
+
+@pytest.mark.slow
+def test_conversions_run_side_by_side(place: Path, monkeypatch) -> None:
+    """Each in a process of its own; they are those of one after the other."""
+    gone = {"name": "gone", "train": False, "convert": {"calibration": "gone.txt"}}
+    four, two = (
+        {"name": name, "train": False, "convert": {"to": name}} for name in ("q4a4", "q2a2")
+    )
+    write(gone, four, two)
+    assert call(monkeypatch, "--workers", "2") == 0
+    assert "data=gone.txt is no file" in Path("out/quality.md").read_text()
+    logs = list(Path("out/logs").glob("convert-*.log"))
+    assert len(logs) == 3
+    beside = students()
+    assert len(beside) == 2
+    Path("out").rename("beside")
+    assert call(monkeypatch) == 0
+    assert students() == beside
+
+
+def students() -> dict[str, bytes]:
+    found = Path("out/students").glob("*/model.safetensors")
+    return {path.parent.name: path.read_bytes() for path in found}

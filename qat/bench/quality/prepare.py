@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 from qat.backend.device import select
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.methods import time_step
+from qat.bench.jobs import Ended, least_busy, run_processes
 from qat.bench.measure import compile_anew
+from qat.bench.quality.conversion import Conversion
 from qat.bench.quality.plan import (
     HELD_OUT,
     OURS,
@@ -40,17 +42,18 @@ from qat.bench.quality.plan import (
 )
 from qat.config import fingerprint
 from qat.convert.config import read_plan
-from qat.convert.convert import check_conversion, convert_checkpoint
+from qat.convert.convert import check_conversion
 from qat.data.build import build_cache
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
-from qat.errors import CacheError, ConfigError, QatError
+from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.files import check_free, write_atomically
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_teacher, model_identity
 from qat.models.teacher_cache import cache_teacher
+from qat.process import cores
 from qat.train.start import train_student
 
 logger = logging.getLogger(__name__)
@@ -328,8 +331,12 @@ class Workshop:
                     f"those of {recipe.name!r}; choose another --out"
                 )
 
-    def prepare(self, plans: Sequence[QualityPlan]) -> tuple[list[QualityPlan], Unmade]:
+    def prepare(
+        self, plans: Sequence[QualityPlan], devices: Sequence[str] = (), workers: int = 1
+    ) -> tuple[list[QualityPlan], Unmade]:
         """Build every cache and make every first conversion that is not there yet.
+
+        Conversions run side by side, `workers` of them on each of the devices.
 
         Returns:
             The plans that this was possible for, and why not for the others.
@@ -352,22 +359,61 @@ class Workshop:
                     out=place,
                     batch_size=config.batch_size,
                 )
+        select(self.device).free_memory()  # it is the processes' now
+        refused = self._convert_side_by_side(plans, devices or [self.device], workers)
 
         def convert(plan: QualityPlan) -> None:
             if plan.convert is not None:
-                self._convert(plan.convert, plan.cache)
+                found = self._conversion(plan.convert, plan.cache)
+                if found.label in refused:
+                    raise CheckpointError(refused[found.label])
+                found.make()
 
         found = _made(plans, convert)
         select(self.device).free_memory()  # it is the jobs' now
         return found
 
-    def _convert(self, convert: Table, cache: Table) -> None:
-        """Convert the teacher, unless it was done; it may calibrate on that cache."""
-        student = student_dir(self.out, convert, cache)
-        if not student.exists():
-            logger.info("converting the teacher: %s", convert)
-            config = convert_config(convert, cache_dir(self.out, cache), self.device)
-            convert_checkpoint(self.recipe.teacher, config, student)
+    def _conversion(self, convert: Table, cache: Table) -> Conversion:
+        return Conversion(
+            teacher=self.recipe.teacher,
+            convert=convert,
+            cache=cache,
+            out=self.out,
+            device=self.device,
+        )
+
+    def _convert_side_by_side(
+        self, plans: Sequence[QualityPlan], devices: Sequence[str], workers: int
+    ) -> dict[str, str]:
+        """Make the plans' conversions in processes of their own; why not, by the label of one.
+
+        One alone is left to this process, which has loaded already what a new one would have to.
+        """
+        wanted = [self._conversion(p.convert, p.cache) for p in plans if p.convert is not None]
+        missing = {each.label: each for each in wanted if not each.student.exists()}
+        side_by_side = workers * len(devices)
+        if side_by_side == 1 or len(missing) < 2:
+            return {}
+        threads = max(1, cores() // side_by_side)
+        refused: dict[str, str] = {}
+
+        def placed(job: Conversion, busy: list[Conversion]) -> Conversion:
+            device = least_busy(devices, [each.device for each in busy])
+            return job.model_copy(update={"device": device, "threads": threads})
+
+        def ended(found: Ended) -> bool:
+            if found.status != 0:
+                refused[found.job.label] = found.last_words
+            return True
+
+        run_processes(
+            [*missing.values()],
+            ended,
+            told=("converting the teacher", "students"),
+            side_by_side=side_by_side,
+            placed=placed,
+        )
+        return refused
 
     def known_times(self) -> StepTimes:
         """The step times that were measured in this directory."""
@@ -381,7 +427,7 @@ class Workshop:
             for plan in needed:
                 for stage in plan.stages:
                     if stage.convert is not None:
-                        self._convert(_stand_in(stage.convert), plan.cache)
+                        self._conversion(_stand_in(stage.convert), plan.cache).make()
             # steps that were measured stay: budgets of finished jobs rest on them
             known = measure(needed, lambda plan: time_plan(self, plan)) | known
             write_atomically(self.out / "timing.json", json.dumps(known, indent=1) + "\n")

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 from qat.backend.device import devices, select
 from qat.bench.config import QualityConfig
-from qat.bench.jobs import Ended, run_processes
+from qat.bench.jobs import Ended, least_busy, run_processes
 from qat.bench.quality.plan import (
     QualityJob,
     QualityPlan,
@@ -117,7 +117,7 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
             f"{', '.join(repr(plan.name) for plan in every)}, several joined by |"
         )
     shop.claim()
-    plans, later = shop.prepare(plans)
+    plans, later = shop.prepare(plans, spread, config.workers)
     plans = with_equal_time(plans, shop.step_times(plans))
     share = partial(make_jobs, shop.recipe, out=out, config=config, num_devices=len(spread))
     jobs = share(plans)
@@ -184,11 +184,6 @@ def run_jobs(
         placed=placed,
     )
     return failures
-
-
-def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
-    """The first of the devices that occur in `busy` least often."""
-    return min(devices, key=busy.count)
 
 
 def write_results(
