@@ -42,6 +42,13 @@ BASIC = re.compile(r"(?i)(\bbasic\s+)([a-z0-9+/]{8,}={0,2})")
 """What may be a user and a password in base64, or the word behind `basic` in a sentence."""
 
 
+def secret(name: str) -> str | None:
+    """The value of the environment variable `name`, whose name says that it is a secret; None
+    where it is not set or empty."""
+    assert NAME.search(name), name
+    return os.environ.get(name) or None  # noqa: TID251 - keys are in no file and no setting
+
+
 def scrubbed(text: str) -> str:
     """`text` with every secret in it replaced by `[hidden]`.
 

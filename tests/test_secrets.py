@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat.cli import main
-from qat.secrets import HIDDEN, Scrub, scrubbed, scrubbed_in
+from qat.secrets import HIDDEN, Scrub, scrubbed, scrubbed_in, secret
 from qat.train.config import TrainConfig
 from qat.train.run import RunDirectory
 
@@ -92,6 +92,15 @@ def test_values_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -
     text = scrubbed(" abc ".join(SECRETS.values()))
     assert text == " abc ".join([HIDDEN] * len(SECRETS))
     assert scrubbed_in({"a": [1, {"b": SECRETS["GITHUB_PAT"]}]}) == {"a": [1, {"b": HIDDEN}]}
+
+
+def test_only_what_is_called_a_secret_is_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
+    monkeypatch.setenv("EMPTY_KEY", "")
+    assert secret("HF_TOKEN") == SECRETS["HF_TOKEN"]
+    assert secret("EMPTY_KEY") is None and secret("UNSET_KEY") is None
+    with pytest.raises(AssertionError):  # a value that `scrubbed` would not know
+        secret("HOME")
 
 
 def test_log_lines_and_tracebacks_are_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:

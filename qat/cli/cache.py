@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Kept, Required
 from qat.data.config import CacheConfig, ImportConfig
-from qat.errors import QatError
+from qat.errors import CheckpointError, ConfigError, HubError, QatError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,15 @@ def cache(
     from qat.cli.inputs import check_inputs
     from qat.data.sources import check_source
 
-    check_inputs(models=[config.teacher], out=out or CACHES)
+    try:
+        check_inputs(models=[config.described_by], out=out or CACHES)
+    except (CheckpointError, HubError) as error:
+        if not config.is_served or config.tokenizer is not None:
+            raise
+        raise ConfigError(
+            f"{error}; or name its tokenizer and config.json with --tokenizer, if only the server "
+            "calls it so"
+        ) from None
     check_source(config.data, config.format, config.text_field)
     from qat.backend.device import select
     from qat.data.build import build_cache, open_shared

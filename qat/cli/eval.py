@@ -51,6 +51,7 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     """Print the numbers as a table, the teacher's beside the student's."""
     from rich.table import Table
 
+    from qat.data.cache import SERVED_AS
     from qat.data.remote import open_cache
     from qat.logs import Terminal
 
@@ -74,9 +75,11 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     console = Terminal()
     console.print(table)
     if config.cache_dir is not None and config.teacher is None:
-        teacher = open_cache(config.cache_dir).manifest.teacher.name
-        words = f"for the teacher's exact numbers beside these: --teacher {shlex.quote(teacher)}"
-        console.print(words, highlight=False, soft_wrap=True)
+        teacher = open_cache(config.cache_dir).manifest.teacher
+        if not teacher.identity.startswith(SERVED_AS):
+            name = shlex.quote(teacher.name)
+            words = f"for the teacher's exact numbers beside these: --teacher {name}"
+            console.print(words, highlight=False, soft_wrap=True)
 
 
 def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:

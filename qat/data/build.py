@@ -7,9 +7,9 @@ so a build that was killed at any instant goes on after its last shard and ends 
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,7 @@ from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import PackedRows
 from qat.data.pipeline import prefetched, waited
+from qat.data.served import ServedTeacher
 from qat.data.shard import (
     Answer,
     AskPlan,
@@ -176,7 +177,7 @@ def build_cache(
     settings: CacheSettings,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    teacher: Teacher,
+    teacher: Teacher | ServedTeacher,
     info: TeacherInfo,
     documents: Iterable[Document],
     out: Path,
@@ -209,8 +210,7 @@ def build_cache(
             logger.info("%s is complete already: nothing to do", out)
             _tell(manifest)
             return manifest
-        plan = make_plan(teacher, settings, info.vocab_size, batch_size)
-        logger.info("%s", _intention(plan, info, out))
+        asking = _asking(teacher, manifest, out, batch_size=batch_size, ranks=ranks)
         found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
         expected = round(settings.num_sequences / (1 - settings.held_out)) or None
         known = {shard.file: shard for shard in manifest.shards}
@@ -222,6 +222,7 @@ def build_cache(
         with (
             progress("asking the teacher", expected, "sequences") as ticker,
             ThreadPoolExecutor(1) as writer,
+            asking as ask_about,
         ):
             shared = SharedBlocks(_begun(found, manifest, out, ticker), ranks)
             kept: Future[Manifest] = Future()
@@ -232,7 +233,7 @@ def build_cache(
                         if _is_there(block, known, out):
                             ticker.skip(ranks.size * len(block.packed.tokens))
                             continue
-                        answers = examine(block, plan, lambda n: ticker.advance(ranks.size * n))
+                        answers = ask_about(block, lambda n: ticker.advance(ranks.size * n))
                         kept = writer.submit(
                             _keep, kept.result(), block, answers, out=out, ranks=ranks
                         )
@@ -285,6 +286,24 @@ def _tell(manifest: Manifest) -> None:
             vocab_size,
             vocab_size,
         )
+
+
+def _asking(
+    teacher: Teacher | ServedTeacher,
+    manifest: Manifest,
+    out: Path,
+    *,
+    batch_size: int,
+    ranks: Ranks,
+) -> AbstractContextManager[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
+    """What examines a block, while one is inside."""
+    if isinstance(teacher, ServedTeacher):
+        ranks.together(partial(teacher.check_same, manifest, out))
+        return teacher.asked(manifest, out)
+    info = manifest.teacher
+    plan = make_plan(teacher, manifest.settings, info.vocab_size, batch_size)
+    logger.info("%s", _intention(plan, info, out))
+    return nullcontext(partial(examine, plan=plan))
 
 
 def _intention(plan: AskPlan, info: TeacherInfo, out: Path) -> str:
@@ -439,7 +458,7 @@ def _keep(
         bytes=len(raw),
         sha256=hashlib.sha256(raw).hexdigest(),
         content=_content_hash(block.packed),
-        surprise=round(surprise, 3),
+        surprise=surprise,
     )
     if ranks.size == 1:
         others = [entry for entry in manifest.shards if entry.file != block.file]

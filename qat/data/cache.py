@@ -35,6 +35,8 @@ Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 IMPORTED_AS = "unknown, imported as "
 """What stands for a teacher's identity, before a fingerprint, where only its words are known."""
+SERVED_AS = "unknown, served as "
+"""The same of one behind a server: its weights cannot be looked at."""
 MOST_WORDS = 2**31
 """No vocabulary has more."""
 
@@ -53,9 +55,12 @@ class TeacherInfo(_Part):
     """What a cache remembers of its teacher."""
 
     name: str
-    """Directory or hub id it was loaded from."""
+    """Directory or hub id it was loaded from, or what a server calls it."""
     identity: Annotated[
-        str, Field(pattern=rf"^([0-9a-f]{{32}}|[0-9a-f]{{40}}|{IMPORTED_AS}[0-9a-f]{{12}})$")
+        str,
+        Field(
+            pattern=rf"^([0-9a-f]{{32}}|[0-9a-f]{{40}}|({IMPORTED_AS}|{SERVED_AS})[0-9a-f]{{12}})$"
+        ),
     ]
     """Content hash, or a hub's revision (`qat.models.load.model_identity`)."""
     vocab_size: int = Field(ge=1, le=MOST_WORDS)

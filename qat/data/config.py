@@ -2,8 +2,9 @@
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from qat.config import DeviceSettings, Kept, Required, Settings, Speed, Text
 from qat.errors import ConfigError
@@ -93,15 +94,79 @@ class CacheConfig(CacheSettings, DeviceSettings):
     no more than 1,024 in chats and 256 in plain text."""
 
     teacher: Required[str]
-    """Directory or hub id of the teacher, which also brings the tokenizer."""
+    """Directory or hub id of the teacher, which also brings the tokenizer; or the address of a
+    server that has it, http://HOST/v1 (vLLM, SGLang, llama.cpp)."""
+    teacher_model: Kept[str | None] = None
+    """What that server calls the teacher."""
+    tokenizer: Text[str | None] = None
+    """Directory or hub id with tokenizer and config.json of a teacher behind a server; by default
+    what --teacher-model names."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """The teacher's precision; auto is bf16 where it is native, fp16 on other GPUs, else fp32."""
     batch_size: Speed[int] = Field(0, ge=0)
-    """Most sequences in one teacher forward; 0 takes as many as keep the device busy."""
+    """Most sequences in one teacher forward, or asked about at once of a server; 0 takes as many as
+    keep the device busy, of a server 32."""
     device_map: Speed[str | None] = None
     """Spread the teacher over devices (`auto`); by default it runs on one."""
     trust_remote_code: Speed[bool] = False
     """Run the code that comes with the teacher (recorded in the cache's manifest)."""
+
+    @field_validator("teacher")
+    @classmethod
+    def _has_a_form(cls, teacher: str) -> str:
+        address = teacher.rstrip("/")
+        if not address.startswith(("http://", "https://")):
+            return teacher
+        try:
+            is_one = bool(urlsplit(address).hostname) and urlsplit(address).port != 0
+        except ValueError:
+            is_one = False
+        if set("@?#") & set(address) or not is_one:
+            # not repeated: it may hold a password
+            raise ConfigError(
+                "teacher is no address such as http://HOST:8000/v1, expected one without a user, a "
+                "password or a question; put the server's key into QAT_TEACHER_API_KEY"
+            )
+        return address
+
+    @model_validator(mode="after")
+    def _fits_its_server(self) -> Self:
+        named = {"teacher_model": self.teacher_model, "tokenizer": self.tokenizer}
+        if not self.is_served:
+            for name, value in named.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"{name}={value} says what a server has, but teacher={self.teacher} is no "
+                        f"address; drop --{name.replace('_', '-')}, or give http://HOST/v1"
+                    )
+            return self
+        if self.teacher_model is None:
+            raise ConfigError(
+                f"teacher={self.teacher} is a server, expected the name that it has for the "
+                "teacher; set --teacher-model"
+            )
+        if self.draws:
+            raise ConfigError(
+                f"draws={self.draws}, but a server gives its likeliest tokens alone, and draws "
+                "among those would never be another; drop --draws, and set --top-k"
+            )
+        for name in ("dtype", "device_map"):
+            if name in self.model_fields_set:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}, but who started {self.teacher} decided how it "
+                    f"computes; drop --{name.replace('_', '-')}"
+                )
+        return self
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the teacher is behind a server."""
+        return self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def described_by(self) -> str:
+        """Directory or hub id with the teacher's tokenizer and config.json."""
+        return (self.tokenizer or self.teacher_model or "") if self.is_served else self.teacher
 
     def settings(self, data_format: DataFormat) -> CacheSettings:
         """The part that decides the content, for data that was read as `data_format`.

@@ -3,6 +3,7 @@
 Shapes: N sequences of a block, B of a batch, S positions, V vocabulary, n draws.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -77,15 +78,13 @@ def make_plan(
     )
 
 
-def examine(
-    block: ShardBlock, plan: AskPlan, told: Callable[[int], None] = lambda _: None
-) -> list[Answer]:
+def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) -> list[Answer]:
     """The teacher's answers about a block, batch by batch; does not wait for the device.
 
     Args:
         block: what is asked about.
-        plan: how it is asked.
         told: called with the number of sequences of each batch that was asked about.
+        plan: how it is asked.
 
     Raises:
         ConfigError: a token lies outside the teacher's vocabulary, or a batch does not fit the
@@ -129,11 +128,11 @@ def _examine_batch(
     backend = on(signals.is_sound.device)
     # rows of copies go along where leaving them out would be another shape
     kept = len(rows_B) if backend.fixed_shapes() else count
-    on_host = backend.step_results(_encode(signals, kept, S, plan.vocab_size))
+    on_host = backend.step_results(encode_signals(signals, kept, S, plan.vocab_size))
     return Answer({k: rows[:count] for k, rows in on_host.items()}, backend.finished())
 
 
-def _encode(signals: Signals, count: int, length: int, vocab_size: int) -> dict[str, Tensor]:
+def encode_signals(signals: Signals, count: int, length: int, vocab_size: int) -> dict[str, Tensor]:
     """What goes to the host of the first `count` sequences of a batch."""
     tensors = {
         "is_sound": signals.is_sound[None],
@@ -147,9 +146,11 @@ def _encode(signals: Signals, count: int, length: int, vocab_size: int) -> dict[
     return tensors
 
 
-def shard_bytes(block: ShardBlock, answers: list[Answer], vocab_size: int) -> tuple[bytes, float]:
+def shard_bytes(
+    block: ShardBlock, answers: list[Answer], vocab_size: int
+) -> tuple[bytes, float | None]:
     """The content of a block's shard file, and what the teacher's surprise at all that counts in it
-    sums up to, in nats; waits for the answers.
+    sums up to, in nats; None if some of that is unknown. Waits for the answers.
 
     Raises:
         CacheError: a logit is NaN or +inf (-inf is a token that cannot be).
@@ -173,7 +174,7 @@ def shard_bytes(block: ShardBlock, answers: list[Answer], vocab_size: int) -> tu
     draws = joined.pop("draws", None)
     if draws is not None:
         tensors |= encode_draws(draws, mask, vocab_size)
-    return shard_content(tensors | joined), surprise
+    return shard_content(tensors | joined), None if math.isnan(surprise) else round(surprise, 3)
 
 
 def _check_tokens(tokens: Tensor, vocab_size: int) -> None:

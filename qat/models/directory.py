@@ -69,9 +69,18 @@ def resolve(source: str) -> str:
             f"{source} holds neither config.json nor a run's checkpoint; expected {SOURCES}: check "
             "the path"
         )
+    return _hub_id(source)
+
+
+def _hub_id(source: str) -> str:
+    """`source`, which is no path here, if a hub has it."""
+    path = Path(source)
     is_path = source.startswith((".", "/", "~")) or path.parent.is_dir()
     if is_path or len(path.parts) != 2:  # no `owner/name` of a hub
-        raise CheckpointError(f"{source} does not exist; expected {SOURCES}: check the path")
+        hint = "check the path"
+        if "://" in source:
+            hint = "'qat cache' asks a teacher behind a server, and students learn from that cache"
+        raise CheckpointError(f"{source} does not exist; expected {SOURCES}: {hint}")
     is_online(source)
     return source
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -10,8 +11,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.data.cache import TeacherInfo
+from qat.config import fingerprint
+from qat.data.cache import SERVED_AS, TeacherInfo
 from qat.data.config import CacheConfig, DataFormat
+from qat.data.served import ServedTeacher
 from qat.data.sources import DataSource, Document
 from qat.data.text import encode, render
 from qat.errors import ConfigError, QatError
@@ -76,8 +79,8 @@ def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[
         CheckpointError: there is no such teacher, or it has no tokenizer.
     """
     trust = config.trust_remote_code
-    tokenizer = load_tokenizer(config.teacher, trust_remote_code=trust)
-    model = load_config(config.teacher, trust_remote_code=trust).get_text_config()
+    tokenizer = load_tokenizer(config.described_by, trust_remote_code=trust)
+    model = load_config(config.described_by, trust_remote_code=trust).get_text_config()
     longest = LONGEST_TEXT if data_format == "plain" else LONGEST_CHAT
     longest = min(longest, most_positions(model) or longest)
     renderings = []
@@ -94,17 +97,22 @@ class CacheTeacher(NamedTuple):
     """A teacher as `build_cache` asks it."""
 
     tokenizer: PreTrainedTokenizerBase
-    teacher: LanguageModel
+    teacher: LanguageModel | ServedTeacher
     info: TeacherInfo
 
 
 def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
-    """Open the teacher of `config`, on a device of its own for each of `ranks`, made fast.
+    """Open the teacher of `config`, on a device of its own for each of `ranks`, made fast; or make
+    sure that a server has it.
 
     Raises:
-        ConfigError: one teacher is to be spread over the devices of several ranks.
+        ConfigError: one teacher is to be spread over the devices of several ranks, or a server does
+            not give what the cache is to hold.
+        CacheError: a server does not answer.
         CheckpointError: there is no such teacher, or it has no tokenizer.
     """
+    if config.is_served:
+        return ranks.together(partial(_served, config))
     if ranks.size > 1 and config.device_map is not None:
         raise ConfigError(
             f"device_map={config.device_map} spreads one teacher over the devices, but "
@@ -133,5 +141,24 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
         max_positions=most_positions(teacher.config),
         dtype=str(teacher.dtype).removeprefix("torch."),
         remote_code=config.trust_remote_code,
+    )
+    return CacheTeacher(tokenizer, teacher, info)
+
+
+def _served(config: CacheConfig) -> CacheTeacher:
+    """The teacher behind a server, of which only tokenizer and configuration are here."""
+    trust, model = config.trust_remote_code, str(config.teacher_model)
+    tokenizer = load_tokenizer(config.described_by, trust_remote_code=trust)
+    described = load_config(config.described_by, trust_remote_code=trust).get_text_config()
+    teacher = ServedTeacher(config.teacher, model, described.vocab_size, config.batch_size)
+    if config.top_k <= described.vocab_size:  # the build says so otherwise
+        teacher.check(tokenizer, config.sequence_length or 0, config.top_k)
+    info = TeacherInfo(
+        name=model,
+        identity=f"{SERVED_AS}{fingerprint([model, described.vocab_size])}",
+        vocab_size=described.vocab_size,
+        max_positions=most_positions(described),
+        dtype="unknown",
+        remote_code=trust,
     )
     return CacheTeacher(tokenizer, teacher, info)

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_case import build, contents, teacher, texts
+from cache_case import build, contents, info, teacher, texts
+from engine_case import NAME, SERVED, Stage, played
 from ranks_case import run_ranks
+from tiny import VOCAB
 
 from qat.data.build import open_shared
 from qat.data.cache import read_manifest
 from qat.data.config import CacheConfig
+from qat.data.served import ServedTeacher
 from qat.data.shard import LOGS, in_order, merged, note_shard
 from qat.errors import CacheError, ConfigError, DataError
 from qat.files import held
@@ -45,6 +48,16 @@ def test_ranks_build_the_bytes_of_one_process(whole: Path, tmp_path: Path, size:
     assert contents(out) == contents(whole)
     again = run_ranks(size, lambda ranks: build_on(ranks, out, teacher=dying(1)), tmp_path)
     assert again == [found[0]] * size
+
+
+def test_ranks_ask_a_server_each_for_its_own(tmp_path: Path) -> None:
+    about = {"draws": 0, "info": info(identity=SERVED, dtype="unknown")}
+    with played(Stage()) as address:
+        asked = ServedTeacher(address, NAME, VOCAB)
+        build(tmp_path / "whole", **SMALL, teacher=asked, **about)
+        out = tmp_path / "c"
+        run_ranks(2, lambda ranks: build_on(ranks, out, teacher=asked, **about), tmp_path)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_a_build_says_what_it_waited_for(tmp_path: Path, caplog) -> None:

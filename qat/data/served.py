@@ -1,0 +1,353 @@
+"""A teacher behind a server: it is sent the tokens of a cache's documents, and keeps nothing here.
+
+A server says the log-probs of its likeliest tokens, normalised over the whole vocabulary, so the
+mass of all others is known too: tail = 1 - sum(exp(log-prob)). What a device's teacher has beyond
+that, hidden states and draws from the whole distribution, no server gives.
+
+Shapes: S positions of a sequence, T of those that count, K teacher tokens kept, V vocabulary.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qat.data import engines
+from qat.data.cache import Manifest
+from qat.data.codec import Signals, TopK
+from qat.data.engines import ANSWER_BYTES, CARDS, ENGINES, KEY, Engine, Line, Refused, Vllm, Word
+from qat.data.reader import TeacherCache
+from qat.data.shard import Answer, encode_signals
+from qat.data.stream import ShardBlock
+from qat.errors import CacheError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 32
+"""Sequences that a server is asked about at once where nobody says how many."""
+PROBES = (
+    "The 12 quick foxes x = f(y[0]) * 3.14; don't WON'T <b>&amp;",
+    "\n\n\tdef g(): return 'A-B_c'\r\n\u00e9\u00df\u03b1\u0416",
+    "\u4f60\u597d\uff0c \u3053\u3093 \uc548\ub155 \u0645\u0631 \U0001f600",
+)
+"""Short texts of which tokenizers make different tokens; the tokenizer's special ones follow. Never
+two spaces in a row: of those llama.cpp makes other tokens than the tokenizer that it was given."""
+OVER_ONE = 1e-3
+"""By which probabilities may sum to more than one: float32 leaves less than a hundredth of it."""
+ROUNDING = 2.0**-23
+"""Of a sum of probabilities in float32: a smaller tail is not told by 1 - sum."""
+TINY = 1e-45
+"""No probability in float32 is smaller but 0."""
+SAME_NATS = 0.02
+"""Mean KL a token up to which a server answers as it did: ten times what bfloat16 costs
+(docs/cache.md), less than what 4 bits a weight do."""
+
+
+class Likeliest(NamedTuple):
+    """What a server said at the positions of one sequence that count."""
+
+    places: np.ndarray
+    """`(T,)` int64, in the sequence."""
+    ids: np.ndarray
+    """`(T, K)` int64, most likely first; equally likely ones in ascending order."""
+    logprobs: np.ndarray
+    """`(T, K)` float64, nats."""
+    tail: np.ndarray
+    """`(T,)` float64: mass outside of the K tokens; 0 where K = V."""
+    next_logprob: np.ndarray
+    """`(T,)` float64, nats: of the token that follows; NaN where the server does not say it."""
+
+
+class ServedTeacher:
+    """The model called `model` behind `address`, an OpenAI-compatible server's http://HOST/v1."""
+
+    def __init__(self, address: str, model: str, vocab_size: int, at_once: int = 0) -> None:
+        self._address = address
+        self._model = model
+        self._vocab_size = vocab_size
+        self._at_once = at_once or AT_ONCE
+        self._engine: Engine = Vllm()
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, length: int, k: int) -> None:
+        """Make sure, before any text is sent, that the server has this tokenizer, and gives `k`
+        tokens at each position of sequences of `length`.
+
+        Raises:
+            ConfigError: it has no such model, reads too little, has another tokenizer or
+                vocabulary, or gives no log-probs of a prompt, or of too few tokens.
+            CacheError: it is not there, or is no server of a known kind.
+        """
+        with closing(Line(self._address)) as line:
+            if line.shows_key:
+                logger.warning(
+                    "%s: the key in %s goes there without encryption", self._address, KEY
+                )
+            try:
+                room = self._find(line)
+            except Refused as error:
+                raise ConfigError(
+                    f"{self._address}, asked what it serves, answers {error}; expected an address "
+                    "such as http://HOST:8000/v1 of vLLM, SGLang or llama.cpp: check --teacher"
+                ) from None
+            if room is not None and length >= room:
+                raise ConfigError(
+                    f"sequence_length={length}, but {self._address} reads at most {room - 1} "
+                    "tokens and the one that it writes; lower --sequence-length or start the "
+                    "server with a longer context"
+                )
+            ids = self._check_tokenizer(line, tokenizer)
+            self._check_words(line, ids[:length], k)
+
+    @contextmanager
+    def asked(
+        self, manifest: Manifest, out: Path
+    ) -> Iterator[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
+        """What examines blocks, as `qat.data.shard.examine`, many sequences at once.
+
+        An answer's `wait` waits for its sequence, and raises what went wrong with it. Leaving
+        breaks off whatever is under way.
+        """
+        settings = manifest.settings
+        logger.info(
+            "caching %s at %s (%s): the %d most likely tokens at each of %d positions, %d "
+            "sequences at once, into %s",
+            self._model,
+            self._address,
+            self._engine.name,
+            settings.top_k,
+            settings.sequence_length,
+            self._at_once,
+            out,
+        )
+        pool, lock = ThreadPoolExecutor(self._at_once), threading.Lock()
+        line = Line(self._address, self._at_once, attempts=engines.ATTEMPTS)
+
+        def examine(block: ShardBlock, told: Callable[[int], None]) -> list[Answer]:
+            def count(done: Future) -> None:
+                if not done.cancelled() and done.exception() is None:
+                    with lock:
+                        told(1)
+
+            answers = []
+            for row in zip(*block.packed[:3], strict=True):
+                future = pool.submit(self._encoded, line, *row, k=settings.top_k)
+                future.add_done_callback(count)
+                answers.append(_answer(future))
+            return answers
+
+        try:
+            yield examine
+        finally:
+            line.break_off()
+            pool.shutdown(cancel_futures=True)
+            line.close()
+
+    def check_same(self, manifest: Manifest, out: Path) -> None:
+        """Make sure that the server answers as the cache in `out`, if it holds anything, says.
+
+        Its first sequence is asked about again: nothing else tells which weights are behind a name.
+
+        Raises:
+            CacheError: it answers otherwise.
+        """
+        if not manifest.shards:
+            return
+        cache = TeacherCache(out, manifest)
+        batch = cache.batch([0], manifest.shards[0].split)
+        tokens, starts, mask = (
+            rows[0].numpy() for rows in (batch.input_ids, batch.position_ids == 0, batch.mask)
+        )
+        with closing(Line(self._address)) as line:
+            now = self._answered(line, tokens, starts, mask, k=manifest.settings.top_k)
+        ids_TK = batch.topk_ids[0].numpy()[now.places]
+        p_TK = batch.topk_logprobs[0].double().exp().numpy()[now.places]
+        q_TK = _at(now, ids_TK)
+        terms_TK = np.where(p_TK > 0, p_TK * np.log(np.maximum(p_TK, TINY) / q_TK), 0)
+        rest_p, rest_q = (np.clip(1 - each.sum(1), ROUNDING, None) for each in (p_TK, q_TK))
+        kl = float((terms_TK.sum(1) + rest_p * np.log(rest_p / rest_q)).mean())
+        if not kl <= SAME_NATS:
+            raise CacheError(
+                f"{self._address} answers otherwise than {out} says of its first sequence (KL "
+                f"{kl:.3g} nats a token, expected at most {SAME_NATS}): another model is served as "
+                f"{self._model} now; serve the one of before, or choose another --out"
+            )
+
+    def likeliest(
+        self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
+    ) -> Likeliest:
+        """What the server says where `mask` `(S,)` is true of a packed sequence; each document in
+        it is sent by itself, as far as its last token that counts.
+
+        Raises:
+            Refused: it does not do this.
+            CacheError: it says too little, or what no vocabulary of this size can.
+        """
+        parts = counted_parts(starts, mask)
+        documents = [tokens[part].tolist() for part in parts]
+        said = self._engine.ask(line, self._model, documents, k) if documents else []
+        # of a document's last token nobody says what would follow
+        answered = [np.arange(part.start, part.stop - 1) for part in parts]
+        if [*map(len, said)] != [*map(len, answered)]:
+            raise CacheError(
+                f"{self._address} gives log-probs of {sum(map(len, said))} tokens of a prompt, "
+                f"expected {sum(map(len, answered))}; take vLLM, SGLang or llama.cpp's own server"
+            )
+        places = np.concatenate([*answered, np.zeros(0, np.int64)])
+        is_kept = mask[places]
+        words = [word for words in said for word in words]
+        words = [word for word, kept in zip(words, is_kept, strict=True) if kept]
+        return self._checked(places[is_kept], words, k)
+
+    def _checked(self, places: np.ndarray, words: Sequence[Word], k: int) -> Likeliest:
+        """The words as arrays, the likeliest first."""
+        sizes = [len(word.likeliest) for word in words]
+        if min(sizes, default=k) < k:
+            raise CacheError(
+                f"{self._address} gives log-probs of {min(sizes)} tokens at a position, expected "
+                f"{k}; {self._engine.remedy.format(k=k)}, or lower --top-k"
+            )
+        ids = np.zeros((len(words), max(sizes, default=k)), np.int64)
+        logprobs = np.full(ids.shape, -np.inf)
+        for row, word in enumerate(words):
+            ids[row, : sizes[row]] = [*word.likeliest]
+            logprobs[row, : sizes[row]] = [*word.likeliest.values()]
+        order = np.lexsort((ids, -logprobs))[:, :k]
+        ids, logprobs = (np.take_along_axis(each, order, 1) for each in (ids, logprobs))
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            raise CacheError(
+                f"{self._address} gives the token {ids.max()}, expected one of the "
+                f"{self._vocab_size} words of the teacher's vocabulary; name what is served there "
+                "as --tokenizer"
+            )
+        sums = np.exp(logprobs).sum(1)
+        if not (sums <= 1 + OVER_ONE).all():
+            raise CacheError(
+                f"{self._address} gives probabilities of {k} tokens that sum to {sums.max():.3g}, "
+                "expected log-probs normalised over the vocabulary; start the server without "
+                "another way (vLLM: --logprobs-mode raw_logprobs)"
+            )
+        # no other token is likelier than the last of these
+        most = (self._vocab_size - k) * np.exp(logprobs[:, -1])
+        tail = np.clip(1 - sums, np.minimum(ROUNDING, most), most)
+        following = np.array([word.next_logprob for word in words], np.float64)
+        return Likeliest(places, ids, logprobs, tail, following)
+
+    def _answered(
+        self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
+    ) -> Likeliest:
+        """As `likeliest`, where the server has done this before."""
+        try:
+            return self.likeliest(line, tokens, starts, mask, k=k)
+        except Refused as error:
+            raise CacheError(
+                f"{self._address}: the server answers {error}; finished shards are kept: run the "
+                "same command again when it does not"
+            ) from None
+
+    def _encoded(
+        self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
+    ) -> dict[str, Tensor]:
+        """The rows of a shard that one sequence has; what does not count is a uniform guess."""
+        said = self._answered(line, tokens, starts, mask, k=k)
+        S, V = len(tokens), self._vocab_size
+        ids = torch.arange(k).repeat(S, 1)
+        distances = torch.zeros(S, k, dtype=torch.float64)
+        tail, following = torch.full((S,), (V - k) / V), torch.zeros(S)
+        places = torch.from_numpy(said.places)
+        ids[places] = torch.from_numpy(said.ids)
+        distances[places] = torch.from_numpy(said.logprobs[:, :1] - said.logprobs)
+        tail[places] = torch.from_numpy(said.tail).float()
+        following[places] = torch.from_numpy(said.next_logprob).float()
+        # log-probs are logits whose log-sum-exp is 0
+        top = TopK(ids, distances, torch.zeros(S), tail.log())
+        return encode_signals(Signals(following, top, None, torch.tensor(True)), 1, S, V)
+
+    def _find(self, line: Line) -> int | None:
+        """Learn which engine has the model; gives how long a text it reads, if it says so."""
+        found = {card["id"]: card for card in line.ask("models", None, CARDS, ANSWER_BYTES)["data"]}
+        if self._model not in found:
+            raise ConfigError(
+                f"{self._address} serves {', '.join(sorted(found))[:300] or 'nothing'}, expected "
+                f"{self._model}; name one of them as --teacher-model"
+            )
+        card = found[self._model]
+        self._engine = ENGINES.get(card.get("owned_by") or "", Vllm)()
+        self._at_once, room = self._engine.prepare(line, self._at_once)
+        return card.get("max_model_len") or room
+
+    def _check_tokenizer(self, line: Line, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The ids of the probes, which must be the same on both sides."""
+        ids = []
+        for text in (*PROBES, "".join(tokenizer.all_special_tokens[:8])):
+            ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += ours
+            try:
+                theirs = self._engine.tokenized(line, self._model, text) if ours else []
+            except Refused as error:
+                logger.warning(
+                    "%s does not tell how it tokenises (%s): nobody can know whether it has this "
+                    "tokenizer; a high perplexity at the end would say that it has not",
+                    self._address,
+                    error,
+                )
+                return ids
+            if ours != theirs:
+                raise ConfigError(
+                    f"{self._address} has another tokenizer: {text!r} is {str(theirs)[:200]} "
+                    f"there and {str(ours)[:200]} here; name the directory or hub id of what is "
+                    "served as --tokenizer"
+                )
+        return ids
+
+    def _check_words(self, line: Line, ids: list[int], k: int) -> None:
+        """Make sure that the server gives `k` log-probs at each position of a prompt."""
+        is_first = np.arange(len(ids)) == 0
+        is_last = np.arange(len(ids)) == len(ids) - 1
+        try:
+            self.likeliest(line, np.array(ids), is_first, ~is_last, k=k)
+        except Refused as error:
+            raise ConfigError(
+                f"{self._address}, asked for {k} log-probs at each token of a prompt, answers "
+                f"{error}; {self._engine.remedy.format(k=k)}, or lower --top-k"
+            ) from None
+
+
+def counted_parts(starts: np.ndarray, mask: np.ndarray) -> list[slice]:
+    """What a teacher has to read of a sequence: each document in which something counts, as far as
+    the token that the last prediction that counts is about.
+
+    Args:
+        starts: `(S,)` bool, true where a document or the padding begins.
+        mask: `(S,)` bool, true where the prediction of the next token counts.
+    """
+    begins = [*np.flatnonzero(starts).tolist(), len(starts)]
+    parts = [slice(*each) for each in pairwise(begins)]
+    return [
+        slice(part.start, part.start + int(np.flatnonzero(mask[part])[-1]) + 2)
+        for part in parts
+        if mask[part].any()
+    ]
+
+
+def _answer(future: Future[dict[str, Tensor]]) -> Answer:
+    """An answer whose rows are there once its `wait` has returned."""
+    tensors: dict[str, Tensor] = {}
+    return Answer(tensors, lambda: tensors.update(future.result()))
+
+
+def _at(said: Likeliest, ids_TK: np.ndarray) -> np.ndarray:
+    """The probabilities of other ids `(T, K)`; of one that was not said, the most it can have."""
+    found_TK = np.zeros(ids_TK.shape)
+    for row, (ids, logprobs) in enumerate(zip(said.ids, said.logprobs, strict=True)):
+        known = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        found_TK[row] = [known.get(token, logprobs[-1]) for token in ids_TK[row].tolist()]
+    return np.maximum(np.exp(found_TK), TINY)
