@@ -276,11 +276,13 @@ def direct(arguments: argparse.Namespace, documents: list[list[int]]) -> Iterato
             print("go", file=engine.stdin, flush=True)
             return float(until("TOOK"))
 
-        print(json.dumps(documents), file=engine.stdin, flush=True)
-        until("READY")
-        yield go
-        engine.stdin.close()
-        engine.wait(60)
+        try:
+            print(json.dumps(documents), file=engine.stdin, flush=True)
+            until("READY")
+            yield go
+        finally:
+            engine.stdin.close()
+            engine.wait(60)
 
 
 if __name__ == "__main__":
