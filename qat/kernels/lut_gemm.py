@@ -16,8 +16,9 @@ inputs of them, copied to shared memory a few slices ahead, in 16 bytes whose pl
 every other vector so that no two lanes need the same bank. Programs may share the inputs of a tile:
 each hands in its sums, and the last one adds them up in their order.
 
-What bounds it, at 2.5 bits a weight: up to 16 vectors the memory and the look-up alike, from 64 on
-the tensor cores.
+What bounds it, at 2.5 bits a weight: neither the memory, which would take 6 us of the 22 that one
+vector takes at 8192 x 8192 (one H100), nor the instructions, 8 us, but how long a warp waits for
+results of its own; from 64 vectors on the tensor cores too.
 
 Shapes: M vectors, O out_features, I in_features, C levels, V units of a row that a lane reads.
 """
@@ -51,8 +52,18 @@ INPUTS = 64
 """Rows must be a multiple of so many."""
 ROWS = 32
 """Rows of a warp."""
-WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128)
-"""Vectors of a tile."""
+WIDTHS = (8, 16, 32, 48, 64, 96, 128)
+"""Vectors of a tile; 24 took longer than 32 in all nine shapes that were timed."""
+RESIDENT = {8: 4, 16: 3}
+"""Programs of four warps for which a multiprocessor has registers, by width; 2 for others.
+
+Compiled by Triton 3.6 for Hopper with 2 bits, a thread has 126, 154, 170, 228 and 254 registers at
+widths 8, 16, 32, 48 and 64, and spills nothing; with 4 bits about as many, with 3 bits 160 at width
+8, where three programs have room. From 96 on it has 255, spills a few, and a program has eight
+warps, so that there is room for one.
+"""
+SMALL = {96: 5 * 2**20, 128: 12 * 2**20}
+"""Weights of a matrix below which it is formed, by width; `2**20` for others."""
 SHARED_BYTES = 48 * 1024
 """The most that a program may declare."""
 
@@ -123,16 +134,25 @@ def width_for(num_vectors: int) -> int:
 
 
 def tile_for(out_features: int, in_features: int, bits: int, width: int) -> GemmTile:
-    """The default for `width_for(M)`: about two programs for each multiprocessor of a large GPU.
+    """The default for `width_for(M)`: as many programs as a large GPU has room for at a time.
 
-    The weight is formed for more vectors than a tile is wide, or is so small that it is soon read.
+    With half as many the kernel waits for itself: at 8192 x 8192, 64 vectors, 128 programs took
+    55.0 us, where 256 took 30.4 for 48 vectors and a library with bfloat16 50.4 (one NVIDIA H100,
+    2 bits a weight, groups of 16).
+
+    The weight is formed for more vectors than a tile is wide, and where that is faster. Forming
+    took 9.3 us at 1024 x 2048, 11.0 at 4096 x 1024, 17.6 at 2560 x 4096, 23.9 at 6144 x 2560 and 87
+    at 8192 x 8192. With the library's product, for 96 vectors that makes 16.6 us at 4096 x 1024,
+    where the kernel takes 17.2, and 20.2 against 18.9 at 6144 x 1024; for 128 vectors 28.6 against
+    31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 the kernel won in all
+    nine shapes, from 1024 x 2048 on; smaller ones were not timed.
     """
-    if width > WIDTHS[-1] or out_features * in_features < 2**20:
+    if width > WIDTHS[-1] or out_features * in_features < SMALL.get(width, 2**20):
         return FORMED
     warps = 8 if width > 64 else 4
     blocks = triton.cdiv(out_features, ROWS * warps)
     spans = triton.cdiv(in_features, 4 * UNIT * units_ahead(bits))
-    programs = 132 if width > 48 else 264
+    programs = 132 * min(RESIDENT.get(width, 8 // warps), 3 if bits == 3 else 4)
     splits = max(min(programs // blocks, spans // 2, 16), 1)
     return GemmTile(width, warps, splits, stages_for(width))
 
@@ -155,6 +175,9 @@ def lut_gemm(
     room: Room | None = None,
 ) -> Tensor:
     """`x @ W.T + bias`, `(..., I)` to `(..., O)` in `x.dtype`, the rows of all parts below another.
+
+    The kernel adds a bias in its own dtype before it rounds; a library, one in `x.dtype`, as a
+    model's own linear does.
 
     A weight is formed into the memory that `room` gives for its shape, by default new one: where
     that is faster, where there is no such kernel, and where `is_one_product` does not hold.

@@ -104,12 +104,35 @@ def test_a_linear_multiplies_packed_where_no_gradient_is_wanted() -> None:
     assert torch.equal(twice, 2 * found)
 
 
-@pytest.mark.parametrize(("M", "width"), [(1, 8), (8, 8), (9, 16), (128, 128), (129, 256)])
+@pytest.mark.parametrize(("M", "width"), [(1, 8), (8, 8), (17, 32), (128, 128), (129, 256)])
 def test_the_default_tile(M: int, width: int) -> None:
     assert width_for(M) == width
     tile = lut_gemm.tile_for(8192, 8192, 2, width)
     assert tile.columns == (0 if M > 128 else width)
     assert 2 * lut_gemm.INPUTS * tile.columns * tile.stages <= lut_gemm.SHARED_BYTES
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("width", lut_gemm.WIDTHS)
+def test_the_default_fills_a_large_gpu(width: int, bits: int) -> None:
+    tile = lut_gemm.tile_for(8192, 8192, bits, width)
+    programs = 8192 // (lut_gemm.ROWS * tile.warps) * tile.splits
+    threads = 32 * tile.warps * programs / 132
+    # 64 Ki registers, at most 128, 168 and 255 of a thread
+    most = {8: 384 if bits == 3 else 512, 16: 384}.get(width, 256)
+    assert 0.9 < threads / most <= 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"),
+    [((1024, 512), 0), ((1024, 2048), 64), ((2560, 4096), 96), ((6144, 2560), 128)],
+)
+def test_the_weight_is_formed_where_that_was_faster(shape: tuple[int, int], most: int) -> None:
+    tiles = [lut_gemm.tile_for(*shape, 2, width) for width in (*lut_gemm.WIDTHS, 256)]
+    assert max(tile.columns for tile in tiles) == most
+    # once it is formed, it is so for more vectors too
+    formed = [tile == lut_gemm.FORMED for tile in tiles]
+    assert formed == sorted(formed)
 
 
 def permuted(low: int, high: int, selector: int) -> int:
