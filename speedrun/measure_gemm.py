@@ -1,19 +1,23 @@
 """How fast a batch is multiplied by packed weights, beside cuBLAS in bf16 and Humming, in one run.
 
-First results are compared with float64 at odd shapes. Then tiles are tuned, the largest shape
-first, until half of the seconds are gone, and written to the device's table. Then every shape and
-number of vectors is timed: a graph of calls, each with another copy of the weight so that no cache
-holds it, the median of its replays.
+First results are compared with float64 at odd shapes. Then tiles are tuned, of every shape at the
+widths of the goals first, until two thirds of the seconds are gone, and written to the device's
+table, of which `--out` holds a copy; processes compile meanwhile. Then every shape and number of
+vectors is timed: a graph of calls, each with another copy of the weight so that no cache holds it,
+the median of its replays. A row says which tile ran, and whether it is the default or tuned.
 
 python speedrun/measure_gemm.py --out runs/gemm --seconds 120
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from itertools import cycle, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from torch.nn import functional as F
 from qat.bench.kernels.tune import compiling_only, write_entries
 from qat.kernels.lut_gemm import (
     FORMED,
+    RESIDENT,
     ROWS,
     WIDTHS,
     GemmTile,
@@ -34,7 +39,7 @@ from qat.kernels.lut_gemm import (
     tile_for,
     width_for,
 )
-from qat.kernels.tuned import forcing, table_path
+from qat.kernels.tuned import forcing, named, table_path, used
 from qat.quant.weight import encode, packed_width, round_to_e5m3
 
 SQUARE = (8192, 8192)
@@ -58,6 +63,36 @@ ODD = ((37, 320), (333, 2624), (1056, 1088))
 COLD_BYTES = 160 * 2**20
 """Of the copies that take turns: more than two of the largest caches hold."""
 BITS, GROUP = 2, 16
+CHECKS = (
+    (2, torch.bfloat16, 16, torch.uint8),
+    (2, torch.float16, 64, torch.float16),
+    (3, torch.bfloat16, 32, torch.float32),
+    (3, torch.float16, 16, torch.uint8),
+    (4, torch.bfloat16, 16, torch.uint8),
+    (4, torch.float16, 32, torch.float16),
+)
+"""Bits, dtype of vectors, group, dtype of scales."""
+Case = tuple[int, torch.dtype, int, torch.dtype]
+CHECK_TILES = (GemmTile(16, 4, 3, 4), GemmTile(64, 2, 1, 3), GemmTile(128, 8, 2, 3))
+"""Each is checked with two of the cases; tests/gpu has all."""
+CUTS = {
+    8: ((8, 2, 0), (8, 4, 0)),
+    16: ((16, 2, 0), (16, 4, 0), (16, 4, 128)),
+    32: ((32, 2, 0), (32, 4, 0), (32, 4, 168)),
+    48: ((48, 4, 0), (48, 4, 168)),
+    64: ((64, 4, 0), (64, 4, 168), (32, 4, 0)),
+    96: ((96, 8, 0), (96, 4, 0), (48, 4, 0)),
+    128: ((128, 8, 0), (128, 4, 0), (64, 4, 0)),
+}
+"""Columns, warps and most registers to try by width, those of 128 up to `LARGEST`.
+
+Without a limit nothing is spilled up to 64 columns. Room for one more program costs 0 to 32 loads
+of spilled registers in 256 inputs; tiles of half the width look every weight up twice.
+"""
+LARGEST = 512
+"""Width above which tiles lose to a weight that is formed once, however they are cut."""
+WORKERS = 8
+"""Processes that compile: it takes seconds a kernel, many of them with a process's lock held."""
 
 
 def main() -> None:
@@ -69,39 +104,67 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.monotonic()
     torch.manual_seed(0)
-    print(f"checked {check()} products against float64")
-    if not arguments.no_tune:
-        tune(start, start + arguments.seconds / 2)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    first = [width_for(M) for M in GOALS]
+    larger = [n for n in VECTORS if n > WIDTHS[-1] and n == width_for(n)]
+    rest = [width for width in (*WIDTHS, *larger) if width not in first]
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        checks = list(zip(CHECKS, cycle(CHECK_TILES), strict=False))
+        begun = [pool.submit(compile_one, case, tile, has_bias=True) for case, tile in checks]
+        widths = [] if arguments.no_tune else [*first, *rest]
+        compiled = begin_to_compile(pool, widths)
+        wait(begun)
+        print(f"checked {check(checks)} products against float64")
+        end = start + arguments.seconds * 2 / 3
+        if not arguments.no_tune:
+            tune(first, compiled, end, arguments.out)
+        humming = humming_seconds()
+        if not arguments.no_tune:
+            tune(rest, compiled, end, arguments.out)
+        pool.shutdown(wait=False, cancel_futures=True)
+    print(f"tuned after {time.monotonic() - start:.0f} s")
     rows = []
     with (arguments.out / "gemm.jsonl").open("w", encoding="utf-8") as file:
         for name, shape in SHAPES.items():
-            for row in timed(name, shape, start + arguments.seconds):
+            for row in timed(name, shape, humming if shape == SQUARE else {}):
                 file.write(json.dumps(row) + "\n")
+                file.flush()
                 rows.append(row)
     report(arguments.out / "figures.jsonl", rows)
 
 
-CHECKS = (
-    (2, torch.bfloat16, 16, torch.uint8),
-    (2, torch.float16, 64, torch.float16),
-    (3, torch.bfloat16, 32, torch.float32),
-    (3, torch.float16, 16, torch.uint8),
-    (4, torch.bfloat16, 16, torch.uint8),
-    (4, torch.float16, 32, torch.float16),
-)
-"""Bits, dtype of vectors, group, dtype of scales."""
-CHECK_TILES = (GemmTile(16, 4, 3, 4), GemmTile(64, 2, 1, 3), GemmTile(128, 8, 2, 3))
+def compile_one(case: Case, tile: GemmTile, *, has_bias: bool) -> None:
+    """Leave the compiled kernel in Triton's cache on disk; nothing runs."""
+    bits, dtype, group, scale = case
+    O, I = 64, 1024
+    octets = torch.empty(O, packed_width(I, bits), dtype=torch.uint8, device="cuda")
+    scales = torch.empty(O, I // group, dtype=scale, device="cuda")
+    part = Part(octets, scales, torch.empty(2**bits, device="cuda"), bits)
+    bias = torch.empty(O, device="cuda") if has_bias else None
+    x = torch.empty(1, I, dtype=dtype, device="cuda")
+    with compiling_only(), forcing("lut_gemm", (O, I, bits, width_for(1)), tile):
+        lut_gemm(x, [part], bias)
 
 
-def check() -> int:
+def begin_to_compile(pool: ProcessPoolExecutor, widths: list[int]) -> dict[GemmTile, Future]:
+    """Every kernel that tuning tries, in its order, by `kernel_of`."""
+    compiled: dict[GemmTile, Future] = {}
+    for width, (O, I) in product(widths, SHAPES.values()):
+        for tile in map(kernel_of, candidates(O, I, width)):
+            if tile.columns and tile not in compiled:
+                compiled[tile] = pool.submit(compile_one, CHECKS[0], tile, has_bias=False)
+    return compiled
+
+
+def kernel_of(tile: GemmTile) -> GemmTile:
+    """The same for all tiles that one compiled kernel serves."""
+    return tile._replace(splits=min(tile.splits, 2))
+
+
+def check(checks: list[tuple[Case, GemmTile]]) -> int:
     """Compare with float64 at odd shapes, three matrices in one; how many were compared."""
-    with compiling_only():
-        for case in CHECKS:
-            for tile in CHECK_TILES:
-                excess(ODD[0], case, 1, tile)
     count = 0
-    for shape, case, M, tile in product(ODD, CHECKS, (1, 7, 33, 200), CHECK_TILES):
+    for shape, (case, tile), M in product(ODD, checks, (1, 7, 33, 200)):
         found = excess(shape, case, M, tile)
         if not found <= 0:
             raise SystemExit(f"{shape}, {case}, {M} vectors, {tile}: errs by {found:.3g} too much")
@@ -109,9 +172,7 @@ def check() -> int:
     return count
 
 
-def excess(
-    shape: tuple[int, int], case: tuple[int, torch.dtype, int, torch.dtype], M: int, tile: GemmTile
-) -> float:
+def excess(shape: tuple[int, int], case: Case, M: int, tile: GemmTile) -> float:
     """How much more than allowed a product errs at most: of its sum, and of one rounding."""
     (O, I), (bits, dtype, group, scale) = shape, case
     parts = [random_part(size, I, bits, group=group, scale=scale) for size in (O, 64, 40)]
@@ -138,65 +199,54 @@ def random_part(
 
 
 def candidates(O: int, I: int, width: int) -> list[GemmTile]:
-    """Tiles to try: the default, a formed weight, and programs that fill the device."""
-    columns = (width,) if width < 128 else (64, 128)
+    """Tiles to try: the default, a formed weight, and of each cut the splits that seem best."""
     found = [tile_for(O, I, BITS, width), FORMED]
-    if width > 128:
+    if width > WIDTHS[-1]:
         found += [FORMED._replace(splits=slabs) for slabs in (2, 4, 8)]
-    for each, warps in product(columns, (2, 4, 8) if width <= 16 else (4, 8)):
-        spans, blocks = -(-I // 256), -(-O // (ROWS * warps)) * -(-width // each)
-        splits = [s for s in range(1, min(spans, 16) + 1) if s == 1 or 96 <= blocks * s <= 560]
-        # those that fill the last round of programs best
-        rounds = {s: blocks * s / 132 / -(-blocks * s // 132) for s in splits}
-        best = sorted(splits, key=rounds.__getitem__, reverse=True)[:4]
-        for registers, split in product(caps(each), best):
-            found.append(GemmTile(each, warps, split, stages_for(each), registers))
+    for columns, warps, registers in CUTS[min(width, WIDTHS[-1])] if width <= LARGEST else ():
+        spans, blocks = -(-I // 256), -(-O // (ROWS * warps)) * -(-width // columns)
+        resident = {128: 4, 168: 3}.get(registers, RESIDENT.get(columns, 2)) * 4 // warps
+        # spans that follow each other on the busiest multiprocessor, and two for a program's ends
+        steps = {
+            s: -(-blocks * s // (132 * resident)) * (-(-spans // s) + 2)
+            for s in range(1, min(spans, 16) + 1)
+        }
+        for splits in sorted(steps, key=steps.__getitem__)[:3]:
+            found.append(GemmTile(columns, warps, splits, stages_for(columns), registers))
     return list(dict.fromkeys(found))
 
 
-def caps(columns: int) -> tuple[int, ...]:
-    """Limits of a thread's registers that are worth a try."""
-    return {8: (0, 128), 16: (0, 128), 32: (0, 128), 64: (0, 168)}.get(columns, (0,))
-
-
-def tune(start: float, end: float) -> None:
-    """Write the fastest tile of each shape and width to the device's table, until `end`."""
-    widths = [*WIDTHS, *(n for n in VECTORS if n > WIDTHS[-1] and n == width_for(n))]
-    small, shape = random_part(256, 4096, BITS), (256, 4096, BITS)
-    with compiling_only():
-        for width in WIDTHS:
-            x = torch.randn(width, 4096, device="cuda").bfloat16()
-            for tile, splits in product(candidates(*SQUARE, width), (1, 2)):
-                with forcing("lut_gemm", (*shape, width), tile._replace(splits=splits)):
-                    lut_gemm(x, [small])
-    print(f"compiled after {time.monotonic() - start:.0f} s")
+def tune(widths: list[int], compiled: dict[GemmTile, Future], end: float, out: Path) -> None:
+    """Write the fastest tile of each width and shape to the device's table, until `end`."""
     chosen: dict[tuple[str, tuple[int, ...]], tuple | None] = {}
-    for O, I in SHAPES.values():
+    for width, (O, I) in product(widths, SHAPES.values()):
+        tiles = candidates(O, I, width)
+        needed = [compiled[kernel_of(tile)] for tile in tiles if tile.columns]
+        if wait(needed, max(end - time.monotonic(), 0)).not_done:
+            break
+        key = (O, I, BITS, width)
         parts = copies(lambda: random_part(O, I, BITS), O * I * 5 // 16)  # noqa: B023
-        for width in widths:
-            if time.monotonic() > end:
-                break
-            key = (O, I, BITS, width)
-            x = torch.randn(width, I, device="cuda").bfloat16()
-            exact = x.float() @ parts[0].formed(torch.float32).T
-            times = {}
-            for tile in candidates(O, I, width):
-                with forcing("lut_gemm", key, tile):
-                    found = lut_gemm(x, parts[:1]).float()
-                    if not (found - exact).abs().max() <= 0.01 * exact.abs().max():
-                        raise SystemExit(f"{key}: {tile} gives other results than float32")
-                    times[tile] = seconds([lambda p=p: lut_gemm(x, [p]) for p in parts], 3)  # noqa: B023
-            best = min(times, key=times.__getitem__)
-            chosen["lut_gemm", key] = None if best == tile_for(*key) else best
-            print(f"{key} {1e6 * times[best]:.1f} us {best}", flush=True)
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "commit": figures.commit(),
-        "torch": torch.__version__.partition("+")[0],
-    }
-    path = table_path(torch.cuda.get_device_name())
+        x = torch.randn(width, I, device="cuda").bfloat16()
+        exact = x.float() @ parts[0].formed(torch.float32).T
+        times = {}
+        for tile in tiles:
+            with forcing("lut_gemm", key, tile):
+                found = lut_gemm(x, parts[:1]).float()
+                if not (found - exact).abs().max() <= 0.01 * exact.abs().max():
+                    raise SystemExit(f"{key}: {tile} gives other results than float32")
+                times[tile] = seconds([lambda p=p: lut_gemm(x, [p]) for p in parts], 3)  # noqa: B023
+        best = min(times, key=times.__getitem__)
+        default = tile_for(*key)
+        chosen["lut_gemm", key] = None if best == default else best
+        shown = f"{1e6 * times[best]:.1f} us {best}, default {1e6 * times[default]:.1f} us"
+        print(f"{key} {shown}", flush=True)
+    name = torch.cuda.get_device_name()
+    torch_version = torch.__version__.partition("+")[0]
+    facts = {"device": name, "commit": figures.commit(), "torch": torch_version}
+    path = table_path(name)
     write_entries(path, chosen, facts)
-    print(f"tuned {len(chosen)} products after {time.monotonic() - start:.0f} s: {path}")
+    shutil.copy(path, out)
+    print(f"tuned {len(chosen)} of {len(widths) * len(SHAPES)} products: {path}")
 
 
 def copies(made: Callable[[], Any], num_bytes: int) -> list[Any]:
@@ -224,29 +274,37 @@ def seconds(calls: Sequence[Callable[[], Tensor]], replays: int) -> float:
     return statistics.median(passed) / 1e3 / len(calls)
 
 
-def timed(name: str, shape: tuple[int, int], end: float) -> Iterator[dict[str, object]]:
+def timed(name: str, shape: tuple[int, int], humming: dict[int, float]) -> Iterator[dict[str, Any]]:
     """A row for each number of vectors."""
     O, I = shape
     parts = copies(lambda: random_part(O, I, BITS), O * I * 5 // 16)
     dense = copies(lambda: torch.randn(O, I, device="cuda", dtype=torch.bfloat16), 2 * O * I)
-    others = humming_layers(O, I) if shape == SQUARE else []
     for M in VECTORS:
         x = torch.randn(M, I, device="cuda").bfloat16()
         ours = seconds([lambda p=p: lut_gemm(x, [p]) for p in parts], 9)  # noqa: B023
         bf16 = seconds([lambda w=w: F.linear(x, w) for w in dense], 9)  # noqa: B023
         row = {"shape": name, "O": O, "I": I, "M": M, "ours_s": ours, "bf16_s": bf16}
         row["over_bf16"] = bf16 / ours
-        if others and M in HUMMING_VECTORS and time.monotonic() < end:
-            try:
-                row["humming_s"] = seconds([lambda a=a: a(x) for a in others], 9)  # noqa: B023
-            except (RuntimeError, OSError, AssertionError, ValueError) as error:
-                print(f"humming does not run: {type(error).__name__}: {error}"[:500])
-                others = []
-            else:
-                row["over_humming"] = row["humming_s"] / ours
+        if M in humming:
+            row |= {"humming_s": humming[M], "over_humming": humming[M] / ours}
         shown = {k: f"{1e6 * v:.1f} us" if k.endswith("_s") else v for k, v in row.items()}
+        ran = used()[f"lut_gemm {named((O, I, BITS, width_for(M)))}"]
+        row |= {"tile": ran["effective"], "is_tuned": ran["source"] == "table"}
         print("  ".join(f"{k} {v:.2f}" if type(v) is float else f"{v}" for k, v in shown.items()))
         yield row
+
+
+def humming_seconds() -> dict[int, float]:
+    """Of Humming's product at 8192 x 8192, by vectors; nothing where it does not run."""
+    found: dict[int, float] = {}
+    try:
+        layers = humming_layers(*SQUARE)
+        for M in HUMMING_VECTORS if layers else ():
+            x = torch.randn(M, SQUARE[1], device="cuda").bfloat16()
+            found[M] = seconds([lambda a=a: a(x) for a in layers], 9)  # noqa: B023
+    except (RuntimeError, OSError, AssertionError, ValueError) as error:
+        print(f"humming does not run: {type(error).__name__}: {error}"[:500])
+    return found
 
 
 def humming_layers(O: int, I: int) -> list[torch.nn.Module]:
@@ -265,11 +323,7 @@ def humming_layers(O: int, I: int) -> list[torch.nn.Module]:
         made.transform()
         return made
 
-    try:
-        return copies(layer, O * I // 4)
-    except (RuntimeError, OSError, AssertionError, ValueError) as error:
-        print(f"humming does not run: {type(error).__name__}: {error}"[:500])
-        return []
+    return copies(layer, O * I // 4)
 
 
 def report(path: Path, rows: list[dict[str, object]]) -> None:
