@@ -67,7 +67,7 @@ def train(
 
     parse_losses(config.loss)
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
-    if config.teacher is None:
+    if config.reads_cache:
         config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select
     from qat.observe.follow import follow

@@ -40,6 +40,9 @@ WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
 
 BUILT_IN = (*dict.fromkeys((*ON_CACHE, *WITH_TEACHER)),)
 
+OWN_WORDS = "own_"
+"""Begins what the losses on a student's own words are called in the metrics."""
+
 TARGETS = frozenset({"topk", "draws"})
 """What a cache may hold of the teacher."""
 
@@ -81,6 +84,8 @@ def register(
     """
     if name in BUILT_IN or name == "loss":
         raise ValueError(f"name={name!r} is a loss of qat's own; choose another name")
+    if name.startswith(OWN_WORDS):
+        raise ValueError(f"name={name!r}: {OWN_WORDS} begins the losses on a student's own words")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name={name!r}: expected lower-case letters, digits and underscores")
     if reads not in {"topk", "draws", "labels"}:

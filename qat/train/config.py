@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from qat.config import Careful, DeviceSettings, Learns, Loss, Rates, Required, Saving, Speed, Steps
 from qat.data.config import Location
 from qat.errors import ConfigError
-from qat.losses.config import parse_losses
+from qat.losses.config import WITH_TEACHER, parse_losses
 
 KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates", "router")
 """What may learn; each kind has its own learning rate."""
@@ -16,6 +16,10 @@ Scope = Literal["mlp", "attention", "e2e"]
 
 MOST_WARM_UP, WARM_UP_PART = 50, 10
 """Steps of warm-up that a long run has; one step of how many in a short one."""
+ON_OWN_WORDS = tuple(name for name in WITH_TEACHER if name != "hard_ce")
+"""Losses on the student's own words: all with a teacher but the one that takes them for right."""
+ALMOST_WHOLE = 1e-6
+"""How far a share of the rows may be from a whole number of them, such as 0.1 of 30."""
 
 
 class StepConfig(DeviceSettings):
@@ -110,6 +114,18 @@ class TrainConfig(StepConfig):
     teacher: Loss[str | None] = None
     """The cache's teacher, directory or hub id, to run beside the student: losses then compare all
     words, at the cost of its forward; the cache gives the text and judges."""
+    on_policy: Loss[float] = Field(0.0, ge=0, le=1)
+    """Share of each step's rows in which the student goes on by itself with a prompt of the cache,
+    and learns from what the --teacher beside says to its words; the other rows are the cache's."""
+    on_policy_loss: Loss[str] = "reverse_kl"
+    """What is learned on the student's own words: reverse_kl, kl, jsd, cakld, or a sum."""
+    rollout_every: Loss[int] = Field(1, gt=0)
+    """Steps between two rollouts; each is learned from in so many steps, so the last of them sees
+    words of weights that are one less steps old."""
+    rollout_tokens: Loss[int] = Field(0, ge=0)
+    """Most words of the student in a row; 0 is three quarters of the cache's sequence length."""
+    rollout_temperature: Loss[float] = Field(1.0, ge=0)
+    """Temperature at which the student draws its words; 0 takes the most likely one."""
     max_steps: Steps[int] = Field(1000, gt=0)
     """Optimizer steps."""
     lr: Rates[float] = Field(1e-2, ge=0)
@@ -168,6 +184,30 @@ class TrainConfig(StepConfig):
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
 
     @model_validator(mode="after")
+    def _check_on_policy(self) -> Self:
+        if not self.on_policy:
+            return self
+        if self.teacher is None:
+            raise ValueError(
+                f"on_policy={self.on_policy}: nobody judges the student's own words, which no "
+                "cache holds; add --teacher DIR"
+            )
+        rows, nearest = self.on_policy * self.batch_size, max(1, self.own_rows)
+        if abs(rows - nearest) > ALMOST_WHOLE:
+            raise ValueError(
+                f"on_policy={self.on_policy} of batch_size={self.batch_size} is {rows:g} rows, "
+                f"expected a whole number; use --on-policy {nearest / self.batch_size:g} or "
+                "another --batch-size"
+            )
+        wrong = [name for name in self.own_losses if name not in ON_OWN_WORDS]
+        if wrong:
+            raise ValueError(
+                f"on_policy_loss={self.on_policy_loss!r} names {wrong[0]}, expected what compares "
+                f"the student with a teacher beside; choose among {', '.join(ON_OWN_WORDS)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_shard(self) -> Self:
         if self.shard_latents and "weights" not in self.kinds:
             raise ValueError(
@@ -180,6 +220,25 @@ class TrainConfig(StepConfig):
                 "--optimizer adamw (with --latent-dtype bf16 for six bytes a weight)"
             )
         return self
+
+    @property
+    def own_losses(self) -> dict[str, float]:
+        """Weight by name of loss on the student's own words."""
+        return parse_losses(self.on_policy_loss)
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a micro-batch that hold the student's own words."""
+        return round(self.on_policy * self.batch_size)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether `losses` read what the cache holds of the teacher.
+
+        They ask a teacher beside instead; but with `on_policy`, where it is there for the student's
+        own words, only if they name `kl`, which no cache can answer.
+        """
+        return self.teacher is None or (self.on_policy > 0 and "kl" not in self.losses)
 
 
 def divide(config: TrainConfig, world: int) -> TrainConfig:

@@ -16,7 +16,7 @@ from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, Stopped, TrainingError
 from qat.logs import Ticker, progress
-from qat.losses.config import targets_read
+from qat.losses.config import OWN_WORDS, targets_read
 from qat.models.cost import device_called, forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
@@ -28,9 +28,10 @@ from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
+from qat.train.rollout import Rollouts
 from qat.train.run import RunDirectory
-from qat.train.saver import Saver, check_alike, not_finite
-from qat.train.step import StepResult, TrainingStep, rank_indices
+from qat.train.saver import Remembers, Saver, check_alike, not_finite
+from qat.train.step import OwnRows, StepResult, TrainingStep, rank_indices
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +60,20 @@ class Trainer:
         self.ranks = ranks
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
-        self._targets = targets_read(config.losses, with_teacher=config.teacher is not None)
+        self._targets = targets_read(config.losses, with_teacher=not config.reads_cache)
         self.teacher = teacher
-        self.take_step = TrainingStep(student, optimizer, config, teacher)
+        self.rollouts: Rollouts | None = None
+        """Where the student's own words come from, if it learns from any."""
+        if config.on_policy:
+            end = judge.tokenizer.eos_token_id
+            self.rollouts = Rollouts(student, cache, config, end=end, ranks=ranks)
+        self.take_step = TrainingStep(student, optimizer, config, teacher, own=OwnRows.of(config))
         self.codes = CodeWatch(student.model)
+        beside: list[Remembers] = [self.codes]
+        if self.rollouts is not None:
+            beside.append(self.rollouts)
         self.saver = Saver(
-            run, student, judge.tokenizer, optimizer, codes=self.codes, config=config, ranks=ranks
+            run, student, judge.tokenizer, optimizer, beside=beside, config=config, ranks=ranks
         )
         self.stops = Stops(run.path / HALT)
         self.step = 0
@@ -103,6 +112,7 @@ class Trainer:
                 self._begin()
                 try:
                     for batches in self._pulse.timed(stream):
+                        batches = self._with_own_words(batches)
                         result = self.take_step(batches, self.step, stop=self.stops.wanted())
                         self._follow(result, ticker)
                     self.saver.finish()
@@ -167,7 +177,8 @@ class Trainer:
         K = self.cache.manifest.settings.top_k
         flops = token_flops(student, names, config, S=S, K=K).total
         if self.teacher is not None:
-            flops += forward_flops(self.teacher, S)
+            share = config.on_policy if config.on_policy and config.reads_cache else 1.0
+            flops += share * forward_flops(self.teacher, S)
         device = device_called(self.backend.name())
         peak = None if device is None else device.peak_flops(config.dtype)
         return None if peak is None else flops / peak
@@ -204,17 +215,38 @@ class Trainer:
         """The sequences of a step, on the host: seed and step alone decide which."""
         pinned, count = self.backend.pinned, self.cache.num_sequences("train")
         parts = rank_indices(self.config, step, count, self.ranks)
+        parts = parts if self.rollouts is None else parts[:, self.rollouts.order]
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
+
+    def _with_own_words(self, batches: list[Batch]) -> list[Batch]:
+        """The batches of the coming step, with what the student said to some of their prompts."""
+        if self.rollouts is None:
+            return batches
+        if not self.rollouts.needed(self.step):
+            return self.rollouts.into(batches, self.step)
+        with self._pulse.rolling_out():
+            return self.rollouts.into(batches, self.step)
 
     def _read(self, result: StepResult) -> "_Said":
         """What a step says to the host, over all ranks, which call this together."""
         result, spoilt = self.take_step.told(result)
         told = (result.valid_tokens, result.grad_norm, spoilt)
         *sums, valid, norm, trouble = self.backend.read([*result.sums.values(), *told])
-        count = max(valid, 1)
-        means = {f"{k}_nats": part / count for k, part in zip(result.sums, sums, strict=True)}
-        return _Said(means, valid, norm, math.isfinite(means["loss_nats"] + trouble))
+        own = self.rollouts.told() if self.rollouts else {}
+        mine = own.get("own_tokens", 0.0)
+
+        def mean(name: str, part: float) -> float:
+            count = valid - mine
+            if name == "loss":
+                count = valid
+            elif name.startswith(OWN_WORDS):
+                count = mine
+            return part / max(count, 1)
+
+        by_name = zip(result.sums, sums, strict=True)
+        means = {f"{name}_nats": mean(name, part) for name, part in by_name}
+        return _Said(means, own, valid, norm, math.isfinite(means["loss_nats"] + trouble))
 
     def _log(self, said: "_Said") -> str:
         """Write the step's lines; returns what the progress line shows."""
@@ -227,6 +259,7 @@ class Trainer:
                 grad_norm=said.grad_norm,
                 lr_share=self.optimizer.lr_share(self.step - 1),
                 valid_tokens=said.valid_tokens,
+                **said.own_words,
             )
         tokens_per_s = self._pulse.beat(
             self.step,
@@ -308,6 +341,8 @@ class _Said(NamedTuple):
 
     means: dict[str, float]
     """Nats per valid token, by loss and `_nats`."""
+    own_words: dict[str, float]
+    """Numbers of the student's own rows (`Rollouts.told`)."""
     valid_tokens: float
     grad_norm: float
     is_finite: bool

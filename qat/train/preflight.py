@@ -31,8 +31,9 @@ from qat.nsa.swap import nsa_config
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig, divide
 from qat.train.judge import CodeWatch, Judge
+from qat.train.rollout import Rollouts, check_rollouts
 from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
-from qat.train.step import EAGER_STEPS, TrainingStep, check_dtype
+from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, check_dtype
 
 # How long a run will take, hold and write, from two measured steps. All of it happens in objects
 # that are thrown away: a run that follows is the same, bit for bit.
@@ -107,14 +108,24 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     backend = backends.select(config.device)
     model = load_model(student, device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config, ranks=ranks)
-    take_step = TrainingStep(model, optimizer, config, open_teacher(config, cache))
+    config = config.model_copy(update={"rollout_every": 1})  # which takes longer than any other
+    rollouts = None
+    if config.on_policy:
+        rollouts = Rollouts(model, cache, config, end=load_tokenizer(student).eos_token_id)
+    teacher = open_teacher(config, cache)
+    take_step = TrainingStep(model, optimizer, config, teacher, own=OwnRows.of(config))
+
+    def taken(step: int) -> StepResult:
+        batches = _batches(config, cache, step)
+        return take_step(batches if rollouts is None else rollouts.into(batches, step), step)
+
     try:
         backend.reset_peak_memory()
         for step in range(WARM_STEPS):
-            result = take_step(_batches(config, cache, step), step)
+            result = taken(step)
         begun = backend.mark(result.grad_norm)
         for step in range(WARM_STEPS, WARM_STEPS + MEASURED_STEPS):
-            result = take_step(_batches(config, cache, step), step)
+            result = taken(step)
         ended = backend.mark(result.grad_norm)
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
         eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
@@ -573,10 +584,11 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
 
 
 def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterator[str]:
-    """What `train_student` would refuse: targets, tokenizer, vocabulary, length."""
+    """What `train_student` would refuse: targets, rollouts, tokenizer, vocabulary, length."""
     tokenizer, model = load_tokenizer(student), load_config(student).get_text_config()
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_losses(config, cache),
+        lambda: check_rollouts(config, cache),
         lambda: check_batch(config, cache),
         lambda: cache.check_student(
             tokenizer_hash(tokenizer),

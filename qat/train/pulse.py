@@ -301,6 +301,8 @@ class Pulse:
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._steps_s: deque[float] = deque(maxlen=RECENT)
         self._drop = Drop()
+        self._rolled_out_s: float | None = None
+        """Of the stretch; None in a run that has had no rollout."""
         self._pace = Pace(since=self._began)
         compared = range(ranks.size) if ranks.is_first and ranks.size > 1 else ()
         self._watchdog = Watchdog(
@@ -336,6 +338,16 @@ class Pulse:
             self._waits.append(time.monotonic() - before)
             self._waited_s += self._waits[-1]
             yield item
+
+    @contextmanager
+    def rolling_out(self) -> Iterator[None]:
+        """What happens in the block is a rollout: the part of the steps' time in it is noted."""
+        self._backend.synchronize()
+        before = self._clock()
+        try:
+            yield
+        finally:
+            self._rolled_out_s = (self._rolled_out_s or 0.0) + self._clock() - before
 
     def stepped(self, step: int, positions: int, last: Tensor | None = None) -> None:
         """Optimizer step number `step` was given to the device: `positions` tokens on all ranks.
@@ -375,6 +387,7 @@ class Pulse:
             step_s=seconds / self._steps,
             data_wait_s=self._waited_s / self._steps,
             exchange_s=None if exchange_s is None else exchange_s / self._steps,
+            **self._rollouts(seconds),
             **_p50_p95("step_s", self._steps_s),
             **_p50_p95("data_wait_s", self._waits),
             **self._memory(),
@@ -419,7 +432,17 @@ class Pulse:
         self._since = self._clock()
         self._steps = self._positions = 0
         self._waited_s = 0.0
+        self._rolled_out_s = None if self._rolled_out_s is None else 0.0
         self._ends = deque([self._backend.mark()], maxlen=RECENT + 1)
+
+    def _rollouts(self, seconds: float) -> dict[str, float]:
+        """Seconds a step that rollouts took, and their share of the stretch; none without any."""
+        if self._rolled_out_s is None:
+            return {}
+        return {
+            "rollout_s": self._rolled_out_s / self._steps,
+            "rollout_frac": self._rolled_out_s / seconds,
+        }
 
     def _memory(self) -> dict[str, float | None]:
         held, reserved = self._backend.held_memory_gib(), self._backend.reserved_memory_gib()

@@ -76,7 +76,10 @@ WHY_NOT = {
         "lr lr_scales lr_codebook lr_lora lr_norms lr_gates lr_router schedule warmup_steps "
         "min_lr_ratio weight_decay beta2 clip_grad_norm"
     ),
-    "the losses before and after would not compare": "loss temperature teacher dtype",
+    "the losses before and after would not compare": (
+        "loss temperature teacher dtype on_policy on_policy_loss rollout_every rollout_tokens "
+        "rollout_temperature"
+    ),
     "the best student is told by the same sequences from the first to the last": "eval_sequences",
     "it decides which sequences a step sees": "seed",
     "it is what learns": "student",

@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import safetensors.torch
@@ -35,7 +35,6 @@ from qat.models.language_model import LanguageModel
 from qat.models.stored_state import RawState, raw_state, stored_state
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
-from qat.train.judge import CodeWatch
 from qat.train.optim import Optimizer
 from qat.train.run import FORMAT, MANIFEST, STATE, RunDirectory, read_state
 
@@ -221,6 +220,13 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class Remembers(Protocol):
+    """What a run goes on with beside its student and what moves it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for a checkpoint, by names of its own; all ranks call this together."""
+
+
 class Saver:
     """Writes the checkpoints of one run, at most one behind, and lets its pointers name them."""
 
@@ -231,7 +237,7 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Optimizer,
         *,
-        codes: CodeWatch,
+        beside: Sequence[Remembers],
         config: TrainConfig,
         ranks: Ranks,
     ) -> None:
@@ -239,7 +245,7 @@ class Saver:
         self._student = student
         self._tokenizer = tokenizer
         self._optimizer = optimizer
-        self._codes = codes
+        self._beside = beside
         self._config = config
         self._ranks = ranks
         self._backend = backends.select(config.device)
@@ -267,7 +273,9 @@ class Saver:
         with self._timed("gather"):
             raw, gathered = raw_state(self._student.model), self._optimizer.gathered()
             rng = {f"rng.{name}": state for name, state in self._backend.rng_state().items()}
-            state = {**self._optimizer.state(), **rng, **self._codes.state()}
+            state = {**self._optimizer.state(), **rng}
+            for each in self._beside:
+                state |= each.state()
         self.saved = step
         if not self._ranks.is_first:
             return

@@ -45,6 +45,7 @@ from qat.train.resume import (
     record_beginning,
     same_judged,
 )
+from qat.train.rollout import PREFIX, check_rollouts
 from qat.train.run import RunDirectory, git_commit, versions
 from qat.train.saver import digest, not_finite
 from qat.train.step import check_dtype
@@ -152,7 +153,9 @@ def opened(
         )
         trainer.step, trainer.best = whole.choice.step, whole.choice.best
         trainer.skipped = choice.skipped
-        trainer.codes.load(whole.codes)
+        trainer.codes.load(whole.remembered)
+        if trainer.rollouts is not None:
+            trainer.rollouts.load(whole.remembered)
         yield trainer
 
 
@@ -183,8 +186,8 @@ class _Opened(NamedTuple):
     choice: Choice
     identity: dict[str, Any]
     """What the run is made of: it goes on with nothing else."""
-    codes: dict[str, Tensor]
-    """What a `CodeWatch` remembered."""
+    remembered: dict[str, Tensor]
+    """What a `CodeWatch` and `Rollouts` left in the checkpoint."""
 
 
 def _open(
@@ -200,6 +203,7 @@ def _open(
     divided = divide(config, ranks.size)
     cache = open_cache(config.cache_dir)
     check_losses(config, cache)
+    check_rollouts(config, cache)
     check_batch(divided, cache)
     if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
         raise ConfigError(
@@ -242,7 +246,7 @@ def _open(
     cache.check_student(identity["tokenizer"], model.config.vocab_size, model.longest)
     resolved = check_dtype(divided)
     teacher = open_teacher(resolved, cache)
-    optimizer, choice, codes = _prepare(model, resolved, choice._replace(grown=grown), ranks)
+    optimizer, choice, remembered = _prepare(model, resolved, choice._replace(grown=grown), ranks)
     if choice.step > config.max_steps:
         raise ConfigError(
             f"max_steps={config.max_steps}, but the run in {run.path} has taken {choice.step} "
@@ -254,13 +258,13 @@ def _open(
             f"{source}: {which}, expected numbers; make it anew, or train another student"
         )
     judge = Judge(model, tokenizer, cache, resolved, judged=judged)
-    return _Opened(model, optimizer, judge, teacher, resolved, choice, identity, codes)
+    return _Opened(model, optimizer, judge, teacher, resolved, choice, identity, remembered)
 
 
 def _prepare(
     model: LanguageModel, config: TrainConfig, choice: Choice, ranks: Ranks
 ) -> tuple[Optimizer, Choice, dict[str, Tensor]]:
-    """Let the wished parameters learn; where the run stands, and what its `CodeWatch` remembered.
+    """Let the wished parameters learn; where the run stands, and what it left beside that.
 
     Random numbers go on as they went in the checkpoint.
     """
@@ -280,9 +284,10 @@ def _prepare(
     generators = {n.removeprefix("rng."): t for n, t in state.items() if n.startswith("rng.")}
     backends.select(config.device).set_rng_state(generators)
     logger.info("going on from %s", choice.checkpoint)
-    codes = {name: tensor for name, tensor in state.items() if name.startswith(CODES_PREFIX)}
+    kept = (CODES_PREFIX, PREFIX)
+    remembered = {name: tensor for name, tensor in state.items() if name.startswith(kept)}
     best = math.inf if choice.is_best_lost else facts["best"]
-    return optimizer, choice._replace(step=facts["step"], best=best), codes
+    return optimizer, choice._replace(step=facts["step"], best=best), remembered
 
 
 def make_trainable(
@@ -355,7 +360,7 @@ def check_batch(config: TrainConfig, cache: TeacherCache) -> None:
 
 def check_losses(config: TrainConfig, cache: TeacherCache) -> None:
     """Refuse losses that whoever teaches, the cache or a teacher beside, cannot answer."""
-    if config.teacher is not None:
+    if not config.reads_cache:
         check_with_teacher(config.losses)
         return
     settings, has_tail = cache.manifest.settings, cache.manifest.has_tail

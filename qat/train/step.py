@@ -14,7 +14,7 @@ got).
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from qat.data.packing import Batch
 from qat.data.reader import sequence_indices
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
+from qat.losses.config import OWN_WORDS
 from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
@@ -47,11 +48,40 @@ GRAPH_TOKENS = 2**16
 """Largest micro-batch worth recording: beyond, launches hide behind the work."""
 
 
+class OwnRows(NamedTuple):
+    """The last rows of every micro-batch, which hold words of the student (`qat.train.rollout`)."""
+
+    number: int
+    losses: dict[str, float]
+    """Learned on them, from the teacher beside: weight by name."""
+    reads_cache: bool
+    """Whether the other rows learn from what the batch holds, although a teacher is there."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Self | None:
+        """Those that the settings of a run wish; None for none."""
+        if not config.on_policy:
+            return None
+        return cls(config.own_rows, config.own_losses, config.reads_cache)
+
+
+class _Part(NamedTuple):
+    """Rows of a micro-batch that learn the same losses."""
+
+    rows: slice
+    losses: dict[str, float]
+    is_online: bool
+    """Whether the teacher beside is asked, or what the batch holds of it."""
+    prefix: str = ""
+    """Of the names that their losses have in a step's result."""
+
+
 class StepResult(NamedTuple):
     """What one optimizer step saw; tensors stay on the device until somebody logs them."""
 
     sums: dict[str, Tensor]
-    """Nats summed over valid tokens, by loss, and their weighted sum as `loss`."""
+    """Nats summed over valid tokens, by loss, those of `OwnRows` as `own_...`, and the weighted sum
+    of all as `loss`."""
     grad_norm: Tensor
     """Before clipping."""
     valid_tokens: Tensor
@@ -67,7 +97,9 @@ class TrainingStep:
     the valid tokens of all and summed, as if one process had seen every batch.
 
     With a `teacher`, in the compute dtype, that one runs beside the student and is learned from;
-    without, what the batches hold of it.
+    without, what the batches hold of it. Where some rows are the student's `own` words, both may be
+    so: what is learned is the sum over the valid tokens of all rows, whosever they are, divided
+    once by their number.
     """
 
     def __init__(
@@ -76,9 +108,12 @@ class TrainingStep:
         optimizer: Optimizer,
         config: StepConfig,
         teacher: LanguageModel | None = None,
+        *,
+        own: OwnRows | None = None,
     ) -> None:
         self.student = student
         self.teacher = teacher
+        self._parts = _parts_of(config, own, has_teacher=teacher is not None)
         self.optimizer = optimizer
         self.config = config
         self.backend = backends.select(config.device)
@@ -135,7 +170,7 @@ class TrainingStep:
             norm = self.optimizer.step(step)
             self._taken += 1
             self.trouble = self.trouble + 0.0 * (norm + sums[-1])
-            names = (*self.config.losses, "loss")
+            names = (*(part.prefix + name for part in self._parts for name in part.losses), "loss")
             by_name = dict(zip(names, sums.unbind(), strict=True))
             self.backend.step_end()
             positions = ranks.size * sum(batch.mask.numel() for batch in batches)
@@ -193,22 +228,29 @@ class TrainingStep:
 
     def run_micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
         """Forward and backward of one micro-batch: the sum of each loss, their total last."""
-        targets = self._targets(batch, is_packed)
+        batches = [Batch(*(tensor[part.rows] for tensor in batch)) for part in self._parts]
+        pairs = zip(self._parts, batches, strict=True)
+        targets = [self._targets(part, rows, is_packed) for part, rows in pairs]
         with self.backend.autocast(self.dtype):
             hidden = self.student.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
-        flat, head = hidden.flatten(0, 1).to(self.dtype), self.student.head_in(self.dtype)
-        terms, temperature = self.config.losses, self.config.temperature
-        if isinstance(targets, Targets):
-            parts = loss_from_hidden(flat, head, targets, terms, temperature=temperature)
-        else:
-            parts = loss_from_teacher(flat, head, targets, terms, temperature=temperature)
-        self.optimizer.scale_loss(parts["loss"] / valid).backward()
-        return torch.stack([part.detach() for part in parts.values()])
+        head, temperature = self.student.head_in(self.dtype), self.config.temperature
+        sums, total = [], None
+        for part, taught in zip(self._parts, targets, strict=True):
+            flat = hidden[part.rows].flatten(0, 1).to(self.dtype)
+            if isinstance(taught, Targets):
+                found = loss_from_hidden(flat, head, taught, part.losses, temperature=temperature)
+            else:
+                found = loss_from_teacher(flat, head, taught, part.losses, temperature=temperature)
+            sums += [found[name].detach() for name in part.losses]
+            total = found["loss"] if total is None else total + found["loss"]
+        total = cast(Tensor, total)
+        self.optimizer.scale_loss(total / valid).backward()
+        return torch.stack([*sums, total.detach()])
 
     @torch.no_grad()
-    def _targets(self, batch: Batch, is_packed: bool) -> Targets | OnlineTargets:
+    def _targets(self, part: _Part, batch: Batch, is_packed: bool) -> Targets | OnlineTargets:
         """What the batch holds of the teacher, or the teacher itself after reading the batch."""
-        if self.teacher is None:
+        if not part.is_online or self.teacher is None:
             return to_targets(batch)
         hidden = self.teacher.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
         return OnlineTargets(
@@ -304,6 +346,15 @@ class _Graph:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         return sums
+
+
+def _parts_of(config: StepConfig, own: OwnRows | None, *, has_teacher: bool) -> list[_Part]:
+    """What the rows of a micro-batch learn, in their order."""
+    if own is None:
+        return [_Part(slice(None), config.losses, has_teacher)]
+    cached = _Part(slice(0, config.batch_size - own.number), config.losses, not own.reads_cache)
+    mine = _Part(slice(cached.rows.stop, None), own.losses, True, OWN_WORDS)
+    return [cached, mine] if cached.rows.stop else [mine]
 
 
 def _is_packed(batch: Batch) -> bool:

@@ -57,6 +57,7 @@ def test_a_cache_that_lacks_what_it_reads_is_refused() -> None:
     [
         ("tail", {}, "name='tail' is a loss of qat's own"),
         ("loss", {}, "name='loss' is a loss of qat's own"),
+        ("own_kd", {}, "own_ begins the losses on a student's own words"),
         ("my:loss", {}, "expected lower-case letters"),
         ("mine", {"reads": "logits"}, "expected topk, draws or labels"),
     ],

@@ -37,7 +37,7 @@ def trainer(place: Path, tmp_path: Path) -> Iterator[Trainer]:
         made.student,
         made.judge.tokenizer,
         made.optimizer,
-        codes=made.codes,
+        beside=[made.codes],
         config=made.config,
         ranks=made.ranks,
     )

@@ -139,7 +139,7 @@ def _plan(recipe: QualityRecipe, entry: QualityEntry) -> QualityPlan:
     stages = _stages(recipe, entry, where) if is_ours else ()
     for stage in stages:
         config = train_config(stage, ANYWHERE)
-        if config.teacher is None:
+        if config.reads_cache:
             check_targets(config.losses, settings.top_k, settings.draws)
         else:
             check_with_teacher(config.losses)

@@ -1,0 +1,315 @@
+"""The student's own words: it continues prompts of the cache, and learns what the teacher says.
+
+A share of each step's rows is such. Every few steps a rollout draws those of all steps until the
+next one, with the weights as they are formed for training, which are those that a checkpoint holds.
+So at most one rollout waits to be learned from. Which prompt a row continues, and by which random
+numbers, follows from seed, step and the row's number in the step alone.
+
+Shapes: B sequences of a micro-batch, n of them the student's own, S positions.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qat.backend import device as backends
+from qat.data.packing import NO_LABEL, Batch
+from qat.data.reader import TeacherCache
+from qat.errors import ConfigError
+from qat.generate.decode import Sampling
+from qat.generate.slots import Batch as Slotted
+from qat.generate.slots import Request, Sampler, Slots, SlotStep, Waves
+from qat.generate.step import DecodeStep, dense_linear
+from qat.generate.text import closing_tokens, repeated_frac
+from qat.models.language_model import LanguageModel
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import form_moved_weights, quant_linears
+from qat.ranks import ALONE, Ranks
+from qat.train.config import ALMOST_WHOLE, TrainConfig
+from qat.train.step import rank_indices
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "rollout."
+"""Of the names of a rollout's tensors in a checkpoint."""
+MOST_POSITIONS = 2**16
+"""Of all rows that the student writes at a time: what keeps their past grows with it."""
+
+
+def check_rollouts(config: TrainConfig, cache: TeacherCache) -> None:
+    """Refuse rollouts that leave no room for a prompt, or on a device that cannot draw them.
+
+    Raises:
+        ConfigError: either is so.
+    """
+    if not config.on_policy:
+        return
+    if config.rollout_tokens >= cache.sequence_length:
+        raise ConfigError(
+            f"rollout_tokens={config.rollout_tokens}, but the sequences of {cache.directory} have "
+            f"{cache.sequence_length} positions, expected room for a prompt too; use "
+            f"--rollout-tokens {cache.sequence_length - 1} or fewer"
+        )
+    if backends.select(config.device).fixed_shapes():
+        raise ConfigError(
+            f"on_policy={config.on_policy}, but a device that compiles for each shape "
+            f"({config.device}) reads the whole row anew for every word of it; train on a GPU, or "
+            "on what the teacher said with 'qat sample' and 'qat cache'"
+        )
+
+
+class OwnRow(NamedTuple):
+    """A prompt and what the student said to it."""
+
+    ids: list[int]
+    begin: int
+    """Where its own words begin."""
+
+
+class Rollouts:
+    """The student's own rows of each step.
+
+    All ranks use it together; each has rows of its own.
+    """
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        cache: TeacherCache,
+        config: TrainConfig,
+        *,
+        end: int | None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """To be made before the layers of the student are compiled.
+
+        Args:
+            end: the token by which the tokenizer ends a text, beside those that the model names.
+        """
+        self._cache, self._config, self._ranks = cache, config, ranks
+        S, places = cache.sequence_length, np.arange(config.batch_size + 1)
+        # as many of any other whole micro-batch too: how a step is divided changes none of its rows
+        before = np.floor(places * config.on_policy + ALMOST_WHOLE)
+        self._is_own = np.diff(before) > 0
+        self.order = np.argsort(self._is_own, kind="stable")
+        """`(B,)`: the sequences of a micro-batch, those last that give a prompt alone."""
+        self.longest = config.rollout_tokens or max(1, 3 * S // 4)
+        """Most words of the student in a row."""
+        self.ends = frozenset([*closing_tokens(student), *([] if end is None else [end])])
+        """Tokens that end a row."""
+        rows = config.own_rows * config.grad_accum_steps * config.rollout_every
+        slotted = Slotted(
+            num_slots=min(rows, max(1, MOST_POSITIONS // S)),
+            num_positions=S,
+            max_new_tokens=self.longest,
+            sampling=Sampling(config.rollout_temperature),
+            ends=self.ends,
+        )
+        self._speaker = Speaker(student, slotted, config)
+        self._begun = 0
+        """The step whose weights drew the latest rollout."""
+        self._waiting: dict[int, list[OwnRow]] = {}
+        """This rank's rows by step, one micro-batch after the other."""
+        self._now: tuple[int, list[OwnRow]] = (0, [])
+        """The step that was asked for last, and its rows."""
+        self._has_warned = False
+
+    def needed(self, step: int) -> bool:
+        """Whether `into` draws a rollout for this step."""
+        return step not in self._waiting
+
+    def into(self, batches: Sequence[Batch], step: int) -> list[Batch]:
+        """The micro-batches of a step, on the host, with the student's rows as their last ones."""
+        if self.needed(step):
+            self._roll(step)
+        rows, n = self._waiting.pop(step), self._config.own_rows
+        self._now = step, rows
+        parts = [rows[start : start + n] for start in range(0, len(rows), n)]
+        return [laid_in(batch, part) for batch, part in zip(batches, parts, strict=True)]
+
+    def told(self) -> dict[str, float]:
+        """Numbers of the latest step's rows, over all ranks, which call this together.
+
+        Tokens count where the student wrote them, the one that ends a row included.
+        """
+        step, rows = self._now
+        said = [row.ids[row.begin :] for row in rows]
+        ended = sum(ids[-1] in self.ends for ids in said)
+        repeated = sum(map(repeated_frac, said))
+        found = [len(said), sum(map(len, said)), ended, repeated]
+        total = torch.tensor(found, dtype=torch.float32, device=self._ranks.device)
+        self._ranks.sum_([total])
+        count, tokens, ended, repeated = total.tolist()
+        return {
+            "own_tokens": tokens,
+            "own_length": tokens / count,
+            "own_ended_frac": ended / count,
+            "own_repeated_frac": repeated / count,
+            "own_lag_steps": step - self._begun,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the rows of all ranks that wait; all call this together."""
+        if not self._waiting:
+            return {}
+        S, n, (first, *_) = self._cache.sequence_length, self._config.own_rows, self._waiting
+        mine = torch.zeros(len(self._waiting), len(self._waiting[first]), 1 + S, dtype=torch.int64)
+        for of_step, rows in zip(mine, self._waiting.values(), strict=True):
+            for stored, row in zip(of_step, rows, strict=True):
+                stored[0] = row.begin
+                stored[1 : 1 + len(row.ids)] = torch.tensor(row.ids) + 1  # 0: nothing there
+        mine = mine.unflatten(1, (-1, n))
+        whole = mine.new_zeros(*mine.shape[:2], self._ranks.size, *mine.shape[2:])
+        whole[:, :, self._ranks.rank] = mine
+        self._ranks.sum_([whole])
+        steps = torch.tensor([first, self._begun])
+        return {f"{PREFIX}rows": whole.flatten(1, 3), f"{PREFIX}steps": steps}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on with what a checkpoint's `state` held, on any number of ranks."""
+        if f"{PREFIX}rows" not in state:
+            return
+        first, self._begun = state[f"{PREFIX}steps"].tolist()
+        parts = state[f"{PREFIX}rows"].unflatten(1, (-1, self._ranks.size, self._config.own_rows))
+        for step, rows in enumerate(parts[:, :, self._ranks.rank].flatten(1, 2).tolist(), first):
+            self._waiting[step] = [
+                OwnRow([token - 1 for token in ids if token], begin) for begin, *ids in rows
+            ]
+
+    def requests(self, step: int) -> list[Request]:
+        """What this rank's rows of a step ask the student, one micro-batch after the other."""
+        config, ranks = self._config, self._ranks
+        count = config.sequences_per_step * ranks.size
+        numbers = step * count + np.arange(count)
+        numbers = numbers.reshape(-1, ranks.size, config.batch_size)[:, ranks.rank, self._is_own]
+        total = self._cache.num_sequences("train")
+        sequences = rank_indices(config, step, total, ranks)[:, self._is_own]
+        batch = self._cache.batch(sequences.flatten(), targets=())
+        S, found = self._cache.sequence_length, []
+        for place, number in enumerate(numbers.flatten().tolist()):
+            row = Batch(*(tensor[place] for tensor in batch))
+            ids = prompt_of(row, number, S - self.longest)
+            found.append(Request(ids, min(self.longest, S - len(ids)), (config.seed, number)))
+        return found
+
+    def _roll(self, step: int) -> None:
+        """Draw the rows of this step and of all that follow until the next rollout."""
+        every = self._config.rollout_every
+        steps = range(step, step - step % every + every)
+        requests = [self.requests(each) for each in steps]
+        said = iter(self._speaker.sample([request for each in requests for request in each]))
+        self._begun = step
+        self._waiting = {
+            each: [OwnRow([*request.ids, *next(said)], len(request.ids)) for request in asked]
+            for each, asked in zip(steps, requests, strict=True)
+        }
+        drawn = [row.ids[row.begin :] for rows in self._waiting.values() for row in rows]
+        if not self._has_warned and all(ids[0] in self.ends for ids in drawn):
+            self._has_warned = True
+            logger.warning(
+                "step %d: the student ends all %d rows of its own at once, expected words; it "
+                "learns from that alone: begin with --on-policy 0, or look at the prompts' ends",
+                step,
+                len(drawn),
+            )
+
+
+def prompt_of(row: Batch, number: int, most: int) -> list[int]:
+    """What the student is to continue of a cache's sequence, a `Batch` without its first dimension.
+
+    Of the documents in it, the one that `number` falls on in turn. If something stands before what
+    is to be learned in it (a chat's question), that is the prompt; of one that is learned from its
+    beginning, the first half, but `most` tokens.
+    """
+    starts = (row.position_ids == 0).nonzero()[:, 0].tolist()
+    bounds = pairwise([*starts, len(row.input_ids)])
+    documents = [(row.input_ids[a:b], row.mask[a:b].nonzero()[:, 0].tolist()) for a, b in bounds]
+    learned = [(ids, places) for ids, places in documents if places]
+    # an import may hold a sequence in which nothing counts
+    ids, places = learned[number % len(learned)] if learned else (row.input_ids, [0])
+    half = max(1, (places[-1] + 2) // 2)
+    return ids[: places[0] + 1 if places[0] else min(half, most)].tolist()
+
+
+def laid_in(batch: Batch, rows: Sequence[OwnRow]) -> Batch:
+    """The batch with these as its last rows, written over what is there.
+
+    What counts in them are the predictions of the student's own words.
+    """
+    B, S = batch.mask.shape
+    for place, row in enumerate(rows, B - len(rows)):
+        ids = torch.tensor(row.ids)
+        inside = slice(row.begin - 1, len(ids) - 1)
+        batch.input_ids[place] = 0
+        batch.input_ids[place, : len(ids)] = ids
+        batch.position_ids[place] = torch.arange(S)
+        batch.mask[place] = False
+        batch.mask[place, inside] = True
+        batch.labels[place] = NO_LABEL
+        batch.labels[place, inside] = ids[row.begin :]
+    return batch
+
+
+class Speaker:
+    """Continues prompts by the student as it is formed for the next step.
+
+    Where the layers are known, by a dense copy of it in the compute dtype, which is written over in
+    place, so that what a GPU recorded of its steps stays right; else by the student itself.
+    """
+
+    def __init__(self, student: LanguageModel, slotted: Slotted, config: TrainConfig) -> None:
+        self._student, self._precision = student, config.dtype
+        self._backend = backends.select(config.device)
+        self._dtype = self._backend.dtype(config.dtype)
+        self._is_copied = DecodeStep.fits(student)
+        self._formed: list[tuple[Tensor, QuantLinear]] = []
+        """Where the weight of a quantized linear is written."""
+        self._learning: list[tuple[Tensor, nn.Parameter]] = []
+        """Where what else learns is written."""
+        self._sampler: Sampler = Waves(student, slotted)
+        if not self._is_copied:
+            return
+        with self._backend.matmul_precision(self._precision):
+            dense = dense_copy(student.model, self._dtype)
+            self._sampler = Slots(SlotStep(LanguageModel(dense)), slotted)
+        linears = quant_linears(student.model)
+        self._formed = [
+            (cast(Tensor, dense.get_submodule(name).weight), m) for name, m in linears.items()
+        ]
+        self._learning = [
+            (dense.get_parameter(name), parameter)
+            for name, parameter in student.model.named_parameters()
+            if parameter.requires_grad and name.rpartition(".")[0] not in linears
+        ]
+
+    @torch.no_grad()
+    def sample(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The new tokens of each row, the one that ends it included."""
+        # the copy computes in its own dtype
+        casting = nullcontext() if self._is_copied else self._backend.autocast(self._dtype)
+        with self._backend.matmul_precision(self._precision), casting:
+            form_moved_weights(self._student.model, self._dtype)
+            for weight, linear in self._formed:
+                weight.copy_(linear.weight_in(self._dtype))
+            for copied, parameter in self._learning:
+                copied.copy_(parameter)
+            return self._sampler.sample(requests)
+
+
+def dense_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model with plain linears that hold formed weights, in `dtype` but for its norms."""
+    linears = quant_linears(model).values()
+    dense = copy.deepcopy(model, {id(linear): dense_linear(linear, dtype) for linear in linears})
+    for module in dense.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | FrozenLutTable):
+            module.to(dtype)
+    return dense.requires_grad_(False).eval()
