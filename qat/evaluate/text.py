@@ -188,7 +188,7 @@ def _window_batch(group: list[_Piece], special: frozenset[int]) -> Batch:
     B, S = input_ids.shape
     position_ids = torch.arange(S).expand(B, S)
     labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=NO_LABEL)
-    return _without_teacher(input_ids, position_ids, mask, labels)
+    return without_teacher(input_ids, position_ids, mask, labels)
 
 
 def packed_batches(
@@ -223,16 +223,15 @@ def packed_batches(
         for array in (packed.tokens.astype("int64"), packed.starts, packed.mask)
     )
     return [
-        _without_teacher(
+        without_teacher(
             ids, packing.position_ids(begins), counts, packing.labels(ids, begins, counts)
         )
         for ids, begins, counts in zip(tokens, starts, mask, strict=True)
     ]
 
 
-def _without_teacher(
-    input_ids: Tensor, position_ids: Tensor, mask: Tensor, labels: Tensor
-) -> Batch:
+def without_teacher(input_ids: Tensor, position_ids: Tensor, mask: Tensor, labels: Tensor) -> Batch:
+    """Sequences of which nobody has said anything, each part `(B, S)`."""
     B, S = input_ids.shape
     return Batch(
         input_ids=input_ids,

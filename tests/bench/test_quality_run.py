@@ -4,17 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from cache_case import teacher
 from quality_case import call, make_teacher_and_texts, write
+from torch.nn import functional as F
 
 from qat.bench.config import QualityConfig
 from qat.bench.jobs import least_busy
 from qat.bench.quality import run
-from qat.bench.quality.job import heartbeat_facts, run_job
+from qat.bench.quality.job import heartbeat_facts, own_batches, run_job
 from qat.bench.quality.plan import QualityJob, read_quality
 from qat.bench.quality.prepare import resolve
 from qat.bench.quality.run import Failure, run_jobs
 from qat.errors import QatError
+from qat.evaluate.divergence import exact_divergence
 from qat.logs import JsonLines, read_json_lines
+from qat.train.rollout import OwnRow
 
 
 @pytest.fixture
@@ -35,6 +40,46 @@ def in_this_process(jobs: list[QualityJob], devices, after_each) -> list[Failure
             failures.append(Failure(job.name, job.seed, str(error), job.log))
         after_each(failures)
     return failures
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_own_words_are_judged_as_a_text_is(count: int) -> None:
+    student, beside = teacher(seed=1), teacher(seed=2)
+    rows = [OwnRow([5, 6, 7 + n, 3][: 3 + n % 2], 1 + n % 2) for n in range(count)]
+    kl, tokens = 0.0, 0
+    for ids, begin in rows:
+        with torch.no_grad():
+            log_q, log_p = (
+                model.model(torch.tensor([ids])).logits[0, begin - 1 : -1].log_softmax(-1)
+                for model in (student, beside)
+            )
+        kl += F.kl_div(log_q, log_p, log_target=True, reduction="sum").item()
+        tokens += len(ids) - begin
+    found = exact_divergence(student, beside, own_batches(rows))
+    assert found.num_tokens == tokens and found.kl_nats == pytest.approx(kl / tokens, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_schemes_of_own_words_are_rows_of_the_table(place: Path, monkeypatch) -> None:
+    own = {"teacher": "teacher", "on_policy": 1.0, "rollout_tokens": 6}
+    write(
+        {"name": "cached"},
+        {"name": "own words", "train": own},
+        {"name": "half and half", "train": {**own, "on_policy": 0.5}},
+        {"name": "cached, then own words", "stages": [{}, own]},
+        generate_prompts=[],
+        generate_chats=3,
+    )
+    assert call(monkeypatch) == 0
+    rows = read_json_lines(Path("out/results.jsonl"))
+    by_name = {row["recipe"]: row for row in rows}
+    assert len(by_name) == 5 and by_name["teacher"]["kl_own_nats"] < 1e-6
+    assert all(row["kl_own_nats"] > 0 for row in rows if row["recipe"] != "teacher")
+    assert len({row["tokens"] for row in rows}) == 2  # the teacher's none, and the same for all
+    lines = read_json_lines(next(Path("out/runs").glob("half*/stage1/metrics.jsonl")))
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert all(line["own_tokens"] > 0 and line["tail_nats"] > 0 for line in trained)
+    assert "| KL own words |" in Path("out/quality.md").read_text()
 
 
 @pytest.mark.slow

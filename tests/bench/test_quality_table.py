@@ -53,6 +53,13 @@ def test_the_page_shows_what_was_measured() -> None:
     assert text.count("\n") == 6 and r"| a\|b | 3 |" in text
 
 
+def test_rows_of_before_own_words_were_judged_are_shown() -> None:
+    old = [{k: v for k, v in each.items() if k != "kl_own_nats"} for each in rows()]
+    headings, body = cells(summarise(old, TEXTS), TEXTS)
+    shown = dict(zip(headings, body[2], strict=True))
+    assert shown["KL own words"] == "-" and shown["KD"] == "1.0000"
+
+
 def test_pictures() -> None:
     found = charts(summarise(rows(), TEXTS), "own")
     assert list(found) == ["kl_bits.svg", "kl_seconds.svg"]

@@ -8,8 +8,10 @@ standard input does: no job outlives whoever started it. A student trains throug
 import logging
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -40,7 +42,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.evaluate.divergence import cached_divergence, exact_divergence
 from qat.evaluate.judge import split_batches
-from qat.evaluate.text import packed_batches
+from qat.evaluate.text import packed_batches, without_teacher
 from qat.generate.text import (
     distinct_frac,
     encode_prompt,
@@ -54,6 +56,7 @@ from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
+from qat.train.rollout import OwnRow, laid_in, prompt_of
 from qat.train.run import MANIFEST, STATE
 from qat.train.saver import STATE_TENSORS
 from qat.train.start import train_student
@@ -222,17 +225,16 @@ def judge(
     prompts = _prompts(recipe, next(iter(texts.values())), tokenizer)
     held_out = split_batches(cache, "held_out", BATCH, recipe.kd_sequences)
     common: Numbers = {"kd_nats": cached_divergence(student, held_out).kd_nats}
+    rows: list[OwnRow] = []
     with seeded(SAMPLE_SEED):
-        written = [
-            ids
-            for group in prompts
-            for ids in sample_continuations(
-                student,
-                group.repeat_interleave(recipe.generate_samples, 0),
-                max_new_tokens=recipe.generate_tokens,
-            )
-        ]
+        for group in prompts:
+            asked = group.repeat_interleave(recipe.generate_samples, 0)
+            said = sample_continuations(student, asked, max_new_tokens=recipe.generate_tokens)
+            pairs = zip(asked.tolist(), said, strict=True)
+            rows += [OwnRow([*prompt, *ids], len(prompt)) for prompt, ids in pairs]
+    written = [row.ids[row.begin :] for row in rows]
     common |= {
+        "kl_own_nats": exact_divergence(student, teacher, own_batches(rows)).kl_nats,
         "repeated_frac": statistics.fmean(map(repeated_frac, written)),
         "distinct_frac": statistics.fmean(map(distinct_frac, written)),
         "sample_tokens": statistics.fmean(map(len, written)),
@@ -241,6 +243,16 @@ def judge(
         name: {**exact_divergence(student, teacher, text)._asdict(), **common}
         for name, text in texts.items()
     }
+
+
+def own_batches(rows: Sequence[OwnRow]) -> Iterator[Batch]:
+    """What a student said, to be judged as a text is: its own words count, its prompts do not."""
+    S = max(len(row.ids) for row in rows)
+    for start in range(0, len(rows), BATCH):
+        some = rows[start : start + BATCH]
+        nothing = torch.zeros(len(some), S, dtype=torch.int64)
+        blank = without_teacher(nothing, nothing.clone(), nothing.bool(), nothing.clone())
+        yield laid_in(blank, some)
 
 
 def _batches(
@@ -264,12 +276,21 @@ def _batches(
 def _prompts(
     recipe: QualityRecipe, batches: list[Batch], tokenizer: PreTrainedTokenizerBase
 ) -> list[Tensor]:
-    """Prompts named, those of N tokens together `(B, N)`; or beginnings of a text's sequences."""
-    if not recipe.generate_prompts:
+    """What samples continue, prompts of N tokens together `(B, N)`.
+
+    Those named, those of a text's chats, or beginnings of its sequences.
+    """
+    if recipe.generate_chats:
+        most = max(1, recipe.sequence_length - recipe.generate_tokens)
+        rows = (Batch(*row) for batch in batches for row in zip(*batch, strict=True))
+        chats = enumerate(islice(rows, recipe.generate_chats))
+        prompts = [torch.tensor([prompt_of(row, number, most)]) for number, row in chats]
+    elif recipe.generate_prompts:
+        prompts = [encode_prompt(tokenizer, text, raw=True) for text in recipe.generate_prompts]
+    else:
         return [batches[0].input_ids[:NUM_PROMPTS, :PROMPT_TOKENS]]
     by_length = defaultdict(list)
-    for prompt in recipe.generate_prompts:
-        ids = encode_prompt(tokenizer, prompt, raw=True)
+    for ids in prompts:
         by_length[ids.shape[1]].append(ids)
     return [torch.cat(group) for _, group in sorted(by_length.items())]
 

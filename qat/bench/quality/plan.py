@@ -95,6 +95,9 @@ class QualityRecipe(Settings):
     """Each recipe is trained once with each."""
     generate_prompts: tuple[str, ...] = ()
     """What samples continue; by default eight beginnings of the first text to judge on."""
+    generate_chats: int = Field(0, ge=0)
+    """Instead: the prompts of the first so many sequences of that text, as `qat train --on-policy`
+    takes them, such as the questions of its chats; 0 for none."""
     generate_samples: int = Field(4, gt=0)
     """Samples of each prompt."""
     generate_tokens: int = Field(64, gt=4)
@@ -116,6 +119,11 @@ class QualityRecipe(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.generate_prompts and self.generate_chats:
+            raise ConfigError(
+                f"generate_chats={self.generate_chats} beside generate_prompts; expected one of "
+                "them; drop the other"
+            )
         names = [entry.name for entry in self.recipes]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -204,7 +212,8 @@ class QualityJob(JobFiles, Settings):
         judging = self.recipe.model_dump(
             mode="json",
             include={"report_sequences", "kd_sequences", "sequence_length", "generate_tokens"}
-            | {"generate_prompts", "generate_samples", "texts", "cache", "teacher"},
+            | {"generate_prompts", "generate_chats", "generate_samples"}
+            | {"texts", "cache", "teacher"},
         )
         if self.plan is None:
             return fingerprint([ROWS, judging])

@@ -33,7 +33,7 @@ from qat.process import cores
 PAGE = "quality.md"
 PER_TEXT = ("kl_nats", "top1_frac", "ppl")
 COMMON = (
-    *("kd_nats", "repeated_frac", "distinct_frac", "bits_per_weight", "megabytes"),
+    *("kd_nats", "kl_own_nats", "repeated_frac", "distinct_frac", "bits_per_weight", "megabytes"),
     *("steps", "tokens", "seconds", "peak_gib"),
 )
 TEACHER = "teacher"
@@ -219,7 +219,8 @@ def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[QualityLine]:
 
 def _line(rows: list[Row], texts: Sequence[str]) -> QualityLine:
     firsts = [row for row in rows if row["text"] == texts[0]]
-    stats = {name: stat([row[name] for row in firsts]) for name in COMMON}
+    # rows of before it was measured tell no KL on a student's own words
+    stats = {name: stat([row.get(name) for row in firsts]) for name in COMMON}
     for text in texts:
         own = [row for row in rows if row["text"] == text]
         stats |= {f"{name}.{text}": stat([row[name] for row in own]) for name in PER_TEXT}
@@ -251,6 +252,7 @@ def cells(
         *((f"top-1 {text}", f"top1_frac.{text}", "{:.4f}") for text in texts),
         *((f"ppl {text}", f"ppl.{text}", "{:.3f}") for text in texts),
         ("KD", "kd_nats", "{:.4f}"),
+        ("KL own words", "kl_own_nats", "{:.4f}"),
         ("rep-4", "repeated_frac", "{:.3f}"),
         ("distinct", "distinct_frac", "{:.3f}"),
         ("steps", "steps", "{:,.0f}"),
@@ -294,8 +296,9 @@ def _page(recipe: QualityRecipe, report: QualityReport) -> str:
         f"{recipe.sequence_length} tokens from {recipe.texts.distil}. Judged in float32 on the "
         f"first {recipe.report_sequences} sequences of {', '.join(texts)}: KL from the teacher "
         "over the whole vocabulary in nats a token, share of equal top-1 words, perplexity. KD as "
-        "the reference defines it, on held-out text. rep-4, distinct: repeated 4-grams and "
-        "distinct tokens of samples at temperature 1, top-p 0.95. bits/w: quantized linears, "
+        "the reference defines it, on held-out text. KL own words: KL on samples of the student "
+        "itself at temperature 1, top-p 0.95; rep-4, distinct: their repeated 4-grams and distinct "
+        "tokens. bits/w: quantized linears, "
         "everything counted; MB: the whole model. seconds: the training loop without compiling "
         "and evaluating. Means and standard deviations over seeds.",
         markdown_table(*cells(report.lines, report.texts, report.unmade)).rstrip(),
