@@ -19,6 +19,7 @@ from qat.data.cache import TeacherInfo
 from qat.data.config import CacheSettings
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
+from qat.models.load import model_identity
 from qat.quant.spec import PRESETS
 
 VOCAB = 300
@@ -47,8 +48,18 @@ def make_student(out: Path, *, width: int = 64, layers: int = 2) -> None:
     save_checkpoint(model, byte_tokenizer(), out)
 
 
-def build(out: Path, *, text: Path | None = None) -> None:
-    """A cache of a few shards, by a random teacher over the lines of `text` (by default ours)."""
+def make_teacher(out: Path) -> None:
+    """The teacher of `build` on disk, to run beside a student."""
+    tiny_model(32, 2).save_pretrained(out)
+    byte_tokenizer().save_pretrained(out)
+
+
+def build(out: Path, *, text: Path | None = None, teacher: Path | None = None) -> None:
+    """A cache of a few shards, by a random teacher over the lines of `text` (by default ours).
+
+    If that one lies at `teacher`, the cache knows it as such.
+    """
+    identity = "0" * 32 if teacher is None else model_identity(str(teacher))
     lines = (text or Path(build_cache.__code__.co_filename)).read_text().splitlines()
     build_cache(
         CacheSettings(
@@ -62,7 +73,7 @@ def build(out: Path, *, text: Path | None = None) -> None:
         tokenizer=byte_tokenizer(),
         teacher=LanguageModel(tiny_model(32, 2)),
         info=TeacherInfo(
-            name="random", identity="0" * 32, vocab_size=VOCAB, max_positions=None, dtype="float32"
+            name="random", identity=identity, vocab_size=VOCAB, max_positions=None, dtype="float32"
         ),
         documents=filter(str.strip, lines),
         out=out,

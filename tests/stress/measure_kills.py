@@ -1,11 +1,13 @@
-"""Kills trainings, checkpoint writing, cache builds and pulls with SIGKILL; no end may show it.
+"""Kills what the list below names with SIGKILL, again and again; no end may show it.
 
 python tests/stress/measure_kills.py --kills 200 --figures FILE.jsonl
+python tests/stress/measure_kills.py --kills 20 --only rollouts --figures FILE.jsonl
 
-Each quarter of the kills hits one of the four. What was killed is started again, and killed again,
-until it ends; then every file must equal that of an undisturbed run, but those that tell of time.
-After a failure all is kept in a directory that is named: what was killed, what it should have
-become, and what its processes said.
+Trainings, trainings on words of their own, checkpoint writing, cache builds and pulls: a fifth of
+the kills hits each, or all of them the one that is named. What was killed is started again, and
+killed again, until it ends; then every file must equal that of an undisturbed run, but those that
+tell of time. After a failure all is kept in a directory that is named: what was killed, what it
+should have become, and what its processes said.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 from fault_records import record
-from kill_case import after, build, contents, fork, killed, make_student
+from kill_case import after, build, contents, fork, killed, make_student, make_teacher
 
 from qat.files import sha256_file
 from qat.hub.pull import pull
@@ -35,6 +37,7 @@ from qat.train.config import TrainConfig
 from qat.train.saver import problem
 from qat.train.start import train_student
 
+KINDS = ("training", "rollouts", "checkpoints", "cache", "hub")
 STEPS = 24
 OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
 """Files of a run that tell when and where it ran."""
@@ -64,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="training, checkpoints, cache or hub")
+    parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--scratch", type=Path, help="an existing directory to work in")
     parser.add_argument("--figures", type=Path)
     arguments = parser.parse_args()
@@ -73,7 +76,9 @@ def main() -> None:
         equal, kills = kill_all(place, arguments.kills, arguments.seed, arguments.only)
         print(f"{equal} of {kills} kills left no trace")
         if arguments.figures:
-            record(arguments.figures, "kills_survived", equal, "kills", ">= 200, all byte-equal")
+            name = f"{arguments.only}_kills_survived" if arguments.only else "kills_survived"
+            goal = f">= {20 if arguments.only else 200}, all byte-equal"
+            record(arguments.figures, name, equal, "kills", goal)
         if equal != kills:
             raise SystemExit(1)
 
@@ -91,20 +96,21 @@ def kept_after_failure(parent: Path | None) -> Iterator[Path]:
 
 
 def kill_all(place: Path, kills: int, seed: int, only: str | None) -> tuple[int, int]:
-    """How many kills left no trace, and how many there were: a quarter of `kills` of each kind."""
+    """How many kills left no trace, and how many there were: as many of each kind, or of `only`."""
     rng, equal, done = random.Random(seed), 0, 0
-    kinds = {"training": trainings, "checkpoints": savings, "cache": builds, "hub": pulls}
-    build(place / "cache")
+    cases_of = (trainings, rollouts, savings, builds, pulls)
+    kinds = [pair for pair in zip(KINDS, cases_of, strict=True) if only in (None, pair[0])]
+    make_teacher(place / "teacher")
+    build(place / "cache", teacher=place / "teacher")
     make_student(place / "student")
-    for number, (kind, cases) in enumerate(kinds.items()):
-        share = kills * (number + 1) // 4 - kills * number // 4
-        if only in (None, kind):
-            began = time.monotonic()
-            with closing(cases(place, rng)) as found:
-                survived = kill_and_compare(found, place / f"killed-{kind}", share)
-            equal, done = equal + survived, done + share
-            seconds = time.monotonic() - began
-            print(f"{kind}: {survived} of {share} kills in {seconds:.0f} s", flush=True)
+    for number, (kind, cases) in enumerate(kinds):
+        share = kills * (number + 1) // len(kinds) - kills * number // len(kinds)
+        began = time.monotonic()
+        with closing(cases(place, rng)) as found:
+            survived = kill_and_compare(found, place / f"killed-{kind}", share)
+        equal, done = equal + survived, done + share
+        seconds = time.monotonic() - began
+        print(f"{kind}: {survived} of {share} kills in {seconds:.0f} s", flush=True)
     return equal, done
 
 
@@ -163,11 +169,26 @@ def trainings(place: Path, rng: random.Random) -> Iterator[Case]:
         yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), OF_TIME, True)
 
 
+def rollouts(place: Path, rng: random.Random) -> Iterator[Case]:
+    """Runs that learn on words of their own, rolled out every 1 to 4 steps."""
+    for number in count():
+        own = Own(place / "teacher", 1 + number // 2 % 4)
+        act = Training(place, (LATENT, FROZEN)[number % 2], 1 + number % 3, own)
+        yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)), OF_TIME, True)
+
+
 def savings(place: Path, rng: random.Random) -> Iterator[Case]:
     """The same, killed while a checkpoint is written."""
     for number in count():
         act = Training(place, (LATENT, FROZEN)[number % 2], 3)
         yield Case(act, lambda out, _: while_saving(out, rng), OF_TIME, True)
+
+
+class Own(NamedTuple):
+    """How a run learns on its own words."""
+
+    teacher: Path
+    every: int
 
 
 class Training(NamedTuple):
@@ -176,9 +197,14 @@ class Training(NamedTuple):
     place: Path
     learn: str
     save_every: int
+    own: Own | None = None
 
     def __call__(self, out: Path) -> None:
         """Begin or go on with the run in `out`."""
+        own = {}
+        if self.own is not None:
+            own = {"teacher": str(self.own.teacher), "rollout_every": self.own.every}
+            own |= {"on_policy": 0.5, "rollout_tokens": 24}
         config = TrainConfig(
             cache_dir=self.place / "cache",
             learn=self.learn,
@@ -190,6 +216,7 @@ class Training(NamedTuple):
             log_every=1,
             warmup_steps=5,
             device="cpu",
+            **own,
         )
         student = str(self.place / "student")
         train_student(config, student, out, resume=True, begins_anew=True)
