@@ -3,6 +3,7 @@
 #
 #     bash speedrun/quality.sh MODELS TEXTS RECORD [teacher_88m|stories|minimind|tiny ...]
 #     bash speedrun/quality.sh MODELS TEXTS RECORD mixture smollm2
+#     bash speedrun/quality.sh MODELS TEXTS RECORD onpolicy_smollm2 onpolicy_minimind2
 #
 #     ONLY='2a2|codewords|EdgeRazor' bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind ...
 #
@@ -77,6 +78,47 @@ smollm2() { # GPUS
         --figure smollm2_over_best_baseline --goal "<= 0.4" --figures "$record/figures.jsonl"
 }
 
+questions() { # of GSM8K, Alpaca and Self-Instruct, as chats that nobody has answered
+    [ -e texts/questions.jsonl ] && return
+    python - "$texts" "$instructions" > texts/questions.jsonl.part << 'PYTHON'
+import json, sys
+from pathlib import Path
+
+def rows(path):
+    text = Path(path).read_text(encoding="utf-8")
+    return json.loads(text) if path.endswith(".json") else map(json.loads, text.splitlines())
+
+texts, instructions = sys.argv[1:]
+for row in rows(f"{texts}/gsm8k/train.jsonl"):
+    print(json.dumps({"messages": [{"role": "user", "content": row["question"]}]}))
+for path in (instructions, *(f"{texts}/self-instruct/{name}.jsonl"
+                             for name in ("seed_tasks", "user_oriented_instructions"))):
+    for row in rows(path):
+        given = row["input"] if "input" in row else row["instances"][0]["input"]
+        asked = "\n\n".join(filter(None, (row["instruction"], given)))
+        if len(asked) < 600:  # there is room for an answer in a row
+            print(json.dumps({"messages": [{"role": "user", "content": asked}]}))
+PYTHON
+    mv texts/questions.jsonl.part texts/questions.jsonl
+}
+
+answers() { # GPUS TEACHER FILE
+    [ -e "$3" ] || on_gpus "$1" qat sample "teachers/$2" --prompts texts/questions.jsonl \
+        --samples 2 --max-new-tokens 160 --least-variety 0.25 --dtype fp32 --out "$3"
+}
+
+onpolicy_smollm2() { # GPUS
+    mkdir -p teachers/smollm2
+    ln -sf "$models"/SmolLM2-135M-Instruct.Q4_1.gguf teachers/smollm2/
+    answers "$1" smollm2/SmolLM2-135M-Instruct.Q4_1.gguf texts/answers_smollm2.jsonl
+    compare "$1" onpolicy_smollm2
+}
+
+onpolicy_minimind2() { # GPUS
+    answers "$1" minimind2-small texts/answers_minimind2.jsonl
+    compare "$1" onpolicy_minimind2
+}
+
 gradients() { # GPUS
     [ -e "$record/angles.jsonl" ] && return
     python speedrun/research/measure_lora.py --figures "$record/figures.jsonl"
@@ -99,6 +141,7 @@ print(*(','.join(map(str, range(i, gpus, n))) or i % gpus for i in range(n)))"
 }
 
 wanted=("${@:4}")
+case " ${wanted[*]} " in *onpolicy_*) questions ;; esac # once, before they begin side by side
 [ ${#wanted[@]} -gt 0 ] || wanted=(teacher_88m stories minimind tiny)
 read -ra gpus_of <<< "$(shares ${#wanted[@]})"
 sharing=$(((${#wanted[@]} + gpus - 1) / gpus)) # comparisons on a GPU: they sample at the same time
@@ -113,5 +156,10 @@ if [ $# -le 3 ]; then
     python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
     python speedrun/quality_figures.py equal-time runs/{stories15m,minimind2,tiny_qwen3,teacher88m} \
         --figures "$record/figures.jsonl" || failed=1
+fi
+own=()
+for name in "${wanted[@]}"; do [[ $name == onpolicy_* ]] && own+=("runs/$name"); done
+if [ ${#own[@]} -gt 0 ] && [ -z "$only" ]; then
+    python speedrun/quality_figures.py own-words "${own[@]}" --figures "$record/figures.jsonl" || failed=1
 fi
 exit $failed

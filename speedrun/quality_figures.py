@@ -6,6 +6,7 @@
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
     python speedrun/quality_figures.py vectors runs/stories15m runs/minimind2 --figures FILE
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
+    python speedrun/quality_figures.py own-words runs/onpolicy_smollm2 --figures FILE
 
 `runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
 """
@@ -29,6 +30,7 @@ LEVELS_OF_ONE_FORMAT, CODEWORDS_OF_ONE_FORMAT = (
 )
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
+CACHED, OWN, TIMED_SO = "cached", r"own words|half and half", ", equal seconds"
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
 SANITY = ("repeated_frac", "distinct_frac")
 
@@ -84,6 +86,19 @@ class Results:
     def over(self, reference: str) -> float:
         """Our KL over that reference's."""
         return self.kl(self.best(reference)) / self.kl(reference)
+
+    def gains(self, key: str) -> list[float]:
+        """At each size, the least mean of `key` over schemes of own words at equal steps, over that
+        of cached rows."""
+        names = dict.fromkeys(row["recipe"] for row in self.rows)
+        mean = {name: statistics.fmean(row[key] for row in self.of(name)) for name in names}
+        schemes = [n for n in names if re.search(OWN, n) and not n.endswith(TIMED_SO)]
+        return [
+            min(mean[n] for n in schemes if n.startswith(cached.removesuffix(CACHED)))
+            / mean[cached]
+            for cached in names
+            if cached.endswith(CACHED)
+        ]
 
     def baselines(self) -> list[str]:
         """What is compared with at equal steps, or trains nothing."""
@@ -245,6 +260,25 @@ def bits_at(points: list[tuple[float, float]], kl: float) -> float:
             share = math.log(before[1] / kl) / math.log(before[1] / value)
             return before[0] + share * (bits - before[0])
     return math.inf
+
+
+@app.command
+def own_words(*directories: Path, figures: Path) -> None:
+    """Append what learning on a student's own words is worth, of the worst teacher and size.
+
+    At equal tokens the KL on own words of the best scheme over that of cached rows alone; and the
+    same of the KL on the first text.
+    """
+    found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
+    for figure, key, goal in (
+        ("onpolicy_gain_own_samples", "kl_own_nats", "<= 0.8"),
+        ("onpolicy_gain_teacher_text", "kl_nats", ""),
+    ):
+        ratios = [(ratio, each) for each in found for ratio in each.gains(key)]
+        value, worst = max(ratios, key=lambda pair: pair[0])
+        print(figure, [(each.name, round(ratio, 4)) for ratio, each in ratios])
+        measured = {key: worst.rows[0][key] for key in ("commit", "device")}
+        record(figures, figure, round(value, 4), "", goal, measured=measured)
 
 
 @app.command

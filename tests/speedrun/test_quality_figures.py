@@ -143,3 +143,29 @@ def test_vectors_are_compared_with_levels_of_no_fewer_bits(script, tmp_path: Pat
     assert found["vector_kl_ratio_mixed_3_bits"] == pytest.approx(1.05 * 0.8)
     assert found["vector_converted_ratio"] == pytest.approx(1.05 * 0.3 / 0.8, abs=1e-4)
     assert 2.2 < found["vector_bits_at_q2a2_kl"] < 2.3
+
+
+def test_the_worst_size_says_what_own_words_are_worth(script, tmp_path: Path) -> None:
+    facts = {"text": "held_out", "commit": "c0ffee", "device": "cpu", "method": "qat"}
+    rows = [
+        {"recipe": recipe, "steps": 50, "kl_nats": kl, "kl_own_nats": own}
+        for recipe, kl, own in (
+            ("2.5 bits, converted only", 9.0, 9.0),
+            ("2.5 bits, cached", 0.5, 1.0),
+            ("2.5 bits, cached", 0.5, 3.0),
+            ("2.5 bits, own words", 0.8, 1.0),
+            ("2.5 bits, half and half", 0.6, 1.5),
+            ("2.5 bits, own words, equal seconds", 0.1, 0.1),
+            ("3.0 bits, cached", 0.2, 0.4),
+            ("3.0 bits, cached, then own words", 0.1, 0.3),
+        )
+    ]
+    path = tmp_path / "small" / "results.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(facts | row) + "\n" for row in rows))
+    out = tmp_path / "figures.jsonl"
+    script.own_words(path.parent, figures=out)
+    found = {line["figure"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert found["onpolicy_gain_own_samples"]["value"] == 0.75
+    assert found["onpolicy_gain_teacher_text"]["value"] == 1.2
+    assert found["onpolicy_gain_own_samples"]["commit"] == "c0ffee"
