@@ -145,7 +145,7 @@ case " ${wanted[*]} " in *onpolicy_*) questions ;; esac # once, before they begi
 [ ${#wanted[@]} -gt 0 ] || wanted=(teacher_88m stories minimind tiny)
 read -ra gpus_of <<< "$(shares ${#wanted[@]})"
 sharing=$(((${#wanted[@]} + gpus - 1) / gpus)) # comparisons on a GPU: they sample at the same time
-batch=$((8192 / sharing))
+batch=$((2048 / sharing))
 jobs=()
 for i in "${!wanted[@]}"; do
     "${wanted[$i]}" "${gpus_of[$i]}" & jobs+=($!)
