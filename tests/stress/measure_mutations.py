@@ -223,7 +223,7 @@ def read_run(config: TrainConfig, student: str, root: Path) -> str:
     step = opened.choice.step
     run.forget_after(step)
     tensors = [*opened.optimizer.state().values(), *opened.model.model.state_dict().values()]
-    return digest([*tensors, *opened.codes.values()], f"{step}")
+    return digest([*tensors, *opened.remembered.values()], f"{step}")
 
 
 def read_recipe(root: Path) -> str:
