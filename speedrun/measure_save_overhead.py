@@ -130,7 +130,13 @@ class _Stretches:
         config = standing_still(setting.config)
         self._run = RunDirectory(place)
         self._saver = Saver(
-            self._run, ours.student, None, ours.optimizer, beside=[codes], config=config, ranks=ALONE
+            self._run,
+            ours.student,
+            None,
+            ours.optimizer,
+            beside=[codes],
+            config=config,
+            ranks=ALONE,
         )
         self._step = 0
 
