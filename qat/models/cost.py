@@ -219,12 +219,14 @@ TERA, GIGA = 1e12, 1e9
 # What devices can do, from their makers' data sheets.
 #
 # Dense peaks without sparsity, boost clock; FLOP/s are those with float32 accumulation, in which
-# training computes: GeForce boards do fp16 and bf16 with it at half their fp16-accumulation rate.
-# Memory is what a driver reports to programs, a little less than the name on the box.
+# training computes: GeForce boards do fp16 and bf16 with it at half their fp16-accumulation rate,
+# professional boards of the same chips at the full one. Memory is what a driver reports to
+# programs, a little less than the name on the box.
 #
-# Sources: NVIDIA data sheets of T4, L4, A10, A100 (2021), H100 (SXM5 and PCIe), H200, HGX B200;
-# NVIDIA white papers GA102, Ada and RTX Blackwell, appendix tables; Google Cloud's
-# documentation of TPU v4, v5e, v5p and v6e. A dash there is None here: no native units.
+# Sources: NVIDIA data sheets of V100 (2020), T4, L4, L40S, A10, A40, A100 (2021), H100 (SXM5 and
+# PCIe), H200, HGX B200, RTX A6000; NVIDIA white papers GA102, Ada (also of RTX 6000) and RTX
+# Blackwell (also of RTX PRO 6000), appendix tables; AMD's data sheet of Instinct MI300X; Google
+# Cloud's documentation of TPU v4, v5e, v5p and v6e. A dash there is None here: no native units.
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,14 @@ DEVICES = (
     Device("T4", ("tesla t4",), 14.6, _peaks(8.1, None, None, 65), 320, "fp16"),
     Device("L4", ("nvidia l4",), 22.0, _peaks(30.3, 60, 121, 121), 300, "bf16"),
     Device("A10", ("nvidia a10",), 22.0, _peaks(31.2, 62.5, 125, 125), 600, "bf16"),
+    Device("V100-PCIe", ("v100", "pcie"), 15.7, _peaks(14, None, None, 112), 900, "fp16"),
+    Device("V100-16", ("v100", "16gb"), 15.7, _peaks(15.7, None, None, 125), 900, "fp16"),
+    Device("V100-32", ("v100", "32gb"), 31.7, _peaks(15.7, None, None, 125), 900, "fp16"),
+    Device("A40", ("nvidia a40",), 44.4, _peaks(37.4, 74.8, 149.7, 149.7), 696, "bf16"),
+    Device("L40S", ("l40s",), 44.4, _peaks(91.6, 183, 362.05, 362.05), 864, "bf16"),
+    Device("A6000", ("rtx a6000",), 47.4, _peaks(38.7, 77.4, 154.8, 154.8), 768, "bf16"),
+    Device("RTX6000-Ada", ("rtx 6000 ada",), 47.4, _peaks(91.1, 182.1, 364.2, 364.2), 960, "bf16"),
+    Device("RTX6000-PRO", ("rtx pro 6000",), 94.9, _peaks(126, 251.9, 503.8, 503.8), 1792, "bf16"),
     Device("A100-40", ("a100", "40gb"), 39.4, _peaks(19.5, 156, 312, 312), 1555, "bf16"),
     Device("A100-80", ("a100", "80gb"), 79.2, _peaks(19.5, 156, 312, 312), 2039, "bf16"),
     Device("RTX3090", ("rtx 3090",), 23.6, _peaks(35.6, 35.6, 71, 71), 936, "bf16"),
@@ -269,6 +279,7 @@ DEVICES = (
     Device("H100", ("h100",), 79.1, _peaks(67, 494.7, 989.4, 989.4), 3350, "bf16"),
     Device("H200", ("h200",), 139.8, _peaks(67, 494.7, 989.4, 989.4), 4800, "bf16"),
     Device("B200", ("b200",), 178.4, _peaks(75, 1125, 2250, 2250), 7700, "bf16"),
+    Device("MI300X", ("mi300x",), 191.5, _peaks(163.4, 653.7, 1307.4, 1307.4), 5300, "bf16"),
     Device("TPU-v5e", ("tpu v5 lite",), 15.7, _peaks(None, None, 197, None), 819, "bf16"),
     Device("TPU-v4", ("tpu v4",), 31.2, _peaks(None, None, 275, None), 1228, "bf16"),
     Device("TPU-v5p", ("tpu v5p",), 94.7, _peaks(None, None, 459, None), 2765, "bf16"),

@@ -25,7 +25,17 @@ from qat.models.cost import DEVICES, device_called, devices_named
         ("NVIDIA B200", "B200"),
         ("TPU v5 lite", "TPU-v5e"),
         ("TPU v6 lite", "TPU-v6e"),
-        ("NVIDIA L40S", None),
+        ("Tesla V100-SXM2-16GB", "V100-16"),
+        ("Tesla V100-SXM2-32GB", "V100-32"),
+        ("Tesla V100-PCIE-32GB", "V100-PCIe"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX6000-PRO"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA L40", None),
+        ("Quadro RTX 6000", None),
         ("NVIDIA A10G", None),
         ("cpu", None),
     ],
@@ -42,8 +52,16 @@ def test_every_device_can_train_in_its_dtype() -> None:
         assert 10 < device.memory_gib < 200
 
 
-def test_a_t4_has_neither_bf16_nor_tf32() -> None:
-    (device,) = devices_named(("t4",))
+def test_geforce_boards_accumulate_in_fp32_at_half_rate() -> None:
+    boards = devices_named(("rtx4090", "rtx5090", "rtx6000-ada", "rtx6000-pro"))
+    geforce, professional = boards[:2], boards[2:]
+    for board, full in zip(geforce, professional, strict=True):  # of one chip each
+        assert 2 * board.peak_flops("bf16") == pytest.approx(full.peak_flops("bf16"), rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["t4", "v100-16", "v100-32", "v100-pcie"])
+def test_older_cards_have_neither_bf16_nor_tf32(name: str) -> None:
+    (device,) = devices_named((name,))
     assert device.peak_flops("bf16") is None and device.peak_flops("tf32") is None
     assert device.dtype == "fp16"
 
