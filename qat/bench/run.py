@@ -30,10 +30,12 @@ from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.models.cost import (
     Device,
+    StepWork,
     TokenFlops,
     device_called,
     devices_named,
     parameter_count,
+    step_work,
     token_flops,
 )
 from qat.models.language_model import LanguageModel
@@ -46,15 +48,39 @@ logger = logging.getLogger(__name__)
 # What other devices would do, predicted from one measured run; never measured.
 #
 # Memory: `largest = (memory - RESERVED_GIB - fixed) / per_sequence` of the fitted memory model.
-# Time: a token's time is split into its matmuls, `flops / measured matmul rate`, and the rest,
-# which is taken to be bound by memory traffic. The first scales with the peak of the device's own
-# dtype, the second with its bandwidth; both peaks count for what the measuring device reached of
-# its own (or `TYPICAL_SHARE` where that one is not in the table).
+# Time: the work of a step at the rates that we reached on one H200, as shares of the data sheet's
+# peaks. From a device of the table the measured speed is scaled by what this says of both; from any
+# other what it says of the predicted one is the prediction.
 
 RESERVED_GIB = 0.8
 """Memory that a driver's context and libraries take."""
-TYPICAL_SHARE = 0.8
-"""Of a data sheet's peak, in a large matmul or copy."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a training step reaches of a device's peaks."""
+
+    matmul: float
+    """Share of the peak FLOP/s, in linears."""
+    attention: float
+    """The same in attention, as FLOPs of a step are counted."""
+    traffic: float
+    """Bytes moved for each of the numbers that enter and leave linears."""
+    weight: float
+    """Bytes moved for each weight, once a step."""
+
+    def seconds(self, work: StepWork, device: Device, dtype: str, positions: int) -> float:
+        """Time of one position, in steps of so many, in a dtype that the device multiplies in."""
+        moved = self.traffic * work.elements + self.weight * work.weights / positions
+        flops = work.matmul_flops / self.matmul + work.attention_flops / self.attention
+        return flops / device.peak_flops(dtype) + moved / device.bandwidth
+
+
+RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7)
+"""Fitted by `speedrun/measure_predictor.py` on the H200's rows of speedrun/records."""
+SPREAD = (0.70, 1.07)
+"""Measured over predicted, tenth and ninetieth percentile of the published throughputs that
+`speedrun/measure_predictor.py` holds against predictions."""
 
 
 @dataclass(frozen=True)
@@ -69,45 +95,42 @@ class DevicePrediction:
     """At that batch, what the driver takes included."""
     tokens_per_s: float
 
+    @property
+    def tokens_per_s_range(self) -> tuple[float, float]:
+        """What eight of ten published throughputs would lead to expect."""
+        low, high = SPREAD
+        return low * self.tokens_per_s, high * self.tokens_per_s
+
 
 @dataclass(frozen=True)
 class Measured:
     """The run that predictions rest on."""
 
     device: Device | None
-    roofline: Roofline
-    flops_per_token: float
+    dtype: str
+    work: StepWork
+    positions: int
+    """Of a step."""
     tokens_per_s: float
     memory: MemoryModel | None
 
-    @property
-    def matmul_s(self) -> float:
-        """Seconds of a token's time that its matmuls take, at most all of it."""
-        return min(self.flops_per_token / self.roofline.matmul_flops, 1 / self.tokens_per_s)
-
-    @property
-    def rest_s(self) -> float:
-        """The rest of a token's time."""
-        return 1 / self.tokens_per_s - self.matmul_s
+    def seconds(self, device: Device) -> float:
+        """Time of a position of this run on `device`, in its own best dtype."""
+        predicted = RATES.seconds(self.work, device, device.dtype, self.positions)
+        if self.device is None or self.device.peak_flops(self.dtype) is None:
+            return predicted
+        own = RATES.seconds(self.work, self.device, self.dtype, self.positions)
+        return predicted / own / self.tokens_per_s
 
 
 def predict(measured: Measured, device: Device) -> DevicePrediction:
     """What `device` would do at the same settings in its own best dtype."""
-    own, roofline = measured.device, measured.roofline
-    matmul_share = copy_share = TYPICAL_SHARE
-    if own is not None:
-        copy_share = roofline.copy_bytes / own.bandwidth
-        if roofline.sheet_flops is not None:
-            matmul_share = roofline.matmul_flops / roofline.sheet_flops
-    matmul_flops = matmul_share * device.peak_flops(device.dtype)
-    copy_bytes = copy_share * device.bandwidth
-    matmul_s = measured.matmul_s * roofline.matmul_flops / matmul_flops
-    rest_s = measured.rest_s * roofline.copy_bytes / copy_bytes
     largest = peak_gib = None
     if measured.memory is not None:
         largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
         peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
-    return DevicePrediction(device.name, device.dtype, largest, peak_gib, 1 / (matmul_s + rest_s))
+    speed = 1 / measured.seconds(device)
+    return DevicePrediction(device.name, device.dtype, largest, peak_gib, speed)
 
 
 FACTS = (
@@ -318,17 +341,22 @@ class _Bench:
         """Other devices, predicted from the fastest row of this run."""
         setting = self.setting
         model = search.model if search else self._trials.memory_model(setting.data.seq_len)
+        recompute = float(setting.config.gradient_checkpointing)
+        fastest = max(self.timings, key=lambda timing: timing.tokens_per_s)
         measured = Measured(
-            device_called(setting.backend.name()),
-            setting.roofline,
-            setting.flops.total,
-            max(timing.tokens_per_s for timing in self.timings),
-            model,
+            device=device_called(setting.backend.name()),
+            dtype=setting.config.dtype,
+            work=step_work(self.ours.student, setting.flops, recompute=recompute),
+            positions=fastest.positions,
+            tokens_per_s=fastest.tokens_per_s,
+            memory=model,
         )
         found = tuple(predict(measured, device) for device in devices)
         for each in found:
             row = {**setting.row("predicted", "ours", each.max_batch), "dtype": each.dtype}
+            low, high = each.tokens_per_s_range
             told = {"on": each.device, "tokens_per_s": each.tokens_per_s}
+            told |= {"tokens_per_s_low": low, "tokens_per_s_high": high}
             self.results.add(**row, **told, status="PREDICTED")
         return found
 

@@ -150,6 +150,41 @@ def token_flops(
     return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student, S))
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """What a training step asks of a device, per position unless said otherwise."""
+
+    matmul_flops: float
+    """Of the decoder's linears and the head, recomputed ones among them."""
+    attention_flops: float
+    elements: float
+    """Numbers that enter and leave the linears: what norms, gates, rotations and the loss read and
+    write is a multiple of them."""
+    weights: float
+    """Weights of the linears; they are moved once a step, however many positions it has."""
+
+
+def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0.0) -> StepWork:
+    """The work of a step that costs `flops`, of which a share `recompute` of the forward repeats.
+
+    Args:
+        student: what trains.
+        flops: of the student's step, at the length of its sequences.
+        recompute: 1 with gradient checkpointing, 0 without.
+    """
+    used, D = _weights_used(student), student.head.in_features
+    elements = flops.head / (4 * D) + D
+    for name, weights in used.items():
+        linear = student.model.get_submodule(name)
+        elements += weights / linear.in_features + weights / linear.out_features
+    return StepWork(
+        matmul_flops=flops.linears + flops.head + recompute * 2 * sum(used.values()),
+        attention_flops=flops.attention * (1 + recompute / 3),
+        elements=elements * (1 + recompute / 3),
+        weights=sum(_linear_weights(student).values()),
+    )
+
+
 def forward_flops(model: LanguageModel, S: int) -> float:
     """FLOPs per position of a forward pass alone, all logits among them: what a teacher costs."""
     weights = sum(_weights_used(model).values())
@@ -157,12 +192,15 @@ def forward_flops(model: LanguageModel, S: int) -> float:
     return 2.0 * (weights + head) + _attention_flops(model, S)
 
 
+def _linear_weights(model: LanguageModel) -> dict[str, float]:
+    linears = {name: model.model.get_submodule(name) for name in linear_names(model.model)}
+    return {name: float(each.out_features * each.in_features) for name, each in linears.items()}
+
+
 def _weights_used(model: LanguageModel) -> dict[str, float]:
     """Weights of each linear that a token is multiplied with: of experts, those it is sent to."""
-    used = {}
-    for name in linear_names(model.model):
-        linear = model.model.get_submodule(name)
-        used[name] = float(linear.out_features * linear.in_features)
+    used = _linear_weights(model)
+    for name in used:
         owner, _, key = name.rpartition(".")
         if experts := experts_of(model.model.get_submodule(owner), key):
             chosen = (getattr(model.config, key, None) for key in CHOSEN_EXPERTS)

@@ -1,22 +1,25 @@
-"""Predictions for other devices follow the stated formula."""
+"""Predictions for other devices: from what was measured, at the rates fitted on one H200."""
+
+from dataclasses import replace
 
 import pytest
+from tiny import tiny_model
 
 from qat.bench.find_max import MemoryModel
-from qat.bench.measure import Roofline
-from qat.bench.run import RESERVED_GIB, Measured, predict
-from qat.models.cost import devices_named
+from qat.bench.run import RATES, RESERVED_GIB, SPREAD, Measured, predict
+from qat.models.cost import StepWork, TokenFlops, devices_named, step_work
+from qat.models.language_model import LanguageModel
 
-H200, T4, A100 = devices_named(("h200", "t4", "a100-80"))
-FLOPS = 3e9
+H200, H100, T4, V100, A100 = devices_named(("h200", "h100", "t4", "v100-32", "a100-80"))
+WORK = StepWork(matmul_flops=3e9, attention_flops=1e8, elements=8e5, weights=6e8)
 
 
 def measured(**values: object) -> Measured:
-    roofline = Roofline(H200.peak_flops("bf16"), 0.8 * H200.peak_flops("bf16"), 4e12)
     parts = {
         "device": H200,
-        "roofline": roofline,
-        "flops_per_token": FLOPS,
+        "dtype": "bf16",
+        "work": WORK,
+        "positions": 32768,
         "tokens_per_s": 150_000.0,
         "memory": MemoryModel(3.0, 0.01),
     }
@@ -27,15 +30,19 @@ def test_the_measuring_device_is_predicted_as_measured() -> None:
     found = predict(measured(), H200)
     assert found.tokens_per_s == pytest.approx(150_000)
     assert found.max_batch == int((H200.memory_gib - RESERVED_GIB - 3.0) / 0.01)
+    assert found.tokens_per_s_range == pytest.approx([share * 150_000 for share in SPREAD])
+    assert SPREAD[0] < 1 < SPREAD[1]
 
 
-def test_matmuls_scale_with_the_peak_and_the_rest_with_bandwidth() -> None:
-    run = measured()
-    expected = (
-        run.matmul_s * H200.peak_flops("bf16") / A100.peak_flops("bf16")
-        + run.rest_s * H200.bandwidth / A100.bandwidth
-    )
-    assert predict(run, A100).tokens_per_s == pytest.approx(1 / expected)
+def test_flops_scale_with_the_peak_and_the_rest_with_bandwidth() -> None:
+    flops = replace(WORK, elements=0.0, weights=0.0)
+    ratio = A100.peak_flops("bf16") / H200.peak_flops("bf16")
+    assert predict(measured(work=flops), A100).tokens_per_s == pytest.approx(150_000 * ratio)
+    moved = replace(WORK, matmul_flops=0.0, attention_flops=0.0)
+    ratio = A100.bandwidth / H200.bandwidth
+    assert predict(measured(work=moved), A100).tokens_per_s == pytest.approx(150_000 * ratio)
+    both = predict(measured(), A100).tokens_per_s / 150_000
+    assert 312 / 989.4 < both < ratio
 
 
 def test_a_small_card_uses_its_own_dtype_and_holds_fewer() -> None:
@@ -44,14 +51,51 @@ def test_a_small_card_uses_its_own_dtype_and_holds_fewer() -> None:
     assert found.max_batch == int((T4.memory_gib - RESERVED_GIB - 3.0) / 0.01)
 
 
+def test_a_card_without_bf16_is_predicted_in_fp16() -> None:
+    found = predict(measured(), V100)
+    assert found.dtype == "fp16" and predict(measured(), T4).tokens_per_s < found.tokens_per_s
+
+
 def test_without_a_memory_model_no_batch_is_predicted() -> None:
     assert predict(measured(memory=None), T4).max_batch is None
 
 
-def test_an_unknown_measuring_device_counts_with_its_measured_peaks() -> None:
-    roofline = Roofline(None, 1e11, 1e10)
-    run = measured(device=None, roofline=roofline, tokens_per_s=20.0)
-    expected = run.matmul_s * 1e11 / (0.8 * A100.peak_flops("bf16")) + run.rest_s * 1e10 / (
-        0.8 * A100.bandwidth
-    )
+@pytest.mark.parametrize("run", [measured(device=None), measured(dtype="tf64")])
+def test_from_a_device_without_a_known_peak_the_rates_alone_predict(run: Measured) -> None:
+    expected = RATES.seconds(WORK, A100, "bf16", 32768)
     assert predict(run, A100).tokens_per_s == pytest.approx(1 / expected)
+
+
+@pytest.mark.parametrize("name", WORK.__dataclass_fields__)
+def test_more_work_takes_longer(name: str) -> None:
+    more = replace(WORK, **{name: 2 * getattr(WORK, name)})
+    assert seconds(more) > seconds(WORK)
+
+
+def test_larger_steps_and_faster_cards_take_less_time_for_a_token() -> None:
+    assert seconds(WORK, positions=65536) < seconds(WORK)
+    assert seconds(WORK) < RATES.seconds(WORK, H100, "bf16", 32768)
+    faster = replace(H200, peak_tflops={"bf16": 2000.0})
+    assert RATES.seconds(WORK, faster, "bf16", 32768) < seconds(WORK)
+
+
+def test_recomputing_repeats_a_share_of_the_forward() -> None:
+    student = LanguageModel(tiny_model())
+    forward = 2.0 * step_work(student, TokenFlops(0.0, 0.0, 0.0)).weights
+    flops = TokenFlops(3 * forward, 0.0, 30.0)
+    kept, half, whole = (step_work(student, flops, recompute=r) for r in (0.0, 0.5, 1.0))
+    assert kept.matmul_flops == 3 * forward and half.matmul_flops == 3.5 * forward
+    assert whole.matmul_flops == 4 * forward and whole.attention_flops == pytest.approx(40.0)
+    assert whole.elements == pytest.approx(kept.elements * 4 / 3)
+
+
+def test_elements_are_what_enters_and_leaves_linears() -> None:
+    student = LanguageModel(tiny_model())
+    V, D = student.head.out_features, student.head.in_features
+    linears = [m for m in student.model.base_model.modules() if hasattr(m, "in_features")]
+    expected = V + D + sum(m.in_features + m.out_features for m in linears)
+    assert step_work(student, TokenFlops(0.0, 4.0 * V * D, 0.0)).elements == pytest.approx(expected)
+
+
+def seconds(work: StepWork, positions: int = 32768) -> float:
+    return RATES.seconds(work, H200, "bf16", positions)

@@ -46,6 +46,10 @@ def test_a_table_a_fit_and_predictions(tmp_path: Path, monkeypatch, capsys) -> N
     assert last["out"] == str(out) and last["batch_size"] in (1, 8, 32)
     rows = read_json_lines(out / "results.jsonl")
     assert [row["kind"] for row in rows] == ["step"] * 3 + ["predicted"] * 2
+    for row in rows[3:]:
+        low, high = row["tokens_per_s_low"], row["tokens_per_s_high"]
+        assert low < row["tokens_per_s"] < high
+        assert f"{row['tokens_per_s']:,.0f} ({low:,.0f} to {high:,.0f})" in printed
     assert {row["loss_nats"] is None for row in rows[:3]} == {False}
     assert [row["case"] for row in rows[:3]] == [f"step, batch {size}" for size in (1, 8, 32)]
     assert [len(row["samples"]) for row in rows[:3]] == [2] * 3
