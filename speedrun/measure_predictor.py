@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qat.bench.config import SHAPES
 from qat.bench.results import markdown_table
 from qat.bench.run import Rates
-from qat.errors import ConfigError
 from qat.models.cost import (
     Device,
     StepWork,
@@ -50,7 +49,7 @@ OUR_CASES |= {"frozen_candidates", "frozen_candidates_504"}
 PLAIN = {True: "plain_compiled", False: "plain_eager"}
 """Rows of full training in bf16 without quantization, by whether its small kernels are fused."""
 LEAST_TOKENS = 4096
-"""Of a step, below which it waits for launches, which no data sheet tells."""
+"""Of a step, below which it waits for launches: of such steps the least time of a layer is told."""
 ADAMW_BYTES = 28
 """Float32 weight, gradient and two moments are read; all but the gradient are written."""
 LINK_GB_S = {  # both directions, of one device
@@ -100,7 +99,8 @@ def read_points(path: Path) -> tuple[list[Point], dict[str, dict]]:
     """The points of a file, and the sizes of the shapes that they name.
 
     Raises:
-        ConfigError: a point names no such shape or card, or lacks a condition.
+        SystemExit: a point names no such shape, or lacks a condition.
+        ConfigError: it names no such card.
     """
     told = tomllib.loads(path.read_text(encoding="utf-8"))
     points = []
@@ -109,12 +109,12 @@ def read_points(path: Path) -> tuple[list[Point], dict[str, dict]]:
             try:
                 point = Point(source=source["repo"], **{**source.get("all", {}), **row})
             except TypeError as error:
-                raise ConfigError(
+                raise SystemExit(
                     f"{path.name}: a point of {source['repo']} is not whole ({error}); expected "
                     "the conditions that the file's head lists; mend that line"
                 ) from None
             if point.shape not in told["shapes"]:
-                raise ConfigError(
+                raise SystemExit(
                     f"{path.name}: shape={point.shape} has no sizes; expected one of "
                     f"{', '.join(told['shapes'])}; add [shapes.{point.shape}]"
                 )
@@ -162,7 +162,7 @@ class OwnRow:
     tokens_per_s: float
 
     def terms(self, device: Device) -> list[float]:
-        """Seconds a position for a rate of one, in the order of `Rates`."""
+        """Seconds a position of a busy device for a rate of one, in the order of `Rates`."""
         peak, bandwidth = device.peak_flops(self.dtype), device.bandwidth
         return [
             self.work.matmul_flops / peak,
@@ -179,7 +179,7 @@ def shape_called(name: str) -> LanguageModel:
 
 
 @cache
-def work_called(name: str, S: int, recompute: float, loss: str, K: int) -> StepWork:
+def work_called(name: str, S: int, *, recompute: float, loss: str, K: int) -> StepWork:
     """The work of a step of ours on a shape that `qat bench` knows."""
     return our_work(shape_called(name), S, recompute=recompute, loss=loss, K=K)
 
@@ -195,7 +195,7 @@ def read_rows(paths: Iterable[Path]) -> list[OwnRow]:
             if not is_known or row["scope"] != "e2e" or row.get("tokens_per_s") is None:
                 continue
             S, recompute = row["seq_len"], float(row["gradient_checkpointing"])
-            work = work_called(shape, S, recompute, row["loss"], row["top_k"])
+            work = work_called(shape, S, recompute=recompute, loss=row["loss"], K=row["top_k"])
             positions = row["batch_size"] * S * row["grad_accum_steps"]
             own = OwnRow(case, row["device"], row["dtype"], positions, work, row["tokens_per_s"])
             found[case, row["device"], shape, S, positions] = own  # a median follows its rounds
@@ -214,7 +214,9 @@ def fit(rows: Sequence[OwnRow], device: Device) -> tuple[Rates, dict[bool, Rates
     matmul, attention, traffic, weight = np.linalg.lstsq(
         terms * speeds[:, None], np.ones(len(ours)), rcond=None
     )[0].tolist()
-    rates = Rates(1 / matmul, 1 / attention, traffic, weight)
+    small = [row for row in rows if row.case in OUR_CASES and row.positions < LEAST_TOKENS]
+    layer_s = statistics.median(row.positions / row.tokens_per_s / row.work.layers for row in small)
+    rates = Rates(1 / matmul, 1 / attention, traffic, weight, layer_s)
     plain = {}
     for fused, case in PLAIN.items():
         (row,) = (row for row in rows if row.case == case)
@@ -303,7 +305,7 @@ def own_error(rows: Sequence[OwnRow], rates: Rates) -> float:
     """Median error over steps of ours on another device of the table.
 
     Raises:
-        ConfigError: fewer than `LEAST_ROWS` of them keep the device busy.
+        SystemExit: fewer than `LEAST_ROWS` of them keep the device busy.
     """
     errors = []
     for row in rows:
@@ -312,7 +314,7 @@ def own_error(rows: Sequence[OwnRow], rates: Rates) -> float:
             seconds = rates.seconds(row.work, device, row.dtype, row.positions)
             errors.append(abs(1 / seconds / row.tokens_per_s - 1))
     if len(errors) < LEAST_ROWS:
-        raise ConfigError(
+        raise SystemExit(
             f"rows: {len(errors)} steps of {LEAST_TOKENS} tokens and more on a known device, "
             f"expected {LEAST_ROWS} at least; run 'qat bench SHAPE --learn scales,codebook' there "
             "for more shapes and lengths"

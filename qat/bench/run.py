@@ -68,15 +68,18 @@ class Rates:
     """Bytes moved for each of the numbers that enter and leave linears."""
     weight: float
     """Bytes moved for each weight, once a step."""
+    layer_s: float
+    """Least seconds that a layer takes in a step, however small: those of its launches."""
 
     def seconds(self, work: StepWork, device: Device, dtype: str, positions: int) -> float:
         """Time of one position, in steps of so many, in a dtype that the device multiplies in."""
         moved = self.traffic * work.elements + self.weight * work.weights / positions
         flops = work.matmul_flops / self.matmul + work.attention_flops / self.attention
-        return flops / device.peak_flops(dtype) + moved / device.bandwidth
+        busy_s = flops / device.peak_flops(dtype) + moved / device.bandwidth
+        return max(busy_s, self.layer_s * work.layers / positions)
 
 
-RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7)
+RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7, layer_s=4.85e-4)
 """Fitted by `speedrun/measure_predictor.py` on the H200's rows of speedrun/records."""
 SPREAD = (0.70, 1.07)
 """Measured over predicted, tenth and ninetieth percentile of the published throughputs that

@@ -162,6 +162,8 @@ class StepWork:
     write is a multiple of them."""
     weights: float
     """Weights of the linears; they are moved once a step, however many positions it has."""
+    layers: int
+    """Decoder layers: of a small step they take the time of their launches."""
 
 
 def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0.0) -> StepWork:
@@ -182,6 +184,7 @@ def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0
         attention_flops=flops.attention * (1 + recompute / 3),
         elements=elements * (1 + recompute / 3),
         weights=sum(_linear_weights(student).values()),
+        layers=student.config.num_hidden_layers,
     )
 
 

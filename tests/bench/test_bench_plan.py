@@ -11,7 +11,7 @@ from qat.models.cost import StepWork, TokenFlops, devices_named, step_work
 from qat.models.language_model import LanguageModel
 
 H200, H100, T4, V100, A100 = devices_named(("h200", "h100", "t4", "v100-32", "a100-80"))
-WORK = StepWork(matmul_flops=3e9, attention_flops=1e8, elements=8e5, weights=6e8)
+WORK = StepWork(matmul_flops=3e9, attention_flops=1e8, elements=8e5, weights=6e8, layers=28)
 
 
 def measured(**values: object) -> Measured:
@@ -66,7 +66,7 @@ def test_from_a_device_without_a_known_peak_the_rates_alone_predict(run: Measure
     assert predict(run, A100).tokens_per_s == pytest.approx(1 / expected)
 
 
-@pytest.mark.parametrize("name", WORK.__dataclass_fields__)
+@pytest.mark.parametrize("name", ["matmul_flops", "attention_flops", "elements", "weights"])
 def test_more_work_takes_longer(name: str) -> None:
     more = replace(WORK, **{name: 2 * getattr(WORK, name)})
     assert seconds(more) > seconds(WORK)
@@ -77,6 +77,13 @@ def test_larger_steps_and_faster_cards_take_less_time_for_a_token() -> None:
     assert seconds(WORK) < RATES.seconds(WORK, H100, "bf16", 32768)
     faster = replace(H200, peak_tflops={"bf16": 2000.0})
     assert RATES.seconds(WORK, faster, "bf16", 32768) < seconds(WORK)
+
+
+def test_a_small_step_takes_its_launches_on_every_card() -> None:
+    least = RATES.layer_s * WORK.layers / 64
+    assert seconds(WORK, positions=64) == pytest.approx(least)
+    assert RATES.seconds(WORK, H100, "bf16", 64) == pytest.approx(least)
+    assert seconds(WORK) > RATES.layer_s * WORK.layers / 32768
 
 
 def test_recomputing_repeats_a_share_of_the_forward() -> None:
