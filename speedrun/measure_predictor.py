@@ -63,7 +63,7 @@ LINK_GB_S = {  # both directions, of one device
 SHARDED_BYTES = 8
 """A weight is gathered twice in bf16, and its gradient reduced in float32, in each micro-batch."""
 
-LEAST_ROWS = 5
+LEAST_ROWS, LEAST_POINTS = 5, 10
 FIGURES = {"predict_error_public": "<= 0.15", "predict_error_h100": "<= 0.10"}
 WAYS = ("our step's", "full training's", "full training's, with transfers")
 """Whose traffic a point is predicted with; the last way is the one that counts."""
@@ -269,10 +269,19 @@ class Found:
         return abs(self.predicted[way] / self.point.tokens_per_s - 1)
 
 
-def spread(found: Sequence[Found]) -> tuple[float, float]:
-    """Tenth and ninetieth percentile of measured over predicted."""
-    low, high = np.quantile([each.ratio for each in found], [0.1, 0.9])
-    return round(float(low), 2), round(float(high), 2)
+def by_card(found: Sequence[Found]) -> dict[str, list[Found]]:
+    """The points of each card by its name, and all as `all`, the last."""
+    of_card = defaultdict(list)
+    for each in sorted(found, key=lambda each: each.point.card):
+        of_card[each.point.card].append(each)
+    return {**of_card, "all": list(found)}
+
+
+def spreads(found: Sequence[Found]) -> dict[str, tuple[float, float]]:
+    """Least and most of measured over predicted, of cards with points enough and of all."""
+    enough = {card: own for card, own in by_card(found).items() if len(own) >= LEAST_POINTS}
+    ratios = {card: [each.ratio for each in own] for card, own in enough.items()}
+    return {card: (round(min(own), 2), round(max(own), 2)) for card, own in ratios.items()}
 
 
 def ways_table(found: Sequence[Found]) -> str:
@@ -289,11 +298,8 @@ def ways_table(found: Sequence[Found]) -> str:
 
 def cards_table(found: Sequence[Found]) -> str:
     """Points, errors and measured over predicted of each card in Markdown, and of all."""
-    of_card = defaultdict(list)
-    for each in found:
-        of_card[each.point.card].append(each)
     rows = []
-    for card, own in [*sorted(of_card.items()), ("all", list(found))]:
+    for card, own in by_card(found).items():
         errors, ratios = [each.error() for each in own], [each.ratio for each in own]
         numbers = [statistics.median(errors), max(errors), min(ratios), max(ratios)]
         rows.append([card, str(len(own)), *(f"{number:.2f}" for number in numbers)])
@@ -345,7 +351,7 @@ def measure(*, out: Path = HERE, rows: tuple[Path, ...] = ()) -> None:
     models = {name: model_of(sizes) for name, sizes in shapes.items()}
     found = [Found(each, predictions(each, models[each.shape], ours, plain)) for each in points]
     errors = [each.error() for each in found]
-    print(f"ours {ours}\nfused {plain[True]}\nnot fused {plain[False]}\nspread {spread(found)}\n")
+    print(f"ours {ours}\nfused {plain[True]}\nnot fused {plain[False]}\nspreads {spreads(found)}\n")
     print(ways_table(found), cards_table(found), sep="\n")
     for each in sorted(found, key=Found.error, reverse=True):
         point, predicted = each.point, each.predicted[-1]

@@ -81,9 +81,10 @@ class Rates:
 
 RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7, layer_s=4.85e-4)
 """Fitted by `speedrun/measure_predictor.py` on the H200's rows of speedrun/records."""
-SPREAD = (0.70, 1.07)
-"""Measured over predicted, tenth and ninetieth percentile of the published throughputs that
-`speedrun/measure_predictor.py` holds against predictions."""
+SPREADS = {"A100-40": (0.84, 1.08), "A100-80": (0.81, 1.17), "H100": (0.61, 1.20)}
+"""Measured over predicted, least and most, on cards with ten published throughputs or more."""
+SPREAD = (0.45, 1.20)
+"""The same over all cards, for the others. Both are what `speedrun/measure_predictor.py` finds."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,8 @@ class DevicePrediction:
     peak_gib: float | None
     """At that batch, what the driver takes included."""
     tokens_per_s: float
-
-    @property
-    def tokens_per_s_range(self) -> tuple[float, float]:
-        """What eight of ten published throughputs would lead to expect."""
-        low, high = SPREAD
-        return low * self.tokens_per_s, high * self.tokens_per_s
+    tokens_per_s_range: tuple[float, float]
+    """Where published throughputs lead to expect it; no range on the card that was measured."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,9 @@ def predict(measured: Measured, device: Device) -> DevicePrediction:
         largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
         peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
     speed = 1 / measured.seconds(device)
-    return DevicePrediction(device.name, device.dtype, largest, peak_gib, speed)
+    low, high = (1, 1) if device == measured.device else SPREADS.get(device.name, SPREAD)
+    expected = (low * speed, high * speed)
+    return DevicePrediction(device.name, device.dtype, largest, peak_gib, speed, expected)
 
 
 FACTS = (

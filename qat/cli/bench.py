@@ -300,7 +300,9 @@ def _predicted(predictions: "Sequence[DevicePrediction]", planned: "Sequence[Pla
     for found in predictions:
         batch, peak = _cell(found.max_batch, "{:,}"), _cell(found.peak_gib, "{:.1f} GiB")
         low, high = found.tokens_per_s_range
-        speed = f"{found.tokens_per_s:,.0f} ({low:,.0f} to {high:,.0f})"
+        speed = f"{found.tokens_per_s:,.0f}"
+        if low < high:
+            speed += f" ({low:,.0f} to {high:,.0f})"
         table.add_row(found.device, found.dtype, "-", batch, peak, speed, "memory model")
     for tpu in planned:
         needed = tpu.best.peak_gib if tpu.best else tpu.trials[0].needed_gib

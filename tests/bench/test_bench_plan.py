@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_model
 
 from qat.bench.find_max import MemoryModel
-from qat.bench.run import RATES, RESERVED_GIB, SPREAD, Measured, predict
+from qat.bench.run import RATES, RESERVED_GIB, SPREAD, SPREADS, Measured, predict
 from qat.models.cost import StepWork, TokenFlops, devices_named, step_work
 from qat.models.language_model import LanguageModel
 
@@ -30,8 +30,15 @@ def test_the_measuring_device_is_predicted_as_measured() -> None:
     found = predict(measured(), H200)
     assert found.tokens_per_s == pytest.approx(150_000)
     assert found.max_batch == int((H200.memory_gib - RESERVED_GIB - 3.0) / 0.01)
-    assert found.tokens_per_s_range == pytest.approx([share * 150_000 for share in SPREAD])
-    assert SPREAD[0] < 1 < SPREAD[1]
+    assert found.tokens_per_s_range == pytest.approx((150_000, 150_000))
+
+
+@pytest.mark.parametrize(("device", "spread"), [(H100, SPREADS["H100"]), (T4, SPREAD)])
+def test_a_range_is_that_of_the_cards_own_points_or_of_all(device, spread) -> None:
+    found = predict(measured(), device)
+    expected = [share * found.tokens_per_s for share in spread]
+    assert found.tokens_per_s_range == pytest.approx(expected)
+    assert expected[0] < found.tokens_per_s < expected[1]
 
 
 def test_flops_scale_with_the_peak_and_the_rest_with_bandwidth() -> None:

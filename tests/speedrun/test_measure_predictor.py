@@ -7,7 +7,7 @@ from pathlib import Path
 import measure_predictor as script
 import pytest
 
-from qat.bench.run import RATES, SPREAD, Rates
+from qat.bench.run import RATES, SPREAD, SPREADS, Rates
 from qat.errors import ConfigError
 from qat.models.cost import devices_named
 
@@ -91,7 +91,7 @@ def test_what_the_plan_uses_is_what_our_rows_say(fitted: tuple, found: list) -> 
     ours, plain = fitted
     for name, value in vars(RATES).items():
         assert value == pytest.approx(getattr(ours, name), rel=5e-3)
-    assert script.spread(found) == SPREAD
+    assert script.spreads(found) == {**SPREADS, "all": SPREAD}
     assert ours.traffic < plain[True].traffic < plain[False].traffic
 
 
