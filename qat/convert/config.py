@@ -37,6 +37,9 @@ class ConvertConfig(Settings):
     embedding_bits: Formats[Literal[4, 8, "auto"] | None] = None
     """Quantize the embedding and the head too, to 4 or 8 bits, or auto: to what the budget, which
     then holds for them too, is best spent on; as the plan says if not given."""
+    rotate: Formats[bool] = False
+    """Rotate a float model before anything is quantized, so that what its linears read has fewer
+    outliers; its function stays. Without --to nothing is quantized."""
     base: Formats[str | None] = None
     """Float model to take weights from, where the source is already quantized."""
     calibration: Calibration[str | None] = None

@@ -20,6 +20,7 @@ from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import REPORT_NAME, ConvertConfig, read_plan
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
+from qat.convert.rotate import Rotation, rotate
 from qat.convert.shipping import Shipping
 from qat.data.cache import MANIFEST
 from qat.data.packing import Packer, position_ids
@@ -54,8 +55,8 @@ def convert_checkpoint(
 ) -> QuantizeReport:
     """Quantize the model `source` by the plan of `config` and write it to `out` with its report.
 
-    Its attention becomes what `config` says before anything is quantized. With `shipping` the plan
-    is bent to what that target holds without loss.
+    It is rotated, and its attention becomes what `config` says, before anything is quantized. With
+    `shipping` the plan is bent to what that target holds without loss.
 
     Raises:
         ConfigError, CheckpointError, CacheError, ExportError: see their messages.
@@ -86,6 +87,7 @@ def convert_checkpoint(
             "trust_remote_code": config.trust_remote_code,
             "attention_fit": [asdict(fit) for fit in done.fits],
             "calibration": drawn if calibration else None,
+            "rotation": None if done.rotation is None else done.rotation._asdict(),
             "nsa": None if sparse is None else sparse.model_dump(mode="json"),
             **asdict(done.report),
         }
@@ -106,6 +108,8 @@ class Converted(NamedTuple):
     """With the formats that a budget or a target chose."""
     fits: list[LayerFit]
     """Of new sparse attention."""
+    rotation: Rotation | None
+    """None where it was not rotated."""
 
 
 def convert_model(
@@ -123,6 +127,7 @@ def convert_model(
     """
     plan, attention = _read_settings(config)
     check_experts(plan, student.model)
+    rotation = rotate(student) if config.rotate else None
     if config.attention is not None:
         change_attention(student.model, attention)
     if shipping is not None:  # refuses before any work
@@ -142,7 +147,7 @@ def convert_model(
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )
-    return Converted(replace(report, budget=budget), plan, fits)
+    return Converted(replace(report, budget=budget), plan, fits, rotation)
 
 
 def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
@@ -175,10 +180,16 @@ def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
     Raises:
         ConfigError: nothing is named to do, a budget lacks what it needs, or no device can do it.
     """
-    if config.to is None and config.bits_budget is None and config.attention is None:
+    changes = (config.to, config.bits_budget, config.attention)
+    if changes == (None, None, None) and not config.rotate:
         raise ConfigError(
             "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
-            "--bits-budget BITS (or --attention to change that alone)"
+            "--bits-budget BITS (or --attention or --rotate to do that alone)"
+        )
+    if config.rotate and config.base is not None:
+        raise ConfigError(
+            f"base={config.base} is given with rotate, expected a base that is rotated as the "
+            "model is; convert the float model with --rotate alone and name the result as --base"
         )
     if config.bits_budget is not None and config.calibration is None:
         raise ConfigError(

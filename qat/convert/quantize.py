@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from qat.backend.device import on
 from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
+from qat.convert.rotate import ROTATION
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.kernels.trellis import best_path
@@ -240,6 +241,12 @@ def _say_requantized(model: nn.Module, todo: dict[str, LutSpec]) -> None:
 def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
     kinds = nn.Linear | QuantLinear | nn.Embedding | FrozenLutTable
     found = {n: weight_shape(m) for n, m in base.named_modules() if isinstance(m, kinds)}
+    seeds = [getattr(each.config, ROTATION, None) for each in (base, model)]
+    if seeds[0] != seeds[1]:
+        raise ConfigError(
+            f"base: its {ROTATION} is {seeds[0]}, the model's {seeds[1]}, expected the float model "
+            "that this one was converted from; 'qat convert --rotate' alone makes a rotated one"
+        )
     for name in names:
         wished = weight_shape(model.get_submodule(name))
         if found.get(name) != wished:

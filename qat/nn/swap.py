@@ -254,13 +254,28 @@ def _is_tied(model: PreTrainedModel) -> bool:
 def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
     """Let the head compute with `table`, and transformers forget that it tied two weights."""
     head = model.get_output_embeddings()
-    name = _name_of(model, head)
-    replace_module(model, name, TiedLutHead(table, head.bias).train(head.training))
-    key = f"{name}.weight"
+    key = _forget_tie(model)
+    replaced = TiedLutHead(table, head.bias).train(head.training)
+    replace_module(model, key.removesuffix(".weight"), replaced)
+
+
+def untie_head(model: PreTrainedModel) -> None:
+    """Give a head that computes with the embedding's float table a copy of its own."""
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+    _forget_tie(model)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _forget_tie(model: PreTrainedModel) -> str:
+    """Let transformers forget that the head's weight, whose name it gives, is tied to another."""
+    key = f"{_name_of(model, model.get_output_embeddings())}.weight"
     for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
         ties = getattr(model, attribute) or {}
         others = {target: source for target, source in ties.items() if key not in (target, source)}
         setattr(model, attribute, others)
+    return key
 
 
 def _embed_scale(name: str, embedding: nn.Module) -> float | None:

@@ -1,0 +1,301 @@
+"""Rotates what a model computes with, so that few values are much larger than the others.
+
+Some channels of the residual stream of a trained model hold values many times as large as the rest,
+and who rounds a token's values to few bits must make room for them. The function of a decoder does
+not change when its stream is multiplied by an orthogonal matrix Q: norms without gains commute with
+it, what reads the stream is multiplied by Q beforehand, and so is what writes to it. Q mixes all
+channels (QuaRot, arXiv:2404.00456; SpinQuant, arXiv:2405.16406). The values of each head are
+rotated in the same way, between the value projection and the one of the output. All of it is done
+to weights: nothing is added that runs.
+
+Shapes: D model width, O out_features, I in_features, E experts, n a size.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qat.errors import ConfigError
+from qat.models.language_model import LanguageModel
+from qat.models.noise import distance, disturbed
+from qat.models.regions import matmul_precision
+from qat.models.stored_state import quantized_modules
+from qat.nn.sites import Owner, StackedLinear, experts_of
+from qat.nn.swap import decoder_layers, untie_head
+
+logger = logging.getLogger(__name__)
+
+SEED = 0
+"""Of the signs, and of what has no Hadamard matrix."""
+ROTATION = "rotation_seed"
+"""Key of a rotated model's configuration."""
+TOKENS = 16
+"""So many are read before and after."""
+MOST_OF_ROUNDING = 8.0
+"""So many times one rounding in every layer, which has many, logits may differ. Of 169 classes of
+tiny models those that were rotated rightly differed by up to 1.1 times, real ones by 1.6, and
+others from 334."""
+VALUES = ("v_proj", "qkv_proj")
+"""Linears whose last rows give the values of all heads, beside an `o_proj` that reads them."""
+
+
+class Rotation(NamedTuple):
+    """What a rotation did to a model."""
+
+    seed: int
+    logits_off: float
+    """`|rotated - logits| / |logits|`, Frobenius, on a few tokens."""
+    rounding: float
+    """The same for two models of which each decoder layer is off by a rounding: the one before and
+    the one after."""
+    untied_megabytes: float
+    """10**6 bytes in float32 of a head that was the embedding before; 0 if there was none."""
+
+
+@torch.no_grad()
+def rotate(student: LanguageModel, seed: int = SEED) -> Rotation:
+    """Rotate the float weights of `student` in place; its function stays, but for rounding.
+
+    Gains of norms go into the weights that read them. A head tied to the embedding gets a table of
+    its own, unless all gains of the last norm are the same.
+
+    Raises:
+        ConfigError: weights are quantized or rotated, the stream is not as expected, or the model
+            is another function afterwards; only then `student` was changed, and is of no use.
+    """
+    model = student.model
+    _check(model)
+    ids = torch.arange(TOKENS, device=student.device)[None] % student.config.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    with matmul_precision("highest"):
+        stream = _Stream(student, ids)
+        before, noise = _logits(student, ids)
+        untied = stream.fold_gains()
+        stream.turn(orthogonal(stream.width, generator))
+        _turn_values(model, generator)
+        after, more_noise = _logits(student, ids)
+    done = Rotation(seed, distance(after, before), noise + more_noise, untied / 1e6)
+    if not done.logits_off <= MOST_OF_ROUNDING * done.rounding:
+        raise ConfigError(
+            f"rotate: {type(model).__name__} is another function once its residual stream is "
+            f"rotated (logits are off by {done.logits_off:.2g} of their size, where rounding gives "
+            f"{done.rounding:.2g}), expected blocks that read the stream through an RMSNorm and "
+            "add to it, and nothing else; leave out --rotate"
+        )
+    setattr(model.config, ROTATION, seed)
+    logger.info(
+        "rotated: logits are off by %.2g of their size, where rounding gives %.2g%s",
+        done.logits_off,
+        done.rounding,
+        f"; the head is no longer the embedding, {done.untied_megabytes:.1f} MB more in float32"
+        if untied
+        else "",
+    )
+    return done
+
+
+def orthogonal(n: int, generator: torch.Generator) -> Tensor:
+    """A random orthogonal matrix `(n, n)`, float64: of equal magnitudes where one is known.
+
+    It is a Hadamard matrix with random signs of its rows. That is Sylvester's for a power of two,
+    times one of Paley's for n that have an odd factor. Where Paley has none (his are of 12, 20,
+    28, 36, 44, 60 and most others), or n is no multiple of 4, the odd factor is a random matrix.
+    """
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    powers, odd = n & -n, n // (n & -n)
+    orders = (odd * 2**k for k in range(powers.bit_length()))
+    matrix = next((found for order in orders if (found := _paley(order)) is not None), None)
+    if matrix is None:
+        normal = torch.randn(odd, odd, generator=generator, dtype=torch.float64)
+        matrix = torch.linalg.qr(normal).Q.contiguous() * math.sqrt(odd)
+    while len(matrix) < n:
+        matrix = torch.kron(matrix, two)
+    signs = torch.randint(2, (n, 1), generator=generator) * 2.0 - 1
+    return signs * matrix / math.sqrt(n)
+
+
+def _paley(order: int) -> Tensor | None:
+    """A Hadamard matrix of that order from the squares modulo a prime, or `[[1]]`; else None."""
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    for prime, is_symmetric in ((order - 1, False), (order // 2 - 1, True)):
+        is_prime = prime > 2 and all(prime % k for k in range(2, math.isqrt(prime) + 1))
+        if order % 4 or not is_prime or (prime % 4 == 1) != is_symmetric:
+            continue
+        numbers = torch.arange(prime)
+        is_square = torch.isin(numbers, numbers[1:] ** 2 % prime)
+        signs = (is_square * 2.0 - 1).double() * (numbers > 0)
+        core = torch.ones(prime + 1, prime + 1, dtype=torch.float64)
+        core[0, 0], core[1:, 1:] = 0, signs[(numbers[:, None] - numbers) % prime]
+        eye = torch.eye(prime + 1, dtype=torch.float64)
+        if is_symmetric:
+            plus, minus = torch.tensor([[[1, 1], [1, -1]], [[1, -1], [-1, -1]]]).double()
+            return torch.kron(core, plus) + torch.kron(eye, minus)
+        core[1:, 0] = -1
+        return core + eye
+    return None
+
+
+class _Stream:
+    """The weights that write to a model's residual stream, and those that read it through norms."""
+
+    def __init__(self, student: LanguageModel, ids: Tensor) -> None:
+        self._student = student
+        embedding = student.model.get_input_embeddings()
+        self.width = embedding.weight.shape[1]
+        self._reads: dict[nn.Module, list[nn.Parameter]] = {}
+        """Of each norm, the weights `(O, D)` that multiply what it gives."""
+        given: dict[int, tuple[nn.Module, Tensor]] = {}
+        """Norms by the address of what they gave, which is kept so that no address comes twice."""
+
+        def note(module: nn.Module, args: tuple, named: dict, output: object) -> None:
+            inputs = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+            norm, _ = given.get(_address(inputs[0]), (None, None)) if inputs else (None, None)
+            if norm is not None:
+                self._reads[norm] += self._reading(module)
+            if self._is_norm(module) and isinstance(output, Tensor):
+                given[_address(output)] = module, output
+                self._reads.setdefault(module, [])
+
+        modules = [*student.model.modules()]
+        handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+        try:
+            student.model(input_ids=ids, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not any(self._reads.values()):
+            raise ConfigError(
+                f"rotate: no weight of {type(student.model).__name__} reads its residual stream "
+                "through an RMSNorm, expected a decoder that is made so; leave out --rotate"
+            )
+
+    def _is_norm(self, module: nn.Module) -> bool:
+        shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+        return "norm" in type(module).__name__.lower() and shapes in ([], [(self.width,)])
+
+    def _reading(self, module: nn.Module) -> list[nn.Parameter]:
+        """The weights that `module` itself multiplies its input with."""
+        if isinstance(module, Owner):
+            return [linear.weight for name, linear in _stacks(module) if not _writes(name)]
+        own = module.parameters(recurse=False)
+        return [weight for weight in own if weight.dim() == 2 and weight.shape[1] == self.width]
+
+    def fold_gains(self) -> int:
+        """Move the norms' gains into what reads them; the bytes of a head that is tied no more."""
+        head, embedding = self._student.head, self._student.model.get_input_embeddings()
+        untied = 0
+        for norm, weights in self._reads.items():
+            gain = getattr(norm, "weight", None)
+            if gain is None or not weights:
+                continue
+            # some norms multiply by 1 + weight; eps is lost beside values this large
+            offset = (norm(torch.full_like(gain, 2.0**20)) - gain).mean().round()
+            if head.weight is embedding.weight and any(w is head.weight for w in weights):
+                if torch.equal(gain, gain[:1].expand_as(gain)):
+                    continue  # a factor commutes with every matrix
+                untie_head(self._student.model)
+                untied = head.weight.nbytes
+                weights = [head.weight if w is embedding.weight else w for w in weights]
+                self._reads[norm] = weights
+            for weight in weights:
+                weight.mul_(gain + offset)
+            gain.fill_(1 - offset)
+        return untied
+
+    def turn(self, matrix: Tensor) -> None:
+        """Rotate everything that writes and reads by `matrix` `(D, D)`."""
+        tables = [m.weight for m in self._student.model.modules() if isinstance(m, nn.Embedding)]
+        tables = [weight for weight in tables if weight.shape[1] == self.width]
+        reads = [weight for weights in self._reads.values() for weight in weights]
+        rows = {id(weight): weight for weight in (*tables, *reads)}  # a tied table comes twice
+        for weight in rows.values():
+            weight.copy_(weight @ matrix.to(weight))
+        for weight, bias, experts in self._writers(rows.keys()):
+            by_expert = weight.view(max(experts, 1), self.width, -1)
+            by_expert.copy_(matrix.to(weight).T @ by_expert)
+            if bias is not None:
+                bias.copy_(bias @ matrix.to(bias))
+
+    def _writers(self, known: set[int]) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+        """Weight, bias and number of experts of what has D outputs in the decoder layers."""
+        for module in decoder_layers(self._student.model).modules():
+            if isinstance(module, Owner):
+                for name, linear in _stacks(module):
+                    if _writes(name):
+                        yield linear.weight, None, experts_of(module, name)
+            is_linear = isinstance(module, nn.Linear) and not isinstance(module, StackedLinear)
+            if is_linear and module.out_features == self.width and id(module.weight) not in known:
+                yield module.weight, module.bias, 1
+
+
+def _turn_values(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Rotate the values of each head, and the weights that read them."""
+    for module in decoder_layers(model).modules():
+        linears = {name: m for name, m in module.named_children() if isinstance(m, nn.Linear)}
+        source = next((linears[name] for name in VALUES if name in linears), None)
+        if source is None or "o_proj" not in linears or not hasattr(module, "head_dim"):
+            continue
+        reader, n = linears["o_proj"].weight, module.head_dim
+        num_rows, num_queries = source.out_features, reader.shape[1]
+        if "v_proj" not in linears:  # behind the queries, and as many keys
+            num_rows = (num_rows - num_queries) // 2
+        elif linears["q_proj"].out_features != num_queries:
+            continue  # some queries are gates, which multiply each value by itself
+        matrix = orthogonal(n, generator).to(reader)
+        for values in (source.weight, source.bias):
+            if values is not None:
+                by_head = values[-num_rows:].view(-1, n, *values.shape[1:])
+                by_head.copy_(torch.einsum("hi...,ij->hj...", by_head, matrix))
+        by_head = reader.view(len(reader), -1, n)
+        by_head.copy_(by_head @ matrix)
+
+
+def _logits(student: LanguageModel, ids: Tensor) -> tuple[Tensor, float]:
+    """The logits of `ids`, and how far a rounding in each decoder layer puts them off."""
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    plain = student.logits(student.hidden(ids, positions))
+    with disturbed(student.model, torch.finfo(plain.dtype).eps):
+        return plain, distance(student.logits(student.hidden(ids, positions)), plain)
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Refuse what is rotated or has no float weights, or a stream to which not only text comes.
+
+    Raises:
+        ConfigError: it is such a model.
+    """
+    if found := quantized_modules(model):
+        raise ConfigError(
+            f"rotate: {next(iter(found))} is quantized already, expected a float model; rotate the "
+            "one that it was made from"
+        )
+    if getattr(model.config, ROTATION, None) is not None:
+        raise ConfigError(
+            f"rotate: {ROTATION} in the configuration says that the model is rotated already, "
+            "expected one that is not; leave out --rotate"
+        )
+    if model.config.get_text_config() is not model.config:
+        raise ConfigError(
+            f"rotate: {type(model).__name__} also reads what is no text, whose features would come "
+            "into the stream as they are, expected a model of text alone; leave out --rotate"
+        )
+
+
+def _stacks(owner: Owner) -> list[tuple[str, nn.Linear]]:
+    """The stacked weights of experts of `owner`, by name."""
+    return [(n, m) for n, m in owner.named_children() if isinstance(m, StackedLinear)]
+
+
+def _writes(name: str) -> bool:
+    """Whether the experts' weight called so gives what they add to the stream."""
+    return name.startswith("down")
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
