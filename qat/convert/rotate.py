@@ -62,7 +62,8 @@ def rotate(student: LanguageModel, seed: int = SEED) -> Rotation:
     """Rotate the float weights of `student` in place; its function stays, but for rounding.
 
     Gains of norms go into the weights that read them. A head tied to the embedding gets a table of
-    its own, unless all gains of the last norm are the same.
+    its own, unless all gains of the last norm are the same. Tables that fit bfloat16 exactly are
+    rounded to it again: they often stay floats, which a checkpoint would keep in 32 bits.
 
     Raises:
         ConfigError: weights are quantized or rotated, the stream is not as expected, or the model
@@ -71,6 +72,8 @@ def rotate(student: LanguageModel, seed: int = SEED) -> Rotation:
     model = student.model
     _check(model)
     ids = torch.arange(TOKENS, device=student.device)[None] % student.config.vocab_size
+    tables: list = [model.get_input_embeddings(), student.head]
+    narrow = [m for m in tables if torch.equal(m.weight.bfloat16().float(), m.weight.float())]
     generator = torch.Generator().manual_seed(seed)
     with matmul_precision("highest"):
         stream = _Stream(student, ids)
@@ -87,6 +90,8 @@ def rotate(student: LanguageModel, seed: int = SEED) -> Rotation:
             f"{done.rounding:.2g}), expected blocks that read the stream through an RMSNorm and "
             "add to it, and nothing else; leave out --rotate"
         )
+    for table in narrow:
+        table.weight.copy_(table.weight.bfloat16())
     setattr(model.config, ROTATION, seed)
     logger.info(
         "rotated: logits are off by %.2g of their size, where rounding gives %.2g%s",

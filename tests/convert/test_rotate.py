@@ -125,6 +125,14 @@ def test_a_tied_head_is_untied_unless_the_last_gains_are_equal() -> None:
     assert model.model.norm.weight.unique().tolist() == [1.0]
 
 
+def test_tables_that_fit_16_bits_do_so_afterwards() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        model = shaken(tiny_model("qwen3", tie_word_embeddings=True).to(dtype).float())
+        rotate(LanguageModel(model))
+        for table in (model.lm_head.weight, model.model.embed_tokens.weight):
+            assert torch.equal(table.bfloat16().float(), table) == (dtype is torch.bfloat16)
+
+
 def test_an_untied_head_computes_as_before() -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     before = model(IDS).logits
