@@ -1,14 +1,13 @@
 """The largest batch of a training step, with gradient checkpointing, by memory limit.
 
-Limits rise, so that what fitted a smaller one is not tried again. A trial is one step; the batch
-found then takes a warm-up step and timed ones, and goes down while those do not fit.
+Limits rise, so that what fitted a smaller one is not tried again. The batch found takes a warm-up
+step and timed ones; the search looks below it if those do not fit.
 
 python speedrun/measure_max_batch.py --out runs/max_batch
 """
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +27,10 @@ from speed_case import (
     varied,
 )
 
-from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
+from qat.bench.find_max import Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import Timing
 from qat.bench.results import Results
-from qat.bench.run import Setting, prepare, step_once
+from qat.bench.run import Setting, prepare, try_steps
 from qat.bench.student import Ours
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
@@ -39,8 +38,6 @@ from qat.models.language_model import LanguageModel
 app = App(help=__doc__)
 GOALS = {0.0: 24576, 16.0: 640, 24.0: 2560, 40.0: 2880, 80.0: 10080}
 """Sequences by limit; 0 is all that the device has, which is 139 GiB on an H200."""
-DOWN = 64
-"""If the batch found does not survive, it goes down by one part in so many."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def measure(
     with results_in(out, config) as results:
         setting, student = prepare(config, shape)
         place = Place(setting, student, Ours(student, config))
-        trials = Trials(partial(step_once, setting, place.ours), setting.backend)
+        trials = Trials(partial(try_steps, setting, place.ours), setting.backend)
         rows = []
         for gib in wanted:
             trials.done = {size: trial for size, trial in trials.done.items() if trial.fits}
@@ -130,29 +127,25 @@ def search(place: Place, trials: Trials, gib: float, results: Results) -> Row:
     limit = backend.limit_memory(gib) if gib else setting.memory_limit(is_searched=True)
     with limit as most:
         most = most or backend.memory_gib()
-        found = find_max_batch(trials, most, setting.data.seq_len)
+        timings: dict[int, Timing | None] = {}
+
+        def confirm(size: int) -> float | None:
+            timings[size] = timing = unless_out_of_memory(partial(several, place, size), backend)
+            return None if timing is None else timing.tokens_per_s
+
+        found = find_max_batch(trials, confirm, most, setting.data.seq_len)
         for trial in found.trials:
             if trial.batch_size not in known:
                 row = setting.row("trial", "ours", trial.batch_size)
                 status = "OK" if trial.fits else "OOM"
                 results.add(**row, limit_gib=most, peak_gib=trial.peak_gib, status=status)
-        size, timing = confirmed(place, found)
+        size, timing = found.largest, timings[found.largest]
     at = varied(setting, place.student, batch_size=size)
     row = timed_row(at, "ours", timing, kind="max", status="MAX", limit_gib=most)
-    row |= {"predicted": found.predicted, "largest_one_step": found.largest}
-    row["trials"] = len(set(trials.done) - known)
+    row |= {"predicted": found.predicted, "fastest": found.fastest}
+    row["trials"] = len(set(trials.done) - known) + len(found.confirmed)
     results.add(**row)
     return row
-
-
-def confirmed(place: Place, found: Search) -> tuple[int, Timing]:
-    """The largest batch that takes several steps, and their timing."""
-    for size in downwards(found.largest):
-        timing = unless_out_of_memory(partial(several, place, size), place.setting.backend)
-        if timing is not None:
-            return size, timing
-        print(f"batch {size} took one step but not {1 + place.setting.config.steps}; going down")
-    raise SystemExit("no batch takes several steps")
 
 
 def several(place: Place, size: int) -> Timing:
@@ -161,11 +154,6 @@ def several(place: Place, size: int) -> Timing:
         return place.setting.time(place.ours.subject(), size)
     finally:
         place.ours.optimizer.forget_gradients()
-
-
-def downwards(largest: int) -> Iterator[int]:
-    """The largest batch, then ever smaller ones."""
-    yield from range(largest, 0, -max(1, largest // DOWN))
 
 
 if __name__ == "__main__":

@@ -473,6 +473,10 @@ class Backend:
         """Memory that PyTorch took from a GPU, in use or not; None elsewhere."""
         return None
 
+    def peak_reserved_gib(self) -> float | None:
+        """Most memory that PyTorch took from a GPU since `reset_peak_memory`; None elsewhere."""
+        return None
+
     def memory_gib(self) -> float | None:
         """Memory that this process could hold if it took all that is free; None if unknown."""
         return None

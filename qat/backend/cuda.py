@@ -163,6 +163,10 @@ class CudaBackend(Backend):
         """See `Backend`."""
         return torch.cuda.memory_reserved(self.device) / GIB
 
+    def peak_reserved_gib(self) -> float:
+        """See `Backend`."""
+        return torch.cuda.max_memory_reserved(self.device) / GIB
+
     def memory_gib(self) -> float:
         """See `Backend`."""
         free, _ = torch.cuda.mem_get_info(self.device)

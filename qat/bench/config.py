@@ -19,6 +19,8 @@ PASSES = ("forward", "train", "decode")
 """What `qat bench attention` measures."""
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """What `qat bench baselines` compares, by the names that its rows carry."""
+DEFAULT_SHAPE = "qwen3-0.6b"
+"""What is measured where nobody names a student."""
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
 GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
 
@@ -94,10 +96,13 @@ class MeasureConfig(StepConfig):
 class BenchConfig(MeasureConfig):
     """What `qat bench` measures. Learning rates are zero: every trial sees the same student."""
 
+    shape: Formats[str | None] = None
+    """Published shape to measure with random weights, where no STUDENT is named; qwen3-0.6b if
+    neither is."""
     batch_sizes: Measured[str] = ""
     """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
     find_max_batch: Measured[bool] = False
-    """Search the largest batch that fits into memory."""
+    """Search the largest batch that fits into memory, and the fastest."""
     plan: Measured[bool | str] = False
     """Predict other devices from this run: all, or those named, joined by commas; for v4, v5e, v5p
     and v6e the step is compiled, without a TPU (needs the extra tpu-plan)."""

@@ -1,12 +1,15 @@
-"""The largest batch that fits into memory, found exactly, beside what a memory model predicts."""
+"""The largest batch that fits into memory, the fastest one, and what a memory model predicts."""
 
 import logging
 import traceback
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self, TypeVar
 
 from qat.backend.base import Backend
+from qat.bench.measure import Timing
 from qat.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -45,13 +48,18 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
 
 FIRST_STRIDES = 128
 """The first stride is one part in so many of the guess."""
+GROWTH = 4
+"""Each stride is so many times the one before: as a guess may be far off, most of the trials would
+else be strides."""
 
 
-def largest_that_fits(fits: Callable[[int], bool], guess: int, most: int | None = None) -> int:
+def largest_that_fits(
+    fits: Callable[[int], bool], guess: int, most: int | None = None, *, least: int = 0
+) -> int:
     """The largest `n >= 1` for which `fits(n)`, exactly; 0 if not even 1 fits.
 
     `fits` must be true up to some size and false above. From `guess` the search walks in strides
-    that double until a size that fits and one that does not enclose the answer, then halves
+    that grow fourfold until a size that fits and one that does not enclose the answer, then halves
     the gap; it never asks twice for one size. With `t` the answer and `g` the guess it takes at
     most `2 log2(max(g, t)) + 6` trials, and few if the guess is good.
 
@@ -59,22 +67,25 @@ def largest_that_fits(fits: Callable[[int], bool], guess: int, most: int | None 
         fits: tries one size.
         guess: where to begin; any whole number.
         most: the largest size to consider; without it there is no cap.
+        least: a size that is known to fit; 0 for none.
     """
     guess = max(1, guess if most is None else min(guess, most))
-    stride = max(1, guess // FIRST_STRIDES)
-    fitting, failing = 0, None if most is None else most + 1
-    size = guess
+    is_beyond = guess > least
+    size, stride = (guess, max(1, guess // FIRST_STRIDES)) if is_beyond else (2 * least, least)
+    fitting, failing = least, None if most is None else most + 1
+    is_enclosed = False
     while failing is None or failing - fitting > 1:
         if fits(size):
             fitting = size
         else:
             failing = size
-        if failing is not None and fitting:
+        is_enclosed = is_enclosed or (failing is not None and fitting > least)
+        if failing is None:
+            size, stride = fitting + stride, GROWTH * stride
+        elif is_enclosed or 2 * stride >= failing - fitting:
             size = (fitting + failing) // 2
-        elif failing is None:
-            size, stride = fitting + stride, 2 * stride
         else:
-            size, stride = max(1, failing - stride), 2 * stride
+            size, stride = failing - stride, GROWTH * stride
     return fitting
 
 
@@ -86,14 +97,24 @@ REACH = 8
 """The trial that says where to begin is one part in so many of what the small ones predict."""
 
 
+SPEED_TRIALS = 3
+"""Trials that look for a faster batch beside those that the search for the largest took."""
+CHOICES = 32
+"""If the largest batch does not survive all steps, one of so many sizes below it is taken."""
+
+
 @dataclass(frozen=True)
 class BatchTrial:
-    """One optimizer step at one batch size."""
+    """A few optimizer steps at one batch size; None is what did not fit, or what nobody counts."""
 
     batch_size: int
     fits: bool
-    peak_gib: float | None
-    """Most memory held, if it fitted."""
+    peak_gib: float | None = None
+    """Most memory held."""
+    peak_reserved_gib: float | None = None
+    """Most memory that PyTorch took from the device."""
+    step_s: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,26 +142,56 @@ class MemoryModel:
 class Trials:
     """Tries batch sizes, each once, so that no trial feels the one before."""
 
-    def __init__(self, step: Callable[[int], None], backend: Backend) -> None:
-        self._step = step
+    def __init__(self, time_steps: Callable[[int], Timing], backend: Backend) -> None:
+        self._time_steps = time_steps
         self._backend = backend
         self.done: dict[int, BatchTrial] = {}
 
     def fits(self, batch_size: int) -> bool:
-        """Whether one optimizer step of `batch_size` stays within memory."""
+        """Whether a few optimizer steps of `batch_size` stay within memory."""
         if batch_size not in self.done:
-            found = unless_out_of_memory(lambda: self._peak_gib(batch_size), self._backend)
-            peak = None if found is None else found[0]
-            self.done[batch_size] = BatchTrial(batch_size, found is not None, peak)
-            logger.info("batch %d: %s", batch_size, "fits" if found else "out of memory")
+            found = unless_out_of_memory(lambda: self._time_steps(batch_size), self._backend)
+            if found is None:
+                self.done[batch_size] = BatchTrial(batch_size, fits=False)
+                logger.info("batch %d: out of memory", batch_size)
+                return False
+            self.done[batch_size] = BatchTrial(
+                batch_size,
+                True,
+                found.peak_gib,
+                found.reserved_gib,
+                found.step_s,
+                found.tokens_per_s,
+            )
+            logger.info(
+                "batch %d: fits, %.4g s a step, %.0f tokens/s",
+                *(batch_size, found.step_s, found.tokens_per_s),
+            )
         return self.done[batch_size].fits
 
-    def _peak_gib(self, batch_size: int) -> tuple[float | None]:
-        """In a tuple: None is what running out of memory gives, not a device that counts none."""
-        self._backend.reset_peak_memory()
-        self._step(batch_size)
-        self._backend.synchronize()
-        return (self._backend.peak_memory_gib(),)
+    def fastest(self, choices: Sequence[int]) -> int:
+        """The one of `choices` with the most tokens a second, of those tried; the last for none."""
+        speeds = {size: trial.tokens_per_s for size, trial in self.done.items() if trial.fits}
+        among = (size for size in speeds if size in choices)
+        return max(among, key=speeds.__getitem__, default=choices[-1])
+
+    def look_for_faster(self, choices: Sequence[int]) -> None:
+        """Go from the fastest so far a quarter of the way to its farther neighbour, some times.
+
+        `choices` are all sizes that may be tried, ascending up to the largest that fits.
+        """
+        for _ in range(SPEED_TRIALS):
+            best = self.fastest(choices)
+            tried = sorted(size for size in self.done if size <= choices[-1])
+            at = tried.index(best)
+            gaps = [
+                choices[bisect_right(choices, low) : bisect_left(choices, high)]
+                for low, high in pairwise([0, *tried][at : at + 3])
+            ]
+            gap = max(gaps[0][::-1], *gaps[1:], (), key=len)
+            if not gap:
+                return
+            self.fits(gap[len(gap) // 4])
 
     def memory_model(self, seq_len: int) -> MemoryModel | None:
         """The line through two small batches' peaks; None if they do not fit or tell nothing."""
@@ -169,7 +220,10 @@ class Search:
     """What a search found."""
 
     largest: int
-    """Confirmed by timed steps, where those were taken."""
+    fastest: int
+    """The one with the most tokens a second: not always the largest."""
+    confirmed: dict[int, float | None]
+    """Tokens a second, or None for out of memory, of each size that took all timed steps."""
     memory_gib: float | None
     model: MemoryModel | None
     """None where even two sequences do not fit, or where nobody counts memory."""
@@ -179,14 +233,23 @@ class Search:
 
 
 def find_max_batch(
-    trials: Trials, memory_gib: float | None, seq_len: int, sizes: Sequence[int] = ()
+    trials: Trials,
+    confirm: Callable[[int], float | None],
+    memory_gib: float | None,
+    seq_len: int,
+    *,
+    sizes: Sequence[int] = (),
 ) -> Search:
-    """Fit a memory model on two small trials, then search around its prediction.
+    """Fit a memory model on two small trials, search around its prediction, then confirm.
 
-    Unless sizes are named, one trial between corrects where the search begins.
+    Unless sizes are named, one trial between corrects where the search begins. The largest batch
+    then takes all timed steps. If it survives them, a few trials more look for a faster one; else a
+    bisection of `CHOICES` sizes below finds one that does. So does, at last, the fastest one tried.
 
     Args:
         trials: what tries a size.
+        confirm: takes all timed steps of a size and gives its tokens a second; None for out of
+            memory.
         memory_gib: memory that may be held.
         seq_len: positions in a sequence.
         sizes: the only sizes to consider, ascending; all for none.
@@ -201,15 +264,35 @@ def find_max_batch(
         guess = trials.nearer(model, memory_gib).largest(memory_gib)
     if sizes:
         place = sum(size <= guess for size in sizes)
-        found = largest_that_fits(lambda n: trials.fits(sizes[n - 1]), place, len(sizes))
-        largest = sizes[found - 1] if found else 0
+        count = largest_that_fits(lambda n: trials.fits(sizes[n - 1]), place, len(sizes))
     else:
-        largest = largest_that_fits(trials.fits, guess)
-    if largest == 0:
+        least = max((size for size, trial in trials.done.items() if trial.fits), default=0)
+        count = largest_that_fits(trials.fits, guess, least=least)
+    choices = (sizes or range(1, count + 1))[:count]
+    confirmed: dict[int, float | None] = {}
+
+    def survives(size: int) -> bool:
+        confirmed[size] = confirm(size)
+        return confirmed[size] is not None
+
+    if choices and survives(choices[-1]):
+        trials.look_for_faster(choices)
+    elif choices:
+        logger.warning("batch %d took a few steps but not all; looking below", choices[-1])
+        strided = choices[-2 :: -max(1, len(choices) // CHOICES)]
+        below = sorted({*strided, *choices[:-1][:1]})
+        count = bisect_left(below, True, key=lambda size: not survives(size))
+        choices = choices[: bisect_right(choices, below[count - 1]) if count else 0]
+    if not choices:
         limit = "memory" if memory_gib is None else f"{memory_gib:.4g} GiB"
         raise ConfigError(
             f"batch_size={min(sizes, default=1)} does not fit into {limit}; add "
             "--gradient-checkpointing, lower --seq-len or raise --memory-limit"
         )
+    promising = trials.fastest(choices)
+    if promising not in confirmed:
+        survives(promising)
+    speeds = {size: speed for size, speed in confirmed.items() if speed is not None}
+    fastest = max(speeds, key=speeds.__getitem__)
     ordered = tuple(trials.done[size] for size in sorted(trials.done))
-    return Search(largest, memory_gib, model, predicted, ordered)
+    return Search(choices[-1], fastest, confirmed, memory_gib, model, predicted, ordered)

@@ -29,6 +29,8 @@ class Timing:
     """Device time of each step: from the end of the one before to its own end."""
     peak_gib: float | None
     """Most memory held from the first step on."""
+    reserved_gib: float | None
+    """Most memory that PyTorch took from a GPU meanwhile, in use or not."""
     loss_nats: float
     """Mean over valid tokens; the same student and data at every step."""
     valid_tokens: int
@@ -62,6 +64,7 @@ class Timing:
             "valid_tokens_per_s": self.valid_tokens / self.step_s,
             "positions": self.positions,
             "peak_gib": self.peak_gib,
+            "peak_reserved_gib": self.reserved_gib,
             "loss_nats": self.loss_nats,
             **self.compiler,
         }
@@ -91,6 +94,7 @@ def time_steps(
         warmup_s=backend.seconds_between(began, marks[0]),
         steps_s=tuple(backend.seconds_between(first, last) for first, last in pairwise(marks)),
         peak_gib=backend.peak_memory_gib(),
+        reserved_gib=backend.peak_reserved_gib(),
         loss_nats=loss / max(valid, 1),
         valid_tokens=valid,
         positions=result.positions,

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -41,7 +40,7 @@ from qat.models.cost import (
 from qat.models.language_model import LanguageModel
 from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope
-from qat.train.step import EAGER_STEPS, check_dtype
+from qat.train.step import EAGER_STEPS, GRAPH_TOKENS, check_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +99,8 @@ class DevicePrediction:
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
     """Where published throughputs lead to expect it; no range on the card that was measured."""
+    recomputes: bool
+    """Whether layers were recomputed in the run that this rests on: so they are here."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class Measured:
     """Of a step."""
     tokens_per_s: float
     memory: MemoryModel | None
+    recomputes: bool
+    """Whether it recomputed layers, told by what ran."""
 
     def seconds(self, device: Device) -> float:
         """Time of a position of this run on `device`, in its own best dtype."""
@@ -132,7 +135,9 @@ def predict(measured: Measured, device: Device) -> DevicePrediction:
     speed = 1 / measured.seconds(device)
     low, high = (1, 1) if device == measured.device else SPREADS.get(device.name, SPREAD)
     expected = (low * speed, high * speed)
-    return DevicePrediction(device.name, device.dtype, largest, peak_gib, speed, expected)
+    return DevicePrediction(
+        device.name, device.dtype, largest, peak_gib, speed, expected, measured.recomputes
+    )
 
 
 FACTS = (
@@ -142,6 +147,8 @@ FACTS = (
     "attention",
 )
 """Settings that every row repeats."""
+TRIAL_STEPS = 2
+"""Timed steps of a trial: enough to rank sizes by, and the second needs what all others do."""
 SAFE_SHARE = 0.9
 """Of the memory of a machine that overcommits: a search stays within it."""
 
@@ -159,6 +166,8 @@ class Setting:
     data: BatchSource
     roofline: Roofline
     flops: TokenFlops
+    looks: bool = True
+    """Whether a step is looked into by a profiler, which on a CPU doubles what the step holds."""
 
     def batches(self, batch_size: int) -> list[Batch]:
         """The micro-batches of a step, on the host where a loader would have put them."""
@@ -166,17 +175,23 @@ class Setting:
         made = [self.data.batch(batch_size, step, self.backend) for step in range(count)]
         return [Batch(*map(self.backend.pinned, batch)) for batch in made]
 
-    def time(self, subject: Subject, batch_size: int) -> Timing:
-        """Time a subject, then close it; all its graphs are compiled before the clock."""
+    def time(
+        self, subject: Subject, batch_size: int, clock: tuple[int, int] | None = None
+    ) -> Timing:
+        """Time a subject, then close it; all its graphs are compiled before the clock.
+
+        `clock` are steps before the clock and on it, by default those of the settings.
+        """
+        warmup, steps = clock or (self.config.warmup, self.config.steps)
         is_compiled = self.backend.fixed_shapes()
-        warmup = max(self.config.warmup, EAGER_STEPS if is_compiled else 1)
+        warmup = max(warmup, EAGER_STEPS if is_compiled else 1)
         try:
             return time_steps(
-                Watched(subject, warmup, looks=not is_compiled),
+                Watched(subject, warmup, looks=self.looks and not is_compiled),
                 self.batches(batch_size),
                 self.backend,
                 warmup=warmup,
-                steps=self.config.steps,
+                steps=steps,
             )
         finally:
             subject.close()
@@ -284,14 +299,15 @@ def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
     return unless_out_of_memory(steps, setting.backend)
 
 
-def step_once(setting: Setting, ours: Ours, batch_size: int) -> None:
-    """One step of ours, as a trial of `batch_size`; what was compiled before is used again."""
+def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
+    """A few steps of ours, as a trial of `batch_size`; what was compiled before is used again.
+
+    Where steps of the size are recorded as a graph the clock starts behind the recording.
+    """
+    is_recorded = setting.backend.records() and batch_size * setting.data.seq_len <= GRAPH_TOKENS
+    clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
     with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
-        subject = ours.subject()
-        try:
-            subject(setting.batches(batch_size), 0)
-        finally:
-            subject.close()
+        return replace(setting, looks=False).time(ours.subject(), batch_size, clock)
 
 
 class _Bench:
@@ -302,7 +318,7 @@ class _Bench:
         self.ours = ours
         self.results = results
         self.timings: list[Timing] = []
-        self._trials = Trials(partial(step_once, setting, ours), setting.backend)
+        self._trials = Trials(partial(try_steps, setting, ours), setting.backend)
 
     def measure_all(self, sizes: tuple[int, ...]) -> None:
         """One row per batch size; one that does not fit says so.
@@ -320,24 +336,26 @@ class _Bench:
             )
 
     def find_max(self, sizes: tuple[int, ...], limit: float | None) -> Search:
-        """A row per trial, and one for the largest batch, confirmed by timed steps."""
-        setting = self.setting
+        """A row per trial, then one for the fastest batch and, last, one for the largest."""
+        # a limited CPU would run out of what the profiler holds: the batch would be the tool's
+        if self.setting.backend.overcommits():
+            self.setting = replace(self.setting, looks=False)
+        setting, timings = self.setting, {}
         limit = limit or setting.backend.memory_gib()
-        search = find_max_batch(self._trials, limit, setting.data.seq_len, sizes)
+
+        def confirm(size: int) -> float | None:
+            timings[size] = timing = time_ours(setting, self.ours, size)
+            return None if timing is None else timing.tokens_per_s
+
+        search = find_max_batch(self._trials, confirm, limit, setting.data.seq_len, sizes=sizes)
         for trial in search.trials:
-            row = setting.row("trial", "ours", trial.batch_size)
-            status = "OK" if trial.fits else "OOM"
-            self.results.add(**row, peak_gib=trial.peak_gib, status=status)
-        down: Iterable[int] = range(search.largest, 0, -max(1, search.largest // 64))
-        if sizes:
-            down = [size for size in reversed(sizes) if size <= search.largest]
-        for size in down:
-            timing = time_ours(self.setting, self.ours, size)
-            if timing is not None:
-                self._add("max", size, timing, predicted_max_batch=search.predicted, status="MAX")
-                return replace(search, largest=size)
-            logger.warning("batch %d took one step but not all of them; going down", size)
-        raise ConfigError("no batch size survives several steps; lower --seq-len")
+            row = setting.row("trial", "ours", trial.batch_size) | asdict(trial)
+            self.results.add(**row, status="TRIED" if trial.fits else "OOM")
+        # the largest comes last, and alone where it is the fastest
+        for size, kind in {search.fastest: "fastest", search.largest: "max"}.items():
+            predicted = search.predicted
+            self._add(kind, size, timings[size], predicted_max_batch=predicted, status=kind.upper())
+        return search
 
     def plan(self, devices: tuple, search: Search | None) -> tuple[DevicePrediction, ...]:
         """Other devices, predicted from the fastest row of this run."""
@@ -352,6 +370,7 @@ class _Bench:
             positions=fastest.positions,
             tokens_per_s=fastest.tokens_per_s,
             memory=model,
+            recomputes=bool(fastest.compiler["effective"]["recomputed_layers"]),
         )
         found = tuple(predict(measured, device) for device in devices)
         for each in found:
@@ -359,7 +378,8 @@ class _Bench:
             low, high = each.tokens_per_s_range
             told = {"on": each.device, "tokens_per_s": each.tokens_per_s}
             told |= {"tokens_per_s_low": low, "tokens_per_s_high": high}
-            self.results.add(**row, **told, status="PREDICTED")
+            told |= {"gradient_checkpointing": each.recomputes}
+            self.results.add(**{**row, **told}, status="PREDICTED")
         return found
 
     def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:

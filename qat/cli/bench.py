@@ -1,11 +1,13 @@
 """`qat bench`: how fast a training step is, how large it can be, and what others would take."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import App, Parameter
 
 from qat.bench.config import (
+    DEFAULT_SHAPE,
     AttentionConfig,
     BaselinesConfig,
     BenchConfig,
@@ -16,6 +18,7 @@ from qat.bench.config import (
 from qat.cli.bench_compare import compare, record, sweep
 from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import OTHERS, Required
+from qat.errors import ConfigError
 from qat.losses.config import parse_losses
 
 if TYPE_CHECKING:
@@ -27,8 +30,13 @@ if TYPE_CHECKING:
     from qat.bench.run import BenchReport, DevicePrediction
     from qat.bench.tpu_plan.run import Planned
 
+logger = logging.getLogger(__name__)
+
 Measured = TypeVar("Measured", bound=MeasureConfig)
-SUMMARY = ("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib")
+SUMMARY = (
+    *("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib"),
+    "peak_reserved_gib",
+)
 SUMMARY_DIGITS = 6
 FILE_WIDTH, ATTENTION_WIDTH, KERNELS_WIDTH, QUALITY_WIDTH = 120, 130, 150, 400
 """Columns of a table where output goes to a file."""
@@ -37,6 +45,7 @@ SPEED_COLUMNS = (
     ("Batch", "batch_size", "{}", 1),
     ("Step(s)", "step_s", "{:.4g}", 1),
     ("Memory", "peak_gib", "{:.2f} GiB", 1),
+    ("reserved", "peak_reserved_gib", "{:.2f} GiB", 1),
     ("t/s", "tokens_per_s", "{:,.0f}", 1),
     ("Loss", "loss_nats", "{:.4f}", 1),
     ("Status", "status", "{}", 1),
@@ -87,7 +96,7 @@ bench_app.command(
 
 @bench_app.default
 def bench(
-    student: Required[str],
+    student: str | None = None,
     *,
     config: Annotated[BenchConfig, Parameter(name="*")] = BenchConfig(),  # noqa: B008 - frozen
     out: Path | None = None,
@@ -99,6 +108,7 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
+    student = _student(student, config)
     config = _checked(student, config, out)
     from qat.backend.device import select
     from qat.bench.run import run_bench
@@ -230,6 +240,23 @@ def attention(
     return dict(out=report.path, crossovers=report.crossovers)
 
 
+def _student(student: str | None, config: BenchConfig) -> str:
+    """The student that was named, or the shape in its place.
+
+    Raises:
+        ConfigError: both are named.
+    """
+    if student is None:
+        found = config.shape or DEFAULT_SHAPE
+        logger.info("no student is named: measuring %s with random weights", found)
+        return found
+    if config.shape is not None:
+        raise ConfigError(
+            f"student={student} beside shape={config.shape}, expected one of them; drop the other"
+        )
+    return student
+
+
 def _checked(student: str, config: Measured, out: Path | None) -> Measured:
     """`config` for what `check_inputs` accepts; a student may be the name of a shape."""
     from qat.bench.config import SHAPES, shape_called
@@ -265,7 +292,7 @@ def _remarks(report: "KernelsReport") -> list[str]:
 
 
 def _findings(report: "BenchReport") -> list[str]:
-    timed = [row for row in report.rows if "step_s" in row]
+    timed = [row for row in report.rows if "samples" in row]
     lines = [
         f"data: {timed[0]['data']}; ready after {report.load_s:.1f} s, compiling and warming up "
         f"took {sum(row['warmup_s'] for row in timed):.1f} s more, both outside the clock"
@@ -281,14 +308,21 @@ def _findings(report: "BenchReport") -> list[str]:
             f"cost of a step: {report.fit.fixed_s:.4g} s fixed, then "
             f"{report.fit.marginal_tokens_per_s:,.0f} t/s (within {report.fit.worst_error:.1%})"
         )
-    search = report.search
-    if search and search.model:
+    if search := report.search:
+        told = ""
+        if search.model:
+            told = (
+                f", {search.predicted} predicted from {search.model.fixed_gib:.3f} GiB + "
+                f"{search.model.per_sequence_gib:.3g} GiB a sequence"
+            )
+        lines.append(f"largest batch: {search.largest} measured{told}")
+        speeds = search.confirmed
+        gain = speeds[search.fastest] / speeds[search.largest] - 1
+        told = "the largest" if search.fastest == search.largest else f"{gain:.1%} faster"
         lines.append(
-            f"largest batch: {search.largest} measured, {search.predicted} predicted from "
-            f"{search.model.fixed_gib:.3f} GiB + {search.model.per_sequence_gib:.3g} GiB a sequence"
+            f"fastest batch: {search.fastest} ({told}); {len(search.trials)} sizes tried, "
+            f"{len(search.confirmed)} timed in full"
         )
-    elif search:
-        lines.append(f"largest batch: {search.largest} measured")
     return lines
 
 
@@ -303,7 +337,8 @@ def _predicted(predictions: "Sequence[DevicePrediction]", planned: "Sequence[Pla
         speed = f"{found.tokens_per_s:,.0f}"
         if low < high:
             speed += f" ({low:,.0f} to {high:,.0f})"
-        table.add_row(found.device, found.dtype, "-", batch, peak, speed, "memory model")
+        recomputes = "yes" if found.recomputes else "no"
+        table.add_row(found.device, found.dtype, recomputes, batch, peak, speed, "memory model")
     for tpu in planned:
         needed = tpu.best.peak_gib if tpu.best else tpu.trials[0].needed_gib
         memory = f"{_cell(needed, '{:.1f}')} of {tpu.memory_gib:.1f} GiB"
@@ -328,11 +363,12 @@ def _planned(planned: "Sequence[Planned]") -> list[dict[str, object]]:
 
 def _summary(report: "BenchReport") -> dict[str, object]:
     """The fastest row's numbers, and what was searched for."""
-    timed = [row for row in report.rows if "step_s" in row]
+    timed = [row for row in report.rows if "samples" in row]
     best = max(timed, key=lambda row: row["tokens_per_s"])
     summary = {name: _rounded(best[name]) for name in SUMMARY}
     if report.search:
-        summary["max_batch"] = timed[-1]["batch_size"]
+        summary["max_batch"] = report.search.largest
+        summary["fastest_batch"] = report.search.fastest
         summary["predicted_max_batch"] = report.search.predicted
     return dict(out=report.path, **summary)
 

@@ -5,8 +5,21 @@ import torch
 
 from qat.backend import device as backend
 from qat.backend.base import Backend
-from qat.bench.find_max import MemoryModel, Trials, find_max_batch, unless_out_of_memory
+from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
+from qat.bench.measure import Timing
 from qat.errors import ConfigError
+
+
+def speed(batch_size: int) -> float:
+    """Tokens a second, most of them at a batch of 200."""
+    return 1000 - abs(batch_size - 200)
+
+
+def searched(card: "Card", memory: float, *, survives: int = 10**9, **more: object) -> Search:
+    """The whole search, in which sizes above `survives` take a few steps and not all."""
+    trials = Trials(card.step, card)
+    confirm = lambda size: speed(size) if size <= survives else None  # noqa: E731
+    return find_max_batch(trials, confirm, memory, seq_len=1024, **more)
 
 
 class Card(Backend):
@@ -14,22 +27,17 @@ class Card(Backend):
 
     def __init__(self, memory_gib: float) -> None:
         super().__init__(torch.device("cpu"))
-        self.facts = {"memory": memory_gib, "held": 2.0, "peak": 0.0, "steps": []}
+        self.facts = {"memory": memory_gib, "held": 2.0, "steps": []}
 
-    def step(self, batch_size: int) -> None:
+    def step(self, batch_size: int) -> Timing:
         self.facts["steps"].append(batch_size)
-        self.facts["peak"] = 2 + 0.25 * batch_size
-        if self.facts["peak"] > self.facts["memory"]:
+        peak = 2 + 0.25 * batch_size
+        if peak > self.facts["memory"]:
             raise torch.OutOfMemoryError("full")
+        return Timing(0.0, (speed(batch_size) ** -1,), peak, peak + 1, 0.0, 1, 1, {})
 
     def held_memory_gib(self) -> float:
         return self.facts["held"]
-
-    def peak_memory_gib(self) -> float:
-        return self.facts["peak"]
-
-    def reset_peak_memory(self) -> None:
-        self.facts["peak"] = 0.0
 
     def free_memory(self) -> None:
         pass
@@ -38,7 +46,7 @@ class Card(Backend):
 @pytest.mark.parametrize("memory", [2.25, 2.5, 3.0, 10.1, 1000.0])
 def test_the_largest_is_exact_and_the_model_predicts_it(memory: float) -> None:
     card = Card(memory)
-    found = find_max_batch(Trials(card.step, card), memory, seq_len=1024)
+    found = searched(card, memory)
     assert found.largest == int((memory - 2) / 0.25)
     assert len(card.facts["steps"]) == len(set(card.facts["steps"]))
     assert [trial.fits for trial in found.trials] == sorted(
@@ -52,21 +60,42 @@ def test_the_largest_is_exact_and_the_model_predicts_it(memory: float) -> None:
 
 def test_a_wrong_prediction_is_overruled_by_trials() -> None:
     card = Card(10.0)
-    found = find_max_batch(Trials(card.step, card), 500.0, seq_len=1024)
+    found = searched(card, 500.0)
     assert found.predicted == 1992 and found.largest == 32
 
 
 def test_only_the_sizes_named_are_considered() -> None:
     card = Card(10.0)
-    found = find_max_batch(Trials(card.step, card), 10.0, seq_len=1024, sizes=(8, 24, 40))
+    found = searched(card, 10.0, sizes=(8, 24, 40))
     assert found.largest == 24
     assert set(card.facts["steps"]) <= {2, 4, 8, 24, 40}
+
+
+def test_the_fastest_batch_is_not_the_largest() -> None:
+    found = searched(Card(2 + 208 / 4), 2 + 208 / 4)
+    assert found.largest == 208 and 196 <= found.fastest <= 204
+    assert list(found.confirmed) == [208, found.fastest]
+    by_size = {trial.batch_size: trial for trial in found.trials}
+    assert by_size[208].tokens_per_s == pytest.approx(992) and by_size[208].peak_gib == 54
+    assert by_size[208].peak_reserved_gib == 55 and by_size[209].tokens_per_s is None
+
+
+@pytest.mark.parametrize("survives", [1, 5, 90, 170, 207])
+def test_confirmations_bisect_too(survives: int) -> None:
+    found = searched(Card(2 + 208 / 4), 2 + 208 / 4, survives=survives)
+    assert survives - 208 / 32 < found.largest <= survives and found.largest >= 1
+    assert found.fastest <= found.largest and len(found.confirmed) <= 8
+
+
+def test_a_batch_that_never_survives_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="batch_size=1 does not fit into 3 GiB"):
+        searched(Card(3.0), 3.0, survives=0)
 
 
 def test_not_even_one_sequence_is_a_mistake_of_the_user() -> None:
     card = Card(2.1)
     with pytest.raises(ConfigError, match="batch_size=1 does not fit into 2.1 GiB; add --grad"):
-        find_max_batch(Trials(card.step, card), 2.1, seq_len=1024)
+        searched(card, 2.1)
 
 
 def test_a_model_predicts_no_negative_batch() -> None:

@@ -22,6 +22,7 @@ def measured(**values: object) -> Measured:
         "positions": 32768,
         "tokens_per_s": 150_000.0,
         "memory": MemoryModel(3.0, 0.01),
+        "recomputes": True,
     }
     return Measured(**{**parts, **values})
 
@@ -65,6 +66,11 @@ def test_a_card_without_bf16_is_predicted_in_fp16() -> None:
 
 def test_without_a_memory_model_no_batch_is_predicted() -> None:
     assert predict(measured(memory=None), T4).max_batch is None
+
+
+def test_layers_are_recomputed_where_the_measured_run_did() -> None:
+    assert predict(measured(), T4).recomputes
+    assert not predict(measured(recomputes=False), T4).recomputes
 
 
 @pytest.mark.parametrize("run", [measured(device=None), measured(dtype="tf64")])

@@ -41,6 +41,15 @@ def test_nothing_beyond_the_most_is_tried(largest: int, guess: int, most: int) -
     assert len(fits.asked) == len(set(fits.asked))
 
 
+@settings(max_examples=200, deadline=None)
+@given(largest=SIZES, guess=SIZES, share=st.floats(0, 1))
+def test_what_is_known_to_fit_is_not_asked_again(largest: int, guess: int, share: float) -> None:
+    fits, least = Threshold(largest), int(share * largest)
+    assert largest_that_fits(fits, guess, least=least) == largest
+    assert least not in fits.asked and len(fits.asked) == len(set(fits.asked))
+    assert len(fits.asked) <= 2 * log2(max(guess, largest, 1)) + 6
+
+
 def test_a_good_guess_costs_few_trials() -> None:
     fits = Threshold(24_600)
     assert largest_that_fits(fits, 24_576) == 24_600

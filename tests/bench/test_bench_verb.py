@@ -73,6 +73,20 @@ def test_a_packed_checkpoint_and_real_batches(place: Path, tmp_path: Path, monke
     assert "data: cache" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_shape_stands_for_a_student_and_the_fastest_is_told(tmp_path, monkeypatch, capsys):
+    tokens = ["--shape", "tiny", "--find-max-batch", "--batch-sizes", "1,2,4", *QUICK]
+    tokens += ["--seq-len", "8", "--plan", "t4", "--gradient-checkpointing"]
+    assert call(monkeypatch, *tokens, "--out", str(tmp_path / "out")) == 0
+    printed = capsys.readouterr().out
+    last = json.loads(printed.splitlines()[-1])
+    assert last["max_batch"] == 4 and last["fastest_batch"] in (1, 2, 4)
+    assert "fastest batch: " in printed and "TRIED" in printed
+    *_, largest, predicted = read_json_lines(tmp_path / "out" / "results.jsonl")
+    assert largest["status"] == "MAX" and "peak_reserved_gib" in largest
+    assert predicted["gradient_checkpointing"] and "yes" in printed
+
+
 def test_nothing_learns_while_it_is_measured(tmp_path: Path) -> None:
     values = {"device": "cpu", "warmup": 1, "seq_len": 8, "batch_size": 2}
     losses = [
@@ -96,6 +110,9 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
     )
     report = run_bench(config, str(place / "student"), tmp_path / "out")
     assert report.search.largest in (16, 256)
+    assert set(report.search.confirmed) >= {report.search.largest, report.search.fastest}
+    tried = [row for row in report.rows if row["kind"] == "trial" and row["fits"]]
+    assert all(row["step_s"] > 0 and row["tokens_per_s"] > 0 for row in tried)
     by_size = {trial.batch_size: trial.fits for trial in report.search.trials}
     assert by_size[40000] is False
     assert report.rows[-1]["status"] == "MAX"
@@ -124,6 +141,8 @@ def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tm
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
+        (["--shape", "nope"], "student=nope is neither a model directory nor a shape; name a che"),
+        (["tiny", "--shape", "tiny"], "student=tiny beside shape=tiny, expected one of them; drop"),
         (["nope"], "student=nope is neither a model directory nor a shape; name a checkpoint of"),
         (["tiny", "--plan", "h300"], "plan=h300 is no device of the table; choose among T4, L4"),
         (["tiny", "--batch-size", "0"], "batch_size='0': Input should be greater than 0"),

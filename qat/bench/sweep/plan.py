@@ -17,7 +17,7 @@ Verb = Literal["bench", "train", "command"]
 Table = dict[str, Any]
 
 NOT_SWEPT = {
-    "bench": {"batch_sizes", "find_max_batch", "plan", "strict"},
+    "bench": {"shape", "batch_sizes", "find_max_batch", "plan", "strict"},
     "train": set(),
 }
 """Settings of a verb that one run of a sweep does not take."""
