@@ -6,6 +6,7 @@ theirs; how jobs start, wait for a device, end, fail and go on after a stop is t
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from qat.files import locked, write_atomically
 POLL_S = 0.02
 PATIENCE_S = 5.0
 """How long to wait for the last job of a comparison that was killed to notice."""
+ERROR = re.compile(r"[\w.]*(Error|Exception): \S")
+"""How the last line of a traceback begins; that of the launcher itself has nothing behind it."""
 GRACE_S = 2.0
 """Between asking a process to end, which lets it write its stack, and ending it."""
 
@@ -35,6 +38,11 @@ class JobFiles:
 
     module: ClassVar[str]
     """What runs the job: it calls `run_as_process`."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that do the job together, started by torchrun if there are several."""
+        return 1
 
     @property
     def row(self) -> Path:
@@ -78,11 +86,18 @@ class Ended:
 
     @property
     def last_words(self) -> str:
-        """The last line that it said, or how it ended if it said nothing."""
+        """The last line that it said, or how it ended if it said nothing.
+
+        A user's mistake before all else: a launcher tells of the end of its ranks after it.
+        """
         log = self.job.log
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         lines = text.strip().splitlines()
-        return lines[-1].removeprefix("qat: ") if lines else f"exit status {self.status}"
+        said = [line for line in lines if line.startswith("qat: ")]
+        if self.job.ranks > 1:
+            said = said or [line for line in lines if ERROR.match(line)]
+        said = said or lines
+        return said[-1].removeprefix("qat: ") if said else f"exit status {self.status}"
 
 
 def run_processes(
@@ -142,7 +157,7 @@ class _Running:
         write_atomically(job.job, job.model_dump_json(indent=1) + "\n")
         with job.log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", job.module, str(job.job)],
+                [sys.executable, *_launcher(job.ranks), "-m", job.module, str(job.job)],
                 stdin=subprocess.PIPE,  # the job ends when it does: see `run_as_process`
                 stdout=file,
                 stderr=file,
@@ -180,6 +195,12 @@ class _Running:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:  # all of them have ended
             pass
+
+
+def _launcher(ranks: int) -> list[str]:
+    if ranks == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:

@@ -1,15 +1,19 @@
 """Documents of varied lengths as rows: what counts is text, whatever the layout."""
 
+import json
+
 import pytest
 import torch
 
 from qat.backend.device import select
 from qat.bench.batches import STEPS, BatchSource, bucket_edges, document_lengths, make_batches
+from qat.bench.measure import Timing
 from qat.bench.run import prepare
 from qat.bench.sweep.plan import StepsConfig
-from qat.bench.sweep.work import _laid_out
+from qat.bench.sweep.work import _laid_out, rank_numbers
 from qat.data.packing import NO_LABEL
 from qat.errors import ConfigError
+from qat.ranks import ALONE, Ranks
 
 SOURCE = BatchSource(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)
 BACKEND = select("cpu")
@@ -72,3 +76,15 @@ def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:
     setting, _ = prepare(config, "tiny")
     with pytest.raises(ConfigError, match="expected random data in single micro-batches"):
         _laid_out(config, setting)
+
+
+def test_ranks_tell_the_worst_memory_and_whose_work_is_waited_for(monkeypatch) -> None:
+    timing = Timing(0.0, (1.0, 3.0), 4.0, 5.0, 0.0, 8, 8, {})
+    monkeypatch.setattr(Ranks, "exchange_s", lambda _: 1.0)
+    others = [json.dumps([1.8, 6.0, 4.5])]
+    monkeypatch.setattr(Ranks, "texts", lambda _, mine: [mine, *others])
+    found = rank_numbers(timing, Ranks(0, 2, torch.device("cpu")))
+    assert found["rank_work_s"] == (1.5, 1.8) and found["slowest_rank"] == 1
+    assert found["peak_gib"] == 6.0 and found["peak_reserved_gib"] == 5.0
+    assert found["slowest_share"] == 0.9 and found["rank_spread"] == pytest.approx(0.2)
+    assert rank_numbers(timing, ALONE) == {"ranks": 1}

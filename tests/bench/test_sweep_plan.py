@@ -148,9 +148,12 @@ def test_a_missing_recipe(tmp_path: Path) -> None:
         read_sweep(tmp_path / "no.toml")
 
 
-def test_the_runbook_of_ranks_comes_down_to_runs() -> None:
-    groups = make_groups(read_sweep(FOLDER / "sweep_nsa_runbook_ranks.toml"))
-    assert len(groups) == 3 * 2 * 4
+def test_the_runbooks_of_ranks_come_down_to_runs(tmp_path: Path) -> None:
+    for name, count in {"nsa_runbook": 3 * 4, "runbook": 3 * 3, "matrix": 3}.items():
+        recipe = read_sweep(FOLDER / f"sweep_{name}_ranks.toml")
+        runs = make_runs(recipe, make_groups(recipe), tmp_path)
+        assert len(runs) == recipe.repeats * count * 2
+        assert {run.ranks for run in runs} == {1, 2}
 
 
 @pytest.mark.parametrize("tiny", [False, True])

@@ -16,7 +16,6 @@ from qat.bench import jobs
 from qat.bench.config import SweepConfig
 from qat.bench.sweep import run as sweep_run
 from qat.bench.sweep.job import run_job
-from qat.bench.sweep.plan import read_sweep
 from qat.bench.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.bench.sweep.work import leak_facts
 from qat.cli import main
@@ -24,10 +23,8 @@ from qat.errors import ConfigError, TrainingError
 from qat.logs import read_json_lines
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
-RECIPES = [
-    path for path in sorted(FOLDER.glob("sweep_*.toml")) if read_sweep(path).verb != "command"
-]
-"""Commands have no tiny form: they name students that a user makes."""
+RECIPES = [path for path in sorted(FOLDER.glob("sweep_*.toml")) if not path.stem.endswith("_ranks")]
+"""Those of one process."""
 COMMAND = """
 name = "{name}"
 verb = "command"
@@ -215,6 +212,48 @@ def test_committed_recipes_run_tiny(recipe: Path, tmp_path: Path, in_this_proces
     report = run_sweep(SweepConfig(tiny=True, strict=True), recipe, tmp_path / "out")
     assert len(report.rows) == len(report.runs) > 1 and report.failures == []
     assert all(line.rate > 0 and not line.is_ranked for line in report.lines)
+
+
+@pytest.mark.slow
+def test_two_ranks_take_steps_together(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        'name = "r"\nstudent = "tiny"\nrepeats = 1\n[product]\nranks = [2]\n[settings]\n'
+        'device = "cpu"\nsteps = 2\nwarmup = 2\nseq_len = 8\nbatch_size = 2\n'
+        "shard_latents = true\n"
+    )
+    report = run_sweep(SweepConfig(strict=True), recipe, tmp_path / "out")
+    assert report.failures == []
+    (row,), (line,) = report.rows, report.lines
+    assert row["ranks"] == 2 and row["positions"] == 2 * 2 * 8 and len(row["rank_work_s"]) == 2
+    assert row["slowest_rank"] in (0, 1) and 0 < row["slowest_share"] <= 1.0
+    assert row["tokens_per_s"] == pytest.approx(32 / row["step_s"])
+    assert row["peak_reserved_gib"] is None and line.step_p90_s >= line.step_s
+    assert line.slowest_share == row["slowest_share"]
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sweep_run, "devices", lambda _: ("cuda:0",))
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('name = "r"\nstudent = "tiny"\n[product]\nranks = [1, 2]\n')
+    with pytest.raises(ConfigError, match="has ranks=2, but this machine has 1 GPUs, expected on"):
+        run_sweep(SweepConfig(), recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_is_told_before_what_the_launcher_says(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('name = "r"\nstudent = "tiny"\n[product]\nranks = [2]\n')
+    _, (run, *_) = plan_sweep(SweepConfig(), recipe, tmp_path / "out")
+    run.log.parent.mkdir(parents=True)
+    said = {
+        "qat: no such device\nRuntimeError: gone\n=====\n": "no such device",
+        "x.OutOfMemoryError: full\nelastic.ChildFailedError: \n====\n": "x.OutOfMemoryError: full",
+        "=====\n": "=====",
+    }
+    for log, expected in said.items():
+        run.log.write_text(log)
+        assert jobs.Ended(run, 1, is_late=False).last_words == expected
 
 
 def test_a_training_is_timed_by_its_heartbeats(tmp_path: Path, in_this_process) -> None:

@@ -161,9 +161,11 @@ class Cases:
 def merged(timings: list[Timing]) -> Timing:
     """All rounds of a case as one: every timed step, the largest peak."""
     peaks = [timing.peak_gib for timing in timings if timing.peak_gib is not None]
+    reserved = [t.reserved_gib for t in timings if t.reserved_gib is not None]
     return replace(
         timings[-1],
         steps_s=tuple(step for timing in timings for step in timing.steps_s),
         warmup_s=statistics.fmean(timing.warmup_s for timing in timings),
         peak_gib=max(peaks, default=None),
+        reserved_gib=max(reserved, default=None),
     )

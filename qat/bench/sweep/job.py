@@ -29,6 +29,8 @@ def run_job(run: SweepRun) -> None:
         from qat.bench.sweep.work import time_bench, time_training
 
         found = time_bench(run) if run.verb == "bench" else time_training(run)
+    if found is None:  # the first rank tells of all
+        return
     run.finish(
         {
             "kind": "sweep",

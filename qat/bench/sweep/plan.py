@@ -29,6 +29,10 @@ class StepsConfig(BenchConfig):
     layout: Literal["rows", "packed", "slices", "buckets"] = "rows"
     """Random data as full rows, or documents of varied lengths: packed, cut and padded to fixed
     slices, or padded to buckets of lengths."""
+    ranks: int = Field(1, ge=1)
+    """Processes that take each step together, a device each; `batch_size` is of each."""
+    shard_latents: bool = False
+    """Let each of several ranks hold its rows of the latent weights."""
 
 
 CONFIGS = {"bench": StepsConfig, "train": TrainConfig}
@@ -163,6 +167,11 @@ class SweepRun(JobFiles, Settings):
     def label(self) -> str:
         """Name that the job's files share."""
         return f"{name_in_path(self.group)[:80]}-r{self.repeat}-{self.key}"
+
+    @property
+    def ranks(self) -> int:
+        """As for any job; what a command starts is its own affair."""
+        return self.settings.get("ranks", 1) if self.verb == "bench" else 1
 
     @property
     def failure(self) -> Path:

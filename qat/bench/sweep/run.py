@@ -14,6 +14,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from qat.backend.device import devices
 from qat.backend.nvidia import gpu_samples
 from qat.bench.config import SweepConfig
 from qat.bench.jobs import Ended, claimed, run_processes
@@ -64,7 +65,12 @@ class SweepLine:
     against: Difference | None
     """From the baseline; None of itself, and where either has too few repeats."""
     step_s: float | None
+    step_p90_s: float | None
+    slowest_share: float | None
+    """Of a step, the share that the slowest of several ranks works; exchanges are the rest."""
     peak_gib: float | None
+    """Of the rank that holds most, as what follows."""
+    peak_reserved_gib: float | None
     slope_mib: float | None
     """Growth of memory a step, the largest of the repeats; None for too few steps to tell."""
     warnings: tuple[str, ...]
@@ -143,6 +149,7 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
             f"{recipe} runs the program {found.command[0]!r}, expected settings alone; read what "
             "it would do (--dry-run lists the runs), and if you trust it add --allow-command"
         )
+    _check_devices(runs)
     place = runs[0].out
     with claimed(place) as lock:
         manifest = place / MANIFEST
@@ -164,6 +171,17 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
             sample_s=config.sample_s,
         )
         return write()
+
+
+def _check_devices(runs: Sequence[SweepRun]) -> None:
+    """Refuse more ranks than there are GPUs, where these compute."""
+    for run in runs:
+        found = devices(run.settings.get("device", "auto"))
+        if len(found) < run.ranks and found[0].startswith("cuda"):
+            raise ConfigError(
+                f"group {run.group!r} has ranks={run.ranks}, but this machine has {len(found)} "
+                "GPUs, expected one for each; lower ranks, or set device = 'cpu'"
+            )
 
 
 def run_all(
@@ -287,7 +305,7 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
     """Headings, and the words of each line."""
     headings = ["group", "rank", "repeats", "rate", "95 % low", "high", "between repeats"]
     headings += ["within a run", "x baseline", "effect", "p", "verdict"]
-    headings += ["step s", "GiB", "MiB/step"]
+    headings += ["step s", "p90 s", "slowest rank", "GiB", "reserved", "MiB/step"]
 
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
@@ -311,7 +329,10 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
                 shown(found and found.p, "{:.3f}"),
                 found.verdict if found else "-",
                 shown(line.step_s, "{:.4g}"),
+                shown(line.step_p90_s, "{:.4g}"),
+                shown(line.slowest_share, "{:.1%}"),
                 shown(line.peak_gib, "{:.2f}"),
+                shown(line.peak_reserved_gib, "{:.2f}"),
                 shown(line.slope_mib, "{:+.3f}"),
             ]
         )
@@ -400,7 +421,10 @@ def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | 
         within=statistics.median(within) if within else None,
         against=compare(base, costs) if enough else None,
         step_s=middle("step_s"),
+        step_p90_s=middle("step_p90_s"),
+        slowest_share=middle("slowest_share"),
         peak_gib=middle("peak_gib"),
+        peak_reserved_gib=middle("peak_reserved_gib"),
         slope_mib=max(slopes, default=None),
         warnings=tuple(dict.fromkeys(word for row in rows for word in _warnings(row))),
     )
