@@ -4,8 +4,10 @@ The device is simulated: each limit of the range, steps that together hold as mu
 and memory that a line through small trials predicts well, badly, or that nobody counts.
 
 python speedrun/measure_find_max.py --figures F
+python speedrun/measure_find_max.py real runs/bench/TIME --figures F
 """
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from qat.backend.base import Backend
 from qat.bench import find_max
 from qat.bench.find_max import Trials, find_max_batch
 from qat.bench.measure import Timing
+from qat.bench.results import WHOLE
 
 app = App(help=__doc__)
 FIXED_GIB, SEQ_LEN = 2.0, 1024
@@ -89,6 +92,17 @@ def measure(*, figures: Path, largest: int = 4096) -> None:
         figures, "find_max_batch_trials", most, "trials", goal, runs=largest * len(worst)
     )
     print(f"find_max_batch_trials: {most} (goal {goal})")
+
+
+@app.command
+def real(run: Path, *, figures: Path) -> None:
+    """Append `find_max_batch_trials_real` to FIGURES: the trials of RUN, a `--find-max-batch`."""
+    search = json.loads((run / WHOLE).read_text(encoding="utf-8"))["search"]
+    taken = len(search["trials"]) + len(search["confirmed"])
+    largest = max(trial["batch_size"] for trial in search["trials"])
+    goal = f"<= {2 * log2(largest) + 6:.4g}"
+    records.record(figures, "find_max_batch_trials_real", taken, "trials", goal)
+    print(f"find_max_batch_trials_real: {taken} (goal {goal}), sizes tried up to {largest}")
 
 
 if __name__ == "__main__":
