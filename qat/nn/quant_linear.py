@@ -11,7 +11,7 @@ Shapes: O out_features, I in_features, C codebook entries.
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,32 @@ from qat.quant.weight import (
     to_stored,
 )
 
+KIND_OF = {
+    "weight": "weights",
+    "codebook": "codebook",
+    **dict.fromkeys(SCALE_NAMES, "scales"),
+    **dict.fromkeys(LORA_NAMES, "lora"),
+}
+"""The kind of each parameter that a quantized weight is made of, as `learn` names it."""
+
+
+class Turn(NamedTuple):
+    """Memory for the weights of one layer, which equal layers write theirs into one by one."""
+
+    rooms: dict[tuple[object, ...], Tensor]
+    number: int
+    """Of a weight among those of its shape in the layer, which are there together."""
+
+    def room(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The memory of this weight, as a tensor of its own.
+
+        So autograd does not miss what it saved: that is there again when backward reads it.
+        """
+        kind = (self.number, shape, dtype, device)
+        if kind not in self.rooms:
+            self.rooms[kind] = torch.empty(shape, dtype=dtype, device=device)
+        return self.rooms[kind].data
+
 
 def room_for(
     old: Tensor | None,
@@ -51,17 +77,20 @@ def room_for(
     *,
     dtype: torch.dtype,
     take_gradient: Callable[[Tensor], None] | None,
+    turn: Turn | None,
 ) -> Tensor:
     """Where to write a weight: `old` again where it fits, so that its address stays, or a new one.
 
     With `take_gradient` the weight requires a gradient, which goes there as soon as it is complete
-    and is freed before another weight's; None if nothing behind the weight learns.
+    and is freed before another weight's; None if nothing behind the weight learns. With a `turn`
+    the memory is that of other layers' too.
     """
     learns = take_gradient is not None
     kind = (shape, dtype, like.device, learns)
     if old is not None and (tuple(old.shape), old.dtype, old.device, old.requires_grad) == kind:
         return old
-    room = torch.empty(shape, dtype=dtype, device=like.device, requires_grad=learns)
+    made = torch.empty if turn is None else turn.room
+    room = made(shape, dtype=dtype, device=like.device).requires_grad_(learns)
     if take_gradient is not None:
 
         def hand_on(weight: Tensor) -> None:
@@ -91,6 +120,8 @@ class QuantLinear(nn.Module):
     """
 
     formed: Tensor | None
+    turn: Turn | None = None
+    """Where it is formed if its layer is formed alone (`qat.nn.step.form_by_layer`)."""
     lora_in: nn.Parameter | None
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
@@ -169,12 +200,14 @@ class QuantLinear(nn.Module):
         factors = self.lora_parameters()
         return Lora(**{name: f.detach() for name, f in factors.items()}) if factors else None
 
-    def _quantized_part(self) -> Tensor:
+    def _quantized_part(self, *, again: bool = False) -> Tensor:
         """`codebook[indices] * S`, without the adapter, in float32."""
-        return self._form(torch.float32)
+        return self._form(torch.float32, again=again)
 
-    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """`codebook[indices] * S`, `(O, I)`."""
+    def _form(
+        self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
+    ) -> Tensor:
+        """`codebook[indices] * S`, `(O, I)`; `again` if nothing has moved since the last time."""
         return form(*self._made_of(), self._source_scales(), dtype, out=out)
 
     def _made_of(self) -> tuple[PackedIndices | Tensor, Tensor]:
@@ -187,13 +220,16 @@ class QuantLinear(nn.Module):
 
     @torch.no_grad()
     def quantized_weight(
-        self, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+        self, dtype: torch.dtype = torch.float32, out: Tensor | None = None, *, again: bool = False
     ) -> Tensor:
-        """The weight that forward computes with and export writes, `(O, I)`, no gradient."""
+        """The weight that forward computes with and export writes, `(O, I)`, no gradient.
+
+        `again` says that nothing has moved since it was formed last: codes need not be sought.
+        """
         lora = self._raw_lora()
         if lora is None:
-            return self._form(dtype, out)
-        weight = add_product_(self._quantized_part(), lora)
+            return self._form(dtype, out, again=again)
+        weight = add_product_(self._quantized_part(again=again), lora)
         return weight.to(dtype) if out is None else out.copy_(weight)
 
     @torch.no_grad()
@@ -201,7 +237,7 @@ class QuantLinear(nn.Module):
         """Write `W` for the coming forwards; what learns gets its gradient through it.
 
         The memory of the last `W` is used again where dtype and device still fit, so that its
-        address stays.
+        address stays. If its layer is formed alone, this makes room and the layer calls `write_`.
         """
         self.formed = room_for(
             self.formed,
@@ -209,8 +245,15 @@ class QuantLinear(nn.Module):
             (self.out_features, self.in_features),
             dtype=dtype,
             take_gradient=self.pull_back_ if self.learns() else None,
+            turn=self.turn,
         )
-        self.quantized_weight(dtype, out=self.formed)
+        if self.turn is None:
+            self.quantized_weight(dtype, out=self.formed)
+
+    def write_(self, *, again: bool) -> None:
+        """Write `W` where `form_` made room; `again` if nothing has moved since the last time."""
+        if self.formed is not None:
+            self.quantized_weight(self.formed.dtype, out=self.formed.data, again=again)
 
     def join(self, joined: nn.Module | None, rows: slice) -> None:
         """Let `joined` form this weight, as `rows` of its own; None ends that."""
@@ -409,7 +452,11 @@ class LutLinear(QuantLinear):
         scales, k = self._source_scales(), self.spec.trellis_bits
         return choose(self.source(), levels, scales, trellis_bits=k, out=out)
 
-    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    def _form(
+        self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
+    ) -> Tensor:
+        if again:
+            return form(*self._made_of(), self._source_scales(), dtype, out=out)
         # both are written over where they lie: a recorded backward reads them there
         room, old_levels = self._chosen or (None, None)
         levels = self.levels(out=old_levels)

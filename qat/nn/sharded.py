@@ -68,5 +68,7 @@ class ShardedLutLinear(LutLinear):
         mine = {name: t[self.rows] for name, t in whole.present().items() if name in BY_ROW}
         return whole.replaced(mine)
 
-    def _form(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return self.ranks.gather_rows(super()._form(dtype), self.out_features, out)
+    def _form(
+        self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
+    ) -> Tensor:
+        return self.ranks.gather_rows(super()._form(dtype, again=again), self.out_features, out)

@@ -4,17 +4,24 @@
 each quantized linear pulls its own gradient back; `release_weights` when training ends. Linears
 that read the same input may be joined: one larger product serves a GPU better than several.
 
+All formed weights together take two bytes each in bfloat16, which the largest models have no room
+for. After `form_by_layer` a layer is formed when it runs and again when its backward begins, where
+the layer before was: nothing moves in between, so the numbers are the same, bit for bit.
+
 Shapes: O out_features of all together, I in_features.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.nn.quant_linear import QuantLinear, room_for
+from qat.nn.quant_linear import QuantLinear, Turn, room_for
 
 
 class JoinedLinears(nn.Module):
@@ -25,11 +32,14 @@ class JoinedLinears(nn.Module):
     """
 
     formed: Tensor | None
+    turn: Turn | None = None
+    """As of a linear alone."""
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
         super().__init__()
         self.linears = tuple(linears)  # a tuple: as submodules they would have a second name
         self.sizes = [linear.out_features for linear in linears]
+        self.out_features, self.in_features = sum(self.sizes), linears[0].in_features
         self.register_buffer("formed", None, persistent=False)
         ends = torch.tensor(self.sizes).cumsum(0).tolist()
         self._rows = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
@@ -42,17 +52,26 @@ class JoinedLinears(nn.Module):
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
-        """Write all weights for the coming forwards."""
-        first = self.linears[0]
+        """Write all weights for the coming forwards, or make room, as a linear alone does."""
         self.formed = room_for(
             self.formed,
-            first.codebook,
-            (sum(self.sizes), first.in_features),
+            self.linears[0].codebook,
+            (self.out_features, self.in_features),
             dtype=dtype,
             take_gradient=self._pull_back if self.learns() else None,
+            turn=self.turn,
         )
+        if self.turn is None:
+            self._write(self.formed.detach(), again=False)
+
+    def write_(self, *, again: bool) -> None:
+        """Write all weights where `form_` made room, as a linear alone does."""
+        if self.formed is not None:
+            self._write(self.formed.data, again=again)
+
+    def _write(self, room: Tensor, *, again: bool) -> None:
         for linear, rows in zip(self.linears, self._rows, strict=True):
-            linear.quantized_weight(dtype, out=self.formed.detach()[rows])
+            linear.quantized_weight(room.dtype, out=room[rows], again=again)
 
     def release_(self) -> None:
         """Drop the formed weights."""
@@ -85,6 +104,10 @@ class JoinedLinears(nn.Module):
         return y.split(self.sizes, dim=-1)
 
 
+Unit = JoinedLinears | QuantLinear
+"""What forms a weight of its own."""
+
+
 def quant_linears(model: nn.Module) -> dict[str, QuantLinear]:
     """The model's quantized linears by name, in order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
@@ -110,7 +133,10 @@ def part_linears(model: nn.Module) -> None:
 
 
 def form_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Write the weight of every quantized linear, in `dtype`, for the coming forwards."""
+    """Write the weight of every quantized linear, in `dtype`, for the coming forwards.
+
+    Those of layers that are formed alone get room, and are written when their layer runs.
+    """
     for unit in _units(model):
         unit.form_(dtype)
 
@@ -131,7 +157,50 @@ def release_weights(model: nn.Module) -> None:
         unit.release_()
 
 
-def _units(model: nn.Module) -> list[JoinedLinears | QuantLinear]:
+def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
+    """Let each of `layers` form its weights when it is called, and again before its backward.
+
+    Equal layers write them into the same memory, whose dtype the next `form_weights` says. A linear
+    that several layers call keeps memory of its own. What this gives back ends it.
+    """
+    units_of = {layer: _units(layer) for layer in layers}
+    callers = Counter(unit for units in units_of.values() for unit in units)
+    rooms: dict[tuple[object, ...], Tensor] = {}
+    handles = []
+    for layer, units in units_of.items():
+        units_of[layer] = mine = [unit for unit in units if callers[unit] == 1]
+        shapes: Counter[tuple[int, int]] = Counter()
+        for unit in mine:
+            unit.release_()
+            shape = unit.out_features, unit.in_features
+            unit.turn = Turn(rooms, shapes[shape])
+            shapes[shape] += 1
+        handles.append(layer.register_forward_pre_hook(partial(_write, mine)))
+        handles.append(layer.register_forward_hook(partial(_write_before_backward, mine)))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for unit in chain.from_iterable(units_of.values()):
+            unit.turn = None
+            unit.release_()
+
+    return undo
+
+
+def _write(units: list[Unit], *_: object, again: bool = False) -> None:
+    for unit in units:
+        unit.write_(again=again)
+
+
+def _write_before_backward(units: list[Unit], _layer: nn.Module, _given: object, out: Any) -> None:
+    """Backward of a layer begins with the gradient of what it returned."""
+    for tensor in out if isinstance(out, tuple) else (out,):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(partial(_write, units, again=True))
+
+
+def _units(model: nn.Module) -> list[Unit]:
     """The modules that form weights: joined linears as one, every other linear alone."""
     joined = [module for module in model.modules() if isinstance(module, JoinedLinears)]
     members = {linear for unit in joined for linear in unit.linears}

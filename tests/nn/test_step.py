@@ -13,6 +13,7 @@ from qat.kernels import lut_weight
 from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import (
     JoinedLinears,
+    form_by_layer,
     form_moved_weights,
     form_weights,
     join_linears,
@@ -481,3 +482,121 @@ def test_codewords_are_not_kept_where_nothing_learns() -> None:
     linear = latent_linear(8, 32, SPECS["pairs6"]).requires_grad_(False)
     linear.form_(torch.float32)
     assert linear._chosen is None
+
+
+def stack(kind: str, spec: LutSpec, *, is_checkpointed: bool) -> nn.Sequential:
+    """Three equal layers, each of a linear alone and of two that are joined."""
+    layers = nn.Sequential()
+    for _ in range(3):
+        pair = Pair(
+            LINEARS[kind](32, 32, spec), LINEARS[kind](32, 32, spec, bias=True), is_checkpointed
+        )
+        for name in "kv":
+            pair.add_module(name, LINEARS[kind](16, 32, spec))
+        join_linears(pair, "both", ("k", "v"))
+        layers.append(pair)
+    return layers
+
+
+def course_of(layers: nn.Sequential, dtype: torch.dtype) -> list[Tensor]:
+    """Losses and gradients of two micro-batches after one forming."""
+    form_moved_weights(layers, dtype)
+    losses = []
+    for rows in (5, 2):
+        x = torch.linspace(-1, 1, rows * 32).view(rows, 32).to(dtype)
+        loss = layers(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses + [p.grad for p in layers.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("name", ["lut2", "int4_r3", "fours8_s8", "trellis2_s8"])
+def test_layers_formed_one_by_one_give_the_bits_of_all_formed_at_once(
+    name: str, kind: str, dtype: torch.dtype, is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(pair: Pair, x: Tensor) -> Tensor:
+        return pair.both(pair.second(F.silu(pair.first(x))))
+
+    monkeypatch.setattr(Pair, "_body", body)
+    spec = SPECS[name].model_copy(update={"group_size": 16})
+    whole = stack(kind, spec, is_checkpointed=is_checkpointed)
+    by_layer = copy.deepcopy(whole)
+    undo = form_by_layer(by_layer)
+
+    def spoil(layer: JoinedLinears, *_: object) -> None:
+        for room in layer.both.turn.rooms.values():
+            room.fill_(torch.nan)
+
+    # nobody reads what a layer has left behind
+    spoiling = [layer.register_forward_hook(spoil) for layer in by_layer]
+    expected, found = course_of(whole, dtype), course_of(by_layer, dtype)
+    assert len(found) == len(expected) > 12
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+    rooms = by_layer[0].first.turn.rooms
+    assert len(rooms) == 3 and {room.dtype for room in rooms.values()} == {dtype}
+    for unit in ("first", "second", "both"):
+        assert len({getattr(layer, unit).formed.data_ptr() for layer in by_layer}) == 1
+    for handle in spoiling:
+        handle.remove()
+    undo()
+    linears = [*quant_linears(by_layer).values(), *(layer.both for layer in by_layer)]
+    assert all(each.formed is None and each.turn is None for each in linears)
+    undone = course_of(by_layer, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(undone[:2], expected[:2], strict=True))
+
+
+def test_a_linear_that_several_layers_call_keeps_memory_of_its_own() -> None:
+    shared = frozen_linear(16, 16, SPECS["lut2"])
+    layers = nn.Sequential(
+        *(nn.Sequential(frozen_linear(16, 16, SPECS["lut2"]), shared) for _ in range(2))
+    )
+    form_by_layer(layers)
+    form_weights(layers, torch.float32)
+    assert shared.turn is None and torch.equal(shared.formed, shared.quantized_weight())
+    first, second = layers[0][0], layers[1][0]
+    assert first.formed.data_ptr() == second.formed.data_ptr() != shared.formed.data_ptr()
+    layers(torch.randn(2, 16)).sum().backward()
+    assert all(linear.scales.grad.abs().max() > 0 for linear in (first, second, shared))
+
+
+def test_backward_forms_again_of_the_codes_that_forward_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = nn.Sequential(*(latent_linear(16, 16, SPECS["fours8_s8"]) for _ in range(2)))
+    form_by_layer(layers)
+    sought, written = [], []
+    choose, write = LutLinear._choose, LutLinear.write_
+    monkeypatch.setattr(
+        LutLinear, "_choose", lambda self, *a, **k: sought.append(self) or choose(self, *a, **k)
+    )
+    monkeypatch.setattr(
+        LutLinear, "write_", lambda self, *, again: written.append(self) or write(self, again=again)
+    )
+    form_weights(layers, torch.float32)
+    assert not sought, "only room is made"
+    layers(torch.randn(2, 16)).sum().backward()
+    first, second = layers
+    assert written == [first, second, second, first] and sought == [first, second]
+
+
+def test_a_layer_that_gives_several_tensors_is_formed_before_the_backward_of_each() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = frozen_linear(16, 16, SPECS["lut2"])
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None, str]:
+            return self.linear(x), x.sum(), "no tensor"
+
+    layers = nn.ModuleList([Two(), Two()])
+    plain = copy.deepcopy(layers)
+    form_by_layer(layers)
+    x = torch.randn(2, 16)
+    for model in (layers, plain):
+        form_weights(model, torch.float32)
+        model[1](model[0](x)[0])[0].square().sum().backward()
+    for mine, its in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
