@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,10 +15,10 @@ from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_linear import KIND_OF, FrozenLutLinear, QuantLinear
 from qat.nn.sites import experts_of
 from qat.nn.step import quant_linears
-from qat.nn.swap import layer_config, linear_names, table_names
+from qat.nn.swap import decoder_layers, layer_config, linear_names, table_names
 from qat.nsa.swap import nsa_config
 from qat.quant.weight import STORED_DTYPES, dtype_as_stored, packed_width
 
@@ -92,6 +93,98 @@ def model_bytes(path: Path) -> int:
 
 def _num_weights(module: QuantLinear | FrozenLutTable) -> int:
     return module.out_features * module.in_features
+
+
+# What a training step holds on one device.
+
+
+class Moved(Protocol):
+    """What of a step's settings decides what it holds."""
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of parameter that learn."""
+
+    @property
+    def optimizer(self) -> str:
+        """What moves latent weights."""
+
+    @property
+    def latent_dtype(self) -> str:
+        """What latent weights are kept in."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that a device holds through training, beside activations, logits and workspaces."""
+
+    stored: int
+    """Codes or latent weights, scales, codebooks, adapters, and what is not quantized."""
+    gradients: int
+    """Of all that learns."""
+    moments: int
+    """AdamW's."""
+    formed: int
+    """All formed weights."""
+    largest_layer: int
+    """The formed weights of the largest layer."""
+
+    def total(self, *, by_layer: bool) -> int:
+        """All of it, if weights are formed at once or a layer at a time."""
+        formed = self.largest_layer if by_layer else self.formed
+        return self.stored + self.gradients + self.moments + formed
+
+
+BLOCK_OF_MOMENTS = 256
+"""Moments of 8 bits that share a scale in float32."""
+LATENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def step_bytes(
+    model: PreTrainedModel,
+    learning: Collection[str],
+    config: Moved,
+    dtype: torch.dtype,
+    *,
+    parts: int = 1,
+) -> StepBytes:
+    """What a step of `model` in `dtype` holds when the linears called `learning` train.
+
+    The same whether their codes are latent weights yet or not; a model on `meta` will do. Of
+    `parts` devices each holds its rows of the latent weights. What is no linear counts as it is,
+    in `dtype`, as if it stood still: norms, gates and routers are small.
+    """
+    stored = gradients = moments = 0.0
+    linears, layers = quant_linears(model), decoder_layers(model)
+    for name, linear in linears.items():
+        kinds = set(config.kinds) if name in learning else set()
+        if "weights" in kinds:
+            each, eight = LATENT_BYTES[config.latent_dtype], 1 + 4 / BLOCK_OF_MOMENTS
+            rows = _num_weights(linear) / parts
+            stored += each * rows
+            gradients += each * rows
+            moments += 2 * rows * (eight if config.optimizer == "adamw8bit" else each)
+        else:
+            held = linear.packed if isinstance(linear, FrozenLutLinear) else linear.weight
+            stored += held.nbytes
+        for local, parameter in linear.weight_parameters().items():
+            if local == "weight":
+                continue
+            stored += parameter.nbytes
+            if KIND_OF[local] in kinds:
+                gradients += parameter.nbytes
+                moments += 2 * parameter.nbytes
+    inside = {id(t) for m in linears.values() for t in (*m.parameters(), *m.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in inside:
+            is_wide = tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
+            stored += tensor.numel() * (dtype.itemsize if is_wide else tensor.itemsize)
+    tables = map(_num_weights, lut_tables(model).values())
+    stored += dtype.itemsize * max(tables, default=0)  # what a head forms of its table, and keeps
+    formed = sum(map(_num_weights, linears.values()))
+    largest = max(sum(map(_num_weights, quant_linears(layer).values())) for layer in layers)
+    every = (stored, gradients, moments, formed * dtype.itemsize, largest * dtype.itemsize)
+    return StepBytes(*map(round, every))
 
 
 # Model FLOPs of a training step.

@@ -4,7 +4,8 @@ The decoder goes region by region: each layer compiled, recomputed in backward, 
 
 All equal layers share one compiled graph, in which projections of the same input are one matmul. A
 recomputed layer keeps its input alone, and backward goes through it a slice of the batch at a time,
-so that what a layer holds inside does not grow with the batch.
+so that what a layer holds inside does not grow with the batch. Where all formed weights would not
+fit, each layer's are formed before it runs (`qat.nn.step.form_by_layer`).
 """
 
 import logging
@@ -31,7 +32,7 @@ from qat.backend.device import on
 from qat.kernels.attention import fits_tile, tile_attention
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
-from qat.nn.step import join_linears, part_linears
+from qat.nn.step import form_by_layer, join_linears, part_linears
 from qat.nn.swap import decoder_layers
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import is_all_sparse
@@ -240,11 +241,18 @@ class Regions:
     """The way a model's layers run; `install` puts it in place, `remove` takes it away."""
 
     def __init__(
-        self, model: PreTrainedModel, *, is_compiled: bool, recompute_every: int | None
+        self,
+        model: PreTrainedModel,
+        *,
+        is_compiled: bool,
+        recompute_every: int | None,
+        forms_by_layer: bool = False,
     ) -> None:
         self._model = model
         self.is_compiled = is_compiled
         self._recompute_every = recompute_every
+        self._forms_by_layer = forms_by_layer
+        self._end_forming: Callable[[], None] = lambda: None
         self._is_refused = False
 
     def install(self) -> None:
@@ -253,6 +261,8 @@ class Regions:
             # training, judging, the first layer and a few batch shapes: each is a graph of its own
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             join_projections(self._model)
+        if self._forms_by_layer:
+            self._end_forming = form_by_layer(decoder_layers(self._model))
         for index, layer in enumerate(decoder_layers(self._model)):
             every = self._recompute_every
             if every is None or index % every:
@@ -293,6 +303,7 @@ class Regions:
         """Let the layers run as their class says."""
         for module in (*decoder_layers(self._model), *_last_norm(self._model)):
             vars(module).pop("forward", None)
+        self._end_forming()
         part_projections(self._model)
 
 

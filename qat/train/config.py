@@ -54,6 +54,9 @@ class StepConfig(DeviceSettings):
     """Recompute layers in backward instead of keeping their activations."""
     checkpoint_every: Speed[int] = Field(1, gt=0)
     """With gradient checkpointing: one layer of how many is recomputed."""
+    form: Speed[Literal["auto", "whole", "layer"]] = "auto"
+    """Form all weights once a step, or those of a layer when it runs and again in backward, in
+    memory that all layers share: the same numbers. auto forms by layer what has no room else."""
     compile: Speed[Literal["auto", "on", "off"]] = "auto"
     """Compile the decoder layers; auto does so on a GPU."""
     dtype: Speed[Literal["auto", "fp32", "tf32", "bf16", "fp16"]] = "auto"
@@ -213,6 +216,11 @@ class TrainConfig(StepConfig):
             raise ValueError(
                 f"shard_latents={self.shard_latents}: it divides latent weights, but "
                 f"learn={self.learn} has none, and what is left is small; drop it or add weights"
+            )
+        if self.shard_latents and self.form == "layer" and self.on_policy:
+            raise ValueError(
+                f"form=layer, shard_latents={self.shard_latents}, on_policy={self.on_policy}: what "
+                "each rank says on its own would wait for layers of the others; drop one of them"
             )
         if self.shard_latents and self.optimizer != "adamw":
             raise ValueError(

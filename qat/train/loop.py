@@ -272,12 +272,15 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Judge the student; whether it is the best so far. An untrained one never counts.
 
-        All ranks form the weights; the first judges, and the others wait for its number.
+        All ranks form the weights; the first judges, and the others wait for its number. Where
+        each layer's weights are gathered as it runs, all ranks judge.
         """
         form_weights(self.student.model, self.dtype)
         with self.backend.waiting_for("the evaluation"):
             flipped = self.codes.flipped_frac()
-            verdict = self.judge.verdict(self.dtype) if self._metrics is not None else {}
+            gathers = self.take_step.forms_by_layer and bool(self.optimizer.sharded)
+            judges = self._metrics is not None or gathers
+            verdict = self.judge.verdict(self.dtype) if judges else {}
         now = math.inf
         if self._metrics is not None:
             if flipped is not None:

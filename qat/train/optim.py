@@ -15,25 +15,17 @@ from torch import Tensor, nn
 from qat.backend import device as backend
 from qat.backend.base import Copying
 from qat.errors import ConfigError
-from qat.nn.quant_linear import LutLinear
+from qat.nn.quant_linear import KIND_OF, LutLinear
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.sites import routers
 from qat.nn.step import quant_linears
 from qat.nsa.fit import natural_size
-from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import role_of
-from qat.quant.weight import SCALE_NAMES, rms
+from qat.quant.weight import rms
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import MOMENTS, EightBitAdamW, Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.config import KINDS, TrainConfig
 
-KIND_OF = {
-    "weight": "weights",
-    "codebook": "codebook",
-    **dict.fromkeys(SCALE_NAMES, "scales"),
-    **dict.fromkeys(LORA_NAMES, "lora"),
-}
-"""The kind of each parameter that a quantized weight is made of."""
 FORGOTTEN, LATE = 2.0**-24, 2**24
 """What is lost beside one in float32; a number of steps at which all moments are as in the end."""
 LEAST_SHARE = 2.0**-64

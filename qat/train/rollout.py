@@ -297,9 +297,11 @@ class Speaker:
         # the copy computes in its own dtype
         casting = nullcontext() if self._is_copied else self._backend.autocast(self._dtype)
         with self._backend.matmul_precision(self._precision), casting:
-            form_moved_weights(self._student.model, self._dtype)
-            for weight, linear in self._formed:
-                weight.copy_(linear.weight_in(self._dtype))
+            if self._is_copied:
+                for weight, linear in self._formed:
+                    linear.quantized_weight(self._dtype, out=weight)
+            else:
+                form_moved_weights(self._student.model, self._dtype)
             for copied, parameter in self._learning:
                 copied.copy_(parameter)
             return self._sampler.sample(requests)

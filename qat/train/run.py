@@ -64,6 +64,7 @@ FREE_TO_CHANGE = {
     "compile",
     "gradient_checkpointing",
     "checkpoint_every",
+    "form",
     "cache_dir",
 }
 """Settings that a run may go on with in another value: if a step sees as many sequences, and the

@@ -233,7 +233,8 @@ def _open(
         "world_size": ranks.size,
         "config_fingerprint": config.fingerprint(),
     }
-    judged = same_judged(cache, config.eval_sequences, run) if ranks.is_first else None
+    judges = ranks.is_first or config.shard_latents
+    judged = same_judged(cache, config.eval_sequences, run) if judges else None
     # masters are float32 always; the compute dtype is autocast's and the formed weights'
     model = (
         begins_with.model if begins_with else load_model(source, device=config.device, dtype="fp32")

@@ -12,6 +12,7 @@ got).
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar, cast
@@ -21,22 +22,24 @@ import torch
 from torch import Tensor
 
 from qat.backend import device as backends
-from qat.backend.base import Backend
+from qat.backend.base import GIB, Backend
 from qat.backend.compiling import Steadiness
 from qat.data.packing import Batch
 from qat.data.reader import sequence_indices
+from qat.errors import ConfigError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.config import OWN_WORDS
 from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
+from qat.models.cost import step_bytes
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions, compile_facts, compute_in, refusals, say_uncompiled
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig
-from qat.train.optim import Optimizer
+from qat.train.optim import Optimizer, linears_in_scope
 from qat.train.saver import trouble
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,10 @@ EAGER_STEPS = 2
 """Steps before recording: the compiler and the allocator must have seen everything once."""
 GRAPH_TOKENS = 2**16
 """Largest micro-batch worth recording: beyond, launches hide behind the work."""
+
+
+HELD_SHARE = 2 / 3
+"""Of a device's memory, beyond which weights are formed by layer: activations need the rest."""
 
 
 class OwnRows(NamedTuple):
@@ -123,7 +130,16 @@ class TrainingStep:
         wish = self.backend.compiles() if config.compile == "auto" else config.compile == "on"
         every = config.checkpoint_every if config.gradient_checkpointing else None
         self._is_compiled = wish
-        self._regions = [Regions(student.model, is_compiled=wish, recompute_every=every)]
+        self.forms_by_layer = self._is_formed_by_layer(is_on_policy=own is not None)
+        """Whether weights are formed a layer at a time, not all at once."""
+        self._regions = [
+            Regions(
+                student.model,
+                is_compiled=wish,
+                recompute_every=every,
+                forms_by_layer=self.forms_by_layer,
+            )
+        ]
         if teacher is not None:
             self._regions.append(Regions(teacher.model, is_compiled=wish, recompute_every=None))
         self._before = compile_facts()
@@ -139,6 +155,31 @@ class TrainingStep:
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
             regions.install()
+
+    def _is_formed_by_layer(self, *, is_on_policy: bool) -> bool:
+        """As the settings say; `auto` looks at what would be held, and what the device can hold."""
+        config, model, optimizer = self.config, self.student.model, self.optimizer
+        speaks_alone = is_on_policy and bool(optimizer.sharded)
+        if config.form == "whole" or self.backend.fixed_shapes() or speaks_alone:
+            return False
+        learning = linears_in_scope(model, config.scope, config.kinds)
+        parts = optimizer.ranks.size if optimizer.sharded else 1
+        held = step_bytes(model, learning, config, self.dtype, parts=parts)
+        room = (self.backend.memory_gib() or math.inf) * GIB
+        is_wished = config.form == "layer" or held.total(by_layer=False) > HELD_SHARE * room
+        if optimizer.sharded:  # ranks that gather each layer do so together
+            wishes = torch.tensor(float(is_wished), device=self.student.device)
+            optimizer.ranks.sum_([wishes])
+            is_wished = bool(wishes)
+        if not is_wished:
+            return False
+        logger.info(
+            "weights are formed a layer at a time (--form): %.3g GiB are held beside activations, "
+            "%.3g GiB if all were formed at once",
+            held.total(by_layer=True) / GIB,
+            held.total(by_layer=False) / GIB,
+        )
+        return True
 
     def __call__(self, batches: Sequence[Batch], step: int, stop: str | None = None) -> StepResult:
         """Take optimizer step number `step` over equally shaped micro-batches.
@@ -287,6 +328,7 @@ class TrainingStep:
             "graphs": found.graphs - self._before.graphs + self._steadiness.compiled,
             "recompiles": found.recompiles - self._before.recompiles + self._steadiness.anew,
             "cuda_graph": self._graph is not None,
+            "forms_by_layer": self.forms_by_layer,
             "fallback": self.fallback,
             **self._steadiness.facts(),
         }
@@ -368,10 +410,15 @@ def check_dtype(config: Settings) -> Settings:
     """The settings with `dtype=auto` replaced by what it means on their device.
 
     Raises:
-        ConfigError: the device is not there, lacks the dtype or cannot move such weights.
+        ConfigError: the device is not there, lacks the dtype or cannot form or move weights so.
     """
     backend = backends.select(config.device)
     backend.check_optimizer(config.optimizer, config.latent_dtype)
+    if config.form == "layer" and backend.fixed_shapes():
+        raise ConfigError(
+            f"form=layer, but device={config.device} compiles a step as a whole, expected a device "
+            "that runs layer by layer; use --form whole, with --shard-latents for several devices"
+        )
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
 
 

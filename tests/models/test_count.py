@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from quantized import SPECS, frozen_linear, tiny_quantized
 from safetensors.torch import load_file
 from tiny import tiny_model
@@ -15,11 +16,15 @@ from qat.models.cost import (
     model_bytes,
     parameter_count,
     quantized_parameter_count,
+    step_bytes,
     stored_bits,
     tensor_bytes,
 )
-from qat.nn.step import quant_linears
+from qat.nn.step import form_weights, quant_linears, release_weights
 from qat.quant.spec import LutSpec
+from qat.train.config import TrainConfig
+from qat.train.optim import linears_in_scope
+from qat.train.start import make_trainable
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -61,3 +66,42 @@ def test_a_scale_may_cost_8_bits() -> None:
 def test_a_float_model_has_no_bits_per_weight() -> None:
     assert math.isnan(model_bits_per_weight(tiny_model()))
     assert quantized_parameter_count(tiny_model()) == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learn": "scales,codebook"},
+        {"learn": "weights"},
+        {"learn": "weights,scales,codebook", "latent_dtype": "bf16", "mlp_only": True},
+        {"learn": "lora"},
+        pytest.param({"optimizer": "adamw8bit"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_holds_the_bytes_that_it_is_counted_to(values: dict[str, object]) -> None:
+    # moments of 8 bits are for tensors of 4096 numbers and more
+    model = tiny_quantized("qwen3", SPECS["lut2"], hidden_size=128, tie_word_embeddings=False)
+    settings = TrainConfig(cache_dir=Path("cache"), device="cpu", dtype="fp32", **values)
+    model.requires_grad_(False)
+    learning = linears_in_scope(model, settings.scope, settings.kinds)
+    counted = [step_bytes(model, learning, settings, torch.float32)]
+    optimizer = make_trainable(model, settings)
+    counted.append(step_bytes(model, learning, settings, torch.float32))
+    # an adapter that is yet to come is not counted
+    assert "lora" in settings.kinds or counted[0] == counted[1]
+    found = counted[1]
+    form_weights(model, torch.float32)
+    formed = [linear.formed.nbytes for linear in quant_linears(model).values()]
+    assert found.formed == sum(formed) == 2 * found.largest_layer
+    release_weights(model)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    assert found.stored == sum(t.nbytes for t in tensors)
+    for parameter in optimizer.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    assert found.gradients == sum(p.grad.nbytes for p in optimizer.parameters.values())
+    optimizer.step(0)
+    moments = sum(t.nbytes for n, t in optimizer.moving().items() if n.startswith("exp_avg"))
+    # torchao gives its 256 steps of 8 bits to each moment, 2 KiB of them
+    maps = 2048 * len(learning) if settings.optimizer == "adamw8bit" else 0
+    assert found.moments == moments - maps
+    assert found.total(by_layer=False) - found.total(by_layer=True) == found.largest_layer

@@ -125,6 +125,32 @@ def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
                 assert mine["loss_nats"] == pytest.approx(its["loss_nats"], rel=tolerance)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dtype": "bf16", "gradient_checkpointing": True},
+        pytest.param({"grad_accum_steps": 2, "global_batch_size": 0}, marks=SLOW),
+        pytest.param({"latent_dtype": "bf16", "learn": "weights,norms"}, marks=SLOW),
+    ],
+)
+def test_two_ranks_that_gather_a_layer_at_a_time_train_as_two_that_gather_all(
+    place, tmp_path, values
+):
+    outs = [tmp_path / form for form in ("layer", "whole")]
+    for out in outs:
+        on_ranks(2, place, out, form=out.name, **values)
+    ours, theirs = map(course, outs)
+    assert len(ours) > 6 and ours == theirs
+    ours, theirs = map(state, outs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_ranks_say_on_their_own_is_not_gathered_by_layer(place):
+    wrong = {"form": "layer", "on_policy": 0.5, "batch_size": 2, "teacher": "t"}
+    with pytest.raises(ConfigError, match="form=layer, shard_latents=True, on_policy=0.5: what"):
+        TrainConfig.parse({"cache_dir": "c", "shard_latents": True, **wrong}, "flags")
+
+
 @pytest.mark.parametrize("spec", ["lut2", "fours8_s8"])
 def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(spec, tmp_path):
     place, out = make_place(tmp_path, SPECS[spec]), tmp_path / "run"

@@ -10,10 +10,18 @@ import pytest
 import torch
 from train_case import config, make_place, make_trainer
 
-from qat.backend.base import Backend
+from qat.backend.base import GIB, Backend
+from qat.bench.batches import open_source
+from qat.bench.config import MeasureConfig
+from qat.bench.student import open_student, standing_still
+from qat.errors import ConfigError
+from qat.models.cost import step_bytes
+from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers
 from qat.train.loop import Trainer
-from qat.train.step import check_dtype
+from qat.train.optim import linears_in_scope
+from qat.train.start import make_trainable
+from qat.train.step import HELD_SHARE, TrainingStep, check_dtype
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +47,7 @@ def test_a_plain_step_says_that_nothing_is_compiled(place: Path, tmp_path: Path)
         "graphs": 0,
         "recompiles": 0,
         "cuda_graph": False,
+        "forms_by_layer": False,
         "fallback": None,
     }
 
@@ -167,3 +176,96 @@ def test_closing_leaves_the_model_as_it_was(place: Path, tmp_path: Path) -> None
 def test_auto_becomes_the_dtype_that_it_means(place: Path) -> None:
     settings = config(place, dtype="auto")
     assert check_dtype(settings).dtype == "fp32"
+
+
+def bits_of(shape: str, form: str, **values: object) -> tuple[list[torch.Tensor], TrainingStep]:
+    """Losses, norms of gradients and all that learned in three steps of a random student."""
+    wished = {"to": "q2a4", "device": "cpu", "dtype": "fp32", "batch_size": 2, **values}
+    settings = MeasureConfig(form=form, seq_len=16, top_k=4, **wished)
+    student = open_student(shape, settings)
+    rates = dict.fromkeys(("lr", "lr_scales", "lr_codebook", "lr_lora", "lr_norms"), 1e-2)
+    chosen = standing_still(settings).model_copy(update=rates)
+    torch.manual_seed(0)
+    data, backend = open_source(settings, student), Backend(torch.device("cpu"))
+    optimizer = make_trainable(student.model, chosen)
+    step = TrainingStep(student, optimizer, chosen)
+    found = []
+    for number in range(3):
+        parts = range(settings.grad_accum_steps)
+        result = step([data.batch(2, 10 * number + part, backend) for part in parts], number)
+        found += [result.sums["loss"].clone(), result.grad_norm.clone()]
+    return [*found, *(p.detach().clone() for p in optimizer.parameters.values())], step
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ("tiny", {"grad_accum_steps": 2}),
+        ("tiny", {"dtype": "bf16", "latent_dtype": "bf16", "gradient_checkpointing": True}),
+        ("tiny", {"learn": "scales,codebook,norms", "dtype": "bf16"}),
+        ("tiny", {"learn": "lora,scales", "grad_accum_steps": 2, "gradient_checkpointing": True}),
+        ("tiny", {"mlp_only": True, "to": "v2a4"}),
+        ("tiny", {"to": "q4a4_r4", "dtype": "bf16", "checkpoint_every": 2}),
+        ("tiny-moe", {"dtype": "bf16", "gradient_checkpointing": True}),
+        ("tiny-moe", {"learn": "scales,codebook", "attention_only": True}),
+        pytest.param("tiny", {"compile": "on", "dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(
+            "tiny", {"compile": "on", "gradient_checkpointing": True}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_weights_formed_by_layer_take_the_steps_of_weights_formed_at_once(
+    shape: str, values: dict[str, object]
+) -> None:
+    (expected, whole), (found, step) = (bits_of(shape, f, **values) for f in ("whole", "layer"))
+    assert step.forms_by_layer and not whole.forms_by_layer
+    assert len(found) == len(expected) > 6
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+    linears = [*quant_linears(step.student.model).values()]
+    rooms = {id(linear.turn.rooms) for linear in linears if linear.turn is not None}
+    assert len(rooms) == 1, "all layers write into the same ones"
+    step.close()
+    assert all(linear.turn is None and linear.formed is None for linear in linears)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_replayed_step_forms_by_layer_too(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    settings = {"max_steps": 9, "grad_accum_steps": accumulate, "form": "layer"}
+    expected = course(trainer_of(place, tmp_path / "plain", **settings), accumulate)
+    trainer = trainer_of(place, tmp_path / "recorded", **settings)
+    replays = pretend_recording(monkeypatch, trainer)
+    assert course(trainer, accumulate) == pytest.approx(expected, rel=1e-6)
+    assert len(replays) == 3 * accumulate
+
+
+def test_auto_forms_by_layer_what_would_hold_too_much_of_the_device(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = trainer_of(place, tmp_path)
+    model, settings = trainer.student.model, trainer.config
+    learning = linears_in_scope(model, settings.scope, settings.kinds)
+    held = step_bytes(model, learning, settings, torch.float32).total(by_layer=False)
+    for factor, is_by_layer in ((0.99, True), (1.01, False), (None, False)):
+        gib = None if factor is None else factor * held / HELD_SHARE / GIB
+        monkeypatch.setattr(type(trainer.backend), "memory_gib", lambda _, gib=gib: gib)
+        with caplog.at_level(logging.INFO, "qat.train.step"):
+            step = TrainingStep(trainer.student, trainer.optimizer, settings)
+        assert step.forms_by_layer == is_by_layer
+        assert step.compile_facts()["forms_by_layer"] == is_by_layer
+        step.close()
+    said = [r.message for r in caplog.records if "a layer at a time" in r.message]
+    assert len(said) == 1 and "(--form)" in said[0] and "GiB if all were formed" in said[0]
+
+
+def test_a_device_that_compiles_whole_steps_refuses_to_form_by_layer(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(place, form="layer")
+    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    with pytest.raises(ConfigError, match="form=layer, but device=cpu compiles a step as a whole"):
+        check_dtype(settings)
