@@ -348,12 +348,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": {**QWEN3, **_sizes(2048, 6144, 28, (16, 8, 128))},
     "qwen3-4b": {**QWEN3, **_sizes(2560, 9728, 36, (32, 8, 128))},
     "qwen3-8b": {**QWEN3, **_sizes(4096, 12288, 36, (32, 8, 128), tied=False)},
+    "qwen3-14b": {**QWEN3, **_sizes(5120, 17408, 40, (40, 8, 128), tied=False)},
+    "qwen3-32b": {**QWEN3, **_sizes(5120, 25600, 64, (64, 8, 128), tied=False)},
     "qwen3-30b-a3b": {
         **MIXTURE, **_sizes(2048, 6144, 48, (32, 4, 128), tied=False),
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
     "llama-3.2-1b": {**LLAMA, **_sizes(2048, 8192, 16, (32, 8, 64))},
     "llama-3.2-3b": {**LLAMA, **_sizes(3072, 8192, 28, (24, 8, 128))},
+    "llama-3.3-70b": {**LLAMA, **_sizes(8192, 28672, 80, (64, 8, 128), tied=False)},
     "gemma-3-270m": {**GEMMA3, **_sizes(640, 2048, 18, (4, 1, 256))},
     "gemma-3-1b": {**GEMMA3, **_sizes(1152, 6912, 26, (4, 1, 256))},
 }  # fmt: skip

@@ -17,7 +17,7 @@ from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.sites import open_sites
+from qat.nn.sites import Owner, open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention
 from qat.quant.codebook import fixed_grid
@@ -54,7 +54,7 @@ def quantized_model(
     """A checkpoint's float32 model; or random codes in the formats of preset `config.to`.
 
     A shape's model is made on `device`, which may be `meta`: nothing is fitted, so it is there at
-    once.
+    once, and never in floating point, which a large one has no room for.
     """
     if Path(source).exists() or "/" in source:
         if config.layers is not None:
@@ -63,8 +63,11 @@ def quantized_model(
                 "it has; leave --layers out"
             )
         return load_model(source, device=config.device, dtype="fp32").model
-    model = random_model(source, config, device)
+    model = random_model(source, config, "meta")
     quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
+    place = torch.device(device or select(config.device).device)
+    if place.type != "meta":
+        _fill_all_at_random_(model, place)
     return model.float()
 
 
@@ -92,6 +95,17 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
         frozen = empty_linear(model, name, spec).to_empty(device=device)
         fill_at_random_(frozen)
         replace_module(model, name, frozen.eval())
+
+
+def _fill_all_at_random_(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a model on `meta`, its linears quantized, memory and random values."""
+    model.to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, FrozenLutLinear):
+            fill_at_random_(module)
+        elif not isinstance(module, Owner):  # whose stacks are such linears
+            model._init_weights(module)
+    model.tie_weights()
 
 
 @torch.no_grad()
