@@ -127,6 +127,8 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=tensor.is_cuda)
 
 
+VISITORS = 2
+"""Groups of tensors from the host that are on the device at once: one at work, one on its way."""
 GIB = 2**30
 DTYPES = {
     "fp32": torch.float32,
@@ -380,6 +382,14 @@ class Backend:
         copying = Copying(list(sources.values()), self.copy_stream())
         copies = dict(zip(sources, copying.copies, strict=True))
         return {name: copies[key] for name, key in keys.items()}, copying
+
+    def visiting(self, groups: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """Each group of tensors on the device, one after the other, to be written there.
+
+        Those in pinned host memory come one group ahead and go back behind: they are there again
+        for the host after `synchronize`. `VISITORS` of them are on the device at once.
+        """
+        return iter(groups)
 
     def copy_stream(self) -> "torch.cuda.Stream | None":
         """A new stream for copies that are made beside the device's work, if it has streams."""

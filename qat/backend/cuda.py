@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qat.backend.base import GIB, Backend
+from qat.backend.base import GIB, VISITORS, Backend
 from qat.backend.nvidia import gpu_health
 from qat.errors import ConfigError
 
@@ -89,6 +89,45 @@ class CudaBackend(Backend):
     def to_host(self, tensor: Tensor) -> Tensor:
         """See `Backend`; the host does not wait."""
         return tensor.to("cpu", non_blocking=True)
+
+    def visiting(self, groups: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """See `Backend`: by two streams, one for each way, beside that of the work."""
+        if not groups or groups[0][0].is_cuda:
+            yield from groups
+            return
+        work = torch.cuda.current_stream(self.device)
+        up, down = self.copy_stream(), self.copy_stream()
+        up.wait_stream(work)  # what went back in the step before, and the memory made here
+        slots = [
+            tuple(_largest(tensors, self.device) for tensors in zip(*groups, strict=True))
+            for _ in range(VISITORS)
+        ]
+        left: list[torch.cuda.Event | None] = [None] * VISITORS
+
+        def fetch(place: int) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
+            slot = place % VISITORS
+            if (event := left[slot]) is not None:
+                up.wait_event(event)
+            pairs = [*zip(slots[slot], groups[place], strict=True)]
+            here = tuple(room[: host.numel()].view(host.shape) for room, host in pairs)
+            with torch.cuda.stream(up):
+                for there, host in zip(here, groups[place], strict=True):
+                    there.copy_(host, non_blocking=True)
+            return here, up.record_event()
+
+        ahead = fetch(0)
+        for place, group in enumerate(groups):
+            here, arrived = ahead
+            if place + 1 < len(groups):
+                ahead = fetch(place + 1)
+            work.wait_event(arrived)
+            yield here
+            down.wait_stream(work)
+            with torch.cuda.stream(down):
+                for host, there in zip(group, here, strict=True):
+                    host.copy_(there, non_blocking=True)
+            left[place % VISITORS] = down.record_event()
+        work.wait_stream(down)
 
     def copy_stream(self) -> torch.cuda.Stream:
         """See `Backend`."""
@@ -184,3 +223,9 @@ class CudaBackend(Backend):
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, index)
+
+
+def _largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Memory on `device` that any of these has room in."""
+    largest = max(tensors, key=Tensor.numel)
+    return torch.empty(largest.numel(), dtype=largest.dtype, device=device)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from qat.backend.base import VISITORS
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
@@ -113,6 +114,10 @@ class Moved(Protocol):
     def latent_dtype(self) -> str:
         """What latent weights are kept in."""
 
+    @property
+    def moments(self) -> str:
+        """Where their moments lie: `device` or `host`."""
+
 
 @dataclass(frozen=True)
 class StepBytes:
@@ -123,7 +128,7 @@ class StepBytes:
     gradients: int
     """Of all that learns."""
     moments: int
-    """AdamW's."""
+    """AdamW's; those on the host as they visit the device, two tensors at a time."""
     formed: int
     """All formed weights."""
     largest_layer: int
@@ -155,15 +160,12 @@ def step_bytes(
     in `dtype`, as if it stood still: norms, gates and routers are small.
     """
     stored = gradients = moments = 0.0
+    latents = []
     linears, layers = quant_linears(model), decoder_layers(model)
     for name, linear in linears.items():
         kinds = set(config.kinds) if name in learning else set()
         if "weights" in kinds:
-            each, eight = LATENT_BYTES[config.latent_dtype], 1 + 4 / BLOCK_OF_MOMENTS
-            rows = _num_weights(linear) / parts
-            stored += each * rows
-            gradients += each * rows
-            moments += 2 * rows * (eight if config.optimizer == "adamw8bit" else each)
+            latents.append(_num_weights(linear) / parts)
         else:
             held = linear.packed if isinstance(linear, FrozenLutLinear) else linear.weight
             stored += held.nbytes
@@ -174,6 +176,14 @@ def step_bytes(
             if KIND_OF[local] in kinds:
                 gradients += parameter.nbytes
                 moments += 2 * parameter.nbytes
+    each = LATENT_BYTES[config.latent_dtype]
+    stored += each * sum(latents)
+    gradients += each * sum(latents)
+    if config.moments == "host":
+        moments += 2 * VISITORS * each * max(latents, default=0)
+    else:
+        is_eight = config.optimizer == "adamw8bit"
+        moments += 2 * sum(latents) * (1 + 4 / BLOCK_OF_MOMENTS if is_eight else each)
     inside = {id(t) for m in linears.values() for t in (*m.parameters(), *m.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in inside:

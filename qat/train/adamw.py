@@ -8,11 +8,12 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from qat.backend.device import on
 from qat.errors import ConfigError, how_to_install
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.train.config import TrainConfig
@@ -117,7 +118,8 @@ class StochasticAdamW:
     never forgets (after gradients shrank tenfold it stays 22 times too large; so rounded, it is
     right on average and spreads by 10 %). The noise depends on seed, step and tensor alone, so a
     run that goes on repeats the run that was not stopped. Where each rank has rows of its own, its
-    number as `part` gives them noise of their own.
+    number as `part` gives them noise of their own. With `moments=host` the moments lie in pinned
+    host memory and visit the device one tensor after the other: the same bits, two bytes a weight.
     """
 
     def __init__(self, learners: dict[str, Learner], config: TrainConfig, part: int = 0) -> None:
@@ -129,18 +131,26 @@ class StochasticAdamW:
         device = parameters[0].device
         self._count = torch.zeros((), device=device)
         self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
-        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+        self._backend = on(device)
+
+        def zeros(like: Tensor) -> Tensor:
+            if config.moments == "device":
+                return torch.zeros_like(like)
+            return self._backend.pinned(torch.zeros(like.shape, dtype=like.dtype))
+
+        self._moments = [(zeros(p), zeros(p)) for p in parameters]
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
         """See `Mover`."""
         self._count += factor.isfinite()
         bias1, bias2 = (-torch.expm1(self._count * self._logs)).unbind()
         shared = torch.stack([factor, bias1, bias2.sqrt()])
-        for index, (p, lr, decay) in enumerate(self._learners.values()):
-            if p.grad is None:
-                continue
+        every = enumerate(self._learners.values())
+        moved = [(index, each) for index, each in every if each.parameter.grad is not None]
+        visiting = self._backend.visiting([self._moments[index] for index, _ in moved])
+        for (index, (p, lr, decay)), moments in zip(moved, visiting, strict=True):
             rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
-            moving = Moving(p.detach(), p.grad, *self._moments[index])
+            moving = Moving(p.detach(), cast(Tensor, p.grad), *moments)
             stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
 
     def state(self) -> dict[str, Tensor]:

@@ -50,6 +50,9 @@ class StepConfig(DeviceSettings):
     """What moves the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
     latent_dtype: Speed[Literal["fp32", "bf16"]] = "fp32"
     """What latent weights are kept in; bf16 rounds each step stochastically, at half the memory."""
+    moments: Speed[Literal["device", "host"]] = "device"
+    """Where the optimizer's moments of bf16 latent weights lie; host: in pinned memory, copied to
+    the device a tensor ahead of the optimizer and back behind it."""
     gradient_checkpointing: Speed[bool] = False
     """Recompute layers in backward instead of keeping their activations."""
     checkpoint_every: Speed[int] = Field(1, gt=0)
@@ -81,6 +84,13 @@ class StepConfig(DeviceSettings):
             raise ValueError(
                 f"optimizer={self.optimizer}, latent_dtype={self.latent_dtype}: these are for "
                 f"latent weights, but learn={self.learn} has none; add weights or drop them"
+            )
+        is_stochastic = self.optimizer == "adamw" and self.latent_dtype == "bf16"
+        if self.moments == "host" and not is_stochastic:
+            raise ValueError(
+                f"moments=host with optimizer={self.optimizer}, latent_dtype={self.latent_dtype}: "
+                "only the moments of bf16 latent weights can lie there; use --optimizer adamw "
+                "--latent-dtype bf16, or drop it"
             )
         return self
 

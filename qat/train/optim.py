@@ -285,6 +285,7 @@ class Optimizer:
 
         Without those of sharded parameters (`gathered`).
         """
+        self._bring_home()
         return {key: t for key, t in self._state().items() if not self._owner(key, t)}
 
     def gathered(self) -> dict[str, Tensor]:
@@ -292,10 +293,11 @@ class Optimizer:
 
         To be read after a wait for the device (`Backend.to_host`).
         """
+        self._bring_home()
         host, found = backend.on(self._device).to_host, {}
         for key, rows in self._state().items():
             if owner := self._owner(key, rows):
-                whole = owner.whole(rows)
+                whole = owner.whole(rows.to(self._device))
                 if self.ranks.is_first:
                     found[key] = host(whole)
         return found
@@ -311,6 +313,11 @@ class Optimizer:
         """Bytes of `state` and `gathered`."""
         owned = ((self._owner(key, tensor), tensor) for key, tensor in self._state().items())
         return sum(t.itemsize * owner.weight_count() if owner else t.nbytes for owner, t in owned)
+
+    def _bring_home(self) -> None:
+        """Wait for moments that are on their way back to the host."""
+        if self._config.moments == "host":
+            backend.on(self._device).synchronize()
 
     def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
         """Of which sharded parameter this part of the state holds rows."""

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 KEPT = [
     {},
     {"latent_dtype": "bf16"},
+    {"latent_dtype": "bf16", "moments": "host"},
     {"dtype": "fp16"},
     {"dtype": "fp16", "latent_dtype": "bf16"},
     {"optimizer": "adamw8bit"},
@@ -156,3 +157,19 @@ def test_what_is_not_finite_is_told_without_waiting(
             found = trouble(numbers, device)
         assert found.isnan().item() and "1 of" in not_finite(numbers)
         tensor.copy_(kept_values)
+
+
+def test_moments_in_pinned_memory_move_weights_to_the_bits_of_those_on_the_gpu(
+    tmp_path: Path,
+) -> None:
+    states = []
+    for place in ("device", "host"):
+        torch.manual_seed(0)
+        optimizer = optimizer_on("cuda", tmp_path, latent_dtype="bf16", moments=place)
+        for step in range(5):
+            set_gradients(optimizer, step)
+            optimizer.step(step)
+        states.append({name: tensor.cpu().clone() for name, tensor in optimizer.state().items()})
+    on_host = [t for n, t in optimizer.moving().items() if n.endswith("_proj.weight") and t.dim()]
+    assert on_host and all(t.is_pinned() for t in on_host)
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())

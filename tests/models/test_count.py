@@ -104,4 +104,11 @@ def test_a_step_holds_the_bytes_that_it_is_counted_to(values: dict[str, object])
     # torchao gives its 256 steps of 8 bits to each moment, 2 KiB of them
     maps = 2048 * len(learning) if settings.optimizer == "adamw8bit" else 0
     assert found.moments == moments - maps
+    if "weights" in settings.kinds and settings.latent_dtype == "bf16":
+        away = step_bytes(
+            model, learning, settings.model_copy(update={"moments": "host"}), torch.float32
+        )
+        largest = max(p.nbytes for n, p in optimizer.parameters.items() if n.endswith(".weight"))
+        others = sum(p.nbytes for p in optimizer.parameters.values() if p.dtype == torch.float32)
+        assert away.moments == 2 * 2 * largest + 2 * others
     assert found.total(by_layer=False) - found.total(by_layer=True) == found.largest_layer

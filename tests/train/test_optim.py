@@ -262,6 +262,7 @@ def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]
     [
         {},
         {"latent_dtype": "bf16"},
+        {"latent_dtype": "bf16", "moments": "host"},
         {"dtype": "fp16"},
         {"dtype": "fp16", "latent_dtype": "bf16"},
         {"optimizer": "adamw8bit"},

@@ -1,11 +1,15 @@
 """What moves parameters, by itself."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from train_case import config
 
-from qat.train.adamw import Learner, TorchAdamW
+from qat.backend.base import Backend
+from qat.train.adamw import Learner, StochasticAdamW, TorchAdamW
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
@@ -19,3 +23,39 @@ def test_the_factor_of_the_gradients_is_in_the_moments(tmp_path, is_fused: bool)
     mover.move(0, 1.0, torch.tensor(0.25))
     moment = mover.state()["exp_avg.weight"]
     torch.testing.assert_close(moment, 0.1 * 0.25 * gradient)
+
+
+def test_moments_on_the_host_move_weights_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitors = []
+
+    def visiting(_backend: Backend, groups: list) -> Iterator:
+        """As a device of its own: a copy comes, and goes back when the next one is asked for."""
+        for group in groups:
+            here = tuple(tensor.clone() for tensor in group)
+            yield here
+            visitors.append(len(here))
+            for host, there in zip(group, here, strict=True):
+                host.copy_(there)
+
+    torch.manual_seed(0)
+    first = {name: torch.randn(4, 8).bfloat16() for name in "abc"}
+    moved = {}
+    for place in ("device", "host"):
+        weights = {name: nn.Parameter(tensor.clone()) for name, tensor in first.items()}
+        learners = {name: Learner(p, 0.1, 0.01) for name, p in weights.items()}
+        settings = config(tmp_path, latent_dtype="bf16", moments=place)
+        if place == "host":
+            monkeypatch.setattr(Backend, "visiting", visiting)
+        mover = StochasticAdamW(learners, settings)
+        for step in range(3):
+            for name, p in weights.items():  # one gets no gradient
+                p.grad = None if name == "b" else torch.full_like(p, step - 0.5)
+            mover.move(step, 1.0, torch.tensor(0.5))
+        moved[place] = {**{n: p.detach() for n, p in weights.items()}, **mover.state()}
+    assert visitors == [2] * 6
+    assert all(torch.equal(moved["host"][name], t) for name, t in moved["device"].items())
+    again = StochasticAdamW(learners, settings)
+    again.load(mover.state())
+    assert all(torch.equal(again.state()[name], t) for name, t in mover.state().items())

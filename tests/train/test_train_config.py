@@ -45,6 +45,11 @@ def test_a_tenth_of_the_steps_warms_up(steps: int, warm: int) -> None:
         ({"attention_only": True, "e2e": True}, "exclude each other"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5"),
         ({"shard_latents": True, "learn": "scales"}, "it divides latent weights"),
+        ({"moments": "host"}, "only the moments of bf16 latent weights can lie there"),
+        (
+            {"moments": "host", "latent_dtype": "bf16", "optimizer": "adamw8bit"},
+            "use --optimizer adamw --latent-dtype bf16, or drop it",
+        ),
         ({"shard_latents": True, "optimizer": "adamw8bit"}, "8 bits are not divided"),
     ],
 )
