@@ -1,27 +1,46 @@
 """Bytes, files and hours of large caches, and where one device's memory ends for large students.
 
-Everything follows from rates that were measured (the defaults are those of the records): tokens per
+Hours follow from rates that were measured (the defaults are those of the records): tokens per
 second fall with the model's size as its arithmetic grows, bytes per token do not depend on it.
+Memory is counted on published shapes, as `qat train --form auto` counts it.
 
 python speedrun/scale_table.py
 """
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from qat.bench.config import MeasureConfig
+from qat.bench.student import quantized_model
+from qat.models.cost import StepBytes, devices_named, step_bytes
+from qat.train.config import TrainConfig
+from qat.train.optim import linears_in_scope
+
+Row = dict[str, object]
+Cells = Iterable[str]
+Held = dict[str, dict[str, StepBytes]]
 
 TOKENS = (1e9, 1e10, 1e11, 1e12)
 SIZES = (0.6, 1.7, 4.0, 8.0, 14.0, 32.0, 70.0)
 """Students and teachers, billions of parameters."""
 GIB = 2**30
 LARGEST_SHARD = GIB
-KINDS = {
-    "frozen codes": 2 + 0.35,
-    "latent weights, bf16, 8-bit moments": 2 + 2 + 2 + 2,
-    "latent weights, fp32, fp32 moments": 2 + 4 + 4 + 8,
+STUDENTS = ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.3-70b")
+CARDS = ("RTX4090", "A100-40", "H100", "H200", "B200")
+LEARN = "scales,codebook"
+BF16 = {"learn": "weights", "latent_dtype": "bf16"}
+KINDS: dict[str, tuple[str, Row]] = {
+    "frozen codes `v2a2`, scales and codebooks": ("v2a2", {"learn": LEARN}),
+    "frozen codes `q2a4`, scales and codebooks": ("q2a4", {"learn": LEARN}),
+    "latents, bf16, `--moments host`": ("q2a4", BF16 | {"moments": "host"}),
+    "latents, bf16, 8-bit moments": ("q2a4", BF16 | {"optimizer": "adamw8bit"}),
+    "latents, bf16, bf16 moments": ("q2a4", BF16),
+    "latents, fp32, fp32 moments": ("q2a4", {"learn": "weights"}),
 }
-"""Bytes for each parameter: the formed bf16 weight, then codes, or latent, gradient and moments."""
-
-Row = Iterable[str]
+"""What learns, in which preset's codes and by which settings."""
 
 
 def main() -> None:
@@ -29,7 +48,9 @@ def main() -> None:
     arguments = parse()
     print(table(("tokens kept", *headings()), cache_rows(arguments)))
     print(table(("size", "tokens/s", *(f"{count:.0e}" for count in TOKENS)), hours(arguments)))
-    print(table(("what learns", "bytes a parameter", "largest student"), limits(arguments)))
+    held = {name: held_bytes(settings, to) for name, (to, settings) in KINDS.items()}
+    print(table(("what learns, GiB", *STUDENTS), memory(held)))
+    print(table(("what learns", *CARDS), limits(held, arguments.activations_gib)))
 
 
 def parse() -> argparse.Namespace:
@@ -45,8 +66,7 @@ def parse() -> argparse.Namespace:
         default=[("top-64", 226.541), ("top-32", 118.494), ("50 draws", 39.0)],
     )
     add("--length", type=int, default=64, help="tokens of a sequence")
-    add("--memory-gib", type=float, default=139.0)
-    add("--activations-gib", type=float, default=30.0)
+    add("--activations-gib", type=float, default=10.0)
     return parser.parse_args()
 
 
@@ -62,12 +82,12 @@ def pair_of_text(text: str) -> tuple[str, float]:
     return name, float(rate)
 
 
-def headings() -> Row:
+def headings() -> Cells:
     """The columns about each count of tokens."""
     return (f"{count:.0e} tokens: TB, files" for count in TOKENS)
 
 
-def cache_rows(arguments: argparse.Namespace) -> Iterable[Row]:
+def cache_rows(arguments: argparse.Namespace) -> Iterable[Cells]:
     """What each kind of cache takes, and how to cut it into shards."""
     for name, bytes_per_token in arguments.bytes:
         size = shard_size(bytes_per_token * arguments.length)
@@ -85,7 +105,7 @@ def shard_size(sequence_bytes: float) -> int:
     return size
 
 
-def hours(arguments: argparse.Namespace) -> Iterable[Row]:
+def hours(arguments: argparse.Namespace) -> Iterable[Cells]:
     """Hours of one device: teachers that build a cache, then students that learn from it."""
     for verb, measured in (("cache", arguments.cache), ("train", arguments.train)):
         for size in SIZES:
@@ -103,16 +123,40 @@ def speed(measured: list[tuple[float, float]], size: float) -> tuple[float, bool
     return rate * nearest / size, False
 
 
-def limits(arguments: argparse.Namespace) -> Iterable[Row]:
-    """The largest student whose weights and moments leave room for the activations."""
-    room = (arguments.memory_gib - arguments.activations_gib) * GIB
-    for name, size in KINDS.items():
-        largest = room / size / 1e9
-        fitting = [each for each in SIZES if each <= largest]
-        yield name, f"{size:.2f}", f"{largest:.0f}B (of the above: {fitting[-1]:g}B)"
+def held_bytes(settings: Row, to: str) -> dict[str, StepBytes]:
+    """What a step of each student holds beside activations, by the project's own count."""
+    config, dtype = TrainConfig(cache_dir=Path("cache"), **settings), torch.bfloat16
+    found = {}
+    for shape in STUDENTS:
+        model = quantized_model(shape, MeasureConfig(to=to), "meta")
+        learning = linears_in_scope(model, config.scope, config.kinds)
+        found[shape] = step_bytes(model, learning, config, dtype)
+    return found
 
 
-def table(heads: Row, rows: Iterable[Row]) -> str:
+def memory(held: Held) -> Iterable[Cells]:
+    """GiB that a step holds, its weights formed at once and by layer."""
+    for name, by_shape in held.items():
+        ways = [[each.total(by_layer=way) for way in (False, True)] for each in by_shape.values()]
+        yield name, *(f"{whole / GIB:,.1f}, {layer / GIB:,.1f}" for whole, layer in ways)
+
+
+def limits(held: Held, activations_gib: float) -> Iterable[Cells]:
+    """The largest student that each device has room for, with those activations beside."""
+    for name, by_shape in held.items():
+        cells = []
+        for device in devices_named(CARDS):
+            room = (device.memory_gib - activations_gib) * GIB
+            fits = {
+                way: [shape for shape, each in by_shape.items() if each.total(by_layer=way) <= room]
+                for way in (False, True)
+            }
+            whole, layer = (found[-1] if found else "none" for found in fits.values())
+            cells.append(layer if whole == layer else f"{layer} (at once: {whole})")
+        yield name, *cells
+
+
+def table(heads: Cells, rows: Iterable[Cells]) -> str:
     """A Markdown table."""
     lines = [list(heads), *map(list, rows)]
     lines.insert(1, ["---"] * len(lines[0]))

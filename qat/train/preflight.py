@@ -454,9 +454,12 @@ def _measured(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
 
 
 def _less_memory(config: TrainConfig, plan: RunPlan) -> str:
-    if plan.world == 1 or config.shard_latents or "weights" not in config.kinds:
-        return LESS_MEMORY
-    return f"{LESS_MEMORY}, or --shard-latents"
+    ways = [LESS_MEMORY]
+    if config.form != "layer":
+        ways.append("--form layer")
+    if plan.world > 1 and not config.shard_latents and "weights" in config.kinds:
+        ways.append("--shard-latents")
+    return ", or ".join(ways)
 
 
 def _memory(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:

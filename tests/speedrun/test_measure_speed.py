@@ -1,6 +1,7 @@
 """The scripts that measure speed: every one of them runs, small, on a CPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,47 @@ def test_larger_batches_than_one_that_does_not_fit_are_left_out(tmp_path, monkey
     )
     status = {row["batch_size"]: row["status"] for row in lines(out / "results.jsonl")}
     assert status == {1: "OK", 4: "OK", 16: "OOM"}
+
+
+@pytest.mark.slow
+def test_forming_by_layer_takes_turns_with_forming_at_once(tmp_path: Path, capsys) -> None:
+    import measure_layerwise
+
+    out, sizes = tmp_path / "out", {"batch_size": 2, "seq_len": 8, "rounds": 2, "steps": 1}
+    measure_layerwise.measure(out=out, **sizes, **SMALL)
+    rows = lines(out / "results.jsonl")
+    assert [row["case"] for row in rows[:4]] == ["whole", "layer"] * 2
+    assert [row["forms_by_layer"] for row in rows[:4]] == [False, True] * 2
+    assert len({row["loss_nats"] for row in rows[:4]}) == 1, "the same numbers"
+    assert {row["moments"] for row in rows if row["case"] == "max_latent"} == {"host"}
+    found = figures(out)
+    assert found["layerwise_over_whole"]["runs"] == 2
+    assert {"step_8b_latent_tok_s", "step_70b_frozen_tok_s"} < set(found)
+    assert found["max_model_one_h100_latent"]["value"] == 0.0  # billions
+    assert "70b_frozen" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_largest_student_is_the_first_that_takes_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import measure_layerwise
+
+    case = measure_layerwise.CASES[-1]
+    assert case.shapes[0] == "llama-3.3-70b" and case.size is not None
+    shapes = ("TINY", "tiny", "tiny")
+    monkeypatch.setattr(measure_layerwise, "CASES", (replace(case, shapes=shapes),))
+    time_ours = measure_layerwise.time_ours
+
+    def full(setting: object, ours: object, batch_size: int) -> object:
+        if setting.name == "TINY":
+            raise torch.OutOfMemoryError("full")
+        return time_ours(setting, ours, batch_size)
+
+    monkeypatch.setattr(measure_layerwise, "time_ours", full)
+    out, sizes = tmp_path / "out", {"batch_size": 2, "seq_len": 8, "steps": 1}
+    measure_layerwise.measure(out=out, device="cpu", **sizes)
+    rows = lines(out / "results.jsonl")
+    tried = [(row["student"], row["status"]) for row in rows]
+    assert tried == [("TINY", "OOM"), ("tiny", "OK")]
+    assert set(figures(out)) == {"max_model_one_h100_frozen"}
