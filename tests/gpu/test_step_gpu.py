@@ -82,6 +82,8 @@ def no_synchronisation() -> Iterator[None]:
         {"dtype": "fp16"},
         {"latent_dtype": "bf16"},
         {"compile": "off"},
+        {"form": "layer"},
+        {"form": "layer", "gradient_checkpointing": True, "learn": "scales,codebook"},
     ],
     ids=str,
 )
@@ -117,6 +119,29 @@ def test_a_recorded_step_is_the_step(
     assert not eager.compile_facts()["cuda_graph"]
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < found[0] or learn == "scales,norms"
+
+
+@pytest.mark.parametrize("preset", ["q2a4", "v2a2"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learn": "weights"},
+        {"learn": "weights", "gradient_checkpointing": True, "latent_dtype": "bf16"},
+        {"learn": "scales,codebook"},
+        {"learn": "weights", "compile": "off"},
+    ],
+    ids=str,
+)
+def test_weights_formed_by_layer_take_the_same_steps(
+    tmp_path: Path, preset: str, values: dict
+) -> None:
+    steps = {form: step_of(tmp_path, preset, form=form, **values) for form in ("whole", "layer")}
+    whole, by_layer = (course(step, 6, 2) for step in steps.values())
+    assert all(step.compile_facts()["cuda_graph"] for step in steps.values())
+    assert by_layer[0] == whole[0] and by_layer == pytest.approx(whole, rel=1e-4)
+    if values["learn"] == "weights":  # sums of scales and codebooks may be taken in another order
+        moved = [step.optimizer.parameters.values() for step in steps.values()]
+        assert all(torch.equal(mine, its) for mine, its in zip(*moved, strict=True))
 
 
 def reads(_layer: nn.Module, inputs: tuple[Tensor]) -> None:
