@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.bench.config import SHAPES, BenchConfig, shape_called
-from qat.bench.student import WEIGHT_RMS, open_student
+from qat.bench.student import WEIGHT_RMS, open_student, quantize_at_random_, random_model
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import PRESETS as ATTENTION
 from qat.models.hf_quantizer import QatConfig
+from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
+from qat.nn.swap import linear_names
 from qat.nsa.swap import nsa_config
 from qat.quant.spec import PRESETS
 from qat.quant.weight import round_as_stored
@@ -19,9 +21,12 @@ PUBLISHED = {  # parameters, a tied head once
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
 }
@@ -61,6 +66,39 @@ def test_a_shape_of_experts_has_as_many_layers_as_are_asked_for() -> None:
     assert student.hidden(ids, ids).isfinite().all()
     with pytest.raises(ConfigError, match="layers=1, but some/model is no shape's name"):
         open_student("some/model", BenchConfig(device="cpu", layers=1))
+
+
+@pytest.mark.parametrize(
+    "shape", ["tiny", "tiny-moe", pytest.param("gemma-3-270m", marks=pytest.mark.slow)]
+)
+def test_a_student_gets_memory_once_its_linears_are_packed(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BenchConfig(device="cpu", layers=2)
+    plain = random_model(shape, config).float()
+    quantize_at_random_(plain, PRESETS["q2a4"])
+    given = []
+    to_empty = PreTrainedModel.to_empty
+
+    def seen(model: PreTrainedModel, *, device: torch.device) -> PreTrainedModel:
+        given.append({type(model.get_submodule(name)) for name in linear_names(model)})
+        assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        return to_empty(model, device=device)
+
+    monkeypatch.setattr(PreTrainedModel, "to_empty", seen)
+    student = open_student(shape, config).model
+    assert given == [{FrozenLutLinear}]
+    ours, theirs = student.state_dict(), plain.state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {
+        n: (t.shape, t.dtype) for n, t in theirs.items()
+    }
+    embedded = student.get_input_embeddings().weight
+    assert embedded.std().item() == pytest.approx(WEIGHT_RMS, rel=0.05)
+    assert student.get_output_embeddings().weight is embedded
+    fixed = {n: b for n, b in plain.named_buffers() if not n.endswith("packed")}
+    fixed |= {n: p for n, p in plain.named_parameters() if "norm" in n}
+    found = dict([*student.named_buffers(), *student.named_parameters()])
+    assert all(torch.equal(found[name], tensor) for name, tensor in fixed.items())
 
 
 def test_a_student_attends_as_it_is_told() -> None:
