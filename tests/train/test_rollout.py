@@ -516,3 +516,15 @@ def test_a_run_goes_on_with_the_same_share(place: Path, tmp_path: Path, values: 
     (name,) = values
     with pytest.raises(ConfigError, match=f"{name}=.* was begun with .*would not compare"):
         run(place, tmp_path / "run", max_steps=4, resume=True, **values)
+
+
+@pytest.mark.parametrize("is_copied", [pytest.param(True, marks=SLOW), False])
+def test_a_student_formed_by_layer_says_and_learns_the_same(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copied: bool
+) -> None:
+    monkeypatch.setattr("qat.train.rollout.DecodeStep.fits", lambda _: is_copied)
+    ended = {}
+    for form in ("whole", "layer"):
+        out = tmp_path / form
+        ended[form] = out, run(place, out, form=form, max_steps=2, eval_every=2, save_every=2)
+    assert_same_end(ended["whole"], *ended["layer"])
