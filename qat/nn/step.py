@@ -195,7 +195,7 @@ def _write(units: list[Unit], *_: object, again: bool = False) -> None:
 
 def _write_before_backward(units: list[Unit], _layer: nn.Module, _given: object, out: Any) -> None:
     """Backward of a layer begins with the gradient of what it returned."""
-    for tensor in out if isinstance(out, tuple) else (out,):
+    for tensor in out if isinstance(out, tuple | list) else (out,):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(partial(_write, units, again=True))
 

@@ -582,14 +582,17 @@ def test_backward_forms_again_of_the_codes_that_forward_found(
     assert written == [first, second, second, first] and sought == [first, second]
 
 
-def test_a_layer_that_gives_several_tensors_is_formed_before_the_backward_of_each() -> None:
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_layer_that_gives_several_tensors_is_formed_before_the_backward_of_each(
+    kind: type,
+) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = frozen_linear(16, 16, SPECS["lut2"])
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None, str]:
-            return self.linear(x), x.sum(), "no tensor"
+        def forward(self, x: Tensor) -> tuple | list:
+            return kind((self.linear(x), x.sum(), "no tensor"))
 
     layers = nn.ModuleList([Two(), Two()])
     plain = copy.deepcopy(layers)
