@@ -116,6 +116,7 @@ def convert(
         out=out,
         plan=report.plan,
         attention=config.attention,
+        activations=report.activations,
         linears=len(report.modules) - report.num_tables,
         tables=report.num_tables,
         kept=report.kept,
@@ -160,6 +161,8 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
         )
     if report.modules:
         console.print(table)
+    for kind, count in report.activations.items():
+        console.print(f"inputs of {count} linears and heads are quantized: {kind}")
     if report.modules and report.float_tables_frac > MUCH_OF_A_FILE:
         console.print(
             f"{report.float_tables_frac:.0%} of the file are the embedding and the head in "

@@ -40,7 +40,7 @@ from qat.nn.swap import decoder_layers, linear_names, table_names, table_spec, w
 from qat.quant.budget import Option, choose_options
 from qat.quant.error_feedback import fit_all_to_inputs, fit_stack_to_inputs
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import LutSpec, QuantPlan
 from qat.quant.weight import QuantizedWeight, dequantize
 
 JUDGED_TOKENS = 1024
@@ -322,7 +322,7 @@ def plan_within_budget(
     limit = int(bits_budget * sum(sizes.values()) * (1 + TOLERANCE))
     places = dict(zip(formats, choose_options(list(options.values()), limit), strict=True))
     chosen = {name: formats[name][place] for name, place in places.items()}
-    rules = tuple(PlanRule(pattern=n, spec=spec) for n, spec in {**kept, **chosen}.items())
+    rules = plan.rules_for({**kept, **chosen}, table_names(model.model))
     taken = [options[name][place] for name, place in places.items()]
     report = BudgetReport(
         bits_budget=bits_budget,

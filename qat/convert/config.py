@@ -8,7 +8,16 @@ from pydantic import Field, field_validator
 from qat.config import Attention, Calibration, Formats, Settings, Speed
 from qat.errors import ConfigError
 from qat.files import parse_toml
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, by_group
+from qat.quant.spec import (
+    PRESETS,
+    SUFFIX_OF,
+    ActivationKind,
+    LutSpec,
+    PlanRule,
+    QuantPlan,
+    by_group,
+    preset_called,
+)
 
 REPORT_NAME = "convert_report.json"
 """What a conversion says of itself, in the checkpoint that it makes."""
@@ -28,6 +37,11 @@ class ConvertConfig(Settings):
     3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; with a trellis, for
     the least error of 2 bits that stay packed or become dense: t2a4, t2a2) or a TOML file with a
     plan."""
+    activations: Formats[ActivationKind | None] = None
+    """Quantize what the quantized linears (and a quantized head) read: int8 or fp8 (E4M3) with a
+    scale for each token, int8-asymmetric with a zero point too, or int8-static with one learned
+    scale, which needs --calibration; else as the plan says, whose name may say so: q2a4_a8,
+    q2a4_a8z, q2a4_a8s, q2a4_f8."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
     """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
     only says which linears, of levels, vectors or trellises, in which groups (all, of levels, in
@@ -77,20 +91,36 @@ class PlanFile(Settings):
 
 
 def read_plan(config: ConvertConfig) -> QuantPlan:
-    """The plan that `config.to` names, with its group size if one is given.
+    """The plan that `config.to` names, with the group size and activations that are given.
 
     Else all linears for a budget, and nothing without one.
 
     Raises:
-        ConfigError: neither a preset nor a readable plan file.
+        ConfigError: neither a preset nor a readable plan file, or activations are named twice.
     """
+    plan = _with_group_size(_named_plan(config), config.group_size)
+    if config.activations is None:
+        return plan
+    said = sorted(spec.kind for spec in plan.activations if spec is not None)
+    if said:
+        raise ConfigError(
+            f"activations={config.activations}, but plan {plan.name} says {said[0]} already; name "
+            "them once"
+        )
+    return plan.with_activation(config.activations)
+
+
+def _named_plan(config: ConvertConfig) -> QuantPlan:
     unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
-    plan = PRESETS.get(config.to) if config.to is not None else unnamed
+    plan = preset_called(config.to) if config.to is not None else unnamed
     if plan is None:
         path = Path(config.to)
         if not path.is_file():
             known = ", ".join(PRESETS)
-            raise ConfigError(f"to={config.to} is neither a file nor a preset; use one of {known}")
+            raise ConfigError(
+                f"to={config.to} is neither a file nor a preset; use one of {known}, which may end "
+                f"in _{', _'.join(SUFFIX_OF.values())}"
+            )
         try:
             values = parse_toml(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -98,9 +128,13 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
                 f"to={path} is not TOML ({error}), expected a plan; mend that line"
             ) from None
         plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
-    if config.group_size is None:
+    return plan
+
+
+def _with_group_size(plan: QuantPlan, group_size: int | None) -> QuantPlan:
+    if group_size is None:
         return plan
-    change = {"group_size": config.group_size}
+    change = {"group_size": group_size}
     specs = [
         rule.spec and LutSpec.parse(rule.spec.model_dump() | change, f"plan {plan.name}")
         for rule in plan.rules

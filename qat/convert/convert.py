@@ -206,8 +206,20 @@ def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
             f"device={config.device}, but fitting reads values after every few operators, expected "
             "a device that does not compile for that; use --device cpu"
         )
+    if config.activations is not None and config.to is None and config.bits_budget is None:
+        raise ConfigError(
+            f"activations={config.activations} is given without a plan, expected weights to be "
+            "quantized too; add --to PLAN, such as the one that the source has"
+        )
+    plan = read_plan(config)
+    is_static = any(spec is not None and spec.is_static for spec in plan.activations)
+    if is_static and config.calibration is None:
+        raise ConfigError(
+            "activations=int8-static is given without a text to find the scales on; add "
+            "--calibration TEXT"
+        )
     attention = None if config.attention is None else read_attention(config.attention)
-    return read_plan(config), attention
+    return plan, attention
 
 
 def _fitted(

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qat.backend.device import on
+from qat.convert.activations import check_inputs, put_activations
 from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.convert.rotate import ROTATION
@@ -31,10 +32,18 @@ from qat.models.cost import (
 )
 from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
+from qat.models.stored_state import activation_counts
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import MORE_THAN_LINEAR, NARROWEST, Owner
-from qat.nn.swap import decoder_layers, linear_names, put_quantized, table_names, weight_shape
+from qat.nn.swap import (
+    decoder_layers,
+    linear_names,
+    put_quantized,
+    reads_input,
+    table_names,
+    weight_shape,
+)
 from qat.quant.error_feedback import (
     FEWEST_INPUTS,
     aim_all,
@@ -42,7 +51,7 @@ from qat.quant.error_feedback import (
     fit_stack_to_inputs,
 )
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec, QuantPlan, role_of
+from qat.quant.spec import ActivationSpec, LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
 logger = logging.getLogger(__name__)
@@ -75,6 +84,8 @@ class ModuleReport:
     """Indices, scales and codebook over the number of weights."""
     seconds: float
     """Its share, by size, of fitting all linears that share its input."""
+    activation: str | None = None
+    """How its input is quantized; None where that stays in floating point."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,8 @@ class QuantizeReport:
     """Share of `megabytes` that an embedding and a head in floating point take."""
     budget: BudgetReport | None = None
     """How a budget was spent; None without one."""
+    activations: dict[str, int] = field(default_factory=dict)
+    """How many linears and tables quantize their input, by how."""
 
 
 def quantize_model(
@@ -125,6 +138,12 @@ def quantize_model(
     _say_others(plan, [name for name in specs if name not in tables])
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))
+    activations = {
+        name: plan.activation_for(name, is_table=name in tables)
+        for name in specs
+        if reads_input(model, name)
+    }
+    check_inputs(model, {n: spec for n, spec in activations.items() if spec is not None})
     if base is not None:
         _check_base(model, base.model, list(specs))
     # a quantized module has a `spec`, and a float one has none
@@ -138,7 +157,7 @@ def quantize_model(
         matmul_precision("medium"),
         torch.no_grad(),
     ):
-        job = _Conversion(model, todo, base and base.model, ticker)
+        job = _Conversion(model, todo, base and base.model, ticker, activations=activations)
         # before the tables change: the teacher reads its own
         teacher = Walk(base or student, calibration) if calibration and linears else None
         alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
@@ -156,6 +175,8 @@ def quantize_model(
             with on(student.device).side_by_side(workers) as map_:
                 for name, (weight, quantized, seconds) in zip(names, map_(fit, names), strict=True):
                     job.put(name, weight, quantized, output_error=None, seconds=seconds)
+    put_activations(student, activations, calibration)
+    reports = job.reports()
     if job.rare:
         logger.warning(
             "%d of %d weights of experts saw fewer than %d calibration tokens and were rounded "
@@ -164,7 +185,6 @@ def quantize_model(
             job.experts,
             FEWEST_INPUTS,
         )
-    reports = job.reports()
     return QuantizeReport(
         plan=plan.name,
         seconds=time.perf_counter() - began,
@@ -175,6 +195,7 @@ def quantize_model(
         kept=len(specs) - len(todo),
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
+        activations=activation_counts(model),
     )
 
 
@@ -260,10 +281,17 @@ class _Conversion:
     """Fits linears and tables and puts the results in their place."""
 
     def __init__(
-        self, model: nn.Module, specs: dict[str, LutSpec], base: nn.Module | None, ticker: Ticker
+        self,
+        model: nn.Module,
+        specs: dict[str, LutSpec],
+        base: nn.Module | None,
+        ticker: Ticker,
+        *,
+        activations: dict[str, ActivationSpec | None],
     ) -> None:
         self.model = model
         self.specs = specs
+        self.activations = activations
         self.base = base
         self.ticker = ticker
         self.experts = self.rare = 0
@@ -315,6 +343,7 @@ class _Conversion:
         put_quantized(self.model, name, quantized, spec)
         error = (weight - dequantize(quantized)).norm() / weight.norm().clamp_min(TINY)
         self._errors.append(error)
+        activation = self.activations.get(name)
         self._reports[name] = ModuleReport(
             name=name,
             bits=spec.index_bits,
@@ -329,6 +358,7 @@ class _Conversion:
             weighted_error=output_error,
             bits_per_weight=bits_per_weight(self.model.get_submodule(name)),
             seconds=seconds,
+            activation=None if activation is None else activation.kind,
         )
         self.ticker.advance()
         self.ticker.note(name)

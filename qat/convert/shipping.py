@@ -13,7 +13,7 @@ from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.nsa.swap import nsa_config
-from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
 
 
 class Holder(Protocol):
@@ -21,6 +21,8 @@ class Holder(Protocol):
 
     HOLDS_TABLES: bool
     """Whether an embedding or a head may be quantized."""
+    HOLDS_ACTIVATIONS: tuple[ActivationKind, ...]
+    """Ways of quantizing inputs that the target computes with."""
 
     def lost(self, spec: LutSpec, shape: tuple[int, int]) -> str | None:
         """Why a weight in that format would lose something; None if it loses nothing."""
@@ -123,11 +125,21 @@ class Shipping(NamedTuple):
         specs = plan.assign(linear_names(model), tables)
         self._check_tables([name for name in specs if name in tables])
         self._check_others(model, set(specs))
-        rules = [
-            PlanRule(pattern=n, spec=self.bend(n, spec, weight_shape(model.get_submodule(n))))
-            for n, spec in specs.items()
-        ]
-        return QuantPlan(name=f"{plan.name}_{self.name}", rules=tuple(rules))
+        rules = plan.rules_for(
+            {n: self.bend(n, s, weight_shape(model.get_submodule(n))) for n, s in specs.items()},
+            tables,
+        )
+        self._check_activations({rule.activation for rule in rules})
+        return QuantPlan(name=f"{plan.name}_{self.name}", rules=rules)
+
+    def _check_activations(self, activations: set[ActivationSpec | None]) -> None:
+        kinds = sorted(spec.kind for spec in activations if spec is not None)
+        for (name, target), kind in product(self.targets.items(), kinds):
+            if kind not in target.HOLDS_ACTIVATIONS:
+                raise ExportError(
+                    f"{name} holds weights alone and no inputs of kind {kind}, expected inputs in "
+                    "floating point; convert without --activations, or for another target"
+                )
 
     def _check_tables(self, tables: list[str]) -> None:
         for name, target in self.targets.items():

@@ -26,6 +26,7 @@ from qat.quant.spec import LutSpec
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
+HOLDS_ACTIVATIONS = ()
 check, read_logits = any_model, reloaded_logits
 GRIDS = ("int", "ternary")
 HOW_TO_LOAD = """\

@@ -34,6 +34,7 @@ from qat.quant.spec import LutSpec
 COMPARED = "constants"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
+HOLDS_ACTIVATIONS = ()
 FILE_NAME = "model.mlpackage"
 LENGTH = 256
 """Positions that the program reads at a time, at most."""

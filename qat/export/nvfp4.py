@@ -33,6 +33,7 @@ from qat.quant.weight import SMALLEST, pack
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
+HOLDS_ACTIVATIONS = ()
 check = any_model
 GRIDS = ("e2m1", "seq", "int", "ternary")
 GROUP_SIZE = 16

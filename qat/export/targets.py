@@ -19,7 +19,7 @@ from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import weight_shape
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ActivationKind, LutSpec
 
 TARGETS: dict[TargetName, str] = {
     "packed": "qat.export.packed",
@@ -67,6 +67,9 @@ class Target(Protocol):
     """Whether `lora_out @ lora_in` may be part of a weight."""
     HOLDS_TABLES: bool
     """Whether the embedding or the head may be quantized."""
+    HOLDS_ACTIVATIONS: tuple[ActivationKind, ...]
+    """Ways of quantizing inputs that the target computes with; none where it holds weights
+    alone."""
     HOW_TO_LOAD: str
     """Markdown for the model card: how to load the files with the target's own library."""
 
@@ -180,6 +183,10 @@ def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, st
         return reason, "convert the model without --embedding-bits"
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
         return "its adapter is part of its weight", "export --to dense or packed"
+    kind = None if module.activation is None else module.activation.spec.kind
+    if kind is not None and kind not in target.HOLDS_ACTIVATIONS:
+        reason = f"its input is quantized ({kind}), expected one in floating point"
+        return reason, "convert the model without --activations, or keep the packed checkpoint"
     reason = target.lost(module.spec, weight_shape(module))
     # --for makes no levels of vectors or trellises
     plan = " --to q2a4" if module.spec.has_codewords else ""

@@ -28,6 +28,7 @@ from qat.quant.spec import LutSpec
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
+HOLDS_ACTIVATIONS = ()
 check, read_logits = any_model, reloaded_logits
 MOST_SEQ_BITS = 4
 """Above, a zero among the levels costs little."""

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,14 +21,20 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.directory import check_checksums
-from qat.models.stored_state import quantized_modules, weight_parts
+from qat.models.stored_state import (
+    INPUT_SCALE,
+    has_input_scale,
+    quantized_modules,
+    weight_parts,
+)
+from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.sites import open_sites
 from qat.nn.step import quant_linears
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ActivationSpec, LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
@@ -47,6 +54,8 @@ have no quantized module."""
 VECTORS, TRELLISES = 2, 4
 """Added to either where a codebook holds vectors, or an index is a window over its row's bits
 (vectors or not): what older versions cannot read."""
+ACTIVATIONS = 6
+"""Added to any of them where inputs are quantized."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
 """What config.json names as its file of weights.
 
@@ -56,6 +65,11 @@ takes the name away before it is read.
 """
 LORA_RANK = "lora_rank"
 """Key of a module with an adapter, beside those of its spec."""
+ACTIVATION = "activation"
+"""Key of a module whose input is quantized: the table of its `ActivationSpec`."""
+SHARED_SCALE = "input_scale_of"
+"""Key of a module that has the static scale of another one, which reads the same input: its name.
+"""
 SAFETENSORS_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -70,7 +84,7 @@ class QatConfig(QuantizationConfigMixin):
 
     def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
         others.pop("quant_method", None)
-        newest = SPARSE_FORMAT + TRELLISES
+        newest = SPARSE_FORMAT + TRELLISES + ACTIVATIONS
         if type(format) is not int or not FORMAT <= format <= newest:
             raise CheckpointError(
                 f"quantization_config has format={format!r:.80}, expected format={FORMAT} to "
@@ -107,10 +121,17 @@ class QatConfig(QuantizationConfigMixin):
         format = SPARSE_FORMAT if is_sparse else FORMAT
         format += _added_by([module.spec for module in modules.values()])
         entries = {name: m.spec.model_dump() for name, m in modules.items()}
+        owners: dict[int, str] = {}
         for name, module in modules.items():
             if isinstance(module, QuantLinear) and module.lora_rank > 0:
                 entries[name][LORA_RANK] = module.lora_rank
-        return cls(format, entries)
+            if module.activation is None:
+                continue
+            entries[name][ACTIVATION] = module.activation.spec.model_dump()
+            owner = owners.setdefault(id(module.activation), name)
+            if has_input_scale(module) and owner != name:
+                entries[name][SHARED_SCALE] = owner
+        return cls(format + (ACTIVATIONS if owners else 0), entries)
 
     def specs(self) -> dict[str, LutSpec]:
         """Each quantized module's spec.
@@ -120,7 +141,7 @@ class QatConfig(QuantizationConfigMixin):
         """
         try:
             return {
-                name: LutSpec.parse(_without_rank(values), f"quantization_config of {name}")
+                name: LutSpec.parse(_of_weight(values), f"quantization_config of {name}")
                 for name, values in self.modules.items()
             }
         except ConfigError as error:
@@ -140,6 +161,39 @@ class QatConfig(QuantizationConfigMixin):
                     "integer; the file is damaged: copy it anew"
                 )
         return ranks
+
+    def activations(self) -> dict[str, ActivationSpec]:
+        """How each module's input is quantized; modules whose input is not are left out.
+
+        Raises:
+            CheckpointError: a spec has unknown keys or values, or a scale is that of no module.
+        """
+        tables = {n: v[ACTIVATION] for n, v in self.modules.items() if ACTIVATION in v}
+        try:
+            specs = {
+                name: ActivationSpec.parse(values, f"quantization_config of {name}")
+                for name, values in tables.items()
+            }
+        except ConfigError as error:
+            raise CheckpointError(f"{error}; convert the model anew") from None
+        statics = {name for name, spec in specs.items() if spec.is_static}
+        owners = statics - self.scale_owners().keys()
+        for name, owner in self.scale_owners().items():
+            if name not in statics or owner not in owners:
+                raise CheckpointError(
+                    f"quantization_config of {name} has {SHARED_SCALE}={owner!r:.80}, expected a "
+                    "module with a static scale of its own; the file is damaged: copy it anew"
+                )
+        if (self.format > SPARSE_FORMAT + TRELLISES) != bool(specs):
+            raise CheckpointError(
+                f"quantization_config has format={self.format} and quantizes the inputs of "
+                f"{len(specs)} modules, which do not go together; the file is damaged: copy it anew"
+            )
+        return specs
+
+    def scale_owners(self) -> dict[str, str]:
+        """By name of each module that has another one's static scale: whose."""
+        return {n: v[SHARED_SCALE] for n, v in self.modules.items() if SHARED_SCALE in v}
 
 
 @register_quantizer(QUANT_METHOD)
@@ -220,8 +274,19 @@ class QatHfQuantizer(HfQuantizer):
             owner._is_hf_initialized = not owner._non_persistent_buffers_set
         for name, rank in self.quantization_config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
+        self._put_activations(model)
         if checkpoint_files is not None:
             check_tensors(model, checkpoint_files)
+
+    def _put_activations(self, model: PreTrainedModel) -> None:
+        """Let the modules quantize their inputs; static scales have no values yet."""
+        config = self.quantization_config
+        for name, spec in config.activations().items():
+            with torch.device("meta"):
+                scale = torch.empty(()) if spec.is_static else None
+                model.get_submodule(name).activation = ActivationQuantizer(spec, scale)
+        for name, owner in config.scale_owners().items():
+            model.get_submodule(name).activation = model.get_submodule(owner).activation
 
     def _swap_attention(self, model: PreTrainedModel) -> None:
         """Make room for what sparse attention learned.
@@ -235,9 +300,11 @@ class QatHfQuantizer(HfQuantizer):
         kinds = {FORMAT: "dense", SPARSE_FORMAT: "sparse"}
         expected = FORMAT if config is None else SPARSE_FORMAT
         added = _added_by(self.quantization_config.specs().values())
+        added += ACTIVATIONS if self.quantization_config.activations() else 0
         attention = found - added
         if attention not in kinds:
-            what = {VECTORS: "vectors", TRELLISES: "trellises"}.get(added, "levels")
+            codebooks = {VECTORS: "vectors", TRELLISES: "trellises"}
+            what = codebooks.get(added % ACTIVATIONS, "levels")
             raise CheckpointError(
                 f"quantization_config has format={found} and codebooks of {what}, expected "
                 f"format={expected + added}; the file is damaged: copy it anew"
@@ -262,6 +329,7 @@ class QatHfQuantizer(HfQuantizer):
                 setattr(table, key, from_stored(key, tensor, table.spec.stored_bits(key)))
         for name, module in quantized_modules(model).items():
             _check_indices(name, module)
+            _check_input_scale(name, module)
 
 
 def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
@@ -298,6 +366,8 @@ def _stored_dtypes(model: nn.Module) -> dict[str, str]:
         for key in weight_parts(module):
             stored = dtype_as_stored(key, module.spec.stored_bits(key))
             dtypes[f"{name}.{key}"] = SAFETENSORS_NAMES[stored]
+        if has_input_scale(module):
+            dtypes[f"{name}.{INPUT_SCALE}"] = SAFETENSORS_NAMES[torch.float32]
     return dtypes
 
 
@@ -373,10 +443,12 @@ def _added_by(specs: Iterable[LutSpec]) -> int:
     return VECTORS if any(spec.is_vector for spec in specs) else 0
 
 
-def _without_rank(values: object) -> object:
+def _of_weight(values: object) -> object:
+    """What of a module's entry is the spec of its weight."""
     if not isinstance(values, dict):
         return values
-    return {key: value for key, value in values.items() if key != LORA_RANK}
+    others = (LORA_RANK, ACTIVATION, SHARED_SCALE)
+    return {key: value for key, value in values.items() if key not in others}
 
 
 def _check_groups(name: str, spec: LutSpec, out_features: int, in_features: int) -> None:
@@ -395,6 +467,18 @@ def _check_indices(name: str, module: QuantLinear | FrozenLutTable) -> None:
         raise CheckpointError(
             f"{name}.packed holds index {largest}, but the codebook has {module.spec.num_levels} "
             "levels; the file is damaged: copy it anew"
+        )
+
+
+def _check_input_scale(name: str, module: QuantLinear | FrozenLutTable) -> None:
+    scale = None if module.activation is None else module.activation.scale
+    if scale is None or scale.is_meta:
+        return
+    value = scale.item()
+    if not 0 < value < math.inf:
+        raise CheckpointError(
+            f"{name}.{INPUT_SCALE} is {value}, expected a positive number; the file is damaged: "
+            "copy it anew"
         )
 
 

@@ -16,6 +16,7 @@ from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.regions import use_packed_attention
+from qat.nn.activation import read
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
@@ -83,7 +84,7 @@ class LanguageModel:
         return embedding_dtype(self.model)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:
-        """The last hidden state, `(B, S, D)`; nothing waits for the device.
+        """The last hidden state as the head reads it, `(B, S, D)`; nothing waits for the device.
 
         `is_packed=False` promises that every row is one document, which longer sequences
         (beyond `qat.kernels.attention.MAX_TILE`) compute faster.
@@ -92,10 +93,15 @@ class LanguageModel:
         output = body_of(self.model)(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
         )
-        return self._scaled(output.last_hidden_state)
+        return self._as_read(output.last_hidden_state)
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        """`hidden` times what the model multiplies its logits with, which no kernel has to know."""
+    def _as_read(self, hidden: Tensor) -> Tensor:
+        """`hidden` as the head reads it: quantized, where a quantized head does that.
+
+        And times what the model multiplies its logits with, which no kernel has to know.
+        """
+        if isinstance(self.head, FrozenLutHead | TiedLutHead):
+            hidden = read(self.head, hidden)
         return hidden if self._gain == 1 else hidden * self._gain
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
@@ -164,7 +170,7 @@ class LanguageModel:
         self._check_head(bodies[-1], whole)
         positions = torch.arange(ids.shape[1], device=self.device)[None]
         found = self.hidden(ids, positions)
-        off, noise = self._off(found, self._scaled(bodies[-1]), ids)
+        off, noise = self._off(found, self._as_read(bodies[-1]), ids)
         if not off <= MOST_OF_NOISE * noise:
             raise CheckpointError(
                 f"{type(self.model).__name__} computes other hidden states where documents are "
@@ -194,7 +200,7 @@ class LanguageModel:
             )
         # some compute in 16 bits and return float32
         eps = max(torch.finfo(dtype).eps for dtype in (whole.dtype, self.dtype))
-        hidden = self._scaled(body)
+        hidden = self._as_read(body)
         split = self.logits(hidden)
         difference = (split.float() - whole.float().to(split.device)).abs().max().item()
         most = eps * whole.abs().max().item()
@@ -246,7 +252,7 @@ class LanguageModel:
         return Head(weight, bias, self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)`, soft-capped if the model does so.
+        """`(..., D)` as `hidden` gives it to `(..., V)`, soft-capped if the model does so.
 
         Without gradients a plain head of 16 bits gives float32, which no other rounding precedes.
         """
@@ -257,7 +263,8 @@ class LanguageModel:
         if type(head) is nn.Linear and hidden.dtype == head.weight.dtype in HALVES:
             if not torch.is_grad_enabled():
                 return Head(head.weight, head.bias, softcap).exact_logits(hidden)
-        logits = head(hidden)
+        is_table = isinstance(head, FrozenLutHead | TiedLutHead)
+        logits = head.product(hidden) if is_table else head(hidden)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

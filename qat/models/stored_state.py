@@ -1,5 +1,6 @@
 """What a packed checkpoint stores of a model, from tensors on any device or copies on the host."""
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from qat.quant.weight import (
 
 PACKED = "packed"
 """Name of the packed indices among a weight's tensors."""
+INPUT_SCALE = "activation.scale"
+"""Name of the static scale of a module's input among its tensors: one float32 number."""
 
 
 class RawState(NamedTuple):
@@ -50,7 +53,8 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Of each quantized linear or table: `packed` (uint8), `codebook` (levels in float32, ascending,
     or codewords in int8 or float16), its scales (float16, or uint8 of 8 bits; `rank_gain` float32),
-    the factors of its adapter (float16) and the bias. Everything else as it is, in bfloat16 where
+    the factors of its adapter (float16), the static scale of its input (float32; linears that share
+    one have a copy each) and the bias. Everything else as it is, in bfloat16 where
     that loses nothing: a student whose masters are float32 does not grow beyond its teacher.
 
     Raises:
@@ -74,20 +78,33 @@ def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = {key: rest.pop(f"{name}.{key}") for key in (PACKED, *weight_parts(module))}
         for key, tensor in _stored_parts(name, module, parts, finite).items():
             stored[f"{name}.{key}"] = tensor
+        if has_input_scale(module):
+            stored[f"{name}.{INPUT_SCALE}"] = rest.pop(f"{name}.{INPUT_SCALE}").clone()
     _check_finite(model, finite)
     return _narrowed(rest) | stored
 
 
 def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
     """The one dtype of all tensors that make up no quantized weight; float32 if they differ."""
-    special = (*STORED_DTYPES, PACKED)
-    dtypes = {t.dtype for name, t in state.items() if name.rpartition(".")[2] not in special}
+    special = tuple(f".{part}" for part in (*STORED_DTYPES, PACKED, INPUT_SCALE))
+    dtypes = {tensor.dtype for name, tensor in state.items() if not name.endswith(special)}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
     """The model's quantized tables and linears by name."""
     return {**lut_tables(model), **quant_linears(model)}
+
+
+def activation_counts(model: nn.Module) -> dict[str, int]:
+    """How many of the quantized tables and linears quantize their input, by how."""
+    quantizers = (module.activation for module in quantized_modules(model).values())
+    return dict(Counter(each.spec.kind for each in quantizers if each is not None))
+
+
+def has_input_scale(module: QuantLinear | FrozenLutTable) -> bool:
+    """Whether the scale of its input is stored."""
+    return module.activation is not None and module.activation.spec.is_static
 
 
 def weight_parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form
+from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.quant_linear import keeping_dtype
 from qat.quant.spec import LutSpec
 from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
@@ -24,9 +25,11 @@ class FrozenLutTable(nn.Module):
     """A `(V, D)` table `codebook[indices] * S` as a checkpoint holds it.
 
     All its tensors are buffers. `dtype` is that of the float table it stands for; casting the model
-    changes it and leaves what the table is made of as it is.
+    changes it and leaves what the table is made of as it is. The `activation` is that of the head
+    that computes with the table, if there is one.
     """
 
+    activation: ActivationQuantizer | None
     packed: Tensor
     codebook: Tensor
     formed: Tensor | None
@@ -40,6 +43,7 @@ class FrozenLutTable(nn.Module):
         for name, tensor in quantized.scales.present().items():
             self.register_buffer(name, tensor.float().clone())
         self.register_buffer("formed", None, persistent=False)
+        self.register_module("activation", None)
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +153,10 @@ class FrozenLutHead(FrozenLutTable):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`(..., D)` to `(..., V)`."""
+        return self.product(read(self, hidden))
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states that are quantized already."""
         return _logits(hidden, self, self.bias)
 
 
@@ -164,6 +172,11 @@ class TiedLutHead(nn.Module):
     def table(self) -> FrozenLutEmbedding:
         """The embedding."""
         return self._embedding[0]
+
+    @property
+    def activation(self) -> ActivationQuantizer | None:
+        """What quantizes the hidden states."""
+        return self.table.activation
 
     @property
     def device(self) -> torch.device:
@@ -186,6 +199,10 @@ class TiedLutHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`(..., D)` to `(..., V)`."""
+        return self.product(read(self, hidden))
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states that are quantized already."""
         return _logits(hidden, self.table, self.bias)
 
 

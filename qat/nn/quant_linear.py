@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from qat.kernels.dispatch import use_triton
 from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_weight import choose, form, levels_as_stored, pull_back
+from qat.nn.activation import ActivationQuantizer, read
 from qat.quant.codebook import latent_indices
 from qat.quant.lora import (
     LORA_NAMES,
@@ -117,12 +118,15 @@ class QuantLinear(nn.Module):
     Used alone, forward forms `W` and backward pulls its gradient back inside one autograd function.
     In a training step `form_` writes `W` once; every forward until the next `form_` is then a plain
     matmul with it, and as soon as its gradient is complete it is pulled back and freed.
+
+    With an `activation` the product is of the quantized input: `y = read(x) @ W.T + bias`.
     """
 
     formed: Tensor | None
     turn: Turn | None = None
     """Where it is formed if its layer is formed alone (`qat.nn.step.form_by_layer`)."""
     lora_in: nn.Parameter | None
+    activation: ActivationQuantizer | None
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__()
@@ -133,6 +137,7 @@ class QuantLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor.float().clone()))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("formed", None, persistent=False)
+        self.register_module("activation", None)
         self._joined: tuple[Any, slice] = (None, slice(0))
         self.set_lora(None)
 
@@ -296,6 +301,10 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
+        return self.product(read(self, x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """`x @ W.T + bias` of an input that is quantized already: `(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight_in(x.dtype), bias)
 
@@ -384,10 +393,10 @@ class FrozenLutLinear(QuantLinear):
         super().release_()
         self._stored = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+    def product(self, x: Tensor) -> Tensor:
+        """As for any quantized linear."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._reads_packed(x):
-            return super().forward(x)
+            return super().product(x)
         return lut_gemm(x, [self._as_stored()], self.bias)
 
     def _reads_packed(self, x: Tensor) -> bool:

@@ -9,7 +9,8 @@ files that transformers alone must read.
 Experts become one linear whose weight `(E * O, I)` stacks theirs. Nobody calls it: when the module
 that owned the parameter runs, it finds the stacked weight where its parameter was, as `(E, O, I)`,
 so that transformers' own grouped products compute with it. A module that multiplies with the weight
-of a linear itself (the latent attention of DeepSeek, some of Mamba) finds it there as well.
+of a linear itself (the latent attention of DeepSeek, some of Mamba) finds it there as well. Of what
+such modules multiply, only their own input can be quantized (`unseen_input`).
 
 A family with a layout of its own is one entry in `STACKS`.
 
@@ -34,7 +35,9 @@ from transformers.pytorch_utils import Conv1D
 
 from qat.nn.quant_linear import QuantLinear
 
-PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+INNER = "down_proj"
+"""What multiplies the result of the other matrices of an expert."""
+PROJECTIONS = ("gate_up_proj", "up_proj", INNER)
 
 
 class Stack(NamedTuple):
@@ -96,6 +99,12 @@ class Owner:
         hidden_states = next(x for x in (*args, *named.values()) if isinstance(x, Tensor))
         children: dict[str, Any] = self._modules  # type: ignore[attr-defined]
         found: dict[str, Any] = {}
+        readers = [children[n] for n in self._opened if isinstance(children[n], QuantLinear)]
+        quantizer = next((r.activation for r in readers if r.activation is not None), None)
+        if quantizer is not None:  # once for all experts that a token goes to
+            put = {id(hidden_states): quantizer(hidden_states)}
+            args = tuple(put.get(id(x), x) for x in args)
+            named = {name: put.get(id(x), x) for name, x in named.items()}
         for name, (experts, is_transposed) in self._opened.items():
             weight = weight_for(children[name], hidden_states)
             weight = weight.view(experts, -1, weight.shape[1])
@@ -194,6 +203,17 @@ def weight_for(linear: nn.Linear | QuantLinear, x: Tensor) -> Tensor:
 def experts_of(owner: nn.Module, name: str) -> int:
     """E where the child `name` of `owner` holds the weights of experts, else 0."""
     return owner._opened.get(name, (0, False))[0] if isinstance(owner, Owner) else 0
+
+
+def unseen_input(owner: nn.Module, name: str) -> str | None:
+    """Why what the child `name` of `owner` multiplies cannot be quantized; None if it can."""
+    if not isinstance(owner, Owner):
+        return None
+    if name in owner._read:
+        return "its module multiplies with the weight itself"
+    if name in owner._opened and name == INNER:
+        return "the experts make its input inside their module"
+    return None
 
 
 def is_plain(module: nn.Module) -> bool:

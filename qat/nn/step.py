@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qat.nn.activation import read, read_alike
 from qat.nn.quant_linear import QuantLinear, Turn, room_for
 
 
@@ -28,7 +29,7 @@ class JoinedLinears(nn.Module):
     """Forms the weights of several linears into one matrix; they stay the owners of what learns.
 
     Calling it equals calling each of them, side by side. One called alone uses the joined weight
-    while it is formed.
+    while it is formed. Their common input is quantized once, if it is.
     """
 
     formed: Tensor | None
@@ -93,6 +94,7 @@ class JoinedLinears(nn.Module):
         """`(..., I)` to `(..., O)`: what each linear gives, side by side."""
         if self.formed is None:
             return torch.cat([linear(x) for linear in self.linears], dim=-1)
+        x = read(self.linears[0], x)
         biases = [linear.bias for linear in self.linears]
         bias = None
         if biases[0] is not None:
@@ -116,10 +118,10 @@ def quant_linears(model: nn.Module) -> dict[str, QuantLinear]:
 def join_linears(module: nn.Module, name: str, members: tuple[str, ...]) -> None:
     """Let those children of `module` run as one matmul, its new child `name`.
 
-    Nothing happens unless all of them are quantized linears.
+    Nothing happens unless all of them are quantized linears that quantize their input alike.
     """
     linears = [getattr(module, member) for member in members]
-    if all(isinstance(linear, QuantLinear) for linear in linears):
+    if all(isinstance(linear, QuantLinear) for linear in linears) and read_alike(linears):
         module.add_module(name, JoinedLinears(linears))
 
 

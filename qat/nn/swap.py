@@ -16,7 +16,7 @@ from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTab
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import quant_linears
-from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
+from qat.quant.spec import LutSpec, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight, dequantize
 from qat.ranks import ALONE, Ranks
 
@@ -118,6 +118,7 @@ def to_frozen(model: nn.Module) -> None:
         if isinstance(module, LutLinear):
             frozen = FrozenLutLinear(ascending(module.quantized()), module.bias, module.spec)
             frozen.set_lora(module.lora())
+            frozen.activation = module.activation
             replace_module(model, name, frozen.train(module.training))
 
 
@@ -149,6 +150,7 @@ def to_latent(
         if ranks.size > 1:
             latent = ShardedLutLinear(*made_of, ranks=ranks)
             latent.set_lora(frozen.lora())
+        latent.activation = frozen.activation
         if is_spread:
             on(latent.codebook.device).spread([latent.weight])
         replace_module(model, name, latent.train(frozen.training))
@@ -168,13 +170,15 @@ def table_names(model: PreTrainedModel) -> list[str]:
 
 
 def with_tables(plan: QuantPlan, model: PreTrainedModel, bits: int | None) -> QuantPlan:
-    """`plan` with rules in front that give the model's tables `bits` each; as it is for None."""
+    """`plan` with rules in front that give the model's tables `bits` each; as it is for None.
+
+    What the head reads is quantized as all that the plan quantizes reads, if that is one way.
+    """
     if bits is None:
         return plan
-    rules = [
-        PlanRule(pattern=name, spec=table_spec(bits, weight_shape(model.get_submodule(name))[1]))
-        for name in table_names(model)
-    ]
+    tables = table_names(model)
+    specs = {n: table_spec(bits, weight_shape(model.get_submodule(n))[1]) for n in tables}
+    rules = plan.rules_for(specs, tables)
     return plan.model_copy(update={"rules": (*rules, *plan.rules)})
 
 
@@ -293,6 +297,12 @@ def _embed_scale(name: str, embedding: nn.Module) -> float | None:
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, own in model.named_modules() if own is module)
+
+
+def reads_input(model: PreTrainedModel, name: str) -> bool:
+    """Whether the module called `name` multiplies an input: not an embedding without the head."""
+    is_embedding = model.get_submodule(name) is model.get_input_embeddings()
+    return not is_embedding or _is_tied(model)
 
 
 def add_adapters(model: nn.Module, names: list[str], rank: int, seed: int) -> None:

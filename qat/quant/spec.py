@@ -3,15 +3,24 @@
 import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from qat.config import Settings
 from qat.errors import ConfigError
 
+ActivationKind = Literal["int8", "int8-asymmetric", "int8-static", "fp8"]
+ACTIVATION_KINDS: tuple[ActivationKind, ...] = get_args(ActivationKind)
 CodebookKind = Literal["lut", "seq", "int", "ternary", "e2m1"]
 Role = Literal["mlp", "attention", "other"]
+SUFFIX_OF: dict[ActivationKind, str] = {
+    "int8": "a8",
+    "int8-asymmetric": "a8z",
+    "int8-static": "a8s",
+    "fp8": "f8",
+}
+"""What the name of a plan ends in, by how it quantizes inputs."""
 ROLE_PARTS: dict[Role, str] = {
     "attention": r"attn|attention|conv|mamba|mixer|ssm|temporal|^[qkvo]_proj$|qkv|^query",
     "mlp": r"mlp|ffn|feed_?forward|expert|moe|^ff$|^fc(\d|_|$)|^w[123]$"
@@ -210,20 +219,37 @@ class LutSpec(Settings):
             )
 
 
+class ActivationSpec(Settings):
+    """How the inputs of one linear are quantized."""
+
+    kind: ActivationKind
+    """int8: a scale for each token, levels -127 ... 127; int8-asymmetric: a scale and a zero point
+    for each token; int8-static: one learned scale for all; fp8: E4M3, a scale for each token."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is stored, and learns, in place of being measured at each token."""
+        return self.kind == "int8-static"
+
+
 class PlanRule(Settings):
     """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one.
 
-    With a `role` only linears that play it do (`role_of`), whatever their family calls them.
+    What they read is quantized by `activation`, or stays in floating point without one. With a
+    `role` only linears that play it do (`role_of`), whatever their family calls them.
     """
 
     pattern: str = "*"
     role: Role | None = None
     spec: LutSpec | None = None
+    activation: ActivationSpec | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.role is None and "pattern" not in self.model_fields_set:
             raise ValueError("a rule needs a pattern or a role; add one")
+        if self.activation is not None and self.spec is None:
+            raise ValueError("activation is given without a spec; quantize the weight too")
         return self
 
     def catches(self, name: str, *, is_table: bool = False) -> bool:
@@ -245,12 +271,48 @@ class QuantPlan(Settings):
     name: str
     rules: tuple[PlanRule, ...]
 
+    def rule_for(self, module_name: str, *, is_table: bool = False) -> PlanRule | None:
+        """The rule that decides about that module; None if no pattern matches."""
+        rules = (rule for rule in self.rules if rule.catches(module_name, is_table=is_table))
+        return next(rules, None)
+
     def spec_for(self, module_name: str, *, is_table: bool = False) -> LutSpec | None:
         """The spec of that module, or None if it stays in floating point."""
-        for rule in self.rules:
-            if rule.catches(module_name, is_table=is_table):
-                return rule.spec
-        return None
+        rule = self.rule_for(module_name, is_table=is_table)
+        return None if rule is None else rule.spec
+
+    def activation_for(self, module_name: str, *, is_table: bool = False) -> ActivationSpec | None:
+        """How that module's input is quantized; None if it stays in floating point."""
+        rule = self.rule_for(module_name, is_table=is_table)
+        return None if rule is None else rule.activation
+
+    @property
+    def activations(self) -> set[ActivationSpec | None]:
+        """The ways in which inputs of what is quantized are; None is one of them."""
+        return {rule.activation for rule in self.rules if rule.spec is not None}
+
+    def rules_for(
+        self, specs: dict[str, LutSpec], table_names: Collection[str]
+    ) -> tuple[PlanRule, ...]:
+        """A rule for each module of `specs`: its spec, and the activation that this plan gives it.
+
+        A table that the plan does not name gets that of all the plan's weights, if it is one.
+        """
+        common = self.activations
+        usual = common.pop() if len(common) == 1 else None
+        found = {name: self.rule_for(name, is_table=name in table_names) for name in specs}
+        activations = {n: usual if rule is None else rule.activation for n, rule in found.items()}
+        return tuple(
+            PlanRule(pattern=name, spec=spec, activation=activations[name])
+            for name, spec in specs.items()
+        )
+
+    def with_activation(self, kind: ActivationKind) -> Self:
+        """The same plan with every input quantized in one way, under a name that says so."""
+        change = {"activation": ActivationSpec(kind=kind)}
+        rules = [r if r.spec is None else r.model_copy(update=change) for r in self.rules]
+        name = f"{self.name}_{SUFFIX_OF[kind]}"
+        return self.model_copy(update={"name": name, "rules": tuple(rules)})
 
     def assign(
         self, module_names: list[str], table_names: Collection[str] = ()
@@ -332,3 +394,16 @@ PRESETS = {
         _preset("t2a2", _trellis(), _trellis()),
     )
 }
+
+SUFFIXES = re.compile(rf"(?P<plan>.+)_(?P<activation>{'|'.join(SUFFIX_OF.values())})")
+"""The name of a preset with more than weights: `q2a4_a8`."""
+
+
+def preset_called(name: str) -> QuantPlan | None:
+    """The preset of that name, which may end in how inputs are quantized; None if there is none."""
+    found = SUFFIXES.fullmatch(name)
+    if found is None or name in PRESETS:
+        return PRESETS.get(name)
+    plan = PRESETS.get(found["plan"])
+    kinds = {suffix: kind for kind, suffix in SUFFIX_OF.items()}
+    return None if plan is None else plan.with_activation(kinds[found["activation"]])

@@ -220,6 +220,13 @@ def read_config(values: dict) -> dict[str, Stored]:
             "not compute, expected dense attention; run it with 'qat generate', or make it dense "
             "with 'qat convert --attention dense'"
         )
+    activations = config.activations()
+    if activations:
+        name, spec = next(iter(activations.items()))
+        raise CheckpointError(
+            f"the checkpoint quantizes inputs (of {name}: {spec.kind}), which the engine does not "
+            "compute yet, expected inputs in floating point; run it with 'qat generate'"
+        )
     ranks = config.lora_ranks()
     return {name: Stored(name, spec, ranks.get(name, 0)) for name, spec in config.specs().items()}
 

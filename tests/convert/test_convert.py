@@ -94,6 +94,7 @@ def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None
     assert [m["name"] for m in report["modules"]] == [m.name for m in found.modules]
     keys = {"name", "bits", "vector_size", "trellis_bits", "codebook", "scale", "group_size"}
     keys |= {"rank", "scale_bits", "relative_error", "weighted_error", "bits_per_weight", "seconds"}
+    keys |= {"activation"}
     assert all(module.keys() == keys for module in report["modules"])
     assert all(0 < m["weighted_error"] < m["relative_error"] < 1 for m in report["modules"])
 

@@ -371,7 +371,8 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 7}, r"format=7, expected format=1 to 6"),
+        ({"format": 13}, r"format=13, expected format=1 to 12"),
+        ({"format": 7}, r"format=7 and quantizes the inputs of 0 modules"),
         ({"format": 3}, r"format=3 and codebooks of levels, expected format=1;"),
         ({"format": 5}, r"format=5 and codebooks of levels, expected format=1;"),
         ({"spare": 1}, r"keys \['spare'\]"),

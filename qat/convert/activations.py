@@ -1,0 +1,175 @@
+"""Lets quantized linears and heads quantize what they read, and finds the scales that are static.
+
+Shapes: N numbers of an input, K bins of its histogram.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qat.convert.calibrate import TokenBatch
+from qat.errors import ConfigError
+from qat.models.language_model import LanguageModel
+from qat.models.stored_state import quantized_modules
+from qat.nn.activation import ActivationQuantizer
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.sites import experts_of, unseen_input
+from qat.nn.swap import body_of
+from qat.quant.activation import LEVELS
+from qat.quant.spec import ActivationSpec
+
+LOWEST_EXPONENT, OCTAVES, BINS_AN_OCTAVE = -24, 48, 32
+"""A histogram of magnitudes reaches from 2**-24 to 2**24, in steps of two percent."""
+
+
+def check_inputs(model: PreTrainedModel, activations: dict[str, ActivationSpec]) -> None:
+    """Refuse modules whose input cannot be reached; no weight is read.
+
+    Raises:
+        ConfigError: the first of them, and why.
+    """
+    for name in activations:
+        owner, _, key = name.rpartition(".")
+        why = unseen_input(model.get_submodule(owner), key)
+        if why is not None:
+            raise ConfigError(
+                f"the input of {name} cannot be quantized ({why}), expected a linear that is "
+                "called; give a plan file whose rule for it has no activation, or leave out "
+                "--activations"
+            )
+
+
+@torch.no_grad()
+def put_activations(
+    student: LanguageModel,
+    activations: dict[str, ActivationSpec | None],
+    calibration: Sequence[TokenBatch] = (),
+) -> None:
+    """Let the quantized modules named in `activations` quantize their inputs so, or not at all.
+
+    What is quantized so already keeps its scale. Static scales are those of the least squared error
+    on what the modules read in `calibration`, with all weights quantized and these inputs in
+    floating point. Modules that read the same tensor share one.
+
+    Raises:
+        ConfigError: scales are static, and no token of `calibration` reaches a module.
+    """
+    model = student.model
+    modules = {name: m for name, m in quantized_modules(model).items() if name in activations}
+    statics = {}
+    for name, module in modules.items():
+        spec = activations[name]
+        if spec == (None if module.activation is None else module.activation.spec):
+            continue  # a scale that has learned is kept
+        module.activation = None
+        if spec is not None and spec.is_static:
+            statics[name] = module
+        elif spec is not None:
+            module.activation = ActivationQuantizer(spec)
+    if not statics:
+        return
+    inputs = inputs_of(student, statics, calibration)
+    for names, magnitudes in inputs.items():
+        quantizer = ActivationQuantizer(activations[names[0]], magnitudes.best_scale())
+        for name in names:
+            statics[name].activation = quantizer
+    unread = statics.keys() - {name for names in inputs for name in names}
+    if unread:
+        raise ConfigError(
+            f"no token of the calibration text reaches {min(unread)}, whose static scale hangs on "
+            "what it reads; raise --calibration-sequences or choose --activations int8"
+        )
+
+
+@dataclass
+class Magnitudes:
+    """How often which magnitude was read: `(K,)`, bins of equal ratio."""
+
+    counts: Tensor | None = None
+    names: list[str] = field(default_factory=list)
+
+    def add(self, x: Tensor) -> None:
+        """Count the numbers of `x`."""
+        places = (x.float().abs().log2() - LOWEST_EXPONENT) * BINS_AN_OCTAVE
+        bins = places.clamp(0, OCTAVES * BINS_AN_OCTAVE - 1).long().flatten()
+        counts = torch.bincount(bins, minlength=OCTAVES * BINS_AN_OCTAVE).double()
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def values(self) -> Tensor:
+        """The middle of each bin, `(K,)` float64."""
+        exponents = (torch.arange(OCTAVES * BINS_AN_OCTAVE) + 0.5) / BINS_AN_OCTAVE
+        return (exponents.double() + LOWEST_EXPONENT).exp2().to(self.counts.device)
+
+    def best_scale(self) -> Tensor:
+        """The scale of the least expected squared error, one float32 number.
+
+        Inside the range a step of rounding errs by `scale**2 / 12` on average, below half a step by
+        the number itself, above the range by the distance to it.
+        """
+        values = self.values()
+        scales = values / LEVELS  # each value is tried as the end of the range
+        size, value = scales[:, None], values[None]
+        inside = torch.where(value < size / 2, value.square(), size.square() / 12)
+        error = torch.where(value > LEVELS * size, (value - LEVELS * size).square(), inside)
+        return scales[(error @ self.counts).argmin()].float()
+
+
+def inputs_of(
+    student: LanguageModel,
+    modules: dict[str, nn.Module],
+    calibration: Sequence[TokenBatch],
+) -> dict[tuple[str, ...], Magnitudes]:
+    """What the quantized `modules` read, by the names of those that read the same tensor."""
+    found: dict[str, Magnitudes] = {}
+    here: dict[int, tuple[Tensor, str]] = {}
+
+    def note(names: Sequence[str], x: Tensor) -> None:
+        # the tensor is kept, so that no address is used twice in a batch
+        _, first = here.setdefault(id(x), (x, names[0]))
+        if names[0] not in found:
+            found[names[0]] = found.setdefault(first, Magnitudes())
+            found[names[0]].names += names
+        if first == names[0] or found[first] is not found[names[0]]:
+            found[names[0]].add(x)
+
+    with _noting(student, modules, note):
+        for batch in calibration:
+            here.clear()
+            student.hidden(*(ids.to(student.device) for ids in batch))
+    return {tuple(each.names): each for each in found.values()}
+
+
+@contextmanager
+def _noting(student: LanguageModel, modules: dict[str, nn.Module], note: Any) -> Iterator[None]:
+    """A block in which `note` is told of every input of `modules`: their names, and the tensor."""
+    model = student.model
+    stacks: dict[nn.Module, list[str]] = {}
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, FrozenLutTable):
+                handle = body_of(model).register_forward_hook(
+                    lambda _m, _a, output, name=name: note([name], output[0])
+                )
+            elif experts_of(owner, name.rpartition(".")[2]):
+                stacks.setdefault(owner, []).append(name)
+                continue
+            else:
+                handle = module.register_forward_pre_hook(
+                    lambda _m, args, name=name: note([name], args[0])
+                )
+            hooks.callback(handle.remove)
+        for owner, names in stacks.items():
+            handle = owner.register_forward_pre_hook(
+                lambda _m, args, named, names=names: note(
+                    names, next(x for x in (*args, *named.values()) if isinstance(x, Tensor))
+                ),
+                with_kwargs=True,
+            )
+            hooks.callback(handle.remove)
+        yield

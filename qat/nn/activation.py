@@ -1,0 +1,71 @@
+"""The module in a quantized linear or head that rounds what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from qat.quant.activation import quantize_static, quantize_tokens
+from qat.quant.spec import ActivationSpec
+
+
+class ActivationQuantizer(nn.Module):
+    """Rounds the input of a product by its spec; the same bits wherever it runs.
+
+    Linears that read the same tensor share one where its scale is stored: it is rounded once, and
+    has one scale to learn. Under autocast the input is first cast, as the product would cast it.
+    """
+
+    scale: nn.Parameter | None
+
+    def __init__(self, spec: ActivationSpec, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        if spec.is_static != (scale is not None):
+            raise ValueError(f"activation kind={spec.kind} does not go with scale={scale}")
+        self.scale = None if scale is None else nn.Parameter(scale.detach().float().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., I)`, in the dtype that the product computes in."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        if self.scale is not None:
+            return quantize_static(x, self.scale)
+        return quantize_tokens(x, self.spec.kind)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `model.to(bfloat16)` must not round the scale
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)
+
+    def extra_repr(self) -> str:
+        """The kind, for `print(model)`."""
+        return self.spec.kind
+
+
+class Reader(Protocol):
+    """What reads an input: a quantized linear or table."""
+
+    @property
+    def activation(self) -> ActivationQuantizer | None:
+        """What quantizes it; None where it is read as it is."""
+
+
+def read(module: Reader, x: Tensor) -> Tensor:
+    """`x` as the product of `module` reads it."""
+    return x if module.activation is None else module.activation(x)
+
+
+def read_alike(modules: Sequence[Reader]) -> bool:
+    """Whether one rounding of a common input serves all of `modules`, now and as they learn."""
+    first = modules[0].activation
+    return all(_is_same(first, module.activation) for module in modules)
+
+
+def _is_same(one: ActivationQuantizer | None, other: ActivationQuantizer | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or (one.spec == other.spec and not one.spec.is_static)

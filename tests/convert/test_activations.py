@@ -1,0 +1,169 @@
+"""Inputs that a conversion quantizes: which, with which scales, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import texts
+from families import build
+from tiny import tiny_model, tiny_tokenizer
+
+from qat.convert.activations import Magnitudes, inputs_of, put_activations
+from qat.convert.calibrate import TokenBatch
+from qat.convert.config import ConvertConfig, read_plan
+from qat.convert.convert import convert_checkpoint, convert_model
+from qat.convert.quantize import quantize_model
+from qat.errors import ConfigError
+from qat.export.targets import check_model, ships_to
+from qat.models.checkpoint import load_checkpoint
+from qat.models.language_model import LanguageModel
+from qat.models.stored_state import activation_counts, quantized_modules
+from qat.nn.step import quant_linears
+from qat.quant.activation import LEVELS, quantize_static
+from qat.quant.spec import SUFFIX_OF, ActivationSpec, preset_called
+
+IDS = torch.arange(64).view(2, 32) * 7 % 320
+BATCHES = [TokenBatch(IDS, torch.arange(32).expand_as(IDS))]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("activations")
+    tiny_model(initializer_range=0.2).save_pretrained(place / "float")
+    tiny_tokenizer().save_pretrained(place / "float")
+    (place / "text.txt").write_text("\n\n".join(texts(30)), encoding="utf-8")
+    return place
+
+
+def config(**values: object) -> ConvertConfig:
+    return ConvertConfig(**{"device": "cpu", "calibration_length": 32, "to": "q2a4", **values})
+
+
+@pytest.mark.parametrize(("kind", "suffix"), SUFFIX_OF.items())
+def test_a_preset_and_a_flag_say_the_same(kind: str, suffix: str) -> None:
+    plan = read_plan(config(activations=kind))
+    assert plan == preset_called(f"q2a4_{suffix}") and plan.name == f"q2a4_{suffix}"
+    assert plan.activations == {ActivationSpec(kind=kind)}
+    assert preset_called(f"q4a4_r32_{suffix}").activations == plan.activations
+    with pytest.raises(ConfigError, match="says .* already; name them once"):
+        read_plan(config(to=f"q2a4_{suffix}", activations="int8"))
+    assert preset_called("q2a4").activations == {None}
+    assert preset_called(f"q9_{suffix}") is None and preset_called("q2a4_a9") is None
+
+
+def test_every_quantized_linear_and_the_head_get_it(place: Path, tmp_path: Path) -> None:
+    settings = config(to="q2a4_a8", embedding_bits=4, group_size=16)
+    report = convert_checkpoint(str(place / "float"), settings, tmp_path / "out")
+    assert report.activations == {"int8": 15} and report.modules[1].activation == "int8"
+    model = load_checkpoint(tmp_path / "out")
+    modules = quantized_modules(model)
+    kinds = {name: m.activation and m.activation.spec.kind for name, m in modules.items()}
+    assert kinds.pop("model.embed_tokens") is None and report.modules[0].activation is None
+    assert set(kinds.values()) == {"int8"} and "lm_head" in kinds
+
+
+def test_static_scales_are_found_on_the_text_and_shared(place: Path, tmp_path: Path) -> None:
+    settings = config(to="q4a4_a8s", calibration=str(place / "text.txt"), calibration_sequences=8)
+    convert_checkpoint(str(place / "float"), settings, tmp_path / "out")
+    model = load_checkpoint(tmp_path / "out")
+    layer = model.model.layers[0]
+    assert layer.self_attn.q_proj.activation is layer.self_attn.v_proj.activation
+    assert layer.mlp.gate_proj.activation is layer.mlp.up_proj.activation
+    assert layer.mlp.down_proj.activation is not layer.mlp.up_proj.activation
+    assert len({linear.activation for linear in quant_linears(model).values()}) == 8
+    scales = [linear.activation.scale.item() for linear in quant_linears(model).values()]
+    assert min(scales) > 0
+    # what is there is kept, and other kinds of input take its place
+    again = convert_checkpoint(str(tmp_path / "out"), settings, tmp_path / "again")
+    kept = load_checkpoint(tmp_path / "again")
+    assert again.kept == 14
+    assert scales == [linear.activation.scale.item() for linear in quant_linears(kept).values()]
+    plain = convert_checkpoint(str(tmp_path / "out"), config(to="q4a4"), tmp_path / "plain")
+    assert plain.kept == 14 and plain.activations == {}
+
+
+def test_the_best_scale_errs_least_among_many() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4000)
+    x[:4] *= 30
+    seen = Magnitudes()
+    seen.add(x[:100])
+    seen.add(x[100:])
+    found = seen.best_scale()
+
+    def error(scale: torch.Tensor) -> float:
+        return (quantize_static(x, scale) - x).square().mean().item()
+
+    others = [error(x.abs().max() / LEVELS * share) for share in torch.linspace(0.02, 1, 200)]
+    assert error(found) <= min(others) * 1.02 < error(x.abs().max() / LEVELS)
+
+
+def test_inputs_are_those_of_the_model() -> None:
+    student = LanguageModel(tiny_model(initializer_range=0.2))
+    quantize_model(student, preset_called("q4a4"))
+    read: list[torch.Tensor] = []
+    up = student.model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        handle = up.register_forward_pre_hook(lambda _m, args: read.append(args[0]))
+        student.hidden(*BATCHES[0])
+        handle.remove()
+        found = inputs_of(student, quant_linears(student.model), BATCHES)
+    assert len(found) == 8
+    (mine,) = (each for names, each in found.items() if "model.layers.1.mlp.up_proj" in names)
+    expected = Magnitudes()
+    expected.add(read[0])
+    assert torch.equal(mine.counts, expected.counts) and mine.counts.sum() == IDS.numel() * 32
+    typical = (mine.values() * mine.counts).sum() / mine.counts.sum()
+    torch.testing.assert_close(typical.float(), read[0].abs().mean(), rtol=0.02, atol=0)
+
+
+def test_experts_are_refused_where_their_input_is_inside(place: Path, tmp_path: Path) -> None:
+    student = LanguageModel(build("Qwen3MoeForCausalLM"))
+    with pytest.raises(ConfigError, match=r"experts.down_proj cannot be quantized .*plan file"):
+        convert_model(student, config(activations="int8"))
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        'name = "mine"\n[[rules]]\npattern = "*.down_proj"\nspec = { bits = 4, group_size = 16 }\n'
+        '[[rules]]\npattern = "*"\nspec = { bits = 4, group_size = 16 }\n'
+        'activation = { kind = "int8-static" }\n'
+    )
+    with pytest.raises(ConfigError, match="add --calibration"):
+        convert_model(student, config(to=str(file)))
+    plan = read_plan(config(to=str(file)))
+    quantize_model(student, plan, calibration=BATCHES)
+    experts = student.model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.activation.scale > 0 and experts.down_proj.activation is None
+    before = activation_counts(student.model)
+    put_activations(student, dict.fromkeys(quant_linears(student.model)))
+    assert before["int8-static"] > 0 and activation_counts(student.model) == {}
+
+
+def test_settings_that_do_not_go_together_are_told(place: Path, tmp_path: Path) -> None:
+    source = str(place / "float")
+    for values, message in [
+        ({"to": "q2a4_a8s"}, "add --calibration"),
+        ({"to": None, "activations": "int8", "attention": "dense"}, "add --to PLAN"),
+        ({"to": "q2a4_a9"}, "may end in _a8, _a8z, _a8s, _f8"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            convert_checkpoint(source, config(**values), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_targets_that_hold_weights_alone_say_so(place: Path, tmp_path: Path) -> None:
+    from qat.convert.shipping import Shipping
+    from qat.errors import ExportError
+    from qat.export.targets import load_target
+
+    out, source = tmp_path / "out", str(place / "float")
+    settings = config(to="q4a4_a8", group_size=16)
+    convert_checkpoint(source, settings, out)
+    lacks = ships_to(out)
+    assert lacks["packed"] is None and "its input is quantized" in lacks["dense"].reason
+    with pytest.raises(ExportError, match=r"its input is quantized \(int8\)"):
+        check_model("dense", load_checkpoint(out))
+    with pytest.raises(ExportError, match="holds weights alone and no inputs of kind int8"):
+        convert_checkpoint(
+            source, settings, tmp_path / "b", Shipping({"dense": load_target("dense")})
+        )
+    assert not (tmp_path / "b").exists()
