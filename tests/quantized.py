@@ -5,11 +5,13 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.models.stored_state import quantized_modules
+from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
@@ -131,4 +133,28 @@ def tiny_adapted(architecture: str, spec: LutSpec, **overrides: object) -> PreTr
     model = tiny_quantized(architecture, spec, **overrides)
     for linear in quant_linears(model).values():
         with_adapter(linear)
+    return model
+
+
+SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Which linear of a layer reads the same tensor."""
+
+
+def rounding(kind: ActivationKind, scale: float = 0.02) -> ActivationQuantizer:
+    """What rounds an input so; `scale` is for static ones."""
+    spec = ActivationSpec(kind=kind)
+    return ActivationQuantizer(spec, torch.tensor(scale) if spec.is_static else None)
+
+
+def with_rounded_inputs(model: PreTrainedModel, kind: ActivationKind) -> PreTrainedModel:
+    """The same model, whose quantized linears and tables round what they read.
+
+    Each static scale is another one; no bfloat16 holds them.
+    """
+    modules = quantized_modules(model)
+    for number, (name, module) in enumerate(modules.items()):
+        owner, _, own = name.rpartition(".")
+        module.activation = rounding(kind, 0.0123 * (1 + number))
+        if own in SAME_INPUT:
+            module.activation = modules[f"{owner}.{SAME_INPUT[own]}"].activation
     return model

@@ -33,6 +33,7 @@ from qat.kernels.draw_next import draw_next
 from qat.kernels.glu import silu_mul
 from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.models.language_model import HALVES, LanguageModel
+from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.step import form_weights, quant_linears
 from qat.nn.swap import replace_module
 
@@ -103,16 +104,18 @@ class Dense(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+    activation: ActivationQuantizer | None
+    """What rounds the input."""
 
     @classmethod
     def of(cls, linears: Together, dtype: torch.dtype) -> Self:
         """Linears that are dense and read the same input."""
-        (weight,), bias = linears
-        return cls(weight, None if bias is None else bias.to(dtype))
+        (weight,), bias = linears.rows, linears.bias
+        return cls(weight, None if bias is None else bias.to(dtype), linears.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`(T, I)` to `(T, O)`."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(read(self, x), self.weight, self.bias)
 
 
 class SlotLayer(NamedTuple):
@@ -169,7 +172,7 @@ class SlotStep:
             query = place_heads(qkv, cache, slots, positions, self._angles, heads)
             return slot_attention(query, cache, positions, heads.scaling)
 
-        hidden = self._hidden(ids, caches, attend)
+        hidden = read(self._step.head, self._hidden(ids, caches, attend))
         is_half = self.dtype in HALVES
         return self._head.exact_logits(hidden) if is_half else self._head.logits(hidden)
 

@@ -24,7 +24,8 @@ from qat.kernels.lut_matvec import MOST_VECTORS, Norm, Stream, matvec, matvec_ad
 from qat.kernels.lut_rows import LutRows, Rows, order_of, reads, spread, stack, stacks
 from qat.kernels.lut_weight import form
 from qat.models.language_model import LanguageModel
-from qat.models.regions import ATTENTIONS, MLPS, SILUS, as_written
+from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written
+from qat.nn.activation import ActivationQuantizer, activation_of, read, read_alike
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
@@ -52,7 +53,7 @@ class PackedLinear(nn.Module):
 
     Up to 8 tokens are multiplied in float32; more, in their own dtype (`qat.kernels.lut_gemm`), and
     so many that a library is faster with a weight formed in memory that all layers share. Nothing
-    learns here, and nothing is saved.
+    learns here, and nothing is saved. Its input is rounded as that of the frozen linear.
     """
 
     def __init__(self, linear: QuantLinear, rows: LutRows, scratch: Scratch) -> None:
@@ -60,6 +61,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = rows.shape
         self.rows, self.spec = rows, linear.spec
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self.activation = linear.activation
         self._scratch = scratch
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
@@ -73,6 +75,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
+        x = read(self, x)
         if x.numel() > MOST_VECTORS * self.in_features:
             spec = self.spec
             if is_format(spec.bits, spec.vector_size, spec.group_size, self.in_features):
@@ -89,11 +92,24 @@ STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
 LARGEST_HEAD = 256
 
 
+class DenseLinear(nn.Linear):
+    """A plain linear in the place of a quantized one, whose input is rounded as before."""
+
+    activation: ActivationQuantizer | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., I)` to `(..., O)`."""
+        return super().forward(read(self, x))
+
+
 class Together(NamedTuple):
     """Linears that read the same input: as one matrix, or one after the other."""
 
     rows: tuple[Rows, ...]
     bias: Tensor | None
+    activation: ActivationQuantizer | None
+    """What rounds the input, after its norm and in `dtype`: no product takes the norm with it."""
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, linears: Sequence[nn.Module], dtype: torch.dtype) -> Self:
@@ -103,21 +119,31 @@ class Together(NamedTuple):
             members = [_dense(linear, dtype) for linear in linears]
         biases = [linear.bias for linear in linears]
         bias = None if biases[0] is None else torch.cat([b.detach().float() for b in biases])
+        how = bias, activation_of(linears[0]), dtype
         if len(members) == 1 or not stacks(members):
-            return cls(tuple(members), bias)
+            return cls(tuple(members), *how)
         joined = stack(members)
         _hand_back(linears, joined)
-        return cls((joined,), bias)
+        return cls((joined,), *how)
 
     @property
     def order(self) -> int:
-        """How they read their input."""
-        return order_of(self.rows[0])
+        """How they are given their input: as it is where it is still to be rounded."""
+        return order_of(self.rows[0]) if self.activation is None else 1
+
+    def _read(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """The input in the order of the rows, and the norm that the product is to take with it."""
+        if self.activation is None:
+            return x, norm
+        if norm is not None:
+            x = x * torch.rsqrt(norm.squares.sum(1, keepdim=True) / x.shape[1] + norm.eps)
+        return spread(self.activation(x.to(self.dtype)), order_of(self.rows[0])), None
 
     def __call__(
         self, x: Tensor, norm: Norm | None = None, *, is_gated: bool = False, order: int = 1
     ) -> Tensor:
         """Side by side, as `matvec` does of one."""
+        x, norm = self._read(x, norm)
         if len(self.rows) == 1:
             return matvec(
                 x, self.rows[0], norm=norm, bias=self.bias, is_gated=is_gated, order=order
@@ -132,6 +158,7 @@ class Together(NamedTuple):
 
     def add(self, x: Tensor, residual: Tensor, gamma: Tensor, *, order: int) -> Stream:
         """Onto the residual stream, as `matvec_add` does; of a single linear."""
+        x, _ = self._read(x, None)
         return matvec_add(x, self.rows[0], residual, gamma, bias=self.bias, order=order)
 
 
@@ -166,7 +193,10 @@ class DecodeStep:
         self.eps = config.rms_norm_eps
         self.last_gain = base.norm.weight.detach().float()
         self.embedding, self._rotary = model.model.get_input_embeddings(), base.rotary_emb
-        self.head = Together((_head_rows(model.head, self.dtype),), model.head.bias)
+        head = model.head
+        self.head = Together(
+            (_head_rows(head, self.dtype),), head.bias, activation_of(head), self.dtype
+        )
         self.num_key_heads = config.num_key_value_heads
         self.head_dim = blocks[0].self_attn.head_dim
 
@@ -246,8 +276,10 @@ def _is_known(layer: nn.Module, rotary: nn.Module) -> bool:
     if type(attention) not in ATTENTIONS or type(mlp) not in MLPS:
         return False
     D = attention.head_dim
+    together = [[getattr(attention, name) for name in QKV], [mlp.gate_proj, mlp.up_proj]]
     return (
-        isinstance(mlp.act_fn, SILUS)
+        all(map(read_alike, together))
+        and isinstance(mlp.act_fn, SILUS)
         and getattr(attention, "sliding_window", None) is None
         and D == 2 * rotary.inv_freq.numel()
         and D & (D - 1) == 0
@@ -274,10 +306,11 @@ def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
         table.formed = None
 
 
-def dense_linear(linear: QuantLinear, dtype: torch.dtype) -> nn.Linear:
+def dense_linear(linear: QuantLinear, dtype: torch.dtype) -> DenseLinear:
     """A plain linear that holds the weight of a quantized one, formed in `dtype`."""
     O, I = linear.out_features, linear.in_features
-    dense = nn.Linear(I, O, bias=linear.bias is not None, device="meta")
+    dense = DenseLinear(I, O, bias=linear.bias is not None, device="meta")
+    dense.activation = linear.activation
     dense.weight = nn.Parameter(linear.quantized_weight(dtype), requires_grad=False)
     if linear.bias is not None:
         dense.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)

@@ -79,7 +79,9 @@ def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         for key, tensor in _stored_parts(name, module, parts, finite).items():
             stored[f"{name}.{key}"] = tensor
         if has_input_scale(module):
-            stored[f"{name}.{INPUT_SCALE}"] = rest.pop(f"{name}.{INPUT_SCALE}").clone()
+            stored[f"{name}.{INPUT_SCALE}"] = rest.pop(f"{name}.{INPUT_SCALE}").to(
+                torch.float32, copy=True
+            )
     _check_finite(model, finite)
     return _narrowed(rest) | stored
 

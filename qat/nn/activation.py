@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,22 @@ class ActivationQuantizer(nn.Module):
         return self.spec.kind
 
 
-class Reader(Protocol):
-    """What reads an input: a quantized linear or table."""
-
-    @property
-    def activation(self) -> ActivationQuantizer | None:
-        """What quantizes it; None where it is read as it is."""
+def activation_of(module: object) -> ActivationQuantizer | None:
+    """What rounds the input of a linear or head; None where it is read as it is."""
+    found: ActivationQuantizer | None = getattr(module, "activation", None)
+    return found
 
 
-def read(module: Reader, x: Tensor) -> Tensor:
-    """`x` as the product of `module` reads it."""
-    return x if module.activation is None else module.activation(x)
+def read(module: object, x: Tensor) -> Tensor:
+    """`x` as the product of a linear or head reads it."""
+    quantizer = activation_of(module)
+    return x if quantizer is None else cast(Tensor, quantizer(x))
 
 
-def read_alike(modules: Sequence[Reader]) -> bool:
+def read_alike(modules: Sequence[object]) -> bool:
     """Whether one rounding of a common input serves all of `modules`, now and as they learn."""
-    first = modules[0].activation
-    return all(_is_same(first, module.activation) for module in modules)
+    first = activation_of(modules[0])
+    return all(_is_same(first, activation_of(module)) for module in modules)
 
 
 def _is_same(one: ActivationQuantizer | None, other: ActivationQuantizer | None) -> bool:

@@ -82,6 +82,7 @@ def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
     `round(x / scale) - x / scale` inside, the outermost level outside, summed and times
     `1 / sqrt(127 I)`, so that it is of the size of a weight's gradient.
     """
+    scale = scale.float()
     small = scale * (LEVELS * x.shape[-1]) ** -0.5
     # the value of `scale`, to the bit, with a smaller gradient
     size = (scale.detach() + (small - small.detach())).clamp_min(SMALLEST_SCALE)

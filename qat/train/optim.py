@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qat.backend import device as backend
 from qat.backend.base import Copying
 from qat.errors import ConfigError
+from qat.models.stored_state import INPUT_SCALE
 from qat.nn.quant_linear import KIND_OF, LutLinear
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.sites import routers
@@ -63,7 +64,8 @@ def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KIND
 def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
     """Parameter names by kind: of the linears `names`, and all norms, gates or routers.
 
-    Fixed grids have no codebook to learn: beside other kinds that one is then left out.
+    Static scales of inputs are `scales` as well. Fixed grids have no codebook to learn: beside
+    other kinds that one is then left out.
 
     Raises:
         ConfigError: a wished kind has no parameters here.
@@ -76,6 +78,10 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
             is_fixed_grid = kind == "codebook" and modules[name].spec.codebook != "lut"
             if kind in found and not is_fixed_grid:
                 found[kind].append(f"{name}.{local}")
+    shared = {name for name, _ in model.named_parameters()}  # under the first of its names
+    if "scales" in found:
+        scales = (f"{name}.{INPUT_SCALE}" for name in names)
+        found["scales"] += [name for name in scales if name in shared]
     everywhere = {
         "norms": lambda: [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n],
         "gates": lambda: [name for name, _ in model.named_parameters() if NSA_PART in name],

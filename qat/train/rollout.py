@@ -309,8 +309,12 @@ class Speaker:
 
 def dense_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The same model with plain linears that hold formed weights, in `dtype` but for its norms."""
-    linears = quant_linears(model).values()
-    dense = copy.deepcopy(model, {id(linear): dense_linear(linear, dtype) for linear in linears})
+    plain = {id(linear): dense_linear(linear, dtype) for linear in quant_linears(model).values()}
+    # their own, as much shared as the student's
+    own = copy.deepcopy([linear.activation for linear in plain.values()])
+    for linear, quantizer in zip(plain.values(), own, strict=True):
+        linear.activation = quantizer
+    dense = copy.deepcopy(model, plain)
     for module in dense.modules():
         if isinstance(module, nn.Linear | nn.Embedding | FrozenLutTable):
             module.to(dtype)

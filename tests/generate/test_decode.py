@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized import random_weight, tiny_adapted, tiny_quantized
+from quantized import random_weight, tiny_adapted, tiny_quantized, with_rounded_inputs
 from three_way import assert_no_worse_than_eager
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from qat.kernels.lut_rows import SPLIT
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import put_quantized, replace_module, table_names, weight_shape
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ACTIVATION_KINDS, LutSpec
 
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
 GREEDY = Sampling(0.0)
@@ -74,6 +74,7 @@ MODELS = {
     "mixed": mixed,
     "vectors": of_vectors,
     "trellises": of_trellises,
+    **{f"inputs {k}": lambda k=k: with_rounded_inputs(mixed(), k) for k in ACTIVATION_KINDS},
 }
 
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from quantized import frozen_linear
+from quantized import frozen_linear, rounding
+from torch.nn import functional as F
 
-from qat.generate.step import PackedLinear, Scratch
-from qat.kernels.lut_matvec import MOST_VECTORS
-from qat.kernels.lut_rows import LutRows
-from qat.quant.spec import LutSpec
+from qat.generate.slots import Dense
+from qat.generate.step import PackedLinear, Scratch, Together, dense_linear
+from qat.kernels.lut_matvec import MOST_VECTORS, Norm, matvec
+from qat.kernels.lut_rows import LutRows, order_of, spread
+from qat.quant.spec import ACTIVATION_KINDS, LutSpec
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -30,3 +32,32 @@ def test_up_to_eight_tokens_are_multiplied_from_packed_indices(
     found = packed(x)
     assert found.shape == (1, tokens, 16) and bool(formed) is (tokens > MOST_VECTORS)
     torch.testing.assert_close(found, linear(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: torch.dtype) -> None:
+    linear = frozen_linear(16, 32, LutSpec(bits=2, group_size=16, scale_bits=8), bias=True)
+    parts = linear.source(), linear.levels(), linear.scales_as_stored()
+    packed = PackedLinear(linear, LutRows.of(*parts, is_short=False), Scratch())
+    dense = dense_linear(linear, dtype)
+    quantizer = rounding(kind)
+    for tokens in (1, MOST_VECTORS + 1):
+        x = torch.randn(tokens, 32).to(dtype)
+        read = quantizer(x)
+        expected = packed(read), dense(read), linear(read)
+        for module in (packed, dense, linear):
+            module.activation = quantizer
+        assert all(map(torch.equal, (packed(x), dense(x), linear(x)), expected))
+        slots = Dense.of(Together.of([dense], dtype), dtype)
+        assert torch.equal(slots(x), F.linear(read, dense.weight, dense.bias))
+        for module in (packed, dense, linear):
+            module.activation = None
+    # one token of a stream: the norm comes first, then the rounding in the model's dtype
+    packed.activation = quantizer
+    together, stream = Together.of([packed], dtype), torch.randn(1, 32)
+    norm = Norm(stream.square().sum(1, keepdim=True), 1e-6)
+    normed = stream * torch.rsqrt(norm.squares / 32 + 1e-6)
+    read = spread(quantizer(normed.to(dtype)), order_of(packed.rows))
+    assert together.order == 1
+    assert torch.equal(together(stream, norm), matvec(read, packed.rows, bias=together.bias))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from quantized import tiny_adapted, tiny_quantized
+from quantized import tiny_adapted, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -23,6 +23,9 @@ MODELS = {
     "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
     "packed": lambda: tiny_quantized("qwen3", PACKED, **RANGE),
     "adapters": lambda: tiny_adapted("qwen3", PACKED, **RANGE),
+    "rounded inputs": lambda: with_rounded_inputs(
+        tiny_quantized("qwen3", PACKED, **RANGE), "int8-static"
+    ),
     "another family": lambda: tiny_model("gemma3", **RANGE),
 }
 LENGTHS = [(1, 9), (5, 3), (30, 12), (2, 1), (17, 20), (40, 8), (3, 5), (5, 3)]

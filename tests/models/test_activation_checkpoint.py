@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, tiny_quantized
+from quantized import SPECS, tiny_quantized, with_rounded_inputs
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,33 +16,21 @@ from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import ACTIVATIONS, FORMAT, QatConfig
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import INPUT_SCALE, activation_counts, packed_state_dict
-from qat.nn.activation import ActivationQuantizer
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, put_table, table_spec, to_latent
 from qat.quant.fit import fit_weight
-from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
+from qat.quant.spec import ACTIVATION_KINDS
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320
-SCALE = 0.0123
-"""No bfloat16 holds it."""
 
 
 def student(kind: str, *, has_head: bool = False) -> PreTrainedModel:
     """A tiny student whose linears, and head if wished, quantize their inputs."""
     model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=True)
-    spec = ActivationSpec(kind=kind)
-    linears = quant_linears(model)
-    for number, (name, linear) in enumerate(linears.items()):
-        scale = torch.tensor(SCALE * (1 + number)) if spec.is_static else None
-        linear.activation = ActivationQuantizer(spec, scale)
-        if name.endswith(("k_proj", "v_proj")):
-            linear.activation = linears[f"{name[:-6]}q_proj"].activation
     if has_head:
         weight, form = model.model.embed_tokens.weight.detach(), table_spec(4, 32)
         put_table(model, "model.embed_tokens", fit_weight(weight, form), form)
-        scale = torch.tensor(SCALE) if spec.is_static else None
-        model.model.embed_tokens.activation = ActivationQuantizer(spec, scale)
-    return model
+    return with_rounded_inputs(model, kind)
 
 
 @torch.no_grad()
@@ -95,16 +83,16 @@ def test_a_shared_scale_stays_shared_and_in_float32(tmp_path: Path) -> None:
     attention = model.model.layers[1].self_attn
     assert attention.k_proj.activation is attention.q_proj.activation
     assert attention.o_proj.activation is not attention.q_proj.activation
-    assert attention.q_proj.activation.scale.item() == torch.tensor(SCALE * 8).item()
+    assert attention.q_proj.activation.scale.item() == torch.tensor(0.0123 * 8).item()
     names = [name for name, _ in model.named_parameters() if name.endswith(INPUT_SCALE)]
-    assert len(names) == 10
+    assert len(names) == 8
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     entry = config["quantization_config"]["modules"]["model.layers.1.self_attn.k_proj"]
     assert entry["activation"] == {"kind": "int8-static"}
     assert entry["input_scale_of"] == "model.layers.1.self_attn.q_proj"
 
 
-UP, GATE = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +102,7 @@ UP, GATE = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"
         (lambda q: q["modules"][UP].update(input_scale_of="nobody"), "input_scale_of='nobody'"),
         (lambda q: q["modules"][UP].update(input_scale_of=UP), "a static scale of its own"),
         (lambda q: q.update(format=FORMAT), "do not go together"),
-        (lambda q: q["modules"][UP].pop("activation"), "no place for"),
+        (lambda q: q["modules"][DOWN].pop("activation"), "no place for"),
     ],
 )
 def test_damage_is_told(change: object, message: str, tmp_path: Path) -> None:

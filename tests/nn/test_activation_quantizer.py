@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import build
-from quantized import SPECS, frozen_linear, latent_linear, tiny_quantized
+from quantized import SPECS, frozen_linear, latent_linear, rounding, tiny_quantized
 from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
@@ -18,17 +18,12 @@ from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def quantizer(kind: str, scale: float = 0.02) -> ActivationQuantizer:
-    spec = ActivationSpec(kind=kind)
-    return ActivationQuantizer(spec, torch.tensor(scale) if spec.is_static else None)
-
-
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_formed_or_not_latent_or_frozen_the_bits_are_one(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": latent_linear(16, 32, SPECS["lut2"], bias=True)})
-    model["a"].activation = quantizer(kind)
+    model["a"].activation = rounding(kind)
     x = torch.randn(5, 32).to(dtype)
     alone = model["a"](x)
     rounded = read(model["a"], x)
@@ -45,7 +40,7 @@ def test_formed_or_not_latent_or_frozen_the_bits_are_one(kind: str, dtype: torch
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 def test_training_under_autocast_rounds_what_evaluation_rounds(kind: str) -> None:
-    module, x = quantizer(kind), torch.randn(4, 32)
+    module, x = rounding(kind), torch.randn(4, 32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = module(x)
     assert inside.dtype == torch.bfloat16 and torch.equal(inside, module(x.bfloat16()))
@@ -55,7 +50,7 @@ def test_training_under_autocast_rounds_what_evaluation_rounds(kind: str) -> Non
 def test_joined_linears_round_their_common_input_once(kind: str) -> None:
     block = nn.Module()
     block.q, block.k = (frozen_linear(O, 32, SPECS["lut2"]) for O in (16, 8))
-    block.q.activation = quantizer(kind)
+    block.q.activation = rounding(kind)
     block.k.activation = block.q.activation
     x = torch.randn(3, 32)
     apart = torch.cat([block.q(x), block.k(x)], -1)
@@ -72,7 +67,7 @@ def test_what_learns_apart_is_not_joined() -> None:
     block = nn.Module()
     block.q, block.k = (frozen_linear(8, 32, SPECS["lut2"]) for _ in range(2))
     for kind, is_alike in (("int8", True), ("int8-static", False)):
-        block.q.activation, block.k.activation = quantizer(kind), quantizer(kind)
+        block.q.activation, block.k.activation = rounding(kind), rounding(kind)
         assert read_alike([block.q, block.k]) is is_alike
     join_linears(block, "qk", ("q", "k"))
     assert not hasattr(block, "qk")
@@ -82,7 +77,7 @@ def test_what_learns_apart_is_not_joined() -> None:
 
 def test_a_learned_scale_gets_its_gradient_and_keeps_its_dtype() -> None:
     linear = frozen_linear(8, 32, SPECS["lut2"])
-    linear.activation = quantizer("int8-static", 0.0123)
+    linear.activation = rounding("int8-static", 0.0123)
     linear(torch.randn(4, 32)).square().sum().backward()
     assert linear.activation.scale.grad.abs() > 0 and linear.scales.grad.abs().sum() > 0
     assert linear.to(torch.bfloat16).activation.scale.dtype == torch.float32
@@ -92,7 +87,7 @@ def test_a_learned_scale_gets_its_gradient_and_keeps_its_dtype() -> None:
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 def test_the_module_is_the_formula(kind: str) -> None:
-    module, x = quantizer(kind), torch.randn(2, 3, 16)
+    module, x = rounding(kind), torch.randn(2, 3, 16)
     is_static = module.spec.is_static
     expected = quantize_static(x, module.scale) if is_static else quantize_tokens(x, kind)
     assert torch.equal(module(x), expected) and kind in repr(module)
@@ -102,7 +97,7 @@ def test_the_module_is_the_formula(kind: str) -> None:
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_bits_are_those_of_eager(kind: str, dtype: torch.dtype) -> None:
-    module, norm = quantizer(kind), nn.RMSNorm(64)
+    module, norm = rounding(kind), nn.RMSNorm(64)
     torch.manual_seed(0)
     x = (torch.randn(256, 64) * torch.logspace(-3, 3, 256)[:, None]).to(dtype)
     normed = norm(x.float()).to(dtype).detach()
@@ -121,9 +116,9 @@ def test_experts_read_their_tokens_rounded_once() -> None:
     assert "inside" in unseen_input(experts, INNER)
     x, chosen = torch.randn(6, 64), torch.tensor([[0, 3], [1, 2]] * 3)
     shares = torch.rand(6, 2)
-    rounding = quantizer("int8")
-    expected = experts(rounding(x), chosen, shares)
-    experts.gate_up_proj.activation = rounding
+    quantizer = rounding("int8")
+    expected = experts(quantizer(x), chosen, shares)
+    experts.gate_up_proj.activation = quantizer
     assert torch.equal(experts(x, chosen, shares), expected)
     assert torch.equal(experts(hidden_states=x, top_k_index=chosen, top_k_weights=shares), expected)
 

@@ -223,10 +223,14 @@ def test_a_config_is_read_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": 9}, r"format=9, expected format=1 to 6; use the version of qat that wrote"),
+        ({"format": 13}, r"format=13, expected format=1 to 12; use the version of qat that wrote"),
         ({"format": 2}, r"sparse attention \(format=2\), which the engine does not compute"),
         ({"format": 4}, r"sparse attention \(format=4\)"),
         ({"format": 6}, r"sparse attention \(format=6\)"),
+        (
+            {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int8"}}}},
+            r"quantizes inputs \(of a: int8\), which the engine does not compute yet",
+        ),
         ({"modules": {"a": {"bits": 2, "codebook": "fp4"}}}, "quantization_config of a"),
     ],
 )

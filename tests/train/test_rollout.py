@@ -10,7 +10,7 @@ import torch
 from cache_case import TOKENIZER, build, info, teacher
 from crash import stopped_at
 from nsa_train_case import SPARSE
-from quantized import SPECS, tiny_adapted, tiny_quantized
+from quantized import SPECS, tiny_adapted, tiny_quantized, with_rounded_inputs
 from ranks_case import run_ranks
 from test_training_step import pretend_recording
 from torch.nn import functional as F
@@ -193,6 +193,11 @@ STUDENTS = {
     ),
     "scales in 8 bits": (lambda: tiny_quantized("llama", SPECS["lut2_s8"]), {}, Slots),
     "codewords": (lambda: tiny_quantized("qwen3", SPECS["fours8_s8"]), {"learn": "scales"}, Slots),
+    "static inputs": (
+        lambda: with_rounded_inputs(tiny_quantized("qwen3", SPECS["lut2"]), "int8-static"),
+        {},
+        Slots,
+    ),
     "another family": (lambda: tiny_quantized("gemma3", SPECS["lut2"]), {}, Waves),
     "sparse attention": (sparse, {"learn": "weights,gates"}, Waves),
 }
