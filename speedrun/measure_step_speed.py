@@ -56,6 +56,8 @@ class Case:
 
 
 EXACT_FROZEN = FROZEN | EXACT
+INPUTS = ("a8", "a8s", "f8")
+"""What the names of presets end in that quantize inputs: int8, static int8 and FP8."""
 REFERENCE_BATCH = {"batch_size": 504}
 CASES = (
     Case("frozen_candidates", FROZEN | CANDIDATES, goal=">= 200000"),
@@ -63,6 +65,7 @@ CASES = (
     Case("mlp_only", FROZEN | CANDIDATES | {"mlp_only": True}, goal=">= 230000"),
     Case("frozen_exact_ckpt", EXACT_FROZEN | {"gradient_checkpointing": True}, goal=">= 130000"),
     Case("frozen_exact", EXACT_FROZEN, goal=">= 160000"),
+    *(Case(f"frozen_exact_{kind}", EXACT_FROZEN | {"to": f"q2a4_{kind}"}) for kind in INPUTS),
     Case("plain_compiled", EXACT_FROZEN, way="plain-compiled"),
     Case("latent_exact", LATENT | EXACT),
     Case("latent_levels", LATENT | EXACT | {"to": "q2a2"}),
@@ -81,6 +84,11 @@ RATIOS = {
     Figure("latent_exact_over_plain", "x", ">= 0.95"): ("latent_exact", "plain_compiled"),
     Figure("over_reference", "x", ">= 50"): ("frozen_candidates_504", "reference_504"),
     Figure("vector_step_over_scalar", "x", "<= 1.08"): ("latent_levels", "latent_vectors"),
+    # of times, so the case without comes first
+    **{
+        Figure(f"{kind}_step_over_w", "x", "<= 1.06"): ("frozen_exact", f"frozen_exact_{kind}")
+        for kind in INPUTS
+    },
 }
 
 
@@ -154,7 +162,7 @@ class Turns:
         """The runner of a case, always the same, so that what cannot run is not tried again."""
         if case.name not in self.runners:
             student = self._frozen
-            if "weights" in case.settings["learn"]:
+            if "weights" in case.settings["learn"] or "to" in case.settings:
                 named = {name: case.settings[name] for name in ("to",) if name in case.settings}
                 _, student = prepare(self._setting.config.model_copy(update=named), self._shape)
                 student.model.to("cpu")

@@ -5,13 +5,14 @@
 #     bash speedrun/quality.sh MODELS TEXTS RECORD mixture smollm2
 #     bash speedrun/quality.sh MODELS TEXTS RECORD onpolicy_smollm2 onpolicy_minimind2
 #
+#     ONLY=q2a4 bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind tiny smollm2
 #     ONLY='2a2|codewords|EdgeRazor' bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind ...
 #
 # MODELS holds stories15M and minimind2-small, and SmolLM2's .gguf; TEXTS is a folder of texts by
 # source, or a bundle of speedrun/research/make_teacher.py; figures are appended to
 # RECORD/figures.jsonl when all four were made. With ONLY the recipes of these words run, and no
-# figure is made. Run it from the root of the repository; it takes all GPUs that there are, and goes
-# on where it was stopped.
+# figure is made but those of quantized inputs. Run it from the root of the repository; it takes all
+# GPUs that there are, and goes on where it was stopped.
 set -uo pipefail
 models=$(realpath "$1") texts=$(realpath "$2") record=$3
 mkdir -p teachers texts runs "$record"
@@ -156,6 +157,13 @@ if [ $# -le 3 ]; then
     python speedrun/quality_figures.py runs --figures "$record/figures.jsonl" || failed=1
     python speedrun/quality_figures.py equal-time runs/{stories15m,minimind2,tiny_qwen3,teacher88m} \
         --figures "$record/figures.jsonl" || failed=1
+fi
+with_inputs=()
+for name in stories15m minimind2 tiny_qwen3 smollm2; do
+    grep -qs '"q2a4_a8' "runs/$name/results.jsonl" && with_inputs+=("runs/$name")
+done
+if [ ${#with_inputs[@]} -gt 0 ]; then
+    python speedrun/quality_figures.py activations "${with_inputs[@]}" --figures "$record/figures.jsonl" || failed=1
 fi
 own=()
 for name in "${wanted[@]}"; do [[ $name == onpolicy_* ]] && own+=("runs/$name"); done

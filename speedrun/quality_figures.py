@@ -7,6 +7,7 @@
     python speedrun/quality_figures.py vectors runs/stories15m runs/minimind2 --figures FILE
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
     python speedrun/quality_figures.py own-words runs/onpolicy_smollm2 --figures FILE
+    python speedrun/quality_figures.py activations runs/stories15m runs/smollm2 --figures FILE
 
 `runs` holds one directory of results a teacher: stories15m, minimind2, tiny_qwen3, teacher88m.
 """
@@ -31,6 +32,12 @@ LEVELS_OF_ONE_FORMAT, CODEWORDS_OF_ONE_FORMAT = (
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
 CACHED, OWN, TIMED_SO = "cached", r"own words|half and half", ", equal seconds"
+GAPS = (
+    ("a8_kl_gap", "q2a4_a8", "<= 1.10"),
+    ("a8_static_kl_gap", "q2a4_a8s", "<= 1.25"),
+    ("a8kv8_kl_gap", "q2a4_a8kv8", "<= 1.15"),
+)
+"""Figures of quantized inputs, and the recipes that they compare with `UNIFORM`."""
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
 SANITY = ("repeated_frac", "distinct_frac")
 
@@ -279,6 +286,26 @@ def own_words(*directories: Path, figures: Path) -> None:
         print(figure, [(each.name, round(ratio, 4)) for ratio, each in ratios])
         measured = {key: worst.rows[0][key] for key in ("commit", "device")}
         record(figures, figure, round(value, 4), "", goal, measured=measured)
+
+
+@app.command
+def activations(*directories: Path, figures: Path) -> None:
+    """Append what quantized inputs cost, of the worst teacher: the KL over that of weights alone.
+
+    At equal steps; rows that were not run give no figure.
+    """
+    found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
+    for figure, recipe, goal in GAPS:
+        ratios = {e.name: e.kl(recipe) / e.kl(UNIFORM) for e in found if e.of(recipe)}
+        if not ratios:
+            continue
+        print(figure, {name: round(ratio, 4) for name, ratio in ratios.items()})
+        worst = max(ratios, key=ratios.__getitem__)
+        rows = next(each for each in found if each.name == worst).of(recipe)
+        measured = {key: rows[0][key] for key in ("commit", "device")}
+        record(
+            figures, figure, round(ratios[worst], 4), "", goal, runs=len(rows), measured=measured
+        )
 
 
 @app.command

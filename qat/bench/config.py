@@ -61,7 +61,8 @@ class MeasureConfig(StepConfig):
     """One setting of the training step, and how it is measured."""
 
     to: Formats[str] = "q2a4"
-    """Preset that a student given by a shape's name is quantized by."""
+    """Preset that a student given by a shape's name is quantized by; q2a4_a8 and the like quantize
+    the inputs of its linears too."""
     layers: Formats[int | None] = Field(None, ge=1)
     """Decoder layers of a student given by a shape's name; all that it was published with if not
     given."""

@@ -16,10 +16,12 @@ from qat.errors import ConfigError
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
+from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.sites import Owner, open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.nsa.swap import change_attention, read_attention
+from qat.quant.activation import LEVELS
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan
 from qat.quant.weight import round_levels
@@ -30,6 +32,8 @@ from qat.train.step import StepResult, TrainingStep
 
 WEIGHT_RMS = 0.02
 """Root mean square of the random weights: what these models are initialised with."""
+INPUT_RANGE = 4.0
+"""The largest input that a static scale holds: four times the size of what a norm gives."""
 
 
 def open_student(source: str, config: MeasureConfig) -> LanguageModel:
@@ -89,11 +93,21 @@ def random_model(
 
 
 def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
-    """Put a `FrozenLutLinear` of random codes in the place of every linear that `plan` names."""
+    """Put a `FrozenLutLinear` of random codes in the place of every linear that `plan` names.
+
+    Inputs are quantized as it says; static scales are shared by linears of one module and width.
+    """
+    quantizers: dict[tuple[str, int], ActivationQuantizer] = {}
     for name, spec in plan.assign(linear_names(model)).items():
         device = model.get_submodule(name).weight.device
         frozen = empty_linear(model, name, spec).to_empty(device=device)
         fill_at_random_(frozen)
+        activation = plan.activation_for(name)
+        if activation is not None:
+            scale = torch.tensor(INPUT_RANGE / LEVELS) if activation.is_static else None
+            quantizer = ActivationQuantizer(activation, scale).to(device)
+            key = name.rpartition(".")[0], frozen.in_features
+            frozen.activation = quantizers.setdefault(key, quantizer)
         replace_module(model, name, frozen.eval())
 
 

@@ -209,6 +209,7 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
         ("bits a quantized weight", number(conversion.bits_per_weight)),
         ("bits a weight of the whole file", number(conversion.whole_bits_per_weight)),
     ]
+    tiles += [(f"inputs in {kind}", str(n)) for kind, n in conversion.activations.items()]
     if modules:
         mean = sum(module.error for module in modules) / len(modules)
         worst = max(modules, key=lambda module: module.error)

@@ -99,6 +99,8 @@ class Conversion(BaseModel):
     whole_bits_per_weight: float | None = None
     """Over the whole file; None in a report that does not say."""
     modules: list[Module]
+    activations: dict[str, int] = {}
+    """How many linears and tables quantize their input, by how."""
 
     @property
     def kind_of_error(self) -> str:

@@ -9,11 +9,12 @@ from qat.bench.student import WEIGHT_RMS, open_student, quantize_at_random_, ran
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import PRESETS as ATTENTION
 from qat.models.hf_quantizer import QatConfig
+from qat.nn.activation import read_alike
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names
 from qat.nsa.swap import nsa_config
-from qat.quant.spec import PRESETS
+from qat.quant.spec import PRESETS, preset_called
 from qat.quant.weight import round_as_stored
 
 PUBLISHED = {  # parameters, a tied head once
@@ -54,6 +55,15 @@ def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
         bits = linear.spec.stored_bits("codebook")
         assert torch.equal(round_as_stored("codebook", linear.codebook, bits), linear.codebook)
     assert set(QatConfig.of(model).modules) == set(linears)
+
+
+@pytest.mark.parametrize("preset", ["q2a4_a8", "q2a4_f8", "q2a4_a8s"])
+def test_inputs_are_those_of_the_preset(preset: str) -> None:
+    model = open_student("tiny", BenchConfig(device="cpu", to=preset)).model
+    found = {linear.activation.spec for linear in quant_linears(model).values()}
+    assert found == preset_called(preset).activations
+    layer = model.model.layers[0]
+    assert read_alike([layer.mlp.gate_proj, layer.mlp.up_proj])
 
 
 def test_a_shape_of_experts_has_as_many_layers_as_are_asked_for() -> None:

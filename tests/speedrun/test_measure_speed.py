@@ -26,6 +26,25 @@ def figures(out: Path) -> dict[str, dict]:
 
 
 @pytest.mark.slow
+def test_quantized_inputs_take_turns_with_their_baseline(tmp_path: Path) -> None:
+    import measure_step_speed
+
+    out = tmp_path / "out"
+    cases = "frozen_exact,frozen_exact_a8,frozen_exact_a8s,frozen_exact_f8"
+    measure_step_speed.measure(out=out, only=cases, steps=2, batch_size=2, seq_len=8, **SMALL)
+    rows = [row for row in lines(out / "results.jsonl") if row["kind"] == "step"]
+    assert [row["to"] for row in rows] == ["q2a4", "q2a4_a8", "q2a4_a8s", "q2a4_f8"]
+    found = figures(out)
+    assert found.keys() == {
+        "frozen_exact_tok_s",
+        *(f"{k}_step_over_w" for k in ("a8", "a8s", "f8")),
+    }
+    speeds = {row["case"]: row["tokens_per_s_of_rounds"] for row in rows}
+    ratios = [a / b for a, b in zip(speeds["frozen_exact"], speeds["frozen_exact_a8"], strict=True)]
+    assert found["a8_step_over_w"]["value"] == pytest.approx(sum(ratios) / 2, abs=1e-3)
+
+
+@pytest.mark.slow
 def test_cases_take_turns_and_ratios_stay_within_a_round(tmp_path: Path, capsys) -> None:
     import measure_step_speed
 

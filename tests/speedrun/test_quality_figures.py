@@ -169,3 +169,25 @@ def test_the_worst_size_says_what_own_words_are_worth(script, tmp_path: Path) ->
     assert found["onpolicy_gain_own_samples"]["value"] == 0.75
     assert found["onpolicy_gain_teacher_text"]["value"] == 1.2
     assert found["onpolicy_gain_own_samples"]["commit"] == "c0ffee"
+
+
+def test_what_inputs_cost_is_that_of_the_worst_teacher(script, tmp_path: Path, capsys) -> None:
+    nats = {"near": (0.2, 0.21, 0.3), "far": (0.1, 0.12, None)}
+    for name, values in nats.items():
+        rows = [
+            {"recipe": recipe, "text": "held_out", "kl_nats": kl + seed, "commit": name}
+            | {"device": "card", "method": "qat", "steps": 10}
+            for recipe, kl in zip(("q2a4", "q2a4_a8", "q2a4_a8s"), values, strict=True)
+            if kl is not None
+            for seed in (-0.01, 0.01)
+        ]
+        (tmp_path / name).mkdir()
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / name / "results.jsonl").write_text(text, encoding="utf-8")
+    out = tmp_path / "figures.jsonl"
+    script.activations(tmp_path / "near", tmp_path / "far", figures=out)
+    found = {line["figure"]: line for line in script.read(out)}
+    assert found.keys() == {"a8_kl_gap", "a8_static_kl_gap"}
+    assert found["a8_kl_gap"]["value"] == 1.2 and found["a8_kl_gap"]["commit"] == "far"
+    assert found["a8_static_kl_gap"]["value"] == 1.5 and found["a8_static_kl_gap"]["runs"] == 2
+    assert "'near': 1.05" in capsys.readouterr().out
