@@ -3,7 +3,7 @@
 Shapes: N numbers of an input, K bins of its histogram.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,21 +19,29 @@ from qat.models.stored_state import quantized_modules
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.sites import experts_of, unseen_input
-from qat.nn.swap import body_of
+from qat.nn.swap import body_of, reads_input, table_names
 from qat.quant.activation import LEVELS
-from qat.quant.spec import ActivationSpec
+from qat.quant.spec import ActivationSpec, QuantPlan
 
 LOWEST_EXPONENT, OCTAVES, BINS_AN_OCTAVE = -24, 48, 32
 """A histogram of magnitudes reaches from 2**-24 to 2**24, in steps of two percent."""
 
 
-def check_inputs(model: PreTrainedModel, activations: dict[str, ActivationSpec]) -> None:
-    """Refuse modules whose input cannot be reached; no weight is read.
+def inputs_to_quantize(
+    model: PreTrainedModel, plan: QuantPlan, names: Collection[str]
+) -> dict[str, ActivationSpec | None]:
+    """How `plan` quantizes what those of its modules `names` read that read an input.
 
     Raises:
-        ConfigError: the first of them, and why.
+        ConfigError: an input cannot be reached; no weight is read.
     """
-    for name in activations:
+    tables = table_names(model)
+    found = {
+        name: plan.activation_for(name, is_table=name in tables)
+        for name in names
+        if reads_input(model, name)
+    }
+    for name in (name for name, spec in found.items() if spec is not None):
         owner, _, key = name.rpartition(".")
         why = unseen_input(model.get_submodule(owner), key)
         if why is not None:
@@ -42,6 +50,7 @@ def check_inputs(model: PreTrainedModel, activations: dict[str, ActivationSpec])
                 "called; give a plan file whose rule for it has no activation, or leave out "
                 "--activations"
             )
+    return found
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
+from qat.convert.activations import inputs_to_quantize
 from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import REPORT_NAME, ConvertConfig, read_plan
@@ -161,7 +162,9 @@ def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
         formats_to_try(model, plan, config.bits_budget, **_room(config))
         return
     linears = linear_names(model.model)
-    for name, spec in plan.assign(linears, table_names(model.model)).items():
+    specs = plan.assign(linears, table_names(model.model))
+    inputs_to_quantize(model.model, plan, specs)
+    for name, spec in specs.items():
         if name in linears:
             spec.check_shape(name, *weight_shape(model.model.get_submodule(name)))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qat.backend.device import on
-from qat.convert.activations import check_inputs, put_activations
+from qat.convert.activations import inputs_to_quantize, put_activations
 from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.convert.rotate import ROTATION
@@ -40,7 +40,6 @@ from qat.nn.swap import (
     decoder_layers,
     linear_names,
     put_quantized,
-    reads_input,
     table_names,
     weight_shape,
 )
@@ -138,12 +137,7 @@ def quantize_model(
     _say_others(plan, [name for name in specs if name not in tables])
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))
-    activations = {
-        name: plan.activation_for(name, is_table=name in tables)
-        for name in specs
-        if reads_input(model, name)
-    }
-    check_inputs(model, {n: spec for n, spec in activations.items() if spec is not None})
+    activations = inputs_to_quantize(model, plan, specs)
     if base is not None:
         _check_base(model, base.model, list(specs))
     # a quantized module has a `spec`, and a float one has none

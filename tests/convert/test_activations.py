@@ -11,14 +11,15 @@ from tiny import tiny_model, tiny_tokenizer
 from qat.convert.activations import Magnitudes, inputs_of, put_activations
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig, read_plan
-from qat.convert.convert import convert_checkpoint, convert_model
+from qat.convert.convert import PLAN_NAME, check_conversion, convert_checkpoint, convert_model
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
 from qat.export.targets import check_model, ships_to
-from qat.models.checkpoint import load_checkpoint
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.step import quant_linears
+from qat.nn.swap import add_adapters
 from qat.quant.activation import LEVELS, quantize_static
 from qat.quant.spec import SUFFIX_OF, ActivationSpec, preset_called
 
@@ -121,6 +122,8 @@ def test_experts_are_refused_where_their_input_is_inside(place: Path, tmp_path: 
     student = LanguageModel(build("Qwen3MoeForCausalLM"))
     with pytest.raises(ConfigError, match=r"experts.down_proj cannot be quantized .*plan file"):
         convert_model(student, config(activations="int8"))
+    with pytest.raises(ConfigError, match="cannot be quantized"):
+        check_conversion(student, config(activations="int8"))
     file = tmp_path / "plan.toml"
     file.write_text(
         'name = "mine"\n[[rules]]\npattern = "*.down_proj"\nspec = { bits = 4, group_size = 16 }\n'
@@ -136,6 +139,22 @@ def test_experts_are_refused_where_their_input_is_inside(place: Path, tmp_path: 
     before = activation_counts(student.model)
     put_activations(student, dict.fromkeys(quant_linears(student.model)))
     assert before["int8-static"] > 0 and activation_counts(student.model) == {}
+
+
+def test_a_budget_and_adapters_keep_the_inputs_of_the_plan(place: Path, tmp_path: Path) -> None:
+    settings = config(
+        to="q4a4_a8", bits_budget=3.6, calibration=str(place / "text.txt"), calibration_sequences=4
+    )
+    source = str(place / "float")
+    assert convert_checkpoint(source, settings, tmp_path / "out").activations == {"int8": 14}
+    again = config(to=str(tmp_path / "out" / PLAN_NAME))
+    assert convert_checkpoint(source, again, tmp_path / "again").activations == {"int8": 14}
+    model = load_checkpoint(tmp_path / "again")
+    add_adapters(model, list(quant_linears(model)), 2, seed=0)
+    with torch.no_grad():
+        before = model(IDS).logits
+        save_checkpoint(model, None, tmp_path / "adapted")
+        assert torch.equal(load_checkpoint(tmp_path / "adapted")(IDS).logits, before)
 
 
 def test_settings_that_do_not_go_together_are_told(place: Path, tmp_path: Path) -> None:
