@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from qat.errors import CheckpointError
 from qat.models.language_model import LanguageModel
+from qat.nn.activation import read
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import Owner, experts_of, is_plain, watching
 from qat.nn.swap import decoder_layers
@@ -312,7 +313,8 @@ class _Block:
             if is_plain(module):
 
                 def compute(x: Tensor) -> Tensor:
-                    return nn.functional.linear(x, self._weight(name, module), module.bias)
+                    weight = self._weight(name, module)
+                    return nn.functional.linear(read(module, x), weight, module.bias)
 
             def forward(*args: object, **named: object) -> object:
                 key = name, counts[name]
