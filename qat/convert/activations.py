@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -135,11 +136,13 @@ def inputs_of(
 ) -> dict[tuple[str, ...], Magnitudes]:
     """What the quantized `modules` read, by the names of those that read the same tensor."""
     found: dict[str, Magnitudes] = {}
-    here: dict[int, tuple[Tensor, str]] = {}
+    here: dict[int, tuple[ref[Tensor], str]] = {}
 
     def note(names: Sequence[str], x: Tensor) -> None:
-        # the tensor is kept, so that no address is used twice in a batch
-        _, first = here.setdefault(id(x), (x, names[0]))
+        seen = here.get(id(x))
+        if seen is None or seen[0]() is not x:  # not kept: another may be at its address
+            seen = here[id(x)] = ref(x), names[0]
+        first = seen[1]
         if names[0] not in found:
             found[names[0]] = found.setdefault(first, Magnitudes())
             found[names[0]].names += names
@@ -148,7 +151,6 @@ def inputs_of(
 
     with _noting(student, modules, note):
         for batch in calibration:
-            here.clear()
             student.hidden(*(ids.to(student.device) for ids in batch))
     return {tuple(each.names): each for each in found.values()}
 

@@ -141,6 +141,7 @@ def test_experts_are_refused_where_their_input_is_inside(place: Path, tmp_path: 
     assert before["int8-static"] > 0 and activation_counts(student.model) == {}
 
 
+@pytest.mark.slow
 def test_a_budget_and_adapters_keep_the_inputs_of_the_plan(place: Path, tmp_path: Path) -> None:
     settings = config(
         to="q4a4_a8", bits_budget=3.6, calibration=str(place / "text.txt"), calibration_sequences=4
