@@ -50,7 +50,7 @@ from qat.quant.error_feedback import (
     fit_stack_to_inputs,
 )
 from qat.quant.fit import fit_weight
-from qat.quant.spec import ActivationSpec, LutSpec, QuantPlan, role_of
+from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class QuantizeReport:
     """Share of `megabytes` that an embedding and a head in floating point take."""
     budget: BudgetReport | None = None
     """How a budget was spent; None without one."""
-    activations: dict[str, int] = field(default_factory=dict)
+    activations: dict[ActivationKind, int] = field(default_factory=dict)
     """How many linears and tables quantize their input, by how."""
 
 

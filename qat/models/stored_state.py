@@ -11,6 +11,7 @@ from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import quant_linears
+from qat.quant.spec import ActivationKind
 from qat.quant.weight import (
     STORED_DTYPES,
     dtype_as_stored,
@@ -98,7 +99,7 @@ def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTabl
     return {**lut_tables(model), **quant_linears(model)}
 
 
-def activation_counts(model: nn.Module) -> dict[str, int]:
+def activation_counts(model: nn.Module) -> dict[ActivationKind, int]:
     """How many of the quantized tables and linears quantize their input, by how."""
     quantizers = (module.activation for module in quantized_modules(model).values())
     return dict(Counter(each.spec.kind for each in quantizers if each is not None))

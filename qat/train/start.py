@@ -24,10 +24,11 @@ from qat.losses.config import check_targets, check_with_teacher
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
+from qat.models.stored_state import activation_counts
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import add_adapters, to_latent
-from qat.quant.spec import role_of
+from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack
 from qat.ranks import ALONE, Ranks
 from qat.train.config import MOST_WARM_UP, TrainConfig, divide
@@ -413,7 +414,8 @@ def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> d
 def _final_name(model: nn.Module, trainer: Trainer) -> str:
     """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.0036_bf16`.
 
-    `quant` holds the mean bits of a weight's index, in the MLPs and in the attention.
+    `quant` holds the mean bits of a weight's index, in the MLPs and in the attention, and how
+    inputs are quantized, if they are: `q2a4_a8`.
     """
     quant, config = "", trainer.config
     for letter, role in (("q", "mlp"), ("a", "attention")):
@@ -421,6 +423,7 @@ def _final_name(model: nn.Module, trainer: Trainer) -> str:
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.index_bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""
+    quant += "".join(f"_{SUFFIX_OF[kind]}" for kind in activation_counts(model))
     return f"{quant or 'float'}_{config.scope}_{_two_digits(trainer.best)}_{config.dtype}"
 
 

@@ -15,7 +15,7 @@ from qat.models.load import load_model
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.activation import read_alike
 from qat.nn.step import form_weights, quant_linears
-from qat.quant.spec import ACTIVATION_KINDS
+from qat.quant.spec import ACTIVATION_KINDS, SUFFIX_OF
 from qat.train.optim import Optimizer, learnable
 from qat.train.start import TrainReport, train_student
 
@@ -62,7 +62,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole", run(place, tmp_path / "whole")
     with stopped_at(Optimizer, "step", 4):
         run(place, tmp_path / "stopped")
-    assert_same_end(whole, tmp_path / "stopped", run(place, tmp_path / "stopped", resume=True))
+    report = run(place, tmp_path / "stopped", resume=True)
+    assert_same_end(whole, tmp_path / "stopped", report)
+    assert report.final.name.startswith(f"q2a2_{SUFFIX_OF[kind]}_e2e_")
 
 
 def test_a_shared_scale_learns_once_and_with_the_scales() -> None:
