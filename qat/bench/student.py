@@ -101,13 +101,13 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
     for name, spec in plan.assign(linear_names(model)).items():
         device = model.get_submodule(name).weight.device
         frozen = empty_linear(model, name, spec).to_empty(device=device)
-        fill_at_random_(frozen)
         activation = plan.activation_for(name)
         if activation is not None:
-            scale = torch.tensor(INPUT_RANGE / LEVELS) if activation.is_static else None
-            quantizer = ActivationQuantizer(activation, scale).to(device)
+            scale = torch.empty((), device=device) if activation.is_static else None
             key = name.rpartition(".")[0], frozen.in_features
+            quantizer = ActivationQuantizer(activation, scale)
             frozen.activation = quantizers.setdefault(key, quantizer)
+        fill_at_random_(frozen)
         replace_module(model, name, frozen.eval())
 
 
@@ -125,7 +125,7 @@ def _fill_all_at_random_(model: PreTrainedModel, device: torch.device) -> None:
 @torch.no_grad()
 def fill_at_random_(linear: FrozenLutLinear) -> None:
     """Random codes over levels evenly spread in -1 ... 1, or random codewords of such numbers, and
-    scales that give `WEIGHT_RMS`."""
+    scales that give `WEIGHT_RMS`; a static scale of inputs that gives `INPUT_RANGE`."""
     O, I, spec = linear.out_features, linear.in_features, linear.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
@@ -143,6 +143,8 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
         linear.rank_gain.fill_(scale * (O * I) ** 0.5 / spec.rank)
     if linear.bias is not None:
         linear.bias.zero_()
+    if linear.activation is not None and linear.activation.scale is not None:
+        linear.activation.scale.fill_(INPUT_RANGE / LEVELS)
 
 
 class Subject(Protocol):

@@ -38,8 +38,11 @@ class ActivationQuantizer(nn.Module):
         return quantize_tokens(x, self.spec.kind)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.to(bfloat16)` must not round the scale
-        return super()._apply(lambda t: t.to(fn(t).device), recurse)
+        def keeping_dtype(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)  # `model.to(bfloat16)` must not round the scale
+            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
+
+        return super()._apply(keeping_dtype, recurse)
 
     def extra_repr(self) -> str:
         """The kind, for `print(model)`."""

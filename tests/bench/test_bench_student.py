@@ -5,7 +5,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.bench.config import SHAPES, BenchConfig, shape_called
-from qat.bench.student import WEIGHT_RMS, open_student, quantize_at_random_, random_model
+from qat.bench.student import (
+    INPUT_RANGE,
+    WEIGHT_RMS,
+    open_student,
+    quantize_at_random_,
+    random_model,
+)
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import PRESETS as ATTENTION
 from qat.models.hf_quantizer import QatConfig
@@ -14,6 +20,7 @@ from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names
 from qat.nsa.swap import nsa_config
+from qat.quant.activation import LEVELS
 from qat.quant.spec import PRESETS, preset_called
 from qat.quant.weight import round_as_stored
 
@@ -60,6 +67,9 @@ def test_random_codes_have_the_formats_of_the_preset(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["q2a4_a8", "q2a4_f8", "q2a4_a8s"])
 def test_inputs_are_those_of_the_preset(preset: str) -> None:
     model = open_student("tiny", BenchConfig(device="cpu", to=preset)).model
+    scales = {n: t for n, t in model.state_dict().items() if n.endswith("activation.scale")}
+    assert bool(scales) is preset.endswith("a8s")
+    assert all(scale == torch.tensor(INPUT_RANGE / LEVELS) for scale in scales.values())
     found = {linear.activation.spec for linear in quant_linears(model).values()}
     assert found == preset_called(preset).activations
     layer = model.model.layers[0]
