@@ -232,6 +232,33 @@ class ActivationSpec(Settings):
         return self.kind == "int8-static"
 
 
+STEP_BYTES = 4
+"""Scale and zero of both halves of a head, in a cache of keys or values (`qat.quant.kv`)."""
+
+
+class KvSpec(Settings):
+    """How keys and values are kept."""
+
+    bits: Literal[8, 4]
+    """Of each number."""
+
+    def head_bytes(self, width: int) -> int:
+        """What the key or the value of one token takes in a head of `width` numbers."""
+        return width * self.bits // 8 + STEP_BYTES
+
+    def check_width(self, width: int) -> None:
+        """Refuse heads that have no two equal halves.
+
+        Raises:
+            ConfigError: the width is odd.
+        """
+        if width % 2:
+            raise ConfigError(
+                f"kv=int{self.bits} keeps a head in two equal halves, and heads here have {width} "
+                "numbers, expected an even width; leave --kv out"
+            )
+
+
 class PlanRule(Settings):
     """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one.
 

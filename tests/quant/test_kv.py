@@ -1,0 +1,88 @@
+"""Keys and values in 8 or 4 bits: against the equations written out, and packed to the bit."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qat.errors import ConfigError
+from qat.quant.kv import PackedHeads, dequantize_heads, fake_quantize_heads, quantize_heads
+from qat.quant.spec import KvSpec
+
+
+def textbook(x: Tensor, bits: int) -> Tensor:
+    """One half of a head `(D / 2,)` in float64, a number at a time."""
+    levels, fine = 2**bits - 1, 2 ** (8 - bits)
+    low, high = min(0.0, x.min().item()), max(0.0, x.max().item())
+    raw = max((high - low) / levels, 2.0**-20)
+    exponent = math.floor(math.log2(raw))
+    scale = math.ceil(raw / 2.0**exponent * 8) / 8 * 2.0**exponent
+    zero = min(255, math.floor(-low / scale * fine + 0.5))
+    codes = [math.floor(min(max(v / scale + zero / fine, 0), levels) + 0.5) for v in x.tolist()]
+    return torch.tensor([(code - zero / fine) * scale for code in codes], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("shift", [0.0, -2.0, 5.0])
+def test_the_equations(bits: int, size: float, shift: float) -> None:
+    x = size * (torch.randn(5, 3, 24) + shift)
+    expected = [textbook(half, bits) for half in x.view(-1, 12)]
+    found = fake_quantize_heads(x, bits)
+    assert torch.equal(found.double(), torch.stack(expected).view_as(x))
+    span = x.unflatten(-1, (2, -1)).amax(-1).clamp_min(0) - x.unflatten(-1, (2, -1)).amin(-1)
+    worst = (found - x).abs().unflatten(-1, (2, -1)).amax(-1)
+    assert (worst <= 0.6 * (span + abs(shift) * size) * 1.125 / (2**bits - 1) + 2e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_is_what_training_computes_to_the_bit(bits: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(2, 3, 7, 48) * 3).to(dtype)
+    x[0, 0, 0] = 0.0
+    packed = quantize_heads(x, bits)
+    assert packed.codes.shape == (2, 3, 7, 48 * bits // 8) and packed.codes.dtype == torch.uint8
+    assert packed.width == 48 and packed.steps.shape == (2, 3, 7)
+    found = dequantize_heads(packed)
+    assert found.dtype == dtype and not found[0, 0, 0].any()
+    assert torch.equal(found, fake_quantize_heads(x, bits))
+    heads = 2 * 3 * 7
+    assert packed.nbytes == heads * KvSpec(bits=bits).head_bytes(48)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_room_is_filled_where_it_is_asked(bits: int) -> None:
+    x = torch.randn(2, 3, 5, 16)
+    room = PackedHeads.empty((2, 3, 9, 16), bits, torch.float32, torch.device("cpu"))
+    assert not dequantize_heads(room).any()
+    room.put(x, slice(None), slice(None), slice(2, 7))
+    assert torch.equal(dequantize_heads(room)[:, :, 2:7], fake_quantize_heads(x, bits))
+    some = room.at(torch.tensor([1, 0]), slice(None), slice(2, 7))
+    assert torch.equal(dequantize_heads(some), fake_quantize_heads(x.flip(0), bits))
+    assert not dequantize_heads(room)[:, :, 7:].any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gradients_pass_unchanged(bits: int) -> None:
+    x, grad = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    fake_quantize_heads(x, bits).backward(grad)
+    assert torch.equal(x.grad, grad)
+
+
+def test_more_bits_are_closer_and_what_is_too_large_is_cut_off() -> None:
+    x = torch.randn(4, 64)
+    errors = [(fake_quantize_heads(x, bits) - x).norm() / x.norm() for bits in (8, 4)]
+    assert errors[0] < 0.01 < errors[1] < 0.1
+    assert fake_quantize_heads(torch.full((1, 4), 3e38), 4).isfinite().all()
+
+
+def test_bytes_and_widths() -> None:
+    four, eight = KvSpec(bits=4), KvSpec(bits=8)
+    assert four.head_bytes(128) == 68 and 68 / 256 <= 0.27
+    assert eight.head_bytes(128) == 132
+    four.check_width(6)
+    with pytest.raises(ConfigError, match="kv=int4 keeps a head in two equal halves.* 7 numbers"):
+        four.check_width(7)
+    with pytest.raises(ConfigError, match="bits"):
+        KvSpec.parse({"bits": 5}, "here")
