@@ -10,12 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig, shape_called
-from qat.convert.config import ConvertConfig, read_plan
+from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
+from qat.models.regions import set_kv
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.sites import Owner, open_sites
@@ -67,8 +68,11 @@ def quantized_model(
                 "it has; leave --layers out"
             )
         return load_model(source, device=config.device, dtype="fp32").model
-    model = random_model(source, config, "meta")
-    quantize_at_random_(model, read_plan(ConvertConfig(to=config.to)))
+    model, formats = random_model(source, config, "meta"), ConvertConfig(to=config.to)
+    kv = read_kv(formats)
+    if kv is not None:
+        set_kv(model, kv)
+    quantize_at_random_(model, read_plan(formats))
     place = torch.device(device or select(config.device).device)
     if place.type != "meta":
         _fill_all_at_random_(model, place)

@@ -123,6 +123,7 @@ def convert(
         bits_per_weight=round(report.bits_per_weight, 4) if is_packed else None,
         whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
         megabytes=round(report.megabytes, 3),
+        kv_bytes_per_token=report.kv and report.kv.bytes_per_token,
         **(spending or {}),
         seconds=round(report.seconds, 2),
         ships_to=show_targets(out) if is_packed else [],
@@ -170,6 +171,11 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
         )
     if report.budget is not None:
         _show_budget(report.budget, console)
+    if report.kv is not None:
+        console.print(
+            f"keys and values in {report.kv.bits} bits: {report.kv.bytes_per_token:,} bytes a "
+            f"token, {report.kv.bf16_frac:.3f} of bfloat16's"
+        )
     if report.kept:
         console.print(f"{report.kept} linears and tables had their format already and were kept")
     if verdicts:

@@ -1,5 +1,6 @@
 """Settings of `qat convert`, and the plan that its `--to` names: which linear gets which format."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from qat.quant.spec import (
     PRESETS,
     SUFFIX_OF,
     ActivationKind,
+    KvSpec,
     LutSpec,
     PlanRule,
     QuantPlan,
@@ -36,12 +38,15 @@ class ConvertConfig(Settings):
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
     3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; with a trellis, for
     the least error of 2 bits that stay packed or become dense: t2a4, t2a2) or a TOML file with a
-    plan."""
+    plan. Behind a preset, _kv8 or _kv4 is --kv int8 or int4: q2a4_kv4, q2a4_a8kv8."""
     activations: Formats[ActivationKind | None] = None
     """Quantize what the quantized linears (and a quantized head) read: int8 or fp8 (E4M3) with a
     scale for each token, int8-asymmetric with a zero point too, or int8-static with one learned
     scale, which needs --calibration; else as the plan says, whose name may say so: q2a4_a8,
     q2a4_a8z, q2a4_a8s, q2a4_f8."""
+    kv: Formats[Literal["int8", "int4"] | None] = None
+    """Keep keys and values of attention in so many bits, in training and in every cache; as the
+    source has it if not given. Without --to nothing else is quantized."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
     """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
     only says which linears, of levels, vectors or trellises, in which groups (all, of levels, in
@@ -90,6 +95,28 @@ class PlanFile(Settings):
     rules: tuple[PlanRule, ...]
 
 
+def split_kv(name: str) -> tuple[str, KvSpec | None]:
+    """A preset's name and the widths behind it: `q2a4_kv4` is `q2a4` with keys and values of 4."""
+    found = re.fullmatch(r"(.+?)_?kv([48])", name)
+    return (name, None) if found is None else (found[1], KvSpec(bits=int(found[2])))
+
+
+def read_kv(config: ConvertConfig) -> KvSpec | None:
+    """How keys and values are to be kept; None for as they are.
+
+    Raises:
+        ConfigError: `kv` and the name of the preset say two things.
+    """
+    named = None if config.to is None or Path(config.to).is_file() else split_kv(config.to)[1]
+    asked = None if config.kv is None else KvSpec(bits=int(config.kv.removeprefix("int")))
+    if asked is not None and named not in (None, asked):
+        raise ConfigError(
+            f"to={config.to} keeps keys and values in {named.bits} bits, but kv={config.kv} is "
+            "given, expected one of them; drop one"
+        )
+    return asked or named
+
+
 def read_plan(config: ConvertConfig) -> QuantPlan:
     """The plan that `config.to` names, with the group size and activations that are given.
 
@@ -112,14 +139,14 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
 
 def _named_plan(config: ConvertConfig) -> QuantPlan:
     unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
-    plan = preset_called(config.to) if config.to is not None else unnamed
+    plan = preset_called(split_kv(config.to)[0]) if config.to is not None else unnamed
     if plan is None:
         path = Path(config.to)
         if not path.is_file():
             known = ", ".join(PRESETS)
             raise ConfigError(
                 f"to={config.to} is neither a file nor a preset; use one of {known}, which may end "
-                f"in _{', _'.join(SUFFIX_OF.values())}"
+                f"in _{', _'.join(SUFFIX_OF.values())}, and then in _kv8 or _kv4"
             )
         try:
             values = parse_toml(path.read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from qat.backend.device import select
 from qat.convert.activations import inputs_to_quantize
 from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import REPORT_NAME, ConvertConfig, read_plan
+from qat.convert.config import REPORT_NAME, ConvertConfig, read_kv, read_plan
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.rotate import Rotation, rotate
 from qat.convert.shipping import Shipping
@@ -35,6 +35,7 @@ from qat.models.checkpoint import check_written, write_model
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.nsa.fit import LayerFit, fit_attention
 from qat.nsa.swap import change_attention, nsa_config, read_attention
@@ -131,6 +132,9 @@ def convert_model(
     rotation = rotate(student) if config.rotate else None
     if config.attention is not None:
         change_attention(student.model, attention)
+    kv = read_kv(config) or kv_spec(student.model.config)
+    if kv is not None:
+        quantize_kv(student.model, kv)
     if shipping is not None:  # refuses before any work
         bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
         shipping.plan(with_tables(plan, student.model, bits), student.model)
@@ -183,17 +187,18 @@ def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
     Raises:
         ConfigError: nothing is named to do, a budget lacks what it needs, or no device can do it.
     """
-    changes = (config.to, config.bits_budget, config.attention)
-    if changes == (None, None, None) and not config.rotate:
+    changes = {config.to, config.bits_budget, config.attention, config.kv}
+    if changes == {None} and not config.rotate:
         raise ConfigError(
             "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
-            "--bits-budget BITS (or --attention or --rotate to do that alone)"
+            "--bits-budget BITS (or --attention, --kv or --rotate to do that alone)"
         )
     if config.rotate and config.base is not None:
         raise ConfigError(
             f"base={config.base} is given with rotate, expected a base that is rotated as the "
             "model is; convert the float model with --rotate alone and name the result as --base"
         )
+    read_kv(config)
     if config.bits_budget is not None and config.calibration is None:
         raise ConfigError(
             f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "

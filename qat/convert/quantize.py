@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from qat.models.cost import (
     whole_model_bits,
 )
 from qat.models.language_model import LanguageModel
-from qat.models.regions import matmul_precision
+from qat.models.regions import kept_heads, kv_spec, matmul_precision
 from qat.models.stored_state import activation_counts
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
@@ -88,6 +89,26 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
+class KvReport:
+    """What keys and values of one token take, in all layers, everything counted."""
+
+    bits: int
+    bytes_per_token: int
+    bf16_frac: float
+    """Over what they take in bfloat16."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self | None:
+        """Of that model; None where it keeps them as they are."""
+        spec = kv_spec(model.config)
+        if spec is None:
+            return None
+        heads = kept_heads(model)
+        total = sum(each.num_bytes(spec) for each in heads)
+        return cls(spec.bits, total, total / sum(each.half_bytes() for each in heads))
+
+
+@dataclass(frozen=True)
 class QuantizeReport:
     """What a conversion did."""
 
@@ -110,6 +131,8 @@ class QuantizeReport:
     """How a budget was spent; None without one."""
     activations: dict[ActivationKind, int] = field(default_factory=dict)
     """How many linears and tables quantize their input, by how."""
+    kv: KvReport | None = None
+    """None where keys and values are kept as they are."""
 
 
 def quantize_model(
@@ -190,6 +213,7 @@ def quantize_model(
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
         activations=activation_counts(model),
+        kv=KvReport.of(model),
     )
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jinja2 import Environment, StrictUndefined
@@ -33,6 +33,7 @@ from qat.models.directory import atomic_directory, resolve
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
 from qat.models.opening import auto_class, is_of_files
+from qat.models.regions import kv_spec, set_kv
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
@@ -124,7 +125,7 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
             f"{source} is not a packed checkpoint on this disk, expected one; make one with "
             "'qat convert'"
         )
-    model = load_checkpoint(path, DTYPES.get(config.dtype, "auto"))
+    model = _load(config.to, path, DTYPES.get(config.dtype, "auto"))
     if not quantized_modules(model):
         raise ExportError(
             f"{source} holds no quantized weight, expected some; quantize it with 'qat convert "
@@ -132,7 +133,15 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
         )
     check_model(config.to, model)
     check_library(config.to)
-    saved = embedding_dtype(load_skeleton(path))
+    skeleton = load_skeleton(path)
+    saved, kv = embedding_dtype(skeleton), kv_spec(skeleton.config)
+    if kv is not None and config.to != "packed":
+        logger.warning(
+            "%s holds no format of keys and values, which this model was trained to have in %d "
+            "bits: ask the program that runs it for a cache of so many",
+            config.to,
+            kv.bits,
+        )
     others = OTHERS.get(saved, ()) if config.dtype == "auto" else ()
     for dtype in (*others, None):
         try:
@@ -143,12 +152,20 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
                 raise
             why = str(error).split(", expected")[0].split("; ")[0]
             logger.info("not in %s: %s; trying %s", embedding_dtype(model), why, dtype)
-            model = load_checkpoint(path, dtype)
+            model = _load(config.to, path, dtype)
     report = report._replace(saved_dtype=str(saved).removeprefix("torch."))
     difference = report.logits_max_diff
     equal = f"the same within {difference:.2g}" if difference else "equal to the bit"
     logger.info("%s: read back, its logits are %s", out, equal)
     return report
+
+
+def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+    """The model at `path` as that target holds it: but for packed, keys and values as they are."""
+    model = load_checkpoint(path, dtype)
+    if name != "packed" and kv_spec(model.config) is not None:
+        set_kv(model, None)
+    return model
 
 
 def _write(name: TargetName, model: PreTrainedModel, source: Path, out: Path) -> ExportReport:

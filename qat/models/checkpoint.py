@@ -18,6 +18,7 @@ from qat.errors import CheckpointError, ConfigError
 from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
+from qat.models.regions import kv_spec
 from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
 from qat.nn.sites import close_sites
 from qat.nsa.swap import nsa_config
@@ -86,7 +87,7 @@ def write_model(
     Raises:
         CheckpointError: a scale is not finite as stored.
     """
-    if quantized_modules(model) or nsa_config(model) is not None:
+    if quantized_modules(model) or nsa_config(model) is not None or kv_spec(model.config):
         write_checkpoint(model, tokenizer, directory)
         return
     close_sites(model)

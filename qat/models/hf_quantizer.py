@@ -34,7 +34,7 @@ from qat.nn.sites import open_sites
 from qat.nn.step import quant_linears
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
-from qat.quant.spec import ActivationSpec, LutSpec
+from qat.quant.spec import ActivationSpec, KvSpec, LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
@@ -80,9 +80,15 @@ SAFETENSORS_NAMES = {
 
 @register_quantization_config(QUANT_METHOD)
 class QatConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a packed checkpoint: its format and each module's spec."""
+    """The `quantization_config` of a packed checkpoint: its format and each module's spec.
 
-    def __init__(self, format: int = 0, modules: dict | None = None, **others: object) -> None:
+    `kv` is how keys and values are kept, where they are quantized; versions that do not know this
+    key refuse it.
+    """
+
+    def __init__(
+        self, format: int = 0, modules: dict | None = None, kv: dict | None = None, **others: object
+    ) -> None:
         others.pop("quant_method", None)
         newest = SPARSE_FORMAT + TRELLISES + ACTIVATIONS
         if type(format) is not int or not FORMAT <= format <= newest:
@@ -93,15 +99,18 @@ class QatConfig(QuantizationConfigMixin):
             )
         modules = {} if modules is None else modules
         is_table = isinstance(modules, dict) and all(type(m) is dict for m in modules.values())
-        if others or not is_table or not (modules or format % VECTORS == SPARSE_FORMAT % VECTORS):
+        is_other = kv is not None or format % VECTORS == SPARSE_FORMAT % VECTORS
+        if others or not is_table or not (modules or is_other):
             raise CheckpointError(
                 f"quantization_config has keys {sorted(others)} and modules={modules!r:.80}, "
-                "expected only format and a table of a table for each module; convert the model "
-                "anew"
+                "expected only format, kv and a table of a table for each module; convert the "
+                "model anew"
             )
         self.quant_method = QUANT_METHOD
         self.format = format
         self.modules = modules
+        if kv is not None:  # else the file stays as older versions read it
+            self.kv = kv
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -110,10 +119,12 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
         """
+        from qat.models.regions import kv_spec
         from qat.nsa.swap import nsa_config
 
         modules, is_sparse = quantized_modules(model), nsa_config(model) is not None
-        if not modules and not is_sparse:
+        kv = kv_spec(model.config)
+        if not modules and not is_sparse and kv is None:
             raise CheckpointError(
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
                 "'qat convert' first"
@@ -131,7 +142,21 @@ class QatConfig(QuantizationConfigMixin):
             owner = owners.setdefault(id(module.activation), name)
             if has_input_scale(module) and owner != name:
                 entries[name][SHARED_SCALE] = owner
-        return cls(format + (ACTIVATIONS if owners else 0), entries)
+        return cls(format + (ACTIVATIONS if owners else 0), entries, kv and kv.model_dump())
+
+    def kv_spec(self) -> KvSpec | None:
+        """How keys and values are kept; None for as they are.
+
+        Raises:
+            CheckpointError: it has unknown keys or values out of range.
+        """
+        values = getattr(self, "kv", None)
+        if values is None:
+            return None
+        try:
+            return KvSpec.parse(values, "kv of quantization_config")
+        except ConfigError as error:
+            raise CheckpointError(f"{error}; convert the model anew") from None
 
     def specs(self) -> dict[str, LutSpec]:
         """Each quantized module's spec.
@@ -260,6 +285,11 @@ class QatHfQuantizer(HfQuantizer):
         if checkpoint_files:  # whoever opens it: a file is believed only as it was written
             check_checksums(Path(checkpoint_files[0]).parent, weights=True)
         self._swap_attention(model)
+        kv = self.quantization_config.kv_spec()
+        if kv is not None:
+            from qat.models.regions import set_kv  # it needs transformers
+
+            set_kv(model, kv)
         open_sites(model)
         tables = table_names(model)
         for name, spec in self.quantization_config.specs().items():

@@ -20,7 +20,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -29,13 +34,16 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from qat.backend.device import on
+from qat.errors import CheckpointError, ConfigError
 from qat.kernels.attention import fits_tile, tile_attention
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
 from qat.nn.step import form_by_layer, join_linears, part_linears
 from qat.nn.swap import decoder_layers
 from qat.nsa.attention import NSAAttention
-from qat.nsa.swap import is_all_sparse
+from qat.nsa.swap import is_all_sparse, nsa_config
+from qat.quant.kv import fake_quantize_heads
+from qat.quant.spec import KvSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +53,15 @@ logger = logging.getLogger(__name__)
 # holds. A forward that hands `document_positions` on has packed documents and no padding, so they
 # say all of the mask; any other call (generation with its cache and padding) is transformers' own.
 # Where every layer is sparse no mask over pairs of positions is ever made.
+#
+# A name of its own for each width of keys and values says that attention rounds them to it first,
+# behind the rotary embedding and whatever cache there is: in training, judging and generation.
 
 
 NAME = "qat"
+KV = {f"{NAME}-kv{bits}": KvSpec(bits=bits) for bits in (8, 4)}
+LOOKING = f"{NAME}-looking"
+"""Attention that a model is tried with, to see what its layers hand on."""
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
@@ -57,7 +71,97 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     is_plain = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
     if is_plain and config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)
-    return config._attn_implementation == NAME
+    return is_plain and config._attn_implementation in (NAME, *KV)
+
+
+def kv_spec(config: PreTrainedConfig) -> KvSpec | None:
+    """How a model of that configuration keeps keys and values; None for as they are."""
+    return KV.get(config.get_text_config()._attn_implementation)
+
+
+def set_kv(model: PreTrainedModel, spec: KvSpec | None) -> None:
+    """Let `model` attend to keys and values that are kept as `spec` says; None for as they are.
+
+    Raises:
+        CheckpointError: it attends in another way than `sdpa`, which is what stands behind.
+    """
+    config, names = model.config.get_text_config(), {known: name for name, known in KV.items()}
+    if config._attn_implementation not in ("sdpa", NAME, *KV):
+        raise CheckpointError(
+            f"{type(model).__name__} attends by {config._attn_implementation!r}, expected 'sdpa' "
+            "where keys and values are quantized; leave attn_implementation out, or convert the "
+            "model without --kv"
+        )
+    config._attn_implementation = "sdpa" if spec is None else names[spec]
+
+
+def quantize_kv(model: PreTrainedModel, spec: KvSpec) -> None:
+    """As `set_kv`, of a model that is tried first: every layer must hand on its keys and values.
+
+    Raises:
+        ConfigError: it attends sparsely, keeps something else than heads (latent vectors, states of
+            a recurrence), or has heads that do not fit.
+        CheckpointError: as `set_kv`.
+    """
+    name, asked = type(model).__name__, f"kv=int{spec.bits}"
+    rest = "; leave --kv out, or choose another model"
+    if nsa_config(model) is not None:
+        raise ConfigError(
+            f"{asked} is given for {name} with sparse attention, which summarizes keys and values, "
+            "expected dense attention; leave --kv out, or add --attention dense"
+        )
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        raise ConfigError(
+            f"{asked}, but {name} keeps latent vectors that its keys and values are made of, "
+            f"expected keys and values of heads{rest}"
+        )
+    set_kv(model, spec)
+    heads, layers = kept_heads(model), len(decoder_layers(model))
+    if len(heads) != layers:
+        raise ConfigError(
+            f"{asked}, but {len(heads)} of the {layers} layers of {name} keep keys and values of "
+            f"heads, expected all{rest}"
+        )
+    for each in heads:
+        spec.check_width(each.key_width)
+        spec.check_width(each.value_width)
+
+
+class KeptHeads(NamedTuple):
+    """What one layer keeps of a token."""
+
+    count: int
+    key_width: int
+    value_width: int
+
+    def num_bytes(self, spec: KvSpec) -> int:
+        """As `spec` keeps them."""
+        return self.count * (spec.head_bytes(self.key_width) + spec.head_bytes(self.value_width))
+
+    def half_bytes(self) -> int:
+        """In 16 bits."""
+        return self.count * 2 * (self.key_width + self.value_width)
+
+
+@torch.no_grad()
+def kept_heads(model: PreTrainedModel) -> list[KeptHeads]:
+    """What each layer of `model`, which attends by `set_kv`, hands on to be kept: it runs once."""
+    found: list[KeptHeads] = []
+
+    def look(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: object, **more: object
+    ) -> tuple[Tensor, None]:
+        found.append(KeptHeads(key.shape[1], key.shape[-1], value.shape[-1]))
+        return sdpa_attention_forward(module, query, key, value, *rest, **more)
+
+    AttentionInterface.register(LOOKING, look)
+    config = model.config.get_text_config()
+    kept, config._attn_implementation = config._attn_implementation, LOOKING
+    try:
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        config._attn_implementation = kept
+    return found
 
 
 def make_mask(*args: object, **kwargs: object) -> Tensor | None:
@@ -82,9 +186,12 @@ def attend(
     document_positions: Tensor | None = None,
     is_packed: bool = True,
     tile_fits: bool = False,
+    kv: KvSpec | None = None,
     **rest: object,
 ) -> tuple[Tensor, None]:
     """As `sdpa_attention_forward` of transformers: heads `(B, H, S, D)` to `(B, S, H, D)`."""
+    if kv is not None:
+        key, value = (fake_quantize_heads(heads, kv.bits) for heads in (key, value))
     if document_positions is not None:
         query, key = query.to(value.dtype), key.to(value.dtype)
         if tile_fits and fits_tile(query, value):
@@ -96,8 +203,10 @@ def attend(
     )
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, make_mask)
+for _name in (NAME, *KV):
+    AttentionInterface.register(_name, partial(attend, kv=KV.get(_name)))
+for _name in (NAME, *KV, LOOKING):
+    AttentionMaskInterface.register(_name, make_mask)
 
 
 # Projections that read the same input run as one matmul, in the families known to allow it.
@@ -153,7 +262,8 @@ def _attention(
     kwargs.pop("past_key_values", None)
     qkv = module.qkv(hidden_states)
     is_whole = position_embeddings[0].shape[-1] == module.head_dim  # all of a head is rotated
-    if kwargs.get("tile_fits") and is_whole and joined_fits_tile(qkv, module.head_dim):
+    is_fused = kwargs.get("tile_fits") and is_whole and kv_spec(module.config) is None
+    if is_fused and joined_fits_tile(qkv, module.head_dim):
         out = _fused(module, qkv, position_embeddings, kwargs["document_positions"])
     else:
         out = _unfused(module, qkv, position_embeddings, attention_mask, **kwargs)
@@ -192,9 +302,8 @@ def _unfused(
         query, key = module.q_norm(query), module.k_norm(key)
     heads = (query.transpose(1, 2), key.transpose(1, 2))
     rotated = apply_rotary_pos_emb(*heads, *position_embeddings)
-    out, _ = attend(
-        module, *rotated, value.transpose(1, 2), attention_mask, scaling=module.scaling, **kwargs
-    )
+    how = {"scaling": module.scaling, "kv": kv_spec(module.config), **kwargs}
+    out, _ = attend(module, *rotated, value.transpose(1, 2), attention_mask, **how)
     return out
 
 

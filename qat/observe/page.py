@@ -210,6 +210,9 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
         ("bits a weight of the whole file", number(conversion.whole_bits_per_weight)),
     ]
     tiles += [(f"inputs in {kind}", str(n)) for kind, n in conversion.activations.items()]
+    if conversion.kv is not None:
+        kv = conversion.kv
+        tiles.append((f"bytes a token, keys and values in {kv.bits} bits", f"{kv.bytes_per_token}"))
     if modules:
         mean = sum(module.error for module in modules) / len(modules)
         worst = max(modules, key=lambda module: module.error)

@@ -85,6 +85,16 @@ class Module(BaseModel):
         return self.relative_error if self.weighted_error is None else self.weighted_error
 
 
+class Kv(BaseModel):
+    """How a converted checkpoint keeps keys and values."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    bits: int
+    bytes_per_token: int
+    """In all layers."""
+
+
 class Conversion(BaseModel):
     """A converted checkpoint's report."""
 
@@ -101,6 +111,8 @@ class Conversion(BaseModel):
     modules: list[Module]
     activations: dict[str, int] = {}
     """How many linears and tables quantize their input, by how."""
+    kv: Kv | None = None
+    """None where they are kept as they are."""
 
     @property
     def kind_of_error(self) -> str:

@@ -227,6 +227,13 @@ def read_config(values: dict) -> dict[str, Stored]:
             f"the checkpoint quantizes inputs (of {name}: {spec.kind}), which the engine does not "
             "compute yet, expected inputs in floating point; run it with 'qat generate'"
         )
+    kv = config.kv_spec()
+    if kv is not None:
+        raise CheckpointError(
+            f"the checkpoint keeps keys and values in {kv.bits} bits in a format that the engine's "
+            "cache does not have, expected them as they are; run it with 'qat generate', or "
+            "convert the model without --kv and give the engine's own --kv-cache-dtype"
+        )
     ranks = config.lora_ranks()
     return {name: Stored(name, spec, ranks.get(name, 0)) for name, spec in config.specs().items()}
 

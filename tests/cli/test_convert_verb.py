@@ -204,6 +204,14 @@ def test_tables_get_the_bits_of_the_flag(
     assert result["linears"] == 14 and result["tables"] == len(found) - 14 > 0
 
 
+def test_what_keys_and_values_take_is_said(place: Path, tmp_path, monkeypatch, capsys) -> None:
+    flags = ["--to", "q4a4_kv4", "--device", "cpu", "--out", tmp_path / "out"]
+    assert call(monkeypatch, "convert", place / "float", *flags) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["kv_bytes_per_token"] == 2 * 2 * 20
+    assert "keys and values in 4 bits: 80 bytes a token, 0.312 of bfloat16's" in said.out + said.err
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -217,6 +225,9 @@ def test_tables_get_the_bits_of_the_flag(
         (["--bits-budget", "-1"], "bits_budget"),
         (["--to", "q4a4", "--group-size", "7"], "group_size=7 does not divide its 32 input"),
         (["--to", "q4a4", "--workers", "-1"], "workers"),
+        (["--to", "q4a4", "--kv", "int2"], "kv"),
+        (["--to", "q4a4_kv8", "--kv", "int4"], "to=q4a4_kv8 keeps keys and values in 8 bits, but"),
+        (["--kv", "int4", "--attention", "nsa"], "kv=int4 is given for Qwen3ForCausalLM with sp"),
         (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8 or"),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
     ],

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from qat.backend.base import Backend
 from qat.convert import convert
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import ConvertConfig, read_plan
+from qat.convert.config import ConvertConfig, read_kv, read_plan, split_kv
 from qat.convert.convert import (
     BATCH,
     PLAN_NAME,
@@ -29,8 +29,9 @@ from qat.data.sources import DataSource
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError, QatError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model, load_tokenizer
+from qat.models.regions import kv_spec
 from qat.nn.step import quant_linears
-from qat.quant.spec import PRESETS, by_group
+from qat.quant.spec import PRESETS, KvSpec, by_group
 
 IDS = torch.arange(12).view(2, 6)
 MLP_PLAN = """
@@ -222,6 +223,37 @@ def test_the_group_size_of_a_plan_may_be_overridden(place: Path) -> None:
     plan = read_plan(config(place, group_size=8))
     assert plan.spec_for("a.mlp.down_proj") is None
     assert plan.spec_for("a.mlp.up_proj").group_size == 8
+
+
+def test_a_presets_name_says_how_keys_and_values_are_kept(place: Path) -> None:
+    eight, four = KvSpec(bits=8), KvSpec(bits=4)
+    assert split_kv("q2a4_kv4") == ("q2a4", four)
+    assert split_kv("q2a4_r32_kv8") == ("q2a4_r32", eight)
+    assert split_kv("q2a4_a8kv8") == ("q2a4_a8", eight)
+    assert split_kv("q2a4") == ("q2a4", None) and split_kv("kv4") == ("kv4", None)
+    assert read_plan(config(place, to="q2a4_kv4")) is PRESETS["q2a4"]
+    assert read_kv(config(place, to="q2a4_kv4")) == four
+    assert read_kv(config(place, to="q2a4_kv4", kv="int4")) == four
+    assert read_kv(config(place, kv="int8")) == eight
+    assert read_kv(config(place)) is None
+    with pytest.raises(ConfigError, match="to=q2a4_kv4 keeps keys and values in 4 bits, but kv="):
+        read_kv(config(place, to="q2a4_kv4", kv="int8"))
+
+
+def test_keys_and_values_stay_as_they_were_asked_to_be(place: Path, tmp_path: Path) -> None:
+    report = convert_checkpoint(
+        str(place / "float"), config(place, to=None, kv="int8"), tmp_path / "kv"
+    )
+    assert report.kv.bits == 8 and not report.modules
+    assert report.kv.bytes_per_token == 2 * 2 * (32 + 4)
+    assert report.kv.bf16_frac == pytest.approx(36 / 64)
+    settings = config(place, calibration=str(place / "text.txt"), calibration_sequences=4)
+    for source, asked, bits in (("kv", {}, 8), ("kv", {"kv": "int4"}, 4)):
+        out = tmp_path / str(bits)
+        convert_checkpoint(str(tmp_path / source), settings.model_copy(update=asked), out)
+        assert kv_spec(load_checkpoint(out).config) == KvSpec(bits=bits)
+        written = json.loads((out / REPORT_NAME).read_text())
+        assert written["kv"]["bits"] == bits
 
 
 def test_a_budget_becomes_a_plan_that_can_be_used_again(place: Path, tmp_path: Path) -> None:

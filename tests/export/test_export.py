@@ -19,9 +19,11 @@ from qat.export.dense import dense_state_dict
 from qat.export.dense import write as write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.load import load_model
+from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
-from qat.quant.spec import LutSpec
+from qat.quant.spec import KvSpec, LutSpec
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320
 
@@ -108,6 +110,19 @@ def test_export_reads_back_what_it_wrote(to: str, dtype: str, packed: Path, tmp_
     else:
         assert report.bits_per_weight == 8 * reloaded.dtype.itemsize
     assert (out / "tokenizer.json").is_file()
+
+
+def test_keys_and_values_are_kept_by_packed_alone(tmp_path: Path, caplog) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut4"], initializer_range=0.3)
+    quantize_kv(model, KvSpec(bits=4))
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "in")
+    for to, kept in (("packed", KvSpec(bits=4)), ("dense", None)):
+        export_model(str(tmp_path / "in"), ExportConfig(to=to), tmp_path / to)
+        assert kv_spec(load_model(str(tmp_path / to), device="cpu").model.config) == kept
+        warned = (
+            "dense holds no format of keys and values, which this model was trained to have in 4"
+        )
+        assert (warned in caplog.text) == (to == "dense")
 
 
 def test_a_run_exports_its_checkpoint_without_the_trainer(packed: Path, tmp_path: Path) -> None:

@@ -77,6 +77,15 @@ def test_bits_of_vectors_are_named_as_such(tmp_path: Path) -> None:
     assert "up_proj (2 bit v4)" in drawn and "q_proj (2.5 bit)" in drawn
 
 
+def test_what_keys_and_values_take_is_a_tile(tmp_path: Path) -> None:
+    directory = write_conversion(tmp_path / "kv")
+    report = json.loads((directory / REPORT_NAME).read_text())
+    report["kv"] = {"bits": 4, "bytes_per_token": 2016, "bf16_frac": 0.292}
+    (directory / REPORT_NAME).write_text(json.dumps(report))
+    html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
+    assert "bytes a token, keys and values in 4 bits" in html and "2016" in html
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A page about a run and a conversion, which is only read."""

@@ -231,6 +231,10 @@ def test_a_config_is_read_as_it_is_written() -> None:
             {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int8"}}}},
             r"quantizes inputs \(of a: int8\), which the engine does not compute yet",
         ),
+        (
+            {"kv": {"bits": 4}},
+            "keeps keys and values in 4 bits in a format that the engine's cache",
+        ),
         ({"modules": {"a": {"bits": 2, "codebook": "fp4"}}}, "quantization_config of a"),
     ],
 )
