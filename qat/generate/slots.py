@@ -28,7 +28,7 @@ from qat.generate.decode import Sampling
 from qat.generate.step import DecodeLayer, DecodeStep, Together, dense_linear
 from qat.generate.text import continue_rows
 from qat.kernels.add_norm import add_norm_
-from qat.kernels.decode_attention import Cache, Scoring
+from qat.kernels.decode_attention import EVERY, Cache, Scoring
 from qat.kernels.draw_next import draw_next
 from qat.kernels.glu import silu_mul
 from qat.kernels.slot_attention import place_heads, slot_attention
@@ -156,9 +156,7 @@ class SlotStep:
     def new_caches(self, num_slots: int, num_positions: int) -> list[Cache]:
         """Empty caches of all layers; prepares the angles of so many positions."""
         self._angles = self._step.angles(num_positions)
-        shape = (num_slots, self._step.num_key_heads, num_positions, self._step.head_dim)
-        new = {"dtype": self.dtype, "device": self.device}
-        return [Cache(torch.zeros(shape, **new), torch.zeros(shape, **new)) for _ in self._layers]
+        return self._step.new_caches(num_slots, num_positions)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor, caches: Sequence[Cache]) -> Tensor:
@@ -188,7 +186,7 @@ class SlotStep:
 
         def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
             query = place_heads(qkv, cache, of_tokens, positions, self._angles, heads)
-            keys, values = (part[slots, :, :T] for part in cache)
+            keys, values = cache.at(slots, EVERY, slice(T))
             said = F.scaled_dot_product_attention(
                 query.unflatten(0, (B, T)).transpose(1, 2),
                 keys,

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, decode_attention
 from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_matvec import MOST_VECTORS, Norm, Stream, matvec, matvec_add, stream
 from qat.kernels.lut_rows import LutRows, Rows, order_of, reads, spread, stack, stacks
 from qat.kernels.lut_weight import form
 from qat.models.language_model import LanguageModel
-from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written
+from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written, kv_spec
 from qat.nn.activation import ActivationQuantizer, activation_of, read, read_alike
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
@@ -220,20 +220,21 @@ class DecodeStep:
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32, device=device), places)
         return Angles(cos[0].contiguous(), sin[0].contiguous())
 
+    def new_caches(self, num_sequences: int, num_positions: int) -> list[Cache]:
+        """Empty caches of all layers, packed where the model keeps keys and values quantized."""
+        shape = (num_sequences, self.num_key_heads, num_positions, self.head_dim)
+        kv = kv_spec(self.model.config)
+        bits = None if kv is None else kv.bits
+        return [Cache.empty(shape, self.dtype, self.model.device, bits) for _ in self.blocks]
+
     @torch.no_grad()
     def prefill(self, ids: Tensor, num_positions: int) -> tuple[Tensor, list[Cache]]:
         """Logits `(B, V)` after `ids` `(B, S)`, and caches of N positions that hold them."""
         with as_written(self.model.model):
             said = self.model.model.base_model(input_ids=ids, use_cache=True)
-        caches = []
-        for layer in said.past_key_values.layers:
-            pair = [
-                old.new_zeros(*old.shape[:2], num_positions, old.shape[3])
-                for old in (layer.keys, layer.values)
-            ]
-            for new, old in zip(pair, (layer.keys, layer.values), strict=True):
-                new[:, :, : ids.shape[1]] = old
-            caches.append(Cache(*pair))
+        caches = self.new_caches(ids.shape[0], num_positions)
+        for cache, layer in zip(caches, said.past_key_values.layers, strict=True):
+            cache.put(layer.keys, layer.values, EVERY, EVERY, slice(ids.shape[1]))
         last = spread(said.last_hidden_state[:, -1], self.head.order)
         return self.head(last), caches
 

@@ -11,7 +11,7 @@ so that a reduction serves them all: 5.7 us a layer at position 700 instead of 1
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,22 +26,72 @@ from qat.kernels.dispatch import (
     use_triton,
 )
 from qat.kernels.lut_rows import empty_inputs, put_inputs, spread
+from qat.quant.kv import OFFSET, REST, Index, PackedHeads, dequantize_heads
 
-PROGRAMS = 256
-"""Programs that share the cache, about two for each multiprocessor of a large GPU."""
-TILE = 32
+PROGRAMS, PACKED_PROGRAMS = 256, 512
+"""Programs that share the cache: about two for each multiprocessor of a large GPU, and of packed
+keys and values, of which each reads fewer bytes at a time, four."""
+TILE, PACKED_TILE = 32, 64
 """Positions that a program reads at a time."""
 LEAST = 16
 """Rows and columns of the smallest product that `tl.dot` takes."""
+EVERY = slice(None)
+"""Index of all along a dimension of a cache."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values of one layer, as numbers or packed."""
 
-    keys: Tensor
+    keys: Tensor | PackedHeads
     """`(B, J, N, D)`, rotated."""
-    values: Tensor
+    values: Tensor | PackedHeads
     """`(B, J, N, D)`."""
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        bits: int | None = None,
+    ) -> Self:
+        """Room for `shape` `(B, J, N, D)`, zeros so far; packed in so many bits if given."""
+        if bits is None:
+            return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in cls._fields))
+        return cls(*(PackedHeads.empty(shape, bits, dtype, device) for _ in cls._fields))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(B, J, N, D)`."""
+        keys = self.keys
+        packed = isinstance(keys, PackedHeads)
+        return (*keys.steps.shape, keys.width) if packed else tuple(keys.shape)
+
+    def for_kernel(self) -> tuple[list[Tensor | None], dict[str, object]]:
+        """What a kernel is told: keys, their steps, values, theirs; and as constants, the bits (0
+        where they are numbers) and the dtype that they are read as."""
+        if isinstance(self.keys, PackedHeads):
+            kind = str(self.keys.dtype).removeprefix("torch.")
+            tensors = [tensor for part in self for tensor in (part.codes, part.steps)]
+            return tensors, {"BITS": self.keys.bits, "KIND": getattr(tl, kind)}
+        kind = str(self.keys.dtype).removeprefix("torch.")
+        return [self.keys, None, self.values, None], {"BITS": 0, "KIND": getattr(tl, kind)}
+
+    def put(self, key: Tensor, value: Tensor, *places: Index) -> None:
+        """Write new heads to an index of all dimensions but the last."""
+        for part, new in zip(self, (key, value), strict=True):
+            if isinstance(part, PackedHeads):
+                part.put(new, *places)
+            else:
+                part[places] = new.to(part.dtype)
+
+    def at(self, *places: Index) -> tuple[Tensor, Tensor]:
+        """Keys and values at such an index, as numbers."""
+        keys, values = (
+            dequantize_heads(part.at(*places)) if isinstance(part, PackedHeads) else part[places]
+            for part in self
+        )
+        return keys, values
 
 
 class Angles(NamedTuple):
@@ -74,13 +124,13 @@ def decode_attention(
     """
     if use_triton(qkv):
         return _decode_by_kernel(qkv, cache, position, angles, scoring, order=order)
-    (B, J, _, D), at = cache.keys.shape, int(position)
+    (B, J, _, D), at = cache.shape, int(position)
     query, key, value = qkv.view(B, -1, D).split([qkv.shape[1] // D - 2 * J, J, J], 1)
     turn = (angles.cos[at], angles.sin[at])
     query = _rotated(_normed(query, scoring.q_norm, scoring.eps), *turn)
-    cache.keys[:, :, at] = _rotated(_normed(key, scoring.k_norm, scoring.eps), *turn)
-    cache.values[:, :, at] = value
-    seen = (cache.keys[:, :, : at + 1].float(), cache.values[:, :, : at + 1].float())
+    key = _rotated(_normed(key, scoring.k_norm, scoring.eps), *turn)
+    cache.put(key, value, EVERY, EVERY, at)
+    seen = (part.float() for part in cache.at(EVERY, EVERY, slice(at + 1)))
     out = F.scaled_dot_product_attention(
         query[:, :, None].float(), *seen, scale=scoring.scaling, enable_gqa=True
     )
@@ -100,9 +150,13 @@ def _decode_by_kernel(
     qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, scoring: Scoring, *, order: int
 ) -> Tensor:
     """See `decode_attention`."""
-    B, J, N, D = cache.keys.shape
+    B, J, N, D = cache.shape
     H = qkv.shape[1] // D - 2 * J
-    splits = max(1, min(triton.next_power_of_2(PROGRAMS // (B * J)), triton.cdiv(N, TILE)))
+    tensors, kept = cache.for_kernel()
+    # in float32, twice the shared memory
+    is_short = kept["BITS"] > 0 and kept["KIND"] != tl.float32
+    programs, tile = (PACKED_PROGRAMS, PACKED_TILE) if is_short else (PROGRAMS, TILE)
+    splits = max(1, min(triton.next_power_of_2(programs // (B * J)), triton.cdiv(N, tile)))
     splits = triton.next_power_of_2(splits)  # the merge reads them as one vector
     new = {"dtype": torch.float32, "device": qkv.device}
     parts = torch.empty(B * H, splits, D, **new)
@@ -110,20 +164,98 @@ def _decode_by_kernel(
     out = empty_inputs(B, H * D, order, qkv.device)
     launch = {"num_warps": 4, **overlapping(qkv.device)}
     _split_kernel[(B * J, splits)](
-        parts, peaks, sums, qkv, *cache, position, *angles, scoring.q_norm, scoring.k_norm, N,
+        parts, peaks, sums, qkv, *tensors, position, *angles, scoring.q_norm, scoring.k_norm, N,
         scoring.eps, scoring.scaling,
         H=H, J=J, D=D, HALF=max(D // 2, LEAST), ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
-        TILE=TILE, SPLITS=splits, **launch,
+        TILE=tile, SPLITS=splits, **kept, **launch,
     )  # fmt: skip
     _merge_kernel[(B * H,)](out, parts, peaks, sums, H=H, D=D, SPLITS=splits, ORDER=order, **launch)
     return out
 
 
+EXPONENTS, BELOW = tl.constexpr(OFFSET), tl.constexpr(REST)
+ALL_BELOW = tl.constexpr((1 << REST) - 1)
+
+
+@triton.jit
+def _step(word, BITS: tl.constexpr):
+    """Scale and smallest number of a half, from the lower 16 bits of what a cache keeps of it."""
+    scale = (((word & 255) + EXPONENTS) << BELOW).to(tl.float32, bitcast=True)
+    return scale, -(((word >> 8) & 255).to(tl.float32) * scale / 2 ** (8 - BITS))
+
+
+@triton.jit
+def _step_for(x, BITS: tl.constexpr):
+    """The 16 bits that a cache keeps of each half head, a row of `x`, which may end in zeros."""
+    low = tl.minimum(tl.min(x, axis=1), 0.0)
+    raw = tl.div_rn(tl.maximum(tl.max(x, axis=1), 0.0) - low, 2.0**BITS - 1)
+    octet = ((raw.to(tl.int32, bitcast=True) + ALL_BELOW) >> BELOW) - EXPONENTS
+    octet = tl.minimum(tl.maximum(octet, 0), 255)
+    scale, _ = _step(octet, BITS)
+    zero = tl.div_rn(low, scale) * -(2.0 ** (8 - BITS)) + 0.5
+    return octet | (tl.minimum(zero, 255.0).to(tl.int32) << 8)
+
+
+@triton.jit
+def _encoded(x, word, BITS: tl.constexpr):
+    """Codes of `x` in the steps of a half."""
+    scale, _ = _step(word, BITS)
+    zero = ((word >> 8) & 255).to(tl.float32) / 2 ** (8 - BITS)
+    code = tl.div_rn(x, scale + tl.zeros_like(x)) + zero
+    return (tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1) + 0.5).to(tl.int32)
+
+
+@triton.jit
+def put_packed(codes, steps, place, x1, x2, half, is_row, D: tl.constexpr, BITS: tl.constexpr):
+    """Quantize heads, rows of halves `(R, D/2)`, and keep them at `place` `(R,)`; their steps."""
+    word1, word2 = _step_for(x1, BITS), _step_for(x2, BITS)
+    code1, code2 = _encoded(x1, word1[:, None], BITS), _encoded(x2, word2[:, None], BITS)
+    out = codes + place[:, None] * (D * BITS // 8) + half[None, :]
+    is_there = is_row[:, None] & (half < D // 2)[None, :]
+    if BITS == 4:
+        tl.store(out, (code1 | (code2 << 4)).to(tl.uint8), mask=is_there)
+    else:
+        tl.store(out, code1.to(tl.uint8), mask=is_there)
+        tl.store(out + D // 2, code2.to(tl.uint8), mask=is_there)
+    tl.store(steps + place, word1 | (word2 << 16), mask=is_row)
+    return word1, word2
+
+
+@triton.jit
+def quantized(x, word1, word2, column, D: tl.constexpr, BITS: tl.constexpr):
+    """`(R, C)` columns of heads, rounded to what is kept of them with such steps `(R,)`."""
+    word = tl.where(column[None, :] < D // 2, word1[:, None], word2[:, None])
+    scale, low = _step(word, BITS)
+    return _encoded(x, word, BITS).to(tl.float32) * scale + low
+
+
+@triton.jit
+def read_packed(
+    codes, steps, seen, column, is_seen, is_column,
+    KIND: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """`(positions, columns)` of a head: what `qat.quant.kv.dequantize_heads` gives, to the bit."""
+    WIDTH: tl.constexpr = D * BITS // 8
+    is_second = column >= D // 2
+    place = seen[:, None] * WIDTH + (column % WIDTH)[None, :]
+    code = tl.load(codes + place, mask=is_seen[:, None] & is_column[None, :], other=0)
+    if BITS == 4:
+        code = (code >> tl.where(is_second, 4, 0).to(tl.uint8)[None, :]) & 15
+    word = tl.load(steps + seen, mask=is_seen, other=0)
+    scale1, low1 = _step(word, BITS)
+    scale2, low2 = _step(word >> 16, BITS)
+    scale = tl.where(is_second[None, :], scale2[:, None], scale1[:, None])
+    low = tl.where(is_second[None, :], low2[:, None], low1[:, None])
+    return (code.to(tl.float32) * scale + low).to(KIND)
+
+
 @triton.jit
 def _split_kernel(
-    parts, peaks, sums, qkv, keys, values, position, cos, sin, q_norm, k_norm, N, eps, scaling,
+    parts, peaks, sums, qkv, keys, key_steps, values, value_steps, position, cos, sin,
+    q_norm, k_norm, N, eps, scaling,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One split of the positions, for all query heads of a key head: rows of one small matrix."""
     if OVERLAP:
@@ -137,9 +269,13 @@ def _split_kernel(
     new = qkv + b * (H + 2 * J) * D
     row, half, whole = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
     is_half, is_whole = half < D // 2, whole < D
-    of_head = tl.program_id(0).to(tl.int64) * N * D
+    of_head = tl.program_id(0).to(tl.int64) * N
+    if BITS:
+        key_steps, value_steps = key_steps + of_head, value_steps + of_head
+        of_head *= D * BITS // 8
+    else:
+        of_head *= D
     keys, values = keys + of_head, values + of_head
-    kind = keys.dtype.element_ty
     # the queries, then the key
     head = tl.where(row < GROUP, j * GROUP + row, H + j)
     place = head[:, None] * D + half[None, :]
@@ -157,10 +293,24 @@ def _split_kernel(
     turned1 = x1 * _part(cos, half, D) - x2 * _part(sin, half, D)
     turned2 = x2 * _part(cos + D // 2, half, D) + x1 * _part(sin + D // 2, half, D)
     is_key = (row == GROUP)[:, None]
-    key1 = tl.sum(tl.where(is_key, turned1, 0.0), axis=0).to(kind)
-    key2 = tl.sum(tl.where(is_key, turned2, 0.0), axis=0).to(kind)
-    value = tl.load(new + (H + J + j) * D + whole, mask=is_whole, other=0.0).to(kind)
-    if is_first:
+    key1 = tl.sum(tl.where(is_key, turned1, 0.0), axis=0).to(KIND)
+    key2 = tl.sum(tl.where(is_key, turned2, 0.0), axis=0).to(KIND)
+    new += (H + J + j) * D
+    value = tl.load(new + whole, mask=is_whole, other=0.0).to(KIND)
+    if BITS:
+        one = at + tl.zeros([1], tl.int32)
+        is_one = one < tl.where(is_first, N, 0)
+        wide1, wide2 = key1.to(tl.float32)[None, :], key2.to(tl.float32)[None, :]
+        word1, word2 = put_packed(keys, key_steps, one, wide1, wide2, half, is_one, D, BITS)
+        key1 = _one_row(quantized(wide1, word1, word1, half, D, BITS)).to(KIND)
+        key2 = _one_row(quantized(wide2, word2, word2, half, D, BITS)).to(KIND)
+        wide1 = tl.load(new + half, mask=is_half, other=0.0).to(KIND).to(tl.float32)[None, :]
+        wide2 = tl.load(new + D // 2 + half, mask=is_half, other=0.0).to(KIND)
+        wide2 = wide2.to(tl.float32)[None, :]
+        word1, word2 = put_packed(values, value_steps, one, wide1, wide2, half, is_one, D, BITS)
+        wide = value.to(tl.float32)[None, :]
+        value = _one_row(quantized(wide, word1, word2, whole, D, BITS)).to(KIND)
+    elif is_first:
         tl.store(keys + at * D + half, key1, mask=is_half)
         tl.store(keys + at * D + D // 2 + half, key2, mask=is_half)
         tl.store(values + at * D + whole, value, mask=is_whole)
@@ -174,10 +324,16 @@ def _split_kernel(
     while start < end:
         seen = start + tl.arange(0, TILE)
         is_seen = seen < end
-        rows = seen[:, None] * D
-        K1 = _read(keys + rows + half[None, :], is_seen, is_half)
-        K2 = _read(keys + rows + D // 2 + half[None, :], is_seen, is_half)
-        V = _read(values + rows + whole[None, :], is_seen, is_whole)
+        if BITS:
+            later = D // 2 + half
+            K1 = read_packed(keys, key_steps, seen, half, is_seen, is_half, KIND, D, BITS)
+            K2 = read_packed(keys, key_steps, seen, later, is_seen, is_half, KIND, D, BITS)
+            V = read_packed(values, value_steps, seen, whole, is_seen, is_whole, KIND, D, BITS)
+        else:
+            rows = seen[:, None] * D
+            K1 = _read(keys + rows + half[None, :], is_seen, is_half)
+            K2 = _read(keys + rows + D // 2 + half[None, :], is_seen, is_half)
+            V = _read(values + rows + whole[None, :], is_seen, is_whole)
         score = tl.zeros([ROWS, TILE], tl.float32)
         score = add_product(add_product(score, query1, tl.trans(K1)), query2, tl.trans(K2))
         score = tl.where(is_seen[None, :], score, float("-inf"))
@@ -193,6 +349,12 @@ def _split_kernel(
     tl.store(sums + place, total, mask=is_query)
     places = place[:, None] * D + whole[None, :]
     tl.store(parts + places, out, mask=is_query[:, None] & is_whole[None, :])
+
+
+@triton.jit
+def _one_row(x):
+    """`(1, C)` as `(C,)`."""
+    return tl.sum(x, axis=0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.decode_attention import Angles, Cache, Scoring
+from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, put_packed, read_packed
 from qat.kernels.dispatch import tl, triton, use_triton
 
 TILE, WARPS, STAGES = 64, 4, 3
@@ -35,14 +35,13 @@ def place_heads(
     """
     if use_triton(qkv):
         return _place_by_kernel(qkv, cache, slots, positions, angles, scoring)
-    _, J, _, D = cache.keys.shape
+    _, J, _, D = cache.shape
     heads = qkv.unflatten(1, (-1, D))
     query, key, value = heads.split([heads.shape[1] - 2 * J, J, J], 1)
     turn = (angles.cos[positions, None], angles.sin[positions, None])
     query = _rotated(_normed(query.float(), scoring.q_norm, scoring.eps), *turn)
     key = _rotated(_normed(key.float(), scoring.k_norm, scoring.eps), *turn)
-    cache.keys[slots, :, positions] = key.to(cache.keys.dtype)
-    cache.values[slots, :, positions] = value
+    cache.put(key, value, slots, EVERY, positions)
     return query.to(qkv.dtype)
 
 
@@ -58,8 +57,7 @@ def slot_attention(query: Tensor, cache: Cache, positions: Tensor, scaling: floa
     seen = torch.arange(longest, device=query.device) <= positions[:, None]
     out = F.scaled_dot_product_attention(
         query[:, :, None],
-        cache.keys[:, :, :longest],
-        cache.values[:, :, :longest],
+        *cache.at(EVERY, EVERY, slice(longest)),
         attn_mask=seen[:, None, None],
         scale=scaling,
         enable_gqa=True,
@@ -79,21 +77,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _place_by_kernel(
     qkv: Tensor, cache: Cache, slots: Tensor, positions: Tensor, angles: Angles, scoring: Scoring
 ) -> Tensor:
-    _, J, N, D = cache.keys.shape
+    _, J, N, D = cache.shape
+    tensors, kept = cache.for_kernel()
     T, H = len(qkv), qkv.shape[1] // D - 2 * J
     query = qkv.new_empty(T, H, D)
     _place_kernel[(T,)](
-        query, qkv, *cache, slots, positions, *angles, scoring.q_norm, scoring.k_norm, N,
+        query, qkv, *tensors, slots, positions, *angles, scoring.q_norm, scoring.k_norm, N,
         scoring.eps,
-        H=H, J=J, D=D, ROWS=triton.next_power_of_2(H + 2 * J), num_warps=4,
+        H=H, J=J, D=D, ROWS=triton.next_power_of_2(H + 2 * J), **kept, num_warps=4,
     )  # fmt: skip
     return query
 
 
 @triton.jit
 def _place_kernel(
-    query, qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, N, eps,
+    query, qkv, keys, key_steps, values, value_steps, slots, positions, cos, sin,
+    q_norm, k_norm, N, eps,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token: rows of a matrix, in its two halves, which rotate into each other."""
     token = tl.program_id(0).to(tl.int64)
@@ -115,35 +116,42 @@ def _place_kernel(
     out = query + (token * H + row) * D + half
     tl.store(out, y1.to(query.dtype.element_ty), mask=row < H)
     tl.store(out + D // 2, y2.to(query.dtype.element_ty), mask=row < H)
-    kind = keys.dtype.element_ty
-    out = keys + ((slot * J + row - H) * N + at) * D + half
-    is_key = (row >= H) & (row < H + J)
-    tl.store(out, y1.to(kind), mask=is_key)
-    tl.store(out + D // 2, y2.to(kind), mask=is_key)
-    out = values + ((slot * J + row - H - J) * N + at) * D + half
-    is_value = (row >= H + J) & is_there
-    tl.store(out, v1.to(kind), mask=is_value)
-    tl.store(out + D // 2, v2.to(kind), mask=is_value)
+    y1, y2, v1, v2 = y1.to(KIND), y2.to(KIND), v1.to(KIND), v2.to(KIND)
+    key, is_key = (slot * J + row - H) * N + at, (row >= H) & (row < H + J)
+    value, is_value = (slot * J + row - H - J) * N + at, (row >= H + J) & is_there
+    if BITS:
+        rows, halves = tl.arange(0, ROWS), tl.arange(0, D // 2)
+        place, is_row = (slot * J + rows - H) * N + at, (rows >= H) & (rows < H + J)
+        y1, y2, v1, v2 = y1.to(tl.float32), y2.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32)
+        put_packed(keys, key_steps, place, y1, y2, halves, is_row, D, BITS)
+        place, is_row = place - J * N, (rows >= H + J) & (rows < H + 2 * J)
+        put_packed(values, value_steps, place, v1, v2, halves, is_row, D, BITS)
+    else:
+        tl.store(keys + key * D + half, y1, mask=is_key)
+        tl.store(keys + key * D + half + D // 2, y2, mask=is_key)
+        tl.store(values + value * D + half, v1, mask=is_value)
+        tl.store(values + value * D + half + D // 2, v2, mask=is_value)
 
 
 def _attend_by_kernel(query: Tensor, cache: Cache, positions: Tensor, scaling: float) -> Tensor:
     B, H, D = query.shape
-    _, J, N, _ = cache.keys.shape
+    _, J, N, _ = cache.shape
+    tensors, kept = cache.for_kernel()
     out = query.new_empty(B, H * D)
     tile = TILE * 2 // query.element_size()  # as many bytes of shared memory in float32
     _attend_kernel[(B * J,)](
-        out, query, *cache, positions, N, scaling * 1.4426950408889634,  # log2(e): powers of 2
+        out, query, *tensors, positions, N, scaling * 1.4426950408889634,  # log2(e): powers of 2
         H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
-        TILE=tile, STAGES=STAGES, num_warps=WARPS,
+        TILE=tile, STAGES=STAGES, **kept, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _attend_kernel(
-    out, query, keys, values, positions, N, scaling,
+    out, query, keys, key_steps, values, value_steps, positions, N, scaling,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = H // J
     pair = tl.program_id(0).to(tl.int64)
@@ -154,29 +162,39 @@ def _attend_kernel(
     place = (slot * H + j * GROUP + row[:, None]) * D + whole[None, :]
     is_query = (row < GROUP)[:, None] & is_whole[None, :]
     Q = tl.load(query + place, mask=is_query, other=0.0)
-    keys += pair * N * D
-    values += pair * N * D
+    if BITS:
+        key_steps, value_steps = key_steps + pair * N, value_steps + pair * N
+        pair *= D * BITS // 8
+    else:
+        pair *= D
+    keys, values = keys + pair * N, values + pair * N
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in tl.range(0, end, TILE, num_stages=STAGES):
         seen = start + tile
         is_seen = seen < end
-        K = tl.load(
-            keys + seen[None, :] * D + whole[:, None],
-            mask=is_seen[None, :] & is_whole[:, None],
-            other=0.0,
-        )
+        if BITS:
+            K = tl.trans(
+                read_packed(keys, key_steps, seen, whole, is_seen, is_whole, KIND, D, BITS)
+            )
+            V = read_packed(values, value_steps, seen, whole, is_seen, is_whole, KIND, D, BITS)
+        else:
+            K = tl.load(
+                keys + seen[None, :] * D + whole[:, None],
+                mask=is_seen[None, :] & is_whole[:, None],
+                other=0.0,
+            )
+            V = tl.load(
+                values + seen[:, None] * D + whole[None, :],
+                mask=is_seen[:, None] & is_whole[None, :],
+                other=0.0,
+            )
         score = tl.dot(Q, K, input_precision="ieee") * scaling
         score = tl.where(is_seen[None, :], score, float("-inf"))
         most = tl.maximum(peak, tl.max(score, axis=1))
         old, mass = tl.exp2(peak - most), tl.exp2(score - most[:, None])
         total = total * old + tl.sum(mass, axis=1)
-        V = tl.load(
-            values + seen[:, None] * D + whole[None, :],
-            mask=is_seen[:, None] & is_whole[None, :],
-            other=0.0,
-        )
         found = tl.dot(mass.to(V.dtype), V, found * old[:, None], input_precision="ieee")
         peak = most
     y = found / total[:, None]

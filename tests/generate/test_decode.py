@@ -14,9 +14,11 @@ from qat.generate.step import DecodeStep, PackedLinear, read_bytes
 from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_rows import SPLIT
 from qat.models.language_model import LanguageModel
+from qat.models.regions import quantize_kv
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import put_quantized, replace_module, table_names, weight_shape
-from qat.quant.spec import ACTIVATION_KINDS, LutSpec
+from qat.quant.kv import PackedHeads, dequantize_heads, fake_quantize_heads
+from qat.quant.spec import ACTIVATION_KINDS, KvSpec, LutSpec
 
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
 GREEDY = Sampling(0.0)
@@ -65,6 +67,13 @@ def of_trellises() -> PreTrainedModel:
     return model
 
 
+def with_kv(architecture: str, bits: int) -> PreTrainedModel:
+    """Packed weights, and keys and values that are packed in every cache."""
+    model = tiny_quantized(architecture, PACKED, **RANGE)
+    quantize_kv(model, KvSpec(bits=bits))
+    return model
+
+
 MODELS = {
     "float": lambda: tiny_model("qwen3", **RANGE),
     "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
@@ -75,6 +84,8 @@ MODELS = {
     "vectors": of_vectors,
     "trellises": of_trellises,
     **{f"inputs {k}": lambda k=k: with_rounded_inputs(mixed(), k) for k in ACTIVATION_KINDS},
+    "keys and values of 8 bits": lambda: with_kv("qwen3", 8),
+    "keys and values of 4 bits": lambda: with_kv("llama", 4),
 }
 
 
@@ -107,6 +118,21 @@ def test_logits_equal_the_models() -> None:
     assert first.shape == (1, 320)
     found = step.logits(ids[:, 19], torch.tensor([19]), caches, step.angles(64))
     assert torch.allclose(found[0], expected, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_cache_holds_what_the_model_attends_to(bits: int) -> None:
+    model, ids = LanguageModel(with_kv("qwen3", bits)), torch.randint(320, (2, 20))
+    with torch.no_grad():
+        kept = model.model(ids).past_key_values.layers
+    step = DecodeStep(model)
+    _, caches = step.prefill(ids, 64)
+    for cache, layer in zip(caches, kept, strict=True):
+        for part, heads in zip(cache, (layer.keys, layer.values), strict=True):
+            assert isinstance(part, PackedHeads)
+            expected = fake_quantize_heads(heads, bits)
+            assert torch.equal(dequantize_heads(part)[:, :, :20], expected)
+            assert part.nbytes == 2 * 64 * KvSpec(bits=bits).head_bytes(32)
 
 
 def test_text_stream_and_end_are_those_of_the_plain_loop() -> None:

@@ -13,11 +13,21 @@ from qat.generate import slots as module
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch, Request, Slots, SlotStep, Waves, open_sampler
 from qat.models.language_model import LanguageModel
+from qat.models.regions import quantize_kv
 from qat.nn.step import form_weights
-from qat.quant.spec import LutSpec
+from qat.quant.spec import KvSpec, LutSpec
 
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
 RANGE = {"initializer_range": 0.3}
+
+
+def with_kv(architecture: str, bits: int) -> PreTrainedModel:
+    """One that keeps keys and values in so many bits."""
+    model = tiny_model(architecture, **RANGE)
+    quantize_kv(model, KvSpec(bits=bits))
+    return model
+
+
 MODELS = {
     "qwen3": lambda: tiny_model("qwen3", **RANGE),
     "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
@@ -27,6 +37,8 @@ MODELS = {
         tiny_quantized("qwen3", PACKED, **RANGE), "int8-static"
     ),
     "another family": lambda: tiny_model("gemma3", **RANGE),
+    "keys and values of 4 bits": lambda: with_kv("qwen3", 4),
+    "another family of 8 bits": lambda: with_kv("gemma3", 8),
 }
 LENGTHS = [(1, 9), (5, 3), (30, 12), (2, 1), (17, 20), (40, 8), (3, 5), (5, 3)]
 """Tokens of prompts, and most new tokens."""
@@ -80,7 +92,8 @@ def test_rows_are_those_of_whole_forwards(build: object, top_p: float) -> None:
 def test_known_families_have_slots_and_others_their_own_loop() -> None:
     batch = Batch(2, 60, 20, Sampling(1.0), ())
     kinds = {name: open_sampler(LanguageModel(MODELS[name]()), batch) for name in MODELS}
-    assert {name for name, kind in kinds.items() if isinstance(kind, Waves)} == {"another family"}
+    waves = {name for name, kind in kinds.items() if isinstance(kind, Waves)}
+    assert waves == {"another family", "another family of 8 bits"}
 
 
 def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,20 +8,30 @@ from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from qat.backend.device import on, seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
-from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, decode_attention
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
 from qat.kernels.lut_rows import gathered, order_of, spread, stack
 from qat.models.language_model import LanguageModel
-from qat.quant.spec import LutSpec
+from qat.models.regions import quantize_kv
+from qat.quant.spec import KvSpec, LutSpec
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(37, 192), (333, 2592), (6144, 2688), (2560, 9792)]
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
+
+
+def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """The same, with keys and values in so many bits."""
+    quantize_kv(model, KvSpec(bits=bits))
+    return model
+
+
 MODELS = {
     "float": lambda: tiny_model("llama", initializer_range=0.3, attention_bias=True),
     "packed": lambda: tiny_quantized("qwen3", PACKED, initializer_range=0.3),
@@ -31,6 +41,10 @@ MODELS = {
     "vectors": lambda: tiny_quantized(
         "qwen3", LutSpec(bits=8, vector_size=4, group_size=16), initializer_range=0.3
     ),
+    "keys and values of 4 bits": lambda: with_kv(
+        tiny_quantized("qwen3", PACKED, initializer_range=0.3), 4
+    ),
+    "keys and values of 8 bits": lambda: with_kv(tiny_model("llama", initializer_range=0.3), 8),
 }
 
 
@@ -110,6 +124,38 @@ def test_attention_of_one_position(heads: tuple[int, int, int], at: int) -> None
     assert torch.allclose(found.cpu(), expected, atol=2e-3)
     assert torch.allclose(copy.keys.cpu().float(), cache.keys.float(), atol=2e-2)
     assert torch.equal(copy.values.cpu(), cache.values)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 64), (4, 4, 32)])
+@pytest.mark.parametrize("at", [0, 1, 63, 700, 1023])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_of_one_position_over_a_packed_cache(
+    heads: tuple[int, int, int], at: int, bits: int, dtype: torch.dtype
+) -> None:
+    (H, J, D), B, N = heads, 2, 1024
+    qkv = torch.randn(B, (H + 2 * J) * D).to(dtype).float()
+    angle = torch.zeros(N, D)  # no rotation and no norm: keys are then equal to the bit
+    angles, kind = Angles(angle.cos(), angle.sin()), Scoring(D**-0.5)
+    told = torch.randn(2, B, J, N, D).to(dtype)
+    caches = [Cache.empty((B, J, N, D), dtype, torch.device(d), bits) for d in ("cpu", "cuda")]
+    for cache in caches:
+        cache.put(*told.to(cache.keys.codes.device), EVERY, EVERY, EVERY)
+    found, expected = (
+        decode_attention(
+            qkv.to(device),
+            cache,
+            torch.tensor([at], device=device),
+            Angles(*(t.to(device) for t in angles)),
+            kind,
+            order=16,
+        )
+        for device, cache in zip(("cuda", "cpu"), caches[::-1], strict=True)
+    )
+    assert torch.allclose(found.cpu(), expected, atol=1e-4)
+    for ours, plain in zip(caches[1], caches[0], strict=True):
+        assert torch.equal(ours.codes.cpu(), plain.codes)
+        assert torch.equal(ours.steps.cpu(), plain.steps)
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)

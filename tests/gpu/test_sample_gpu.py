@@ -13,7 +13,7 @@ from qat.bench.student import random_model
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch, Request, SlotStep, Waves, open_sampler
 from qat.kernels.add_norm import add_norm_
-from qat.kernels.decode_attention import Angles, Cache, Scoring
+from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring
 from qat.kernels.dispatch import computing_by
 from qat.kernels.draw_next import draw_next
 from qat.kernels.slot_attention import place_heads, slot_attention
@@ -86,6 +86,37 @@ def test_each_slot_attends_to_what_it_holds(
     found = slot_attention(query, cache, positions, D**-0.5)
     slack = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert_no_worse_than_eager(found, eager, exact, slack=slack)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_packed_slots_hold_and_say_what_plain_pytorch_does(
+    heads: tuple[int, int, int], dtype: torch.dtype, bits: int
+) -> None:
+    (H, J, D), B, N = heads, 7, 300
+    angle = torch.zeros(N, D, device="cuda")  # no rotation: keys are then equal to the bit
+    angles, scoring = Angles(angle.cos(), angle.sin()), Scoring(D**-0.5)
+    qkv = torch.randn(B * N, (H + 2 * J) * D, device="cuda").to(dtype)
+    query = torch.randn(B, H, D, device="cuda").to(dtype)
+    slots = torch.arange(B, device="cuda").repeat_interleave(N)
+    places = torch.arange(N, device="cuda").repeat(B)
+    positions = torch.tensor([0, 1, 63, 64, 127, 200, 299], device="cuda")
+    found = []
+    for is_kernel in (False, True):
+        cache = Cache.empty((B, J, N, D), dtype, qkv.device, bits)
+        with computing_by(kernel=is_kernel):
+            place_heads(qkv, cache, slots, places, angles, scoring)
+            said = slot_attention(query, cache, positions, scoring.scaling)
+        found.append((said, cache))
+    (plain, expected), (ours, cache) = found
+    for part, other in zip(cache, expected, strict=True):
+        assert torch.equal(part.codes, other.codes) and torch.equal(part.steps, other.steps)
+    wide = Cache(*(part.double() for part in cache.at(EVERY, EVERY, EVERY)))
+    with computing_by(kernel=False):
+        exact = slot_attention(query.double(), wide, positions, scoring.scaling)
+    slack = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert_no_worse_than_eager(ours, plain, exact, slack=slack)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (1.5, 0.5), (1, 1e-3)])

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels import decode_attention as module
-from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, decode_attention
 from qat.kernels.lut_rows import gathered
+from qat.quant.kv import dequantize_heads, fake_quantize_heads
 
 B, H, J, N, D = 2, 4, 2, 80, 16
 
@@ -67,3 +68,33 @@ def test_one_new_position(at: int, has_norms: bool, path: str) -> None:
     assert torch.allclose(cache.keys[:, :, at], key, atol=1e-6)
     assert torch.equal(cache.values[:, :, at], value)
     assert torch.equal(cache.keys[:, :, at + 1 :], later)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("at", [0, 70])
+@pytest.mark.parametrize("width", [D, 64])
+def test_a_packed_cache_is_read_as_training_computes(
+    at: int, bits: int, kind: torch.dtype, width: int, path: str
+) -> None:
+    qkv = torch.randn(B, (H + 2 * J) * width).to(kind).float()
+    angle = torch.zeros(N, width)  # no rotation and no norm: keys are then equal to the bit
+    angles, heads = Angles(angle.cos(), angle.sin()), Scoring(width**-0.5)
+    keys, values = torch.randn(2, B, J, N, width).to(kind)
+    cache = Cache.empty((B, J, N, width), kind, qkv.device, bits)
+    cache.put(keys, values, EVERY, EVERY, EVERY)
+    later = cache.keys.codes[:, :, at + 1 :].clone()
+    found = decode_attention(qkv, cache, torch.tensor([at]), angles, heads, order=16)
+    query, key, value = qkv.view(B, -1, width).split([H, J, J], 1)
+    keys[:, :, at], values[:, :, at] = key, value
+    fake = [fake_quantize_heads(part[:, :, : at + 1], bits) for part in (keys, values)]
+    for part, expected in zip(cache, fake, strict=True):
+        assert torch.equal(dequantize_heads(part)[:, :, : at + 1], expected)
+    assert torch.equal(cache.keys.codes[:, :, at + 1 :], later)
+    told = {"scale": heads.scaling, "enable_gqa": True}
+    eager, exact = (
+        F.scaled_dot_product_attention(query[:, :, None].to(t), *(x.to(t) for x in fake), **told)
+        for t in (torch.float32, torch.float64)
+    )
+    slack = 2e-6 if kind == torch.float32 else 2e-5  # weights are two parts of 16 bits
+    assert_no_worse_than_eager(gathered(found, 16), eager.flatten(1), exact.flatten(1), slack)

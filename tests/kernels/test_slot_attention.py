@@ -6,9 +6,10 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.decode_attention import Angles, Cache, Scoring
+from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring
 from qat.kernels.dispatch import computing_by
 from qat.kernels.slot_attention import place_heads, slot_attention
+from qat.quant.kv import dequantize_heads, fake_quantize_heads
 
 B, N = 3, 150
 HEADS = [(4, 2, 16), (6, 2, 8), (3, 1, 32), (2, 2, 64)]
@@ -96,3 +97,40 @@ def test_each_slot_attends_to_what_it_holds(
     assert found.dtype == dtype and found.shape == (B, H * D)
     slack = 2e-6 if dtype == torch.float32 else 5e-4
     assert_no_worse_than_eager(found, textbook(dtype), textbook(torch.float64), slack=slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("heads", [HEADS[1], HEADS[3]])
+def test_packed_slots_hold_and_say_what_training_computes(
+    heads: tuple[int, int, int], bits: int, dtype: torch.dtype, is_kernel: bool
+) -> None:
+    H, J, D = heads
+    cache = Cache.empty((B, J, N, D), dtype, torch.device("cpu"), bits)
+    angle = torch.zeros(N, D)  # no rotation and no norm: keys are then equal to the bit
+    angles, scoring = Angles(angle.cos(), angle.sin()), Scoring(D**-0.5)
+    written = torch.randn(2, B, J, N, D).to(dtype)
+    cache.put(*written, EVERY, EVERY, EVERY)
+    slots, places = torch.tensor([2, 0, 2, 1, 0]), torch.tensor([149, 0, 7, 30, 1])
+    qkv = torch.randn(5, (H + 2 * J) * D).to(dtype)
+    with computing_by(kernel=is_kernel):
+        place_heads(qkv, cache, slots, places, angles, scoring)
+    for part, new in zip(written, qkv.view(5, -1, D).split([H, J, J], 1)[1:], strict=True):
+        part[slots, :, places] = new
+    fake = [fake_quantize_heads(part, bits) for part in written]
+    for part, expected in zip(cache, fake, strict=True):
+        assert torch.equal(dequantize_heads(part), expected)
+    slots = torch.tensor([1, 0])
+    for part, expected in zip(cache.at(slots, EVERY, slice(3)), fake, strict=True):
+        assert torch.equal(part, expected[slots, :, :3])
+    query, positions = torch.randn(B, H, D).to(dtype), torch.tensor([0, 64, 149])
+    with computing_by(kernel=is_kernel):
+        found = slot_attention(query, cache, positions, scoring.scaling)
+    seen = (torch.arange(N) <= positions[:, None])[:, None, None]
+    told = {"attn_mask": seen, "scale": scoring.scaling, "enable_gqa": True}
+    eager, exact = (
+        F.scaled_dot_product_attention(query[:, :, None].to(t), *(x.to(t) for x in fake), **told)
+        for t in (dtype, torch.float64)
+    )
+    slack = 2e-6 if dtype == torch.float32 else 1e-3
+    assert_no_worse_than_eager(found, eager.flatten(1), exact.flatten(1), slack)
