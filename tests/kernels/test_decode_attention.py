@@ -72,8 +72,7 @@ def test_one_new_position(at: int, has_norms: bool, path: str) -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("at", [0, 70])
-@pytest.mark.parametrize("width", [D, 64])
+@pytest.mark.parametrize(("at", "width"), [(0, D), (70, 64)])
 def test_a_packed_cache_is_read_as_training_computes(
     at: int, bits: int, kind: torch.dtype, width: int, path: str
 ) -> None:

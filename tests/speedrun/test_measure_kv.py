@@ -9,6 +9,7 @@ import torch
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
 
 
+@pytest.mark.slow
 def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.syspath_prepend(str(SPEEDRUN))
     torch.set_num_threads(1)
