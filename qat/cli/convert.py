@@ -18,6 +18,8 @@ from qat.export.config import TargetName
 from qat.files import check_free
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from qat.anemll.checkpoint import ImportReport
     from qat.convert.bits_budget import BudgetReport, FormatTrial
     from qat.convert.quantize import ModuleReport, QuantizeReport
@@ -142,26 +144,8 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
     whole = f"{report.whole_bits_per_weight:.3f} over the whole file ({report.megabytes:.1f} MB)"
     title = f"{report.plan}: {bits}, {whole}, {report.seconds:.1f} s"
     console.print(title, highlight=False, soft_wrap=True)
-    table = Table(caption="error: the mean over layers; each weight's is in convert_report.json")
-    table.add_column("weights", no_wrap=True)
-    has_outputs = any(module.weighted_error is not None for module in report.modules)
-    for name in ("", "format", "bits", "error", *["of outputs"] * has_outputs, "worst"):
-        table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
-    for (name, form), alike in _kinds(report.modules).items():
-        outputs = [m.weighted_error for m in alike if m.weighted_error is not None]
-        worst = max(alike, key=lambda module: module.weighted_error or module.relative_error)
-        places = re.findall(r"\.(\d+)\.", worst.name)
-        table.add_row(
-            name,
-            str(len(alike)),
-            form,
-            f"{fmean(module.bits_per_weight for module in alike):.3f}",
-            f"{fmean(module.relative_error for module in alike):.4f}",
-            *([f"{fmean(outputs):.4f}" if outputs else ""] if has_outputs else []),
-            f"layer {places[0]}" if places else "",
-        )
     if report.modules:
-        console.print(table)
+        console.print(_formats(report.modules))
     for kind, count in report.activations.items():
         console.print(f"inputs of {count} linears and heads are quantized: {kind}")
     if report.modules and report.float_tables_frac > MUCH_OF_A_FILE:
@@ -184,6 +168,31 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
             table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))
         console.print(table)
+
+
+def _formats(modules: "Sequence[ModuleReport]") -> "Table":
+    """A row for the weights of one name and format in all layers."""
+    from rich.table import Table
+
+    table = Table(caption="error: the mean over layers; each weight's is in convert_report.json")
+    table.add_column("weights", no_wrap=True)
+    has_outputs = any(module.weighted_error is not None for module in modules)
+    for name in ("", "format", "bits", "error", *["of outputs"] * has_outputs, "worst"):
+        table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    for (name, form), alike in _kinds(modules).items():
+        outputs = [m.weighted_error for m in alike if m.weighted_error is not None]
+        worst = max(alike, key=lambda module: module.weighted_error or module.relative_error)
+        places = re.findall(r"\.(\d+)\.", worst.name)
+        table.add_row(
+            name,
+            str(len(alike)),
+            form,
+            f"{fmean(module.bits_per_weight for module in alike):.3f}",
+            f"{fmean(module.relative_error for module in alike):.4f}",
+            *([f"{fmean(outputs):.4f}" if outputs else ""] if has_outputs else []),
+            f"layer {places[0]}" if places else "",
+        )
+    return table
 
 
 def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[ModuleReport]]":
