@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.convert.calibrate import (
-    StackInputs,
-    StageInputs,
-    TokenBatch,
-    patched_forwards,
-    stages_in_order,
-)
+from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, stages_in_order
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.kernels.trellis import best_path
@@ -33,6 +27,7 @@ from qat.models.cost import stored_bits
 from qat.models.hf_quantizer import empty_weight
 from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
+from qat.models.streamed import patched_forwards
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.sites import StackedLinear

@@ -10,10 +10,9 @@ A teacher, if there is one, is walked beside the student, block for block and ba
 Shapes: B sequences, S positions, D model width, I in_features.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.errors import CheckpointError
 from qat.models.language_model import LanguageModel
+from qat.models.streamed import Keeper, output_of, patched_forwards, record_all_inputs, told
 from qat.nn.activation import read
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.sites import Owner, experts_of, is_plain, watching
+from qat.nn.sites import Owner, StackedLinear, experts_of, is_plain, watching
 from qat.nn.swap import decoder_layers
+
+NEEDS = "which calibration needs; convert it without --calibration"
+FLOAT_BYTES = 4
 
 
 class StageInputs(NamedTuple):
@@ -60,36 +62,42 @@ class TokenBatch(NamedTuple):
     position_ids: Tensor
 
 
-class BlockInputs(NamedTuple):
-    """What one decoder layer is called with for one batch."""
-
-    hidden: Tensor
-    """`(B, S, D)`."""
-    kwargs: list[dict[str, Any]]
-    """Per layer, everything but the hidden state: masks, rotary tables."""
-
-
 class Walk:
     """A model's decoder layers, and the hidden states of all batches before the next one."""
 
     @torch.no_grad()
     def __init__(self, model: LanguageModel, batches: Sequence[TokenBatch]) -> None:
-        self.layers = decoder_layers(model.model)
-        with _told(model):
-            inputs = [record_block_inputs(model, self.layers, batch) for batch in batches]
+        self.layers, self._model = decoder_layers(model.model), model
+        with told(model, NEEDS):
+            inputs = record_all_inputs(model, self.layers, batches)
+        tokens = sum(batch.input_ids.numel() for batch in batches)
+        self.keeper = Keeper(model, tokens * max(map(_bytes_a_token, self.layers)))
         self._calls = [item.kwargs for item in inputs]
-        self._states = [item.hidden for item in inputs]
+        self._states = [self.keeper.keep(item.hidden) for item in inputs]
         self._passed = 0
+
+    def present(self) -> AbstractContextManager[None]:
+        """A block in which the next layer, of a model that stays in its files, is in memory."""
+        return self._model.present(self.layers[self._passed])
 
     def block(self) -> "_Block":
         """The next layer."""
         calls = [kwargs[self._passed] for kwargs in self._calls]
-        return _Block(self.layers[self._passed], self._states, calls)
+        return _Block(self.layers[self._passed], self._states, calls, self.keeper)
 
     def go_on(self, outputs: list[Tensor]) -> None:
         """Step behind the next layer, given what it puts out for each batch."""
         self._states = outputs
         self._passed += 1
+
+
+def _bytes_a_token(layer: nn.Module) -> int:
+    """What is held for a token at most while a layer is quantized: what its linears read and gave,
+    and the states of two models before and behind it."""
+    linears = [m for m in layer.modules() if is_plain(m) and not isinstance(m, StackedLinear)]
+    widths = [linear.in_features for linear in linears]
+    states = 4 * widths[0] if widths else 0
+    return FLOAT_BYTES * (states + sum(widths) + sum(linear.out_features for linear in linears))
 
 
 @torch.no_grad()
@@ -114,50 +122,25 @@ def stages_in_order(
     for layer in walk.layers:
         prefix = module_names[layer] + "."
         mine = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        block, kind = walk.block(), (type(layer), mine)
-        if kind not in plans:
-            with _told(student):
-                plans[kind] = block.stages(mine)
-        taught: Iterable[Sequence[_Reading] | None] = [None] * len(plans[kind])
-        if teacher:
-            readings, outputs = zip(*teacher.block().run_through(plans[kind]), strict=True)
-            teacher.go_on(list(outputs))
-            taught = list(zip(*readings, strict=True))
-        for stage, aims in zip(plans[kind], taught, strict=True):
-            read, is_stack = block.run_to(stage), stage.stack is not None
-            inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, aims)
-            yield [prefix + name for name in stage.names], inputs
-        seen = {name for stage in plans[kind] for name in stage.names}
-        if unseen := [prefix + name for name in mine if name not in seen]:
-            yield unseen, None
-        walk.go_on(block.outputs())
-
-
-def record_block_inputs(
-    student: LanguageModel, layers: nn.ModuleList, batch: TokenBatch
-) -> BlockInputs:
-    """What every decoder layer is called with. Only the first one runs: its output stands in."""
-    first: list[Tensor] = []
-    stand_in: list[Tensor | tuple] = []
-    kwargs: list[dict[str, Any]] = []
-
-    def note(forward: Callable) -> Callable:
-        def call(*args: Tensor, **named: object) -> Tensor | tuple:
-            if not stand_in:
-                first.append(args[0] if args else named["hidden_states"])
-                stand_in.append(forward(*args, **named))
-            named |= zip([*inspect.signature(forward).parameters][1:], args[1:], strict=False)
-            left_out = ("hidden_states", "past_key_values")
-            kwargs.append({key: value for key, value in named.items() if key not in left_out})
-            return stand_in[0]
-
-        return call
-
-    with patched_forwards({layer: note(layer.forward) for layer in layers}):
-        student.hidden(*(ids.to(student.device) for ids in batch))
-    if not first:
-        raise LookupError("they are not called")
-    return BlockInputs(first[0], kwargs)
+        with walk.present():
+            block, kind = walk.block(), (type(layer), mine)
+            if kind not in plans:
+                with told(student, NEEDS):
+                    plans[kind] = block.stages(mine)
+            taught: Iterable[Sequence[_Reading] | None] = [None] * len(plans[kind])
+            if teacher:
+                with teacher.present():
+                    readings, outputs = zip(*teacher.block().run_through(plans[kind]), strict=True)
+                teacher.go_on(list(outputs))
+                taught = list(zip(*readings, strict=True))
+            for stage, aims in zip(plans[kind], taught, strict=True):
+                read, is_stack = block.run_to(stage), stage.stack is not None
+                inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, aims, walk.keeper)
+                yield [prefix + name for name in stage.names], inputs
+            seen = {name for stage in plans[kind] for name in stage.names}
+            if unseen := [prefix + name for name in mine if name not in seen]:
+                yield unseen, None
+            walk.go_on(block.outputs())
 
 
 class _Stage(NamedTuple):
@@ -195,9 +178,13 @@ class _Block:
     """One decoder layer with its inputs of all batches, and what its linears made of them."""
 
     def __init__(
-        self, layer: nn.Module, states: Sequence[Tensor], calls: Sequence[dict[str, Any]]
+        self,
+        layer: nn.Module,
+        states: Sequence[Tensor],
+        calls: Sequence[dict[str, Any]],
+        keeper: Keeper,
     ) -> None:
-        self._layer = layer
+        self._layer, self._keeper = layer, keeper
         self._runs = list(zip(states, calls, strict=True))
         self._made: list[dict[Call, object]] = [{} for _ in self._runs]
         """Per batch, what each call of a linear or a direct child of the layer gave."""
@@ -233,11 +220,11 @@ class _Block:
                 stacks[name] = owner
                 read[-len(stacks)] = [name]  # no address is negative
 
-        hidden, call = self._runs[0]
+        hidden, call = self._call(0)
         with _hooked(children.items(), linears.items()), ExitStack() as watched:
             for owner, module in owners.items():
                 watched.enter_context(watching(module, partial(note_stack, owner)))
-            streams.append(("", _output(self._layer(hidden, **call))))
+            streams.append(("", output_of(self._layer(hidden, **call))))
         return [
             _Stage(group, None, stacks[group[0]])
             if group[0] in stacks
@@ -273,13 +260,17 @@ class _Block:
 
     def run_through(self, stages: Sequence[_Stage]) -> Iterator[tuple[list[_Reading], Tensor]]:
         """What all of `stages` read in each batch, and the layer's output."""
-        for hidden, call in self._runs:
+        for batch in range(len(self._runs)):
+            hidden, call = self._call(batch)
             readings = [_Reading() for _ in stages]
             pairs = zip(stages, readings, strict=True)
             hooks = [hook for pair in pairs for hook in self._noting(*pair, stops=False)]
             with _hooked(hooks):
-                output = _output(self._layer(hidden, **call))
-            yield readings, output
+                output = output_of(self._layer(hidden, **call))
+            for reading in readings:
+                reading.x = self._keeper.keep(reading.x)
+                reading.stream = self._keeper.keep(reading.stream)
+            yield readings, self._keeper.keep(output)
 
     def _noting(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
         """Hooks that fill `reading` and then stop the run, if they should."""
@@ -302,10 +293,14 @@ class _Block:
 
     def outputs(self) -> list[Tensor]:
         """The layer's output for each batch."""
-        return [self._run(batch) for batch in range(len(self._runs))]
+        return [self._keeper.keep(self._run(batch)) for batch in range(len(self._runs))]
+
+    def _call(self, batch: int) -> tuple[Tensor, dict[str, Any]]:
+        hidden, call = self._runs[batch]
+        return self._keeper.back(hidden), call
 
     def _run(self, batch: int) -> Tensor:
-        hidden, call = self._runs[batch]
+        hidden, call = self._call(batch)
         made, counts = self._made[batch], Counter()
 
         def once(name: str, module: nn.Module) -> Callable:
@@ -319,11 +314,13 @@ class _Block:
             def forward(*args: object, **named: object) -> object:
                 key = name, counts[name]
                 counts[name] += 1
-                if key not in made:
-                    made[key] = compute(*args, **named)
-                    for inner in [k for k in made if k[0].startswith(name + ".")]:
-                        del made[inner]
-                return made[key]
+                if key in made:
+                    return self._keeper.back(made[key])
+                value = compute(*args, **named)
+                made[key] = self._keeper.keep(value)
+                for inner in [k for k in made if k[0].startswith(name + ".")]:
+                    del made[inner]
+                return value
 
             return forward
 
@@ -333,7 +330,7 @@ class _Block:
             if ((name and "." not in name) or is_plain(module)) and not isinstance(module, Owner)
         }
         with patched_forwards(kept):
-            return _output(self._layer(hidden, **call))
+            return output_of(self._layer(hidden, **call))
 
     def _weight(self, name: str, linear: nn.Module) -> Tensor:
         if not isinstance(linear, QuantLinear):
@@ -343,7 +340,9 @@ class _Block:
         return self._formed[name]
 
 
-def _stage_inputs(student: Iterable[_Reading], teacher: Sequence[_Reading] | None) -> StageInputs:
+def _stage_inputs(
+    student: Iterable[_Reading], teacher: Sequence[_Reading] | None, keeper: Keeper
+) -> StageInputs:
     """The means over all tokens, from what a stage reads in each batch."""
     second, gap, drift = _MeanOuter(), _MeanOuter(), _MeanOuter()
     is_taught = teacher is not None
@@ -360,9 +359,9 @@ def _stage_inputs(student: Iterable[_Reading], teacher: Sequence[_Reading] | Non
             and aim.x.shape == seen.x.shape
         )
         if is_taught:
-            gap.add(aim.x - seen.x, seen.x)
+            gap.add(keeper.back(aim.x) - seen.x, seen.x)
             if seen.stream is not None:
-                drift.add(aim.stream - seen.stream, seen.x)
+                drift.add(keeper.back(aim.stream) - seen.stream, seen.x)
     return StageInputs(second.mean(), *((gap.mean(), drift.mean()) if is_taught else ()))
 
 
@@ -417,29 +416,6 @@ def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | N
 
 
 @contextmanager
-def _told(model: LanguageModel) -> Iterator[None]:
-    """A block that runs decoder layers by themselves, which some architectures do not allow.
-
-    Raises:
-        CheckpointError: this one does not.
-    """
-    try:
-        yield
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise CheckpointError(
-            f"the decoder layers of {type(model.model).__name__} cannot be run one by one "
-            f"({' '.join(str(error).split())[:200]}), which calibration needs; convert it without "
-            "--calibration"
-        ) from error
-
-
-def _output(output: Tensor | tuple) -> Tensor:
-    return output[0] if isinstance(output, tuple | list) else output
-
-
-@contextmanager
 def _hooked(
     before: Iterable[tuple[nn.Module, Callable]], after: Iterable[tuple[nn.Module, Callable]] = ()
 ) -> Iterator[None]:
@@ -450,18 +426,3 @@ def _hooked(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def patched_forwards(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
-    """Let each module call another function in place of its `forward`."""
-    own = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, forward in own.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward

@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.regions import use_packed_attention
+from qat.models.streamed import InFiles, hidden_layer_by_layer
 from qat.nn.activation import read
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.sites import open_sites
@@ -46,14 +47,18 @@ class LanguageModel:
 
     `logits(hidden(ids, positions))` is `model(ids, position_ids=positions).logits`. Positions that
     restart within a row separate packed documents: attention then stays inside each.
+
+    With `in_files` its weights are in memory while they are needed, and no longer.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, in_files: InFiles | None = None) -> None:
+        self.model, self.in_files = model, in_files
         open_sites(model)
         if not getattr(model.base_model, "layers_are_rescaled", True):
             model.config.rescale_every = 0  # else RWKV halves weights in place where it infers
         self._is_plain = use_packed_attention(model)
+        if in_files is not None:
+            in_files.install(model)
         self._cast_head: Tensor | None = None
         factors = {key: getattr(self.config, key, None) or 1.0 for key in LOGIT_FACTORS}
         self._gain = math.prod(value ** LOGIT_FACTORS[key] for key, value in factors.items())
@@ -76,12 +81,27 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the input ids go."""
+        if self.in_files is not None:
+            return self.in_files.device
         return module_device(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in without autocast."""
-        return embedding_dtype(self.model)
+        return embedding_dtype(self.model) if self.in_files is None else self.in_files.dtype
+
+    def present(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A block in which a layer, the embedding or the head has its weights on the device."""
+        return nullcontext() if self.in_files is None else self.in_files.present(module)
+
+    def hidden_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """`hidden` of each batch of ids and positions in turn.
+
+        Of a model that stays in its files they all go through a layer before the next one comes.
+        """
+        if self.in_files is not None:
+            return hidden_layer_by_layer(self, [*batches])
+        return (self.hidden(*batch) for batch in batches)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:
         """The last hidden state as the head reads it, `(B, S, D)`; nothing waits for the device.
@@ -187,6 +207,24 @@ class LanguageModel:
                 f"gives {noise:.2g}), expected a causal language model; choose another model"
             )
 
+    @torch.no_grad()
+    def check_layers(self) -> None:
+        """Compare `hidden_of` with `hidden`, to the bit, where the model stays in its files.
+
+        Raises:
+            CheckpointError: this architecture cannot be run layer by layer.
+        """
+        if self.in_files is None:
+            return
+        ids = torch.arange(4, device=self.device)[None] % self.config.vocab_size
+        batch = ids, torch.arange(4, device=self.device)[None]
+        (found,) = self.hidden_of([batch])
+        if not torch.equal(found, self.hidden(*batch)):
+            raise CheckpointError(
+                f"{type(self.model).__name__} computes other hidden states layer by layer, which "
+                "--device-map disk needs, expected the same; choose another"
+            )
+
     def _check_head(self, body: Tensor, whole: Tensor) -> None:
         """The same head on the same hidden states: nothing but the last bit may differ.
 
@@ -256,6 +294,10 @@ class LanguageModel:
 
         Without gradients a plain head of 16 bits gives float32, which no other rounding precedes.
         """
+        with self.present(self.head):
+            return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         head, softcap = self.head, self.softcap
         hidden = hidden.to(module_device(head))
         if type(head) is nn.Linear and not torch.is_autocast_enabled(hidden.device.type):

@@ -1,6 +1,7 @@
 """Opens whatever a user may call a model: a directory, a run, or a hub id."""
 
 import logging
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,9 @@ from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, auto_class, read_config
 from qat.models.stored_state import packed_state_dict
+from qat.models.streamed import ON_DISK, InFiles, without_warning_of_disks
 from qat.nsa.swap import KEY, nsa_config
+from qat.process import uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,12 @@ MOST_IDS = 2**24
 
 
 def load_model(
-    source: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+    source: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    folder: Path | None = None,
+    trust_remote_code: bool = False,
 ) -> LanguageModel:
     """The model that `source` names, packed or float, on `device` and in eval mode.
 
@@ -58,13 +66,15 @@ def load_model(
     hub, unless it holds an adapter for a model there. Code that comes with a model runs only with
     `trust_remote_code`.
 
+    With `folder`, for what has to be written anew, a float model stays in its files, and no more
+    than a layer is in memory. What somebody quantized or adapted is read whole all the same.
+
     Raises:
         CheckpointError: there is no such model, or it is damaged, or its head is not understood.
         ConfigError: the device is not there or cannot compute in `dtype`.
     """
     backend = select(device)
-    how = _How(backend, backend.dtype(dtype), None, trust_remote_code)
-    return _open(source, how)
+    return _open(source, _How(backend, backend.dtype(dtype), None, trust_remote_code, folder))
 
 
 def load_teacher(
@@ -75,9 +85,20 @@ def load_teacher(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModel:
-    """As `load_model`, without gradients; `device_map` (`auto`) spreads it over all devices."""
-    backend = select(device)
-    teacher = _open(source, _How(backend, backend.dtype(dtype), device_map, trust_remote_code))
+    """As `load_model`, without gradients; `device_map` says where it lies.
+
+    `auto` spreads it over all devices, `disk` leaves it in its files.
+    """
+    backend, folder = select(device), None
+    if device_map == "disk":
+        folder, device_map = Path(tempfile.gettempdir()), None
+    how = _How(backend, backend.dtype(dtype), device_map, trust_remote_code, folder)
+    teacher = _open(source, how)
+    if folder is not None and teacher.in_files is None:
+        logger.info(
+            "%s is in memory whole: it is packed, adapted, or somebody quantized it", source
+        )
+    teacher.check_layers()
     teacher.model.requires_grad_(False)
     return teacher
 
@@ -170,6 +191,7 @@ class _How(NamedTuple):
     dtype: torch.dtype
     device_map: str | None
     trust_remote_code: bool
+    folder: Path | None
 
     def placement(self) -> str | dict[str, torch.device] | None:
         """What `from_pretrained` is told of devices."""
@@ -177,7 +199,7 @@ class _How(NamedTuple):
 
 
 def _open(source: str, how: _How) -> LanguageModel:
-    path = resolve(source)
+    path, in_files = resolve(source), None
     if path != source:
         logger.info("%s: loading %s", source, path)
     if base := adapted(path):
@@ -186,28 +208,28 @@ def _open(source: str, how: _How) -> LanguageModel:
                 f"{path} is an adapter for {base}, which is a packed checkpoint, expected a float "
                 "model; merge the adapter into that one and convert the result"
             )
-        model = _load_float(base, how)
+        model, _ = _load_float(base, how._replace(folder=None))
         with Opening(path, "an adapter of peft", weights=True):
             model = with_adapter(model, Path(path))
         logger.info("%s: merged into the weights of %s", path, base)
     elif is_packed(Path(path)):
         model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
-        model = _load_float(path, how)
-    language_model = _split(path, model.eval())
-    if how.device_map is None:
+        model, in_files = _load_float(path, how)
+    language_model = _split(path, model.eval(), in_files)
+    if how.device_map is None and in_files is None:
         how.backend.place(model)
     return language_model
 
 
-def _split(source: str, model: PreTrainedModel) -> LanguageModel:
+def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> LanguageModel:
     """The model as body and head, tried where it was read: elsewhere it would be compiled.
 
     Raises:
         CheckpointError: it does not split, or cannot be run even as transformers does.
     """
     with Opening(source, "a causal language model"):
-        found = LanguageModel(model)
+        found = LanguageModel(model, in_files)
         try:
             found.check_split()
         except CheckpointError:
@@ -243,9 +265,11 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
     return type(made), None, {"config": config, "state_dict": state}
 
 
-def _load_float(source: str, how: _How) -> PreTrainedModel:
+def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None]:
     config = read_config(source, trust_remote_code=how.trust_remote_code)
     method = None if source.endswith(GGUF) else method_of(config)
+    if how.folder is not None and method is None and not source.endswith(GGUF):
+        return _left_in_files(source, config, how)
     opener, place = auto_class(config), source
     named: dict[str, Any] = {
         "dtype": how.dtype,
@@ -278,6 +302,30 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
                 parameter.data = parameter.data.to(how.dtype)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+    _check_whole(source, model, info)
+    return model, None
+
+
+def _left_in_files(
+    source: str, config: PreTrainedConfig, how: _How
+) -> tuple[PreTrainedModel, InFiles]:
+    opening = Opening(source, "a causal language model", weights=True)
+    folder = tempfile.TemporaryDirectory(dir=how.folder)
+    with opening, quiet_transformers(), without_warning_of_disks(), uncounted(), folder:
+        model, info = auto_class(config).from_pretrained(
+            source,
+            dtype=how.dtype,
+            device_map=ON_DISK,
+            offload_folder=folder.name,
+            local_files_only=is_kept_here(source),
+            trust_remote_code=how.trust_remote_code,
+            output_loading_info=True,
+        )
+        _check_whole(source, model, info)
+        return model, InFiles(model, how.backend.device, how.folder)
+
+
+def _check_whole(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(
@@ -289,4 +337,3 @@ def _load_float(source: str, how: _How) -> PreTrainedModel:
             f"{source} holds a dense model, but its config.json defines sparse attention under "
             f"{KEY!r}; remove that key, and swap with 'qat convert --attention'"
         )
-    return model

@@ -254,7 +254,7 @@ def open_sites(model: nn.Module) -> None:
         weights = {name: module._parameters.get(name) for name in stack.names}
         names = [name for name, w in weights.items() if w is not None and w.dim() == 3]
         linears = [n for n, child in module.named_children() if isinstance(child, nn.Linear)]
-        read = tuple(name for name in linears if _reads_weight(cast(Hashable, type(module)), name))
+        read = tuple(name for name in linears if reads_weight(cast(Hashable, type(module)), name))
         if names or read:
             module.__class__ = _owner_class(cast(Hashable, type(module)))
             module._opened, module._read = {}, read
@@ -305,8 +305,8 @@ def close_sites(model: nn.Module) -> None:
 
 
 @cache
-def _reads_weight(own: Hashable, name: str) -> bool:
-    """Whether a class multiplies with the weight of its linear `name` itself."""
+def reads_weight(own: Hashable, name: str) -> bool:
+    """Whether a class reads the weight of its linear or table `name` itself."""
     try:
         source = inspect.getsource(cast(type, own))
     except (OSError, TypeError):  # made while the program ran

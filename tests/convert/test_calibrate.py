@@ -9,14 +9,9 @@ from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
-from qat.convert.calibrate import (
-    StageInputs,
-    TokenBatch,
-    Walk,
-    record_block_inputs,
-    stages_in_order,
-)
+from qat.convert.calibrate import StageInputs, TokenBatch, Walk, stages_in_order
 from qat.models.language_model import LanguageModel
+from qat.models.streamed import record_block_inputs
 from qat.nn.swap import decoder_layers, linear_names, replace_module
 
 QKV = [f"self_attn.{p}_proj" for p in "qkv"]

@@ -23,10 +23,11 @@ from qat.bench.baselines.training import (
     check_groups,
     run_or_uncompile,
 )
-from qat.convert.calibrate import BlockInputs, TokenBatch, record_block_inputs
+from qat.convert.calibrate import TokenBatch
 from qat.errors import TrainingError
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
+from qat.models.streamed import BlockInputs, record_block_inputs
 from qat.nn.swap import decoder_layers, replace_module
 
 SMALLEST_SCALE = 1e-5
