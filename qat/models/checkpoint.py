@@ -19,7 +19,12 @@ from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
 from qat.models.regions import kv_spec
-from qat.models.stored_state import packed_state_dict, quantized_modules, stored_dtype
+from qat.models.stored_state import (
+    packed_state_dict,
+    quantized_modules,
+    state_as_read,
+    stored_dtype,
+)
 from qat.nn.sites import close_sites
 from qat.nsa.swap import nsa_config
 
@@ -120,7 +125,7 @@ def check_written(directory: Path, model: PreTrainedModel) -> None:
     """
     what = f"what was written of {type(model).__name__}"
     try:
-        with quiet_transformers():
+        with quiet_transformers(), QatHfQuantizer.leaving_as_stored():
             again = auto_class(model.config).from_pretrained(
                 directory, dtype="auto", local_files_only=True, trust_remote_code=False
             )
@@ -129,7 +134,7 @@ def check_written(directory: Path, model: PreTrainedModel) -> None:
             f"{what} cannot be opened again ({' '.join(str(error).split())[:300]}), expected the "
             "same model; nothing is kept: choose another model or plan, and report this"
         ) from error
-    found = packed_state_dict(again)
+    found = state_as_read(again)
     for name, tensor in packed_state_dict(model).items():
         copy = found.pop(name, None)
         if copy is None or copy.dtype != tensor.dtype or not torch.equal(copy, tensor.cpu()):

@@ -8,9 +8,10 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -229,6 +230,18 @@ class QatHfQuantizer(HfQuantizer):
     is_trainable = True
     packed: dict[str, Tensor] | None = None
     """What `save_pretrained` writes."""
+    decodes: ClassVar[bool] = True
+    """Whether scales that were read in few bits become those that are computed with."""
+
+    @classmethod
+    @contextmanager
+    def leaving_as_stored(cls) -> Iterator[None]:
+        """A block that opens checkpoints as they are stored, to be compared and not to be run."""
+        cls.decodes = False
+        try:
+            yield
+        finally:
+            cls.decodes = True
 
     def is_serializable(self, **_: object) -> bool:
         """`save_pretrained` writes a packed checkpoint."""
@@ -350,6 +363,8 @@ class QatHfQuantizer(HfQuantizer):
             swap_attention(model, config)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        if not self.decodes:
+            return
         for linear in quant_linears(model).values():
             for key, parameter in linear.weight_parameters().items():
                 parameter.data = from_stored(key, parameter.data, linear.spec.stored_bits(key))

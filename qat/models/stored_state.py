@@ -87,6 +87,19 @@ def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
     return _narrowed(rest) | stored
 
 
+def state_as_read(model: nn.Module) -> dict[str, Tensor]:
+    """`packed_state_dict` of a model whose quantized weights are as they are stored still."""
+    state, quantized = dict(model.state_dict()), {}
+    for prefix, module in quantized_modules(model).items():
+        quantized[f"{prefix}.{PACKED}"] = state.pop(f"{prefix}.{PACKED}")
+        for key in weight_parts(module):  # transformers reads those of 16 bits as float32
+            stored = dtype_as_stored(key, module.spec.stored_bits(key))
+            quantized[f"{prefix}.{key}"] = state.pop(f"{prefix}.{key}").to(stored)
+        if has_input_scale(module):
+            quantized[f"{prefix}.{INPUT_SCALE}"] = state.pop(f"{prefix}.{INPUT_SCALE}")
+    return _narrowed(state) | quantized
+
+
 def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
     """The one dtype of all tensors that make up no quantized weight; float32 if they differ."""
     special = tuple(f".{part}" for part in (*STORED_DTYPES, PACKED, INPUT_SCALE))
