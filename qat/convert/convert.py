@@ -29,7 +29,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import Document, open_source
 from qat.data.text import encode, end_token, num_characters, render, special_tokens, tokenizer_hash
 from qat.errors import ConfigError
-from qat.files import check_free, import_command
+from qat.files import check_free, import_command, real
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.checkpoint import check_written, write_model
 from qat.models.directory import atomic_directory
@@ -65,7 +65,15 @@ def convert_checkpoint(
     """
     check_free(out)
     _read_settings(config)  # what is wrong with them is said before a model is read
-    how = {"device": config.device, "dtype": "fp32", "trust_remote_code": config.trust_remote_code}
+    # what a budget judges, and what sparse attention learns from, runs too often to be read anew;
+    # a rotation changes every weight in its place
+    is_whole = config.rotate or config.bits_budget is not None or config.attention is not None
+    how = {
+        "device": config.device,
+        "dtype": "fp32",
+        "trust_remote_code": config.trust_remote_code,
+        "folder": None if is_whole else next(filter(Path.is_dir, real(out).parents)),
+    }
     student = load_model(source, **how)
     tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
     base = None if config.base is None else load_model(config.base, **how)
@@ -76,30 +84,40 @@ def convert_checkpoint(
     with atomic_directory(out) as partial:
         write_model(student.model, tokenizer, partial)
         check_written(partial, student.model)
-        sparse, ids = nsa_config(student.model), [batch.input_ids for batch in calibration]
-        # enough to draw the same calibration again
-        drawn = {
-            "data": config.calibration,
-            "seed": config.calibration_seed,
-            "sequences": sum(map(len, ids)),
-            "tokens": sum(each.numel() for each in ids),
-        }
-        values = {
-            "source": source,
-            "trust_remote_code": config.trust_remote_code,
-            "attention_fit": [asdict(fit) for fit in done.fits],
-            "calibration": drawn if calibration else None,
-            "rotation": None if done.rotation is None else done.rotation._asdict(),
-            "nsa": None if sparse is None else sparse.model_dump(mode="json"),
-            **asdict(done.report),
-        }
-        if math.isnan(done.report.bits_per_weight):
-            values["bits_per_weight"] = None
+        values = {"source": source, **_report(student, config, calibration, done)}
         (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
         if done.report.budget is not None:
             rules = tomli_w.dumps(done.plan.model_dump(exclude_none=True))
             (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
     return done.report
+
+
+def _report(
+    student: LanguageModel,
+    config: ConvertConfig,
+    calibration: Sequence[TokenBatch],
+    done: "Converted",
+) -> dict[str, object]:
+    """What a conversion says of itself beside its source."""
+    sparse, ids = nsa_config(student.model), [batch.input_ids for batch in calibration]
+    # enough to draw the same calibration again
+    drawn = {
+        "data": config.calibration,
+        "seed": config.calibration_seed,
+        "sequences": sum(map(len, ids)),
+        "tokens": sum(each.numel() for each in ids),
+    }
+    values = {
+        "trust_remote_code": config.trust_remote_code,
+        "attention_fit": [asdict(fit) for fit in done.fits],
+        "calibration": drawn if calibration else None,
+        "rotation": None if done.rotation is None else done.rotation._asdict(),
+        "nsa": None if sparse is None else sparse.model_dump(mode="json"),
+        **asdict(done.report),
+    }
+    if math.isnan(done.report.bits_per_weight):
+        values["bits_per_weight"] = None
+    return values
 
 
 class Converted(NamedTuple):

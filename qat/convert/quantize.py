@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.backend.base import GIB
 from qat.backend.device import on
 from qat.convert.activations import inputs_to_quantize, put_activations
 from qat.convert.bits_budget import BudgetReport
@@ -34,6 +35,7 @@ from qat.models.cost import (
 from qat.models.language_model import LanguageModel
 from qat.models.regions import kept_heads, kv_spec, matmul_precision
 from qat.models.stored_state import activation_counts
+from qat.models.streamed import SHARE
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import MORE_THAN_LINEAR, NARROWEST, Owner
@@ -57,6 +59,8 @@ from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 logger = logging.getLogger(__name__)
 
 TINY = 1e-30
+FIT_BYTES = 14
+"""Bytes for each element of a weight while it is fitted, with its own float32 (measured: 13)."""
 
 
 @dataclass(frozen=True)
@@ -174,24 +178,17 @@ def quantize_model(
         matmul_precision("medium"),
         torch.no_grad(),
     ):
-        job = _Conversion(model, todo, base and base.model, ticker, activations=activations)
+        job = _Conversion(student, todo, base or student, ticker, activations=activations)
         # before the tables change: the teacher reads its own
         teacher = Walk(base or student, calibration) if calibration and linears else None
         alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
-
-        def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
-            began, weight = time.perf_counter(), job.weight(name)
-            fitted = fit_weight(weight, todo[name], nearest=nearest_vectors, path=best_path)
-            return weight, fitted, time.perf_counter() - began
 
         walk = stages_in_order(student, calibration, linears, teacher=teacher) if teacher else ()
         for names, inputs in chain([(alone, None)], walk):
             if inputs is not None:
                 job.quantize_stage(names, inputs)
-                continue
-            with on(student.device).side_by_side(workers) as map_:
-                for name, (weight, quantized, seconds) in zip(names, map_(fit, names), strict=True):
-                    job.put(name, weight, quantized, output_error=None, seconds=seconds)
+            else:
+                job.quantize_alone(names, workers)
     put_activations(student, activations, calibration)
     reports = job.reports()
     if job.rare:
@@ -215,6 +212,17 @@ def quantize_model(
         activations=activation_counts(model),
         kv=KvReport.of(model),
     )
+
+
+def fits_at_once(sizes: Sequence[int], memory_gib: float | None) -> int:
+    """How many weights of up to so many elements may be fitted, or lie there fitted, at a time.
+
+    They take at most `SHARE` of the memory, if that is known; one always may.
+    """
+    if memory_gib is None or not sizes:
+        return max(1, len(sizes))
+    most = int(SHARE * memory_gib * GIB / (FIT_BYTES * max(sizes)))
+    return min(max(1, most), len(sizes))
 
 
 def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
@@ -300,23 +308,43 @@ class _Conversion:
 
     def __init__(
         self,
-        model: nn.Module,
+        student: LanguageModel,
         specs: dict[str, LutSpec],
-        base: nn.Module | None,
+        base: LanguageModel,
         ticker: Ticker,
         *,
         activations: dict[str, ActivationSpec | None],
     ) -> None:
-        self.model = model
+        self.student, self.model = student, student.model
         self.specs = specs
         self.activations = activations
-        self.base = base
+        self.base = base.model
         self.ticker = ticker
         self.experts = self.rare = 0
         """Weights of experts that were fitted to inputs, or had too few."""
         self._reports: dict[str, ModuleReport] = {}
         self._errors: list[Tensor] = []
         """Their relative errors, read from the device all at once."""
+
+    def quantize_alone(self, names: list[str], workers: int) -> None:
+        """Replace the linears and tables called `names`, each fitted to its own weight."""
+        in_files, backend = self.student.in_files, on(self.student.device)
+        sizes = [math.prod(weight_shape(self.model.get_submodule(name))) for name in names]
+        at_once = fits_at_once(sizes, backend.memory_gib())
+
+        def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
+            began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
+            fitted = fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
+            return weight, fitted, time.perf_counter() - began
+
+        with backend.side_by_side(min(workers or backend.workers(), at_once)) as map_:
+            for first in range(0, len(names), at_once):
+                some = names[first : first + at_once]
+                for name, (weight, quantized, seconds) in zip(some, map_(fit, some), strict=True):
+                    with self.student.present(self.model.get_submodule(name)):
+                        self.put(name, weight, quantized, output_error=None, seconds=seconds)
+                    if in_files is not None:
+                        in_files.settle(self.model.get_submodule(name))
 
     def quantize_stage(self, names: list[str], inputs: StageInputs | StackInputs) -> None:
         """Replace the linears called `names`, aimed at the teacher's and fitted to `inputs`.
@@ -382,17 +410,19 @@ class _Conversion:
         self.ticker.note(name)
 
     def reports(self) -> dict[str, ModuleReport]:
-        """Report of each module that was replaced, by name."""
+        """Report of each module that was replaced, by name; nothing is replaced afterwards."""
+        if self.student.in_files is not None:
+            self.student.in_files.widen(self.model)
         errors = torch.stack(self._errors).tolist() if self._errors else []
         found = zip(self._reports.items(), errors, strict=True)
         return {name: replace(report, relative_error=error) for (name, report), error in found}
 
     def weight(self, name: str) -> Tensor:
         """The float weight to imitate, on the device of the one it replaces."""
-        own = self.model.get_submodule(name)
-        module = own if self.base is None else self.base.get_submodule(name)
+        own, module = self.model.get_submodule(name), self.base.get_submodule(name)
         if isinstance(module, QuantLinear | FrozenLutTable):
             return module.quantized_weight()
         is_quantized = isinstance(own, QuantLinear | FrozenLutTable)
         device = own.codebook.device if is_quantized else own.weight.device
-        return module.weight.detach().float().to(device)
+        device = device if self.student.in_files is None else self.student.device
+        return module.weight.detach().to(device).float()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.convert.calibrate import TokenBatch
-from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
+from qat.convert.quantize import QuantizeReport, check_experts, fits_at_once, quantize_model
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import FrozenLutLinear
@@ -327,3 +327,9 @@ def test_experts_that_no_entry_opens_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"experts.mlp.w1 holds experts in one tensor of shape"):
         check_experts(plan(), model)
     check_experts(PRESETS["q2a4"].model_copy(update={"rules": ()}), model)
+
+
+def test_as_many_weights_are_fitted_at_once_as_there_is_room_for() -> None:
+    assert fits_at_once([2**20] * 5, None) == fits_at_once([2**20] * 5, 64) == 5
+    assert fits_at_once([2**20, 2**30] * 5, 64) == 2  # of 14 GiB each in 32
+    assert fits_at_once([2**30] * 5, 1) == fits_at_once([], 64) == 1

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from tiny import VOCAB, tiny_model
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
+from qat.models import streamed
 from qat.models.language_model import LanguageModel
+from qat.models.load import load_model, load_teacher
+from qat.models.stored_state import packed_state_dict
 from qat.nn.swap import linear_names
 from qat.quant import vectors
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
@@ -130,6 +134,39 @@ def test_fits_are_as_good_as_the_references_and_the_cpus(spec: LutSpec) -> None:
         errors.append(sum(output_error(weight, fit.quantized, D) for weight, fit in pairs))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
     assert errors[0] == pytest.approx(errors[2], rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_model_in_its_files_becomes_what_it_becomes_in_memory(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed, "SHARE", share)
+    model = tiny_model(initializer_range=0.2).bfloat16()
+    model.save_pretrained(tmp_path / "float")
+    ids = torch.randint(VOCAB, (8, 12), generator=torch.Generator().manual_seed(5))
+    batches = [TokenBatch(ids, torch.arange(12).expand_as(ids))]
+    for calibration in ([], batches):
+        states = []
+        for folder in (None, tmp_path):
+            source = str(tmp_path / "float")
+            student = load_model(source, device="cuda", dtype="fp32", folder=folder)
+            quantize_model(student, PRESETS["q2a4"], calibration=calibration)
+            states.append(packed_state_dict(student.model))
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor.cpu(), states[1][name].cpu())
+
+
+def test_a_teacher_on_the_disk_says_what_one_on_the_device_says(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "float")
+    ids = torch.arange(24, device="cuda").view(2, 12)
+    batch = ids, torch.arange(12, device="cuda").expand(2, 12)
+    found = []
+    for device_map in (None, "disk"):
+        teacher = load_teacher(str(tmp_path / "float"), device="cuda", device_map=device_map)
+        with torch.no_grad():
+            (hidden,) = teacher.hidden_of([batch])
+            found.append(teacher.logits(hidden))
+    assert torch.equal(*found)
 
 
 def test_a_model_is_converted_as_well_as_on_the_cpu() -> None:
