@@ -170,7 +170,13 @@ def compare(plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend) -> 
             plan.teacher.logits(hidden_TD)
 
     def asked() -> None:
-        ask(plan.teacher, ids, positions, request=request, first_place=0)
+        ask(
+            plan.teacher,
+            hidden_states(plan, ids, positions, backend),
+            ids,
+            request=request,
+            first_place=0,
+        )
 
     times_ms: dict[Callable[[], None], list[float]] = {bare: [], asked: []}
     for number in range(ROUNDS + WARM_UP):
@@ -190,23 +196,29 @@ def milliseconds(run: Callable[[], object], backend: Backend) -> float:
     return 1e3 * backend.seconds_between(first, backend.mark())
 
 
+def hidden_states(plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend) -> Tensor:
+    """The batch's hidden states, `(B, S, D)`."""
+    (hidden,) = plan.teacher.hidden_of([(backend.to_device(ids), backend.to_device(positions))])
+    return hidden
+
+
 def hidden_chunks(
     plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """The batch's hidden states, in the chunks that logits are formed from."""
-    hidden = plan.teacher.hidden(backend.to_device(ids), backend.to_device(positions))
-    return hidden.flatten(0, 1).split(plan.chunk)
+    """The same in the chunks that logits are formed from."""
+    return hidden_states(plan, ids, positions, backend).flatten(0, 1).split(plan.chunk)
 
 
 @torch.no_grad()
 def stages(plan: AskPlan, ids: Tensor, positions: Tensor, backend: Backend) -> str:
     """Where the time of one chunk goes, in words."""
-    hidden_TD = hidden_chunks(plan, ids, positions, backend)[0]
+    hidden = hidden_states(plan, ids, positions, backend)
+    hidden_TD = hidden.flatten(0, 1).split(plan.chunk)[0]
     logits = plan.teacher.logits(hidden_TD)
     found = summarize(logits)
     k = plan.settings.top_k
     request = Request(k, 0, plan.chunk, stream=0)
-    top = ask(plan.teacher, ids, positions, request=request, first_place=0).top
+    top = ask(plan.teacher, hidden, ids, request=request, first_place=0).top
     runs = {
         "head": lambda: plan.teacher.logits(hidden_TD),
         "summarize": lambda: summarize(logits),

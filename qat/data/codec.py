@@ -13,6 +13,7 @@ the least likely of the K. KL(exact || decoded) is about `R * E[d] / (6 * M**2)`
 Shapes: N sequences, S positions, K teacher tokens kept, n draws, D distinct draws (padded).
 """
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 from math import gcd, log, sqrt
 from typing import NamedTuple, Protocol
@@ -44,8 +45,8 @@ class Teacher(Protocol):
     def device(self) -> torch.device:
         """Where the input ids go."""
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The last hidden state, `(B, S, D)`."""
+    def hidden_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """The last hidden state, `(B, S, D)`, of each batch of ids and positions in turn."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(..., D)` to `(..., V)`."""
@@ -199,19 +200,16 @@ class Signals(NamedTuple):
 
 @torch.no_grad()
 def ask(
-    teacher: Teacher, tokens: Tensor, positions: Tensor, *, request: Request, first_place: int
+    teacher: Teacher, hidden: Tensor, tokens: Tensor, *, request: Request, first_place: int
 ) -> Signals:
     """The teacher's signals for `(B, S)` tokens on the host, flattened; never waits for the device.
 
-    Logits exist for `request.chunk` tokens at a time. The draws of the i-th token depend on its
-    logits, the request's stream and `first_place + i`, on nothing that ran before.
+    `hidden` is the teacher's last hidden state of them. Logits exist for `request.chunk` tokens at
+    a time. The draws of the i-th token depend on its logits, the request's stream and
+    `first_place + i`, on nothing that ran before.
     """
     backend = on(teacher.device)
-    following = tokens.roll(-1, dims=1)
-    ids, places, next_ids = (
-        backend.divided(backend.to_device(each)) for each in (tokens, positions, following)
-    )
-    hidden = teacher.hidden(ids, places)
+    next_ids = backend.divided(backend.to_device(tokens.roll(-1, dims=1)))
     # not as a number: XLA takes equal numbers for one, which makes another graph
     first = backend.to_device(torch.tensor([first_place]))
     tops, draws, is_sound, next_logprobs, place = [], [], [], [], 0

@@ -107,7 +107,8 @@ class CacheConfig(CacheSettings, DeviceSettings):
     """Most sequences in one teacher forward, or asked about at once of a server; 0 takes as many as
     keep the device busy, of a server 32."""
     device_map: Speed[str | None] = None
-    """Spread the teacher over devices (`auto`); by default it runs on one."""
+    """Spread the teacher over the devices (`auto`), or leave it on the disk (`disk`), from where
+    each layer comes once a shard; by default it is in the memory of one."""
     trust_remote_code: Speed[bool] = False
     """Run the code that comes with the teacher (recorded in the cache's manifest)."""
 

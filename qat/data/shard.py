@@ -93,12 +93,21 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
     tokens_NS = torch.from_numpy(block.packed.tokens).long()
     positions_NS = position_ids(torch.from_numpy(block.packed.starts))
     _check_tokens(tokens_NS, plan.vocab_size)
+    backend = on(plan.teacher.device)
+    firsts = range(0, len(tokens_NS), plan.batch_size)
+    rows = [_rows(first, len(tokens_NS), plan) for first in firsts]
+    batches = (
+        tuple(backend.divided(backend.to_device(each[some])) for each in (tokens_NS, positions_NS))
+        for some in rows
+    )
     answers = []
     try:
-        for first in range(0, len(tokens_NS), plan.batch_size):
-            answer = _examine_batch(block, tokens_NS, positions_NS, plan=plan, first=first)
-            answers.append(answer)
-            told(min(plan.batch_size, len(tokens_NS) - first))
+        with torch.no_grad():
+            states = plan.teacher.hidden_of(batches)
+            for first, some, hidden in zip(firsts, rows, states, strict=True):
+                asked = tokens_NS[some]
+                answers.append(_examine_batch(block, asked, hidden, plan=plan, first=first))
+                told(min(plan.batch_size, len(tokens_NS) - first))
     except (MemoryError, RuntimeError) as error:
         if not on(plan.teacher.device).is_out_of_memory(error):
             raise
@@ -109,17 +118,21 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
     return answers
 
 
+def _rows(first: int, num_rows: int, plan: AskPlan) -> Tensor:
+    """The rows of the batch that begins with row `first`, `(B,)`; copies fill it up."""
+    count = plan.batch_size if plan.fills_up else min(plan.batch_size, num_rows - first)
+    return torch.arange(first, first + count).clamp(max=num_rows - 1)
+
+
 def _examine_batch(
-    block: ShardBlock, tokens_NS: Tensor, positions_NS: Tensor, *, plan: AskPlan, first: int
+    block: ShardBlock, tokens_BS: Tensor, hidden: Tensor, *, plan: AskPlan, first: int
 ) -> Answer:
-    settings, (N, S) = plan.settings, tokens_NS.shape
-    count = min(plan.batch_size, N - first)
-    rows_B = torch.arange(first, first + (plan.batch_size if plan.fills_up else count))
-    rows_B = rows_B.clamp(max=N - 1)
+    settings, (B, S) = plan.settings, tokens_BS.shape
+    count = min(plan.batch_size, len(block.packed.tokens) - first)
     signals = ask(
         plan.teacher,
-        tokens_NS[rows_B],
-        positions_NS[rows_B],
+        hidden,
+        tokens_BS,
         request=Request(
             settings.top_k, settings.draws, plan.chunk, noise.stream(settings.seed, block.split)
         ),
@@ -127,7 +140,7 @@ def _examine_batch(
     )
     backend = on(signals.is_sound.device)
     # rows of copies go along where leaving them out would be another shape
-    kept = len(rows_B) if backend.fixed_shapes() else count
+    kept = B if backend.fixed_shapes() else count
     on_host = backend.step_results(encode_signals(signals, kept, S, plan.vocab_size))
     return Answer({k: rows[:count] for k, rows in on_host.items()}, backend.finished())
 

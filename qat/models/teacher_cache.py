@@ -113,7 +113,7 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
     """
     if config.is_served:
         return ranks.together(partial(_served, config))
-    if ranks.size > 1 and config.device_map is not None:
+    if ranks.size > 1 and config.device_map not in (None, "disk"):
         raise ConfigError(
             f"device_map={config.device_map} spreads one teacher over the devices, but "
             f"{ranks.size} ranks run one each; drop --device-map or start a single process"

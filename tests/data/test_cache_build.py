@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import cache_case
@@ -40,11 +41,12 @@ class FailingTeacher:
     def device(self) -> torch.device:
         return self._inner.device
 
-    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        self._left -= 1
-        if self._left == 0:
-            raise Interrupted
-        return self._inner.hidden(input_ids, position_ids)
+    def hidden_of(self, batches: Iterable) -> Iterator[torch.Tensor]:
+        for batch in batches:
+            self._left -= 1
+            if self._left == 0:
+                raise Interrupted
+            yield self._inner.hidden(*batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._inner.logits(hidden)

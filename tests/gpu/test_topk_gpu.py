@@ -1,6 +1,6 @@
 """Top K and draws on CUDA: the CPU's answers, at Qwen3's vocabulary, without a host wait."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,8 @@ class Table:
         self.table = torch.randn(50, 32, device=self.device, dtype=torch.bfloat16)
         self.head = torch.randn(vocab_size, 32, device=self.device, dtype=torch.bfloat16)
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.table[input_ids] + position_ids[..., None]
+    def hidden_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        return (self.table[ids] + positions[..., None] for ids, positions in batches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head.T
@@ -94,7 +94,9 @@ def test_asking_never_waits_for_the_device() -> None:
     for top_k, draws in ((64, 0), (0, 20), (8, 20)):
         request = Request(top_k, draws, chunk=128, stream=3)
         for _ in range(2):
-            signals = ask(model, tokens, positions, request=request, first_place=0)
+            batch = tokens.cuda(non_blocking=True), positions.cuda(non_blocking=True)
+            (hidden,) = model.hidden_of([batch])
+            signals = ask(model, hidden, tokens, request=request, first_place=0)
     torch.cuda.set_sync_debug_mode("default")
     assert bool(signals.is_sound)
 
