@@ -17,7 +17,7 @@ from qat.quant.spec import ActivationKind
 LEVELS = 127
 """The largest level of symmetric int8; -128 is not used."""
 LOWEST, HIGHEST = -128, 127
-"""Levels of asymmetric int8."""
+"""Levels of int8, asymmetric or static, where engines saturate."""
 LARGEST_E4M3 = 448.0
 """The largest finite number of `torch.float8_e4m3fn`."""
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
@@ -75,7 +75,7 @@ def quantize_tokens(x: Tensor, kind: ActivationKind) -> Tensor:
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
-    """`clamp(round(x / scale), -127, 127) * scale` `(..., I)` in the dtype of `x`.
+    """`clamp(round(x / scale), -128, 127) * scale` `(..., I)` in the dtype of `x`.
 
     `scale` is one float32 number. Learned step size quantization (arXiv:1902.08153, equations 1 to
     3 and section 2.2): the gradient passes to `x` where it is inside the range; that of `scale` is
@@ -86,7 +86,7 @@ def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
     small = scale * (LEVELS * x.shape[-1]) ** -0.5
     # the value of `scale`, to the bit, with a smaller gradient
     size = (scale.detach() + (small - small.detach())).clamp_min(SMALLEST_SCALE)
-    scaled = (x.float() * _inverse(size)).clamp(-LEVELS, LEVELS)
+    scaled = (x.float() * _inverse(size)).clamp(LOWEST, HIGHEST)
     levels = scaled.detach().round() + (scaled - scaled.detach())
     return (levels * size).to(x.dtype)
 
