@@ -38,7 +38,7 @@ from qat.quant.weight import Scales, dequantize
 COMPARED = "sums"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 HOW_TO_LOAD = """\
 `best_state_dict.pt` is for Anemll/qwen3_apple_style_2bit_qat_lora (`load_v2_checkpoint`, or
 `--v2-checkpoint` of its scripts, with `config.json` beside it); `base/` holds the configuration and

@@ -21,8 +21,8 @@ class Holder(Protocol):
 
     HOLDS_TABLES: bool
     """Whether an embedding or a head may be quantized."""
-    HOLDS_ACTIVATIONS: tuple[ActivationKind, ...]
-    """Ways of quantizing inputs that the target computes with."""
+    HOLDS_ACTIVATIONS: tuple[ActivationKind | None, ...]
+    """Kinds of inputs that the target computes with; None: in floating point."""
 
     def lost(self, spec: LutSpec, shape: tuple[int, int]) -> str | None:
         """Why a weight in that format would lose something; None if it loses nothing."""
@@ -54,6 +54,16 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
             f"{name} cannot hold sparse attention, expected dense attention; swap it out with 'qat "
             f"convert --attention dense', or export --to {KEEPS_ATTENTION}"
         )
+
+
+def lost_by_activation(target: Holder, activation: ActivationSpec | None) -> str | None:
+    """Why the target does not compute with inputs that are quantized so; None if it does."""
+    kind = None if activation is None else activation.kind
+    if kind in target.HOLDS_ACTIVATIONS:
+        return None
+    held = " or ".join(each or "in floating point" for each in target.HOLDS_ACTIVATIONS)
+    found = "in floating point" if kind is None else f"quantized ({kind})"
+    return f"its input is {found}, expected one {held}"
 
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -121,7 +131,7 @@ class Shipping(NamedTuple):
         for name, target in self.targets.items():
             check_architecture(name, model)
             target.check(model)
-        tables = table_names(model)
+        plan, tables = self._with_inputs(plan), table_names(model)
         specs = plan.assign(linear_names(model), tables)
         self._check_tables([name for name in specs if name in tables])
         self._check_others(model, set(specs))
@@ -129,17 +139,27 @@ class Shipping(NamedTuple):
             {n: self.bend(n, s, weight_shape(model.get_submodule(n))) for n, s in specs.items()},
             tables,
         )
-        self._check_activations({rule.activation for rule in rules})
         return QuantPlan(name=f"{plan.name}_{self.name}", rules=rules)
 
-    def _check_activations(self, activations: set[ActivationSpec | None]) -> None:
-        kinds = sorted(spec.kind for spec in activations if spec is not None)
-        for (name, target), kind in product(self.targets.items(), kinds):
-            if kind not in target.HOLDS_ACTIVATIONS:
+    def _with_inputs(self, plan: QuantPlan) -> QuantPlan:
+        """`plan` with its inputs as all targets take them, where it says nothing of them and one of
+        them takes none in floating point.
+
+        Raises:
+            ExportError: a target does not take inputs as they are then.
+        """
+        takes = [target.HOLDS_ACTIVATIONS for target in self.targets.values()]
+        common = [kind for kind in takes[0] if all(kind in kinds for kinds in takes)]
+        if plan.activations == {None} and common and None not in common:
+            plan = plan.with_activation(common[0])
+        for (name, target), each in product(self.targets.items(), plan.activations):
+            reason = lost_by_activation(target, each)
+            if reason is not None:
                 raise ExportError(
-                    f"{name} holds weights alone and no inputs of kind {kind}, expected inputs in "
-                    "floating point; convert without --activations, or for another target"
+                    f"{name} cannot hold plan {plan.name}: {reason}; convert with --activations of "
+                    "that kind, without where it is floating point, or for another target"
                 )
+        return plan
 
     def _check_tables(self, tables: list[str]) -> None:
         for name, target in self.targets.items():
@@ -154,6 +174,8 @@ class Shipping(NamedTuple):
         others = {n: m for n, m in quantized_modules(model).items() if n not in planned}
         for (name, module), (to, target) in product(others.items(), self.targets.items()):
             reason = target.lost(module.spec, weight_shape(module))
+            activation = module.activation and module.activation.spec
+            reason = reason or lost_by_activation(target, activation)
             if reason is not None:
                 raise ExportError(
                     f"{to} cannot hold {name}, which is quantized already and in no rule of "

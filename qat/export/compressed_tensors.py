@@ -4,6 +4,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,23 +13,38 @@ from qat.errors import ExportError
 from qat.export.parts import (
     any_model,
     exact,
+    logits_of,
     lost_by_grid,
     refuse_codewords,
     refuse_low_rank,
-    reloaded_logits,
+    reloaded,
     unquantized_state,
     write_config,
 )
-from qat.models.stored_state import quantized_modules
+from qat.models.checkpoint import quiet_transformers
+from qat.models.stored_state import has_input_scale, quantized_modules
+from qat.nn.activation import ActivationQuantizer
+from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import embedding_dtype
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec
 
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = ()
-check, read_logits = any_model, reloaded_logits
+HOLDS_ACTIVATIONS = (None, *ACTIVATION_KINDS)
+check = any_model
 GRIDS = ("int", "ternary")
+INPUTS: dict[ActivationKind, dict[str, object]] = {
+    kind: {
+        "num_bits": 8,
+        "type": "float" if kind == "fp8" else "int",
+        "symmetric": kind != "int8-asymmetric",
+        "strategy": "tensor" if kind == "int8-static" else "token",
+        "dynamic": kind != "int8-static",
+    }
+    for kind in ACTIVATION_KINDS
+}
+"""`input_activations` of each kind."""
 HOW_TO_LOAD = """\
 ```python
 # pip install compressed-tensors
@@ -79,8 +95,9 @@ def write(
         tensors[f"{name}.weight_packed"] = pack_to_int32(integers, bits)
         tensors[f"{name}.weight_scale"] = scale
         tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
-    specs = {name: module.spec for name, module in modules.items()}
-    settings = config("pack-quantized", _groups(specs))
+        if has_input_scale(module):
+            tensors[f"{name}.input_scale"] = module.activation.scale.detach().clone().view(1)
+    settings = config("pack-quantized", _groups(modules))
     save(model, tokenizer, directory, tensors=tensors, settings=settings)
 
 
@@ -99,36 +116,59 @@ def save(
 
 
 def config(form: str, groups: list[tuple[list[str], dict[str, object]]]) -> dict[str, object]:
-    """The `quantization_config` of weights in that form: names of linears, and how each is held."""
+    """The `quantization_config` of linears in that form: their names, and how they are held."""
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{number}": {"targets": names, "weights": weights}
-            for number, (names, weights) in enumerate(groups)
+            f"group_{number}": {"targets": names, "format": form, **held}
+            for number, (names, held) in enumerate(groups)
         },
         "ignore": [],
     }
 
 
-def _groups(specs: dict[str, LutSpec]) -> list[tuple[list[str], dict[str, object]]]:
-    """One group of linears for each format."""
+def _groups(modules: dict[str, QuantLinear]) -> list[tuple[list[str], dict[str, object]]]:
+    """One group of linears for each format of weights and inputs."""
 
-    def key(name: str) -> tuple[int, int]:
-        return specs[name].bits, specs[name].group_size
+    def key(name: str) -> tuple[int, int, str]:
+        spec, reads = modules[name].spec, modules[name].activation
+        return spec.bits, spec.group_size, "" if reads is None else reads.spec.kind
 
-    return [
-        (
-            list(names),
-            {
-                "num_bits": bits,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": group_size,
-                "dynamic": False,
-            },
-        )
-        for (bits, group_size), names in groupby(sorted(specs, key=key), key)
-    ]
+    found = []
+    for (bits, group_size, kind), names in groupby(sorted(modules, key=key), key):
+        weights = {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": group_size,
+            "dynamic": False,
+        }
+        inputs = {"input_activations": INPUTS[kind]} if kind else {}
+        found.append((list(names), {"weights": weights, **inputs}))
+    return found
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the weights that transformers reads with compressed-tensors, on inputs that are
+    rounded as its configuration says and as vLLM's kernels do it.
+
+    compressed-tensors rounds inputs too, by a formula of its own (docs/export.md).
+    """
+    found = reloaded(model, directory, dtype=embedding_dtype(model))
+    with safe_open(directory / "model.safetensors", framework="pt") as stored:
+        for name, linear in found.named_modules():
+            scheme = getattr(linear, "quantization_scheme", None)
+            if scheme is None or scheme.input_activations is None:
+                continue
+            said = scheme.input_activations.model_dump(mode="json", include={*INPUTS["int8"]})
+            kind = next(kind for kind, inputs in INPUTS.items() if inputs == said)
+            # transformers rounds it to the dtype of the model
+            scale = stored.get_tensor(f"{name}.input_scale") if kind == "int8-static" else None
+            reads = ActivationQuantizer(ActivationSpec(kind=kind), scale)
+            linear.register_forward_pre_hook(lambda _module, args, reads=reads: (reads(args[0]),))
+            linear.quantization_enabled = False  # one scheme is that of many linears
+    with quiet_transformers():
+        return logits_of(found, ids)  # weights are decompressed at the first call

@@ -19,6 +19,7 @@ from qat.export.parts import (
     exact,
     lost_by_codewords,
     lost_by_rank,
+    plain_decoder,
     refuse_codewords,
     refuse_low_rank,
     unquantized_state,
@@ -34,14 +35,11 @@ from qat.quant.spec import LutSpec
 COMPARED = "constants"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 FILE_NAME = "model.mlpackage"
 LENGTH = 256
 """Positions that the program reads at a time, at most."""
 INDEX_BITS = (1, 2, 3, 4, 6, 8)
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles are the same however long the text is."""
 NUMPY_DTYPES = {torch.float16: np.float16, torch.float32: np.float32}
 HOW_TO_LOAD = """\
 ```python
@@ -87,22 +85,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 def check(model: PreTrainedModel) -> None:
     """Refuse an architecture that is not written as a graph here (ExportError)."""
-    config = model.config
-    if config.model_type not in ARCHITECTURES:
-        raise ExportError(
-            f"model_type={config.model_type} cannot be written as a Core ML program, expected one "
-            f"of {', '.join(ARCHITECTURES)}; export --to dense and trace it yourself"
-        )
-    rope = config.rope_parameters.get("rope_type", "default")
-    layers = set(getattr(config, "layer_types", None) or ())
-    activation = config.hidden_act
-    if rope not in ROPES or layers - {"full_attention"} or activation not in ("silu", "swish"):
-        raise ExportError(
-            f"rope_type={rope}, hidden_act={activation} and layers of "
-            f"{', '.join(sorted(layers)) or 'full_attention'} cannot be written as a Core ML "
-            f"program, expected one of {', '.join(ROPES)}, then silu and full_attention; export "
-            "--to dense and trace it yourself"
-        )
+    plain_decoder(model, "a Core ML program")
 
 
 def write(

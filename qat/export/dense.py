@@ -23,7 +23,7 @@ from qat.nn.swap import embedding_dtype
 COMPARED = "bits"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 lost, scheme, check, read_logits = loses_nothing, as_it_is, any_model, reloaded_logits
 HOW_TO_LOAD = """\
 ```python

@@ -263,7 +263,7 @@ TQ2_0 = BlockType("TQ2_0", LARGE, -1, lambda codes, d, m: [_quarters(codes), d])
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 FILE_NAME = "model.gguf"
 ARCHITECTURES = {
     "llama": "llama",

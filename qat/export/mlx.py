@@ -33,7 +33,7 @@ from qat.quant.weight import pack
 COMPARED = "sums"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 SAME_AS = {"mistral": "llama"}

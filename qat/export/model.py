@@ -18,7 +18,14 @@ from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError, ExportError
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
-from qat.export.parts import DtypeError, align, float_model, logits_of, probe_ids
+from qat.export.parts import (
+    DtypeError,
+    align,
+    float_model,
+    logits_of,
+    probe_ids,
+    quantize_inputs,
+)
 from qat.export.targets import check_library, check_model, load_target
 from qat.files import check_free, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
@@ -199,8 +206,13 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
         ExportError: it does not load, or a logit differs by more than rounding explains.
     """
     target, ids = load_target(name), probe_ids(model)
+    plain, dtype = model, embedding_dtype(model)
+    if target.COMPARED != "bits":
+        dtype = dtype if target.COMPARED == "constants" else torch.float32
+        plain = float_model(model, dense_state_dict(model, dtype), torch.float32)
+        quantize_inputs(plain, model)
     try:
-        found = target.read_logits(model, directory, ids)
+        found = target.read_logits(plain if target.COMPARED == "bits32" else model, directory, ids)
     except Exception as error:
         if not (isinstance(error, UNREADABLE) or is_of_files(error, error.__traceback__)):
             raise
@@ -209,16 +221,11 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
             f"what was written of {type(model).__name__} cannot be read back ({why}), expected a "
             "model that this format's programs know; export --to dense"
         ) from error
-    if target.COMPARED == "bits":
-        align(model)
-        expected, allowed = logits_of(model, ids), 0.0
-    else:
-        has_constants = target.COMPARED == "constants"
-        dtype = embedding_dtype(model) if has_constants else torch.float32
-        rounded = float_model(model, dense_state_dict(model, dtype), torch.float32)
-        expected = logits_of(rounded, ids)
-        with disturbed(rounded, max(SUMS, torch.finfo(dtype).eps)):
-            allowed = _most(logits_of(rounded, ids), expected)
+    align(plain)
+    expected, allowed = logits_of(plain, ids), 0.0
+    if target.COMPARED in ("sums", "constants"):
+        with disturbed(plain, max(SUMS, torch.finfo(dtype).eps)):
+            allowed = _most(logits_of(plain, ids), expected)
     difference = _most(found, expected)
     if not difference <= allowed:  # NaN is no number to believe
         wished = f"within {allowed:.3g}" if allowed else "to the bit"
@@ -239,7 +246,7 @@ def _report(name: TargetName, model: PreTrainedModel, directory: Path) -> Export
     dtype = str(embedding_dtype(model)).removeprefix("torch.")
     if config.is_file():
         dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype", dtype)
-    suffixes = {".safetensors", ".gguf", ".bin", ".pt"}
+    suffixes = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
     return ExportReport(
         dtype=dtype,
         saved_dtype=dtype,

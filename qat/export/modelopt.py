@@ -20,7 +20,7 @@ from qat.nn.swap import embedding_dtype
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 check = any_model
 lost, scheme = nvfp4.lost, nvfp4.scheme
 ALGORITHM = "W4A16_NVFP4"

@@ -33,7 +33,7 @@ from qat.quant.weight import SMALLEST, pack
 COMPARED = "bits"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = ()
+HOLDS_ACTIVATIONS = (None,)
 check = any_model
 GRIDS = ("e2m1", "seq", "int", "ternary")
 GROUP_SIZE = 16
@@ -113,7 +113,7 @@ def write(
         tensors[f"{name}.weight_packed"] = values
         tensors[f"{name}.weight_scale"] = scales
         tensors[f"{name}.weight_global_scale"] = factor[None].clone()
-    settings = compressed_tensors.config(FORM, [(list(weights), SETTINGS)])
+    settings = compressed_tensors.config(FORM, [(list(weights), {"weights": SETTINGS})])
     compressed_tensors.save(model, tokenizer, directory, tensors=tensors, settings=settings)
 
 

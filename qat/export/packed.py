@@ -7,7 +7,7 @@ from qat.quant.spec import ACTIVATION_KINDS
 COMPARED = "bits"
 HOLDS_ADAPTERS = True
 HOLDS_TABLES = True
-HOLDS_ACTIVATIONS = ACTIVATION_KINDS
+HOLDS_ACTIVATIONS = (None, *ACTIVATION_KINDS)
 lost, scheme, check = loses_nothing, as_it_is, any_model
 write, read_logits = write_checkpoint, reloaded_logits
 HOW_TO_LOAD = """\

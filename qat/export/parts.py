@@ -20,7 +20,7 @@ from transformers import (
 from qat.errors import ExportError
 from qat.models.checkpoint import quiet_transformers
 from qat.models.opening import auto_class
-from qat.models.stored_state import quantized_modules
+from qat.models.stored_state import INPUT_SCALE, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import open_sites
@@ -30,6 +30,10 @@ from qat.quant.spec import LutSpec
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 EVEN_GRIDS = ("seq", "int", "ternary")
 """Codebooks of evenly spaced levels."""
+DECODERS = ("llama", "qwen2", "qwen3")
+"""Models that programs are made of."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles are the same however long the text is."""
 
 
 class DtypeError(ExportError):
@@ -107,6 +111,31 @@ def any_model(model: PreTrainedModel) -> None:
     """Every model that transformers runs can be written (`Target.check`)."""
 
 
+def plain_decoder(model: PreTrainedModel, program: str) -> None:
+    """Refuse a model that is not known to become a program for devices, named so.
+
+    Raises:
+        ExportError: another family, rotary positions that change with the text, another activation,
+            or attention that does not see all of the text.
+    """
+    config = model.config
+    if config.model_type not in DECODERS:
+        raise ExportError(
+            f"model_type={config.model_type} cannot be written as {program}, expected one of "
+            f"{', '.join(DECODERS)}; export --to dense and trace it yourself"
+        )
+    rope = config.rope_parameters.get("rope_type", "default")
+    layers = set(getattr(config, "layer_types", None) or ())
+    activation = config.hidden_act
+    if rope not in ROPES or layers - {"full_attention"} or activation not in ("silu", "swish"):
+        raise ExportError(
+            f"rope_type={rope}, hidden_act={activation} and layers of "
+            f"{', '.join(sorted(layers)) or 'full_attention'} cannot be written as {program}, "
+            f"expected one of {', '.join(ROPES)}, then silu and full_attention; export --to dense "
+            "and trace it yourself"
+        )
+
+
 def lost_by_rank(spec: LutSpec) -> str | None:
     """Why one scale for each group is not that weight's; None if it is."""
     if spec.scale != "group":
@@ -178,7 +207,7 @@ def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, T
     for name, module in quantized_modules(model).items():
         is_table = isinstance(module, FrozenLutTable)
         parts = module.weight_tensors() if is_table else module.weight_parameters()
-        for key in ("packed", *parts):
+        for key in ("packed", INPUT_SCALE, *parts):
             state.pop(f"{name}.{key}", None)
     if model.config.get_text_config().tie_word_embeddings:
         for name in model.all_tied_weights_keys:
@@ -239,13 +268,20 @@ def reloaded_logits(
 ) -> Tensor:
     """Those of the model that transformers, given these `settings` too, reads from `directory`, in
     the dtype of `model`."""
+    found = reloaded(model, directory, dtype=embedding_dtype(model), **settings)
     with quiet_transformers():
-        reloaded = auto_class(model.config).from_pretrained(
-            directory, dtype=embedding_dtype(model), local_files_only=True, **settings
+        return logits_of(found, ids)  # some decompress at the first call
+
+
+def reloaded(model: PreTrainedModel, directory: Path, **settings: object) -> PreTrainedModel:
+    """The model like `model` that transformers, given these `settings`, reads from `directory`."""
+    with quiet_transformers():
+        found = auto_class(model.config).from_pretrained(
+            directory, local_files_only=True, **settings
         )
-        open_sites(reloaded)  # so that experts multiply in the layout that they have in `model`
-        align(reloaded)
-        return logits_of(reloaded.eval(), ids)  # some decompress at the first call
+    open_sites(found)  # so that experts multiply in the layout that they have in `model`
+    align(found)
+    return found.eval()
 
 
 def float_model(
@@ -266,6 +302,15 @@ def float_model(
     dense.load_state_dict(state, assign=True)
     dense.tie_weights()
     return dense.eval()
+
+
+def quantize_inputs(copy: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Let the linears of a float copy of `model` read their inputs as its own do."""
+    for name, module in quantized_modules(model).items():
+        if module.activation is not None:
+            copy.get_submodule(name).register_forward_pre_hook(
+                lambda _module, args, read=module.activation: (read(args[0]),)
+            )
 
 
 def float_skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

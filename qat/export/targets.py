@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.convert.shipping import check_architecture
+from qat.convert.shipping import check_architecture, lost_by_activation
 from qat.errors import ExportError, how_to_install
 from qat.export.config import TargetName
 from qat.models.checkpoint import load_skeleton
@@ -59,17 +59,17 @@ class Lack(NamedTuple):
 class Target(Protocol):
     """What the module of a target defines. Its own library is imported inside the functions."""
 
-    COMPARED: Literal["bits", "sums", "constants"]
+    COMPARED: Literal["bits", "bits32", "sums", "constants"]
     """How logits that are read back must equal the model's. bits: to the bit, in its own dtype;
-    sums: in float32, where sums run in another order; constants: in float32 with weights rounded to
-    the model's dtype, as angles and other constants are in the files."""
+    bits32: in float32, as the library rounds scales of inputs to the dtype of the model; sums: in
+    float32, where sums run in another order; constants: in float32 with weights rounded to the
+    model's dtype, as angles and other constants are in the files."""
     HOLDS_ADAPTERS: bool
     """Whether `lora_out @ lora_in` may be part of a weight."""
     HOLDS_TABLES: bool
     """Whether the embedding or the head may be quantized."""
-    HOLDS_ACTIVATIONS: tuple[ActivationKind, ...]
-    """Ways of quantizing inputs that the target computes with; none where it holds weights
-    alone."""
+    HOLDS_ACTIVATIONS: tuple[ActivationKind | None, ...]
+    """Kinds of inputs that the target computes with; None: in floating point."""
     HOW_TO_LOAD: str
     """Markdown for the model card: how to load the files with the target's own library."""
 
@@ -183,12 +183,13 @@ def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, st
         return reason, "convert the model without --embedding-bits"
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
         return "its adapter is part of its weight", "export --to dense or packed"
-    kind = None if module.activation is None else module.activation.spec.kind
-    if kind is not None and kind not in target.HOLDS_ACTIVATIONS:
-        reason = f"its input is quantized ({kind}), expected one in floating point"
-        return reason, "convert the model without --activations, or keep the packed checkpoint"
+    activation = module.activation and module.activation.spec
     reason = target.lost(module.spec, weight_shape(module))
-    # --for makes no levels of vectors or trellises
-    plan = " --to q2a4" if module.spec.has_codewords else ""
-    remedy = f"convert the model with 'qat convert{plan} --for {{name}}' before training"
+    if reason is None and activation is not None:
+        remedy = "convert the model with inputs as expected, or keep the packed checkpoint"
+    else:
+        # --for makes no levels of vectors or trellises
+        plan = " --to q2a4" if module.spec.has_codewords else ""
+        remedy = f"convert the model with 'qat convert{plan} --for {{name}}' before training"
+    reason = reason or lost_by_activation(target, activation)
     return None if reason is None else (reason, remedy)

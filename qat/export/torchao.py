@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.export.parts import (
@@ -12,10 +12,11 @@ from qat.export.parts import (
     affine,
     any_model,
     exact,
+    logits_of,
     lost_by_grid,
     refuse_codewords,
     refuse_low_rank,
-    reloaded_logits,
+    reloaded,
     unquantized_state,
     write_config,
 )
@@ -25,11 +26,13 @@ from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
-COMPARED = "bits"
+COMPARED = "bits32"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = ()
-check, read_logits = any_model, reloaded_logits
+HOLDS_ACTIVATIONS = (None, "int8-asymmetric")
+check = any_model
+READS_INT8 = "int8_asym_per_token"
+"""What torchao calls inputs of kind int8-asymmetric."""
 MOST_SEQ_BITS = 4
 """Above, a zero among the levels costs little."""
 HOW_TO_LOAD = """\
@@ -83,6 +86,13 @@ def write(
     )
 
 
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of what transformers reads with torchao, in float32."""
+    found = reloaded(model, directory, dtype="auto")
+    # transformers' own refuses to cast what is quantized
+    return logits_of(nn.Module.to(found, torch.float32), ids)
+
+
 def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> Tensor:
     """`W = (integer - zero_point) * scale`, with a zero point in floating point."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
@@ -99,19 +109,26 @@ def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
         getattr(torch, f"int{spec.bits}"),
         (1, spec.group_size),
         dtype,
-        None,
+        None if module.activation is None else READS_INT8,
     )
 
 
 def _config(model: PreTrainedModel) -> dict[str, object]:
     """The `quantization_config`; what each tensor is stands in the file itself."""
     from torchao.core.config import config_to_dict
-    from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
+    from torchao.quantization import (
+        FqnToConfig,
+        Int8DynamicActivationIntxWeightConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+    )
 
-    formats = {
-        name: IntxWeightOnlyConfig(getattr(torch, f"int{m.spec.bits}"), PerGroup(m.spec.group_size))
-        for name, m in quantized_modules(model).items()
-    }
+    formats = {}
+    for name, module in quantized_modules(model).items():
+        bits, size = getattr(torch, f"int{module.spec.bits}"), PerGroup(module.spec.group_size)
+        reads_int8 = module.activation is not None
+        made = Int8DynamicActivationIntxWeightConfig if reads_int8 else IntxWeightOnlyConfig
+        formats[name] = made(bits, size)
     return {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(FqnToConfig(formats))},

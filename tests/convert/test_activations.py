@@ -182,7 +182,9 @@ def test_targets_that_hold_weights_alone_say_so(place: Path, tmp_path: Path) -> 
     assert lacks["packed"] is None and "its input is quantized" in lacks["dense"].reason
     with pytest.raises(ExportError, match=r"its input is quantized \(int8\)"):
         check_model("dense", load_checkpoint(out))
-    with pytest.raises(ExportError, match="holds weights alone and no inputs of kind int8"):
+    with pytest.raises(
+        ExportError, match=r"dense cannot hold plan q4a4_a8: its input is quantized \(int8\)"
+    ):
         convert_checkpoint(
             source, settings, tmp_path / "b", Shipping({"dense": load_target("dense")})
         )
