@@ -14,6 +14,7 @@ TargetName = Literal[
     "modelopt",
     "gguf",
     "torchao",
+    "executorch",
     "anemll",
 ]
 """What a student can be shipped as; `qat.export.targets` says where each is written."""

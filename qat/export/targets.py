@@ -31,6 +31,7 @@ TARGETS: dict[TargetName, str] = {
     "modelopt": "qat.export.modelopt",
     "gguf": "qat.export.gguf",
     "torchao": "qat.export.torchao",
+    "executorch": "qat.export.executorch",
     "anemll": "qat.anemll.export",
 }
 """The module of each target; none is imported before it is asked for."""
@@ -42,6 +43,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "modelopt": ("compressed_tensors", "ship"),
     "gguf": ("gguf", "ship"),
     "torchao": ("torchao", "adam8bit"),
+    "executorch": ("executorch.runtime", "executorch"),
 }
 """What writes and reads back the files of a target, and the extra that brings it; others need
 nothing more."""

@@ -103,9 +103,9 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetName, Path]
     """A checkpoint converted for each target."""
     place = tmp_path_factory.mktemp("students")
     torch.set_num_threads(1)
-    for to in SHIPPED:
+    for to in (*SHIPPED, "executorch"):
         save_checkpoint(mixed(to), tiny_tokenizer(), place / to)
-    return {to: place / to for to in SHIPPED}
+    return {to: place / to for to in (*SHIPPED, "executorch")}
 
 
 def library(to: TargetName) -> None:
@@ -116,7 +116,8 @@ def test_every_name_has_a_module() -> None:
     assert set(TARGETS) == set(get_args(TargetName))
     for name in TARGETS:
         target = load_target(name)
-        assert target.COMPARED in ("bits", "sums", "constants") and "DIR" in target.HOW_TO_LOAD
+        assert target.COMPARED in ("bits", "bits32", "sums", "constants")
+        assert "DIR" in target.HOW_TO_LOAD and target.HOLDS_ACTIVATIONS
         assert target.lost(LutSpec(bits=2, codebook="int", scale_bits=8), (64, 64)) is None
 
 
@@ -580,8 +581,9 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows(
         ("q2a4", ("mlx", "gguf")),
         ("q2a4", ("gguf", "mlx")),
         ("q2a4", EVEN),
-        ("q2a4", tuple(name for name in TARGETS if name not in ("nvfp4", "modelopt"))),
-        ("q2a2", tuple(TARGETS)),
+        ("q2a4", tuple(n for n in TARGETS if n not in ("nvfp4", "modelopt", "executorch"))),
+        ("q2a2", tuple(name for name in TARGETS if name != "executorch")),
+        ("q2a4", ("executorch", "torchao", "compressed-tensors", "packed")),
     ],
 )
 def test_a_plan_is_bent_to_what_all_its_targets_hold(
@@ -590,7 +592,8 @@ def test_a_plan_is_bent_to_what_all_its_targets_hold(
     model = tiny_model(**WIDE)
     shipping = Shipping({name: load_target(name) for name in names})
     bent = shipping.plan(PRESETS[preset], model)
-    assert bent.name == f"{preset}_{'_'.join(names)}"
+    inputs = "_a8z" if "executorch" in names else ""
+    assert bent.name == f"{preset}{inputs}_{'_'.join(names)}"
     quantize_model(load_like(model), bent)
     for name in names:
         check_model(name, model)
@@ -1053,7 +1056,9 @@ def test_what_a_library_cannot_run_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(seen.value) and not (tmp_path / "out").exists()
 
 
-EXTRAS = ("coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "peft")
+EXTRAS = (
+    "coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "executorch", "peft",
+)  # fmt: skip
 
 
 def test_what_a_student_ships_to_is_known_without_the_libraries_of_targets(

@@ -1,0 +1,217 @@
+"""Target `executorch`: a program that ExecuTorch runs, its products by XNNPACK on a CPU.
+
+A weight is integers of 4 bits under a bfloat16 scale for each group, or integers of 8 bits under a
+float32 scale for each row. What it multiplies is rounded to 8 bits as the program runs, each token
+by itself. It is the one file that needs executorch to be imported.
+
+Shapes: S positions, V words.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+
+from qat.export.dense import dense_state_dict
+from qat.export.parts import (
+    DTYPE_NAMES,
+    EVEN_GRIDS,
+    DtypeError,
+    affine,
+    exact,
+    float_model,
+    group_size_near,
+    lost_by_grid,
+    plain_decoder,
+    refuse_codewords,
+    refuse_low_rank,
+    write_config,
+)
+from qat.models.stored_state import quantized_modules
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.swap import embedding_dtype
+from qat.quant.spec import LutSpec
+
+COMPARED = "sums"
+HOLDS_ADAPTERS = False
+HOLDS_TABLES = False
+HOLDS_ACTIVATIONS = ("int8-asymmetric",)
+FILE_NAME = "model.pte"
+LENGTH = 1024
+"""Positions that the cache of keys and values has room for, at most."""
+GROUP_SIZES = (32, 64, 128, 256)
+"""XNNPACK has multiples of 32, under weights of 4 bits alone."""
+HOW_TO_LOAD = """\
+```python
+# pip install executorch transformers
+import torch
+from executorch.runtime import Runtime
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIR")
+forward = Runtime.get().load_program("DIR/model.pte").load_method("forward")
+ids = torch.tensor([tokenizer("Once upon a time").input_ids])
+(logits,) = forward.execute([ids, torch.arange(ids.shape[1])])
+```
+
+The program keeps keys and values: give it a prompt, then each new token with its position.
+"""
+
+
+def stored_bits(spec: LutSpec, in_features: int) -> int | None:
+    """Bits of the integers that XNNPACK holds the levels in, 4 or 8; None if it does not.
+
+    Levels without a zero are the odd multiples of half a step, which take a bit more.
+    """
+    bits = spec.bits + (spec.codebook == "seq")
+    if bits <= 4 and spec.group_size % GROUP_SIZES[0] == 0 and spec.scale_bits == 8:
+        return 4
+    return 8 if bits <= 8 and spec.group_size == in_features else None
+
+
+def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
+    """Even levels in integers of 4 bits in groups, or of 8 bits with a scale for each row."""
+    reason = lost_by_grid(spec, EVEN_GRIDS)
+    if reason is None and stored_bits(spec, shape[1]) is None:
+        reason = (
+            f"{spec.codebook} of {spec.bits} bits in groups of {spec.group_size} with scales of "
+            f"{spec.scale_bits} bits, expected integers of 4 bits in groups of a multiple of "
+            f"{GROUP_SIZES[0]} with scales of 8, or integers of 8 bits with a scale for each row"
+        )
+    return reason
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """Even levels without a zero up to 3 bits, integers above; from 5 bits on, one scale a row.
+
+    Raises:
+        ExportError: vectors, or scales of low rank; no group divides the row.
+    """
+    refuse_codewords(spec)
+    refuse_low_rank(spec)
+    fits = spec.codebook in ("int", "ternary")
+    codebook = spec.codebook if fits else "seq" if spec.bits < 4 else "int"
+    if spec.bits > 4:
+        return LutSpec(bits=spec.bits, codebook=codebook, group_size=shape[1])
+    size = group_size_near(spec.group_size, GROUP_SIZES, shape[1])
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse an architecture that is not known to become a program (ExportError)."""
+    plain_decoder(model, "a program for ExecuTorch")
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write model.pte, config.json and the tokenizer.
+
+    Raises:
+        ExportError: the model is not in float32, or a scale does not fit.
+    """
+    dtype = embedding_dtype(model)
+    if dtype != torch.float32:
+        raise DtypeError(
+            f"XNNPACK rounds tokens of float32, not of {DTYPE_NAMES[dtype]}, expected float32; "
+            "export with --dtype fp32"
+        )
+    integers = float_model(model, dense_state_dict(model, dtype), dtype)
+    for name, module in quantized_modules(model).items():
+        weight = nn.Parameter(_tensor(name, module), requires_grad=False)
+        integers.get_submodule(name).weight = weight
+    (directory / FILE_NAME).write_bytes(_lowered(_Cached(integers, _length(model))))
+    write_config(model, tokenizer, directory, dtype=dtype, extra={})
+
+
+def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
+    """Those of the program: half of each row is read as a prompt, the rest a token at a time."""
+    from executorch.runtime import Runtime
+
+    forward = Runtime.get().load_program(directory / FILE_NAME).load_method("forward")
+    half, length = ids.shape[1] // 2, ids.shape[1]
+    parts = [range(half), *(range(place, place + 1) for place in range(half, length))]
+
+    def logits(row: Tensor, part: range) -> Tensor:
+        return forward.execute([row[None, part], torch.tensor(part)])[0].clone()
+
+    return torch.cat([torch.cat([logits(row, part) for part in parts], dim=1) for row in ids])
+
+
+def _length(model: PreTrainedModel) -> int:
+    return min(LENGTH, model.config.max_position_embeddings)
+
+
+def _tensor(name: str, module: QuantLinear) -> Tensor:
+    """`W = integer * scale`, to be multiplied with tokens that are rounded first."""
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    weight, spec = affine(module), module.spec
+    bits, parts = stored_bits(spec, module.in_features), 2 if spec.codebook == "seq" else 1
+    dtype = torch.bfloat16 if bits == 4 else torch.float32  # in which XNNPACK keeps scales
+    scale = exact(f"{name}.scales", weight.scale / parts, dtype, has_choice=False).float()
+    lowest, second = module.codebook.tolist()[:2]
+    lowest = round(lowest / (second - lowest) * parts)
+    return IntxUnpackedToInt8Tensor(
+        (weight.codes.int() * parts + lowest).to(torch.int8),
+        scale,
+        torch.zeros_like(scale, dtype=torch.int8),
+        getattr(torch, f"int{bits}"),
+        (1, spec.group_size),
+        torch.float32,
+        "int8_asym_per_token",
+    )
+
+
+class _Cached(nn.Module):
+    """A model with a cache of fixed size among its own buffers, so that a program keeps it."""
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        super().__init__()
+        self.model, self.length = model, length
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        room = torch.zeros(1, config.num_key_value_heads, length, head_dim)
+        for layer in range(config.num_hidden_layers):
+            self.register_buffer(f"keys_{layer}", room.clone())
+            self.register_buffer(f"values_{layer}", room.clone())
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits `(1, S, V)` of `tokens` `(1, S)` at consecutive `positions` `(S,)`."""
+        cache = StaticCache(config=self.model.config, max_cache_len=self.length)
+        for number, layer in enumerate(cache.layers):
+            layer.keys, layer.values = (
+                self.get_buffer(f"keys_{number}"),
+                self.get_buffer(f"values_{number}"),
+            )
+            layer.cumulative_length = positions[0].clone()
+            layer.device, layer.is_initialized = positions.device, True
+        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+
+
+@torch.no_grad()
+def _lowered(model: _Cached) -> bytes:
+    """The program: tokens and their positions in, as many as there is room for; logits out."""
+    few = torch.arange(2)
+    count = torch.export.Dim("count", min=1, max=model.length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of each other
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
+            XnnpackDynamicallyQuantizedPartitioner,
+        )
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+        program = torch.export.export(
+            model.eval(), (few[None], few), dynamic_shapes=({1: count}, {0: count}), strict=False
+        )
+        lowered = to_edge_transform_and_lower(
+            program,
+            partitioner=[XnnpackDynamicallyQuantizedPartitioner()],
+            # torchao's operators are outside of its core set
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        return lowered.to_executorch().buffer

@@ -1,0 +1,134 @@
+"""Target executorch: which weights XNNPACK holds, and a program that computes our logits.
+
+What runs a program needs ExecuTorch: `.ci/executorch` installs it and runs these.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import frozen_linear, tiny_quantized, with_rounded_inputs
+from tiny import tiny_model, tiny_tokenizer
+
+from qat.convert.quantize import quantize_model
+from qat.convert.shipping import Shipping
+from qat.errors import ExportError
+from qat.export import executorch, mlx
+from qat.export.config import ExportConfig
+from qat.export.model import check_equal, export_model
+from qat.export.parts import DtypeError, logits_of, probe_ids
+from qat.export.targets import check_model, ships_to
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.language_model import LanguageModel
+from qat.nn.step import quant_linears
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+
+TO = Shipping({"executorch": executorch})
+INT4 = LutSpec(bits=4, codebook="int", group_size=32, scale_bits=8)
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+needs_executorch = pytest.mark.skipif(
+    find_spec("executorch") is None, reason="needs ExecuTorch: bash .ci/executorch"
+)
+
+
+@pytest.mark.parametrize(
+    ("codebook", "bits", "size", "scale_bits", "held"),
+    [
+        ("int", 4, 32, 8, 4),
+        ("int", 2, 64, 8, 4),
+        ("ternary", 2, 32, 8, 4),
+        ("seq", 3, 32, 8, 4),
+        ("seq", 1, 96, 8, 4),
+        ("seq", 4, 32, 8, None),
+        ("seq", 4, 96, 8, 8),
+        ("int", 4, 16, 8, None),
+        ("int", 4, 32, 16, None),
+        ("int", 8, 96, 16, 8),
+        ("int", 5, 32, 8, None),
+        ("seq", 7, 96, 16, 8),
+        ("seq", 8, 96, 16, None),
+    ],
+)
+def test_levels_are_integers_of_xnnpack(
+    codebook: str, bits: int, size: int, scale_bits: int, held: int | None
+) -> None:
+    spec = LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=scale_bits)
+    shape = (8, 192 if size == 64 else 96)
+    assert executorch.stored_bits(spec, shape[1]) == held
+    lost = executorch.lost(spec, shape)
+    assert (lost is None) == (held is not None)
+    bent = executorch.scheme(spec, shape)
+    assert executorch.lost(bent, shape) is None and bent.bits == bits
+    if held is None:
+        said = f"{codebook} of {bits} bits in groups of {size} with scales of {scale_bits} bits"
+        assert lost.startswith(said)
+        return
+    pytest.importorskip("torchao")
+    linear = frozen_linear(8, shape[1], spec)
+    tensor = executorch._tensor("it", linear)
+    assert torch.equal(tensor.dequantize(), linear.quantized_weight())
+    assert tensor.target_dtype == getattr(torch, f"int{held}") and not tensor.zero_point.any()
+
+
+def test_for_executorch_rounds_inputs_as_xnnpack_does() -> None:
+    model = tiny_model(**SHAPE)
+    plan = TO.plan(PRESETS["q2a4"], model)
+    assert plan.name == "q2a4_a8z_executorch"
+    assert {rule.activation.kind for rule in plan.rules} == {"int8-asymmetric"}
+    assert {(rule.spec.codebook, rule.spec.bits) for rule in plan.rules} == {("seq", 2), ("int", 4)}
+    with pytest.raises(ExportError, match=r"quantized \(int8\), expected one int8-asymmetric"):
+        TO.plan(PRESETS["q2a4"].with_activation("int8"), model)
+    both = Shipping({**TO.targets, "mlx": mlx})
+    with pytest.raises(ExportError, match="executorch cannot hold plan q2a4: its input is in flo"):
+        both.plan(PRESETS["q2a4"], model)
+
+
+def test_what_it_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = tiny_quantized("llama", INT4, **SHAPE)
+    how = "expected one int8-asymmetric; convert the model with 'qat convert --for executorch'"
+    with pytest.raises(ExportError, match=f"its input is in floating point, {how}"):
+        check_model("executorch", model)
+    save_checkpoint(model, None, tmp_path / "floats")
+    assert ships_to(tmp_path / "floats")["executorch"].is_format
+    with_rounded_inputs(model, "int8-asymmetric")
+    check_model("executorch", model)
+    with pytest.raises(DtypeError, match="not of bf16, expected float32; export with --dtype fp32"):
+        executorch.write(model.__class__(model.config).bfloat16(), None, tmp_path)
+    model.config.model_type = "other"
+    with pytest.raises(ExportError, match="model_type=other cannot be written as a program for Ex"):
+        check_model("executorch", model)
+
+
+@pytest.mark.slow
+@needs_executorch
+@pytest.mark.filterwarnings("ignore")  # what its modules do as they are imported
+def test_a_program_computes_our_logits(tmp_path: Path) -> None:
+    """Groups and rows, a prompt and then a token at a time; another model's are noticed."""
+    model = tiny_model("llama", initializer_range=0.2, tie_word_embeddings=False, **SHAPE)
+    rows = LutSpec(bits=8, codebook="int", group_size=96)
+    plan = QuantPlan(
+        name="mixed",
+        rules=(
+            PlanRule(pattern="*.down_proj", spec=rows),
+            PlanRule(role="mlp", spec=LutSpec(bits=2, codebook="ternary")),
+            *PRESETS["q2a4"].rules,
+        ),
+    )
+    quantize_model(LanguageModel(model), TO.plan(plan, model))
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "student")
+    out = tmp_path / "out"
+    report = export_model(str(tmp_path / "student"), ExportConfig(to="executorch"), out)
+    assert report.logits_max_diff < 1e-4 and report.dtype == "float32"
+    assert report.bytes == (out / executorch.FILE_NAME).stat().st_size
+    ids = torch.arange(100)[None] * 7 % 320
+    student = load_checkpoint(tmp_path / "student", torch.float32)
+    found, expected = executorch.read_logits(student, out, ids), logits_of(student, ids)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-2
+    again = executorch.read_logits(student, out, probe_ids(student))  # what it keeps is overwritten
+    torch.testing.assert_close(again, logits_of(student, probe_ids(student)), rtol=0, atol=1e-4)
+    with torch.no_grad():
+        next(iter(quant_linears(student).values())).scales *= 1.25
+    with pytest.raises(ExportError, match="gives other logits"):
+        check_equal("executorch", student, out)
