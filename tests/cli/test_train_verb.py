@@ -40,7 +40,8 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(
     assert call(monkeypatch, "train", place / "student", *words, "--out", first) == 0
     said = capsys.readouterr().out
     assert (
-        "not to mlx, compressed-tensors, nvfp4, modelopt, gguf, torchao: its codebook is lut ("
+        "not to mlx, compressed-tensors, nvfp4, modelopt, gguf, torchao, executorch: its codebook is "
+        "lut ("
         in said
     )
     result = json.loads(said.splitlines()[-1])

@@ -637,6 +637,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(
         "compressed-tensors": lut,
         "gguf": lut,
         "torchao": lut,
+        "executorch": lut,
         "nvfp4": lut,
         "modelopt": lut,
     }
