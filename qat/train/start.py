@@ -24,6 +24,7 @@ from qat.losses.config import check_targets, check_with_teacher
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
+from qat.models.regions import kv_spec
 from qat.models.stored_state import activation_counts
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
@@ -414,16 +415,23 @@ def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> d
 def _final_name(model: nn.Module, trainer: Trainer) -> str:
     """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.0036_bf16`.
 
-    `quant` holds the mean bits of a weight's index, in the MLPs and in the attention, and how
-    inputs are quantized, if they are: `q2a4_a8`.
+    `quant` holds the mean bits of a weight's index, in the MLPs (behind a v or a t if those are
+    vectors or trellises) and in the attention, and how inputs, and keys and values, are quantized,
+    if they are: `q2a4_a8kv8`.
     """
     quant, config = "", trainer.config
     for letter, role in (("q", "mlp"), ("a", "attention")):
         linears = [m for name, m in quant_linears(model).items() if role_of(name) == role]
+        if linears and letter == "q":
+            are_vectors = all(m.spec.is_vector for m in linears)
+            letter = "v" if are_vectors else "t" if all(m.spec.is_trellis for m in linears) else "q"
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.index_bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""
     quant += "".join(f"_{SUFFIX_OF[kind]}" for kind in activation_counts(model))
+    kept = kv_spec(trainer.student.config)
+    if kept is not None:
+        quant += f"{'' if activation_counts(model) else '_'}kv{kept.bits}"
     return f"{quant or 'float'}_{config.scope}_{_two_digits(trainer.best)}_{config.dtype}"
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cache_case import build, info, texts, without_split
 from crash import stopped_at
-from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized
+from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model, tiny_tokenizer
 from train_case import assert_same_end, config, make_place
 
@@ -25,9 +25,11 @@ from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import atomic_directory
+from qat.models.regions import set_kv
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import replace_module
+from qat.quant.spec import KvSpec
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.resume import load_training_state
@@ -167,6 +169,27 @@ def test_the_name_tells_the_mean_bits_of_a_mixed_student(place: Path, tmp_path: 
     settings = config(place, max_steps=1)
     report = train_student(settings, str(tmp_path / "mixed"), tmp_path / "run", resume=False)
     assert report.final.name.startswith("q2.3a2_e2e_")  # one of six equal linears has 4 bits
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind", "bits", "said"),
+    [
+        ("trellis2_s8", None, None, "t2a2_e2e_"),
+        ("fours8_s8", None, 8, "v2a2_kv8_e2e_"),
+        ("lut2", "int8", 4, "q2a2_a8kv4_e2e_"),
+    ],
+)
+def test_the_name_tells_what_a_student_is_made_of(
+    weights: str, kind: str, bits: int, said: str, place: Path, tmp_path: Path
+) -> None:
+    model = tiny_quantized("qwen3", SPECS[weights])
+    model = with_rounded_inputs(model, kind) if kind else model
+    if bits:
+        set_kv(model, KvSpec(bits=bits))
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "student")
+    settings = config(place, max_steps=1)
+    report = train_student(settings, str(tmp_path / "student"), tmp_path / "run", resume=False)
+    assert report.final.name.startswith(said)
 
 
 @pytest.mark.parametrize(
