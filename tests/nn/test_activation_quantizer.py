@@ -94,6 +94,7 @@ def test_the_module_is_the_formula(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_bits_are_those_of_eager(kind: str, dtype: torch.dtype) -> None:

@@ -125,14 +125,13 @@ def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
                 assert mine["loss_nats"] == pytest.approx(its["loss_nats"], rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
         {"dtype": "bf16", "gradient_checkpointing": True},
-        pytest.param({"grad_accum_steps": 2, "global_batch_size": 0}, marks=SLOW),
-        pytest.param(
-            {"latent_dtype": "bf16", "learn": "weights,norms", "moments": "host"}, marks=SLOW
-        ),
+        {"grad_accum_steps": 2, "global_batch_size": 0},
+        {"latent_dtype": "bf16", "learn": "weights,norms", "moments": "host"},
     ],
 )
 def test_two_ranks_that_gather_a_layer_at_a_time_train_as_two_that_gather_all(
