@@ -100,7 +100,7 @@ def settle(log: Path, *, figures: Path, commit: str, device: str) -> None:
         Of that run.
     """
     last = log.read_text(encoding="utf-8").split("\nmax_batch_")[-1]
-    tried = re.findall(r"^batch (\d+): (fits|out of memory)$", last, re.MULTILINE)
+    tried = re.findall(r"^batch (\d+): (fits|out of memory)", last, re.MULTILINE)
     fitted = max(int(size) for size, outcome in tried if outcome == "fits")
     above = min(int(size) for size, outcome in tried if outcome != "fits" and int(size) > fitted)
     line = {

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from qat.bench.measure import Timing
+from qat.bench.run import Setting
+from qat.bench.student import Ours
+
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
 SMALL = {"shape": "tiny", "device": "cpu"}
 
@@ -91,16 +95,19 @@ def test_an_unknown_case_is_refused() -> None:
 def test_the_batch_found_takes_several_steps(tmp_path: Path, monkeypatch) -> None:
     import measure_max_batch
 
-    def step_once(_setting: object, _ours: object, batch_size: int) -> None:
+    try_steps = measure_max_batch.try_steps
+
+    def in_little_memory(setting: Setting, ours: Ours, batch_size: int) -> Timing:
         if batch_size > 21:
             raise torch.OutOfMemoryError("full")
+        return try_steps(setting, ours, batch_size)
 
-    monkeypatch.setattr(measure_max_batch, "step_once", step_once)
+    monkeypatch.setattr(measure_max_batch, "try_steps", in_little_memory)
     out = tmp_path / "out"
     measure_max_batch.measure(out=out, limits="0", seq_len=8, **SMALL)
     *trials, found = lines(out / "results.jsonl")
     assert {row["kind"] for row in trials} == {"trial"} and found["kind"] == "max"
-    assert found["batch_size"] == found["largest_one_step"] == 21
+    assert found["batch_size"] == 21 and 1 <= found["fastest"] <= 21
     assert found["timed_steps"] == 1 and found["positions"] == 21 * 8
     assert found["gradient_checkpointing"] and found["loss"] == "candidates"
     assert figures(out)["max_batch_139gib"]["value"] == 21
@@ -111,8 +118,9 @@ def test_a_search_that_was_cut_off_gives_what_had_fitted(tmp_path: Path) -> None
 
     log = tmp_path / "log"
     log.write_text(
-        "batch 9: fits\nmax_batch_16gib: 9 sequences\nbatch 40: out of memory\nbatch 20: fits\n"
-        "batch 30: fits\nbatch 35: out of memory\n"
+        "batch 9: fits, 1 s a step, 9 tokens/s\nmax_batch_16gib: 9 sequences\n"
+        "batch 40: out of memory\nbatch 20: fits, 2 s a step, 10 tokens/s\n"
+        "batch 30: fits, 3 s a step, 10 tokens/s\nbatch 35: out of memory\n"
     )
     figures_file = tmp_path / "figures.jsonl"
     measure_max_batch.settle(log, figures=figures_file, commit="abc", device="one GPU")
