@@ -1,6 +1,7 @@
 """A teacher behind a server: its cache is that of the same teacher here, or one line says why."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -313,7 +314,8 @@ def test_a_busy_server_is_asked_again_and_the_bytes_are_the_same(
         build(asked, tmp_path / "disturbed")
         assert stage.statuses == []
     assert contents(tmp_path / "whole") == contents(tmp_path / "disturbed")
-    assert "429 Too Many Requests (no; you sent); asking again in" in caplog.text
+    # several requests are refused at a time, and the first that is says so
+    assert re.search(r"(429|50\d) [A-Z][\w ]+ \(no; you sent\); asking again in", caplog.text)
 
 
 def test_a_server_that_asks_for_time_gets_it(

@@ -285,7 +285,7 @@ def test_the_notebook_serves_a_run(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
     path = make(tmp_path / "student")
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["format"] = 9
+    config["quantization_config"]["format"] = 99
     (path / "config.json").write_text(json.dumps(config))
     (path / CHECKSUMS).unlink()
     done = subprocess.run(
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("qat: quantization_config has format=9, expected format=1 to 6; use")
+    assert last.startswith("qat: quantization_config has format=99, expected format=1 to 12; use")
 
 
 def test_experts_of_a_family_that_vllm_looks_for_elsewhere_are_refused(tmp_path: Path) -> None:

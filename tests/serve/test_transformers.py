@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_one_line(student: Path, tmp_path: Path) -> Non
         return
     newer = shutil.copytree(student, tmp_path / "newer")
     config = json.loads((newer / "config.json").read_text())
-    config["quantization_config"]["format"] = 9
+    config["quantization_config"]["format"] = 99
     (newer / "config.json").write_text(json.dumps(config))
     (newer / CHECKSUMS).unlink()
-    assert refused(newer).startswith("qat: quantization_config has format=9, expected format=1")
+    assert refused(newer).startswith("qat: quantization_config has format=99, expected format=1 to")
