@@ -60,6 +60,7 @@ def measure(
     figures: Path | None = None,
 ) -> None:
     """Print the peak in GiB, and record it as convert_70b_host_gib."""
+    scratch = scratch.resolve()
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         source = Path(folder, "model")
