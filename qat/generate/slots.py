@@ -181,7 +181,7 @@ class SlotStep:
         Prompts may be filled up behind: what comes there is overwritten before it is read.
         """
         B, T = ids.shape
-        of_tokens = slots[:, None].expand(B, T).flatten()
+        of_tokens = slots.repeat_interleave(T)
         positions = torch.arange(T, device=self.device).repeat(B)
 
         def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
