@@ -152,7 +152,7 @@ def convert_model(
         change_attention(student.model, attention)
     kv = read_kv(config) or kv_spec(student.model.config)
     if kv is not None:
-        quantize_kv(student.model, kv)
+        quantize_kv(student.model, kv, student.device)
     if shipping is not None:  # refuses before any work
         bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
         shipping.plan(with_tables(plan, student.model, bits), student.model)

@@ -102,12 +102,12 @@ class KvReport:
     """Over what they take in bfloat16."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Self | None:
-        """Of that model; None where it keeps them as they are."""
-        spec = kv_spec(model.config)
+    def of(cls, student: LanguageModel) -> Self | None:
+        """Of that student; None where it keeps them as they are."""
+        spec = kv_spec(student.model.config)
         if spec is None:
             return None
-        heads = kept_heads(model)
+        heads = kept_heads(student.model, student.device)
         total = sum(each.num_bytes(spec) for each in heads)
         return cls(spec.bits, total, total / sum(each.half_bytes() for each in heads))
 
@@ -210,7 +210,7 @@ def quantize_model(
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],
         activations=activation_counts(model),
-        kv=KvReport.of(model),
+        kv=KvReport.of(student),
     )
 
 

@@ -95,7 +95,7 @@ def set_kv(model: PreTrainedModel, spec: KvSpec | None) -> None:
     config._attn_implementation = "sdpa" if spec is None else names[spec]
 
 
-def quantize_kv(model: PreTrainedModel, spec: KvSpec) -> None:
+def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | None = None) -> None:
     """As `set_kv`, of a model that is tried first: every layer must hand on its keys and values.
 
     Raises:
@@ -116,7 +116,7 @@ def quantize_kv(model: PreTrainedModel, spec: KvSpec) -> None:
             f"expected keys and values of heads{rest}"
         )
     set_kv(model, spec)
-    heads, layers = kept_heads(model), len(decoder_layers(model))
+    heads, layers = kept_heads(model, device), len(decoder_layers(model))
     if len(heads) != layers:
         raise ConfigError(
             f"{asked}, but {len(heads)} of the {layers} layers of {name} keep keys and values of "
@@ -144,8 +144,11 @@ class KeptHeads(NamedTuple):
 
 
 @torch.no_grad()
-def kept_heads(model: PreTrainedModel) -> list[KeptHeads]:
-    """What each layer of `model`, which attends by `set_kv`, hands on to be kept: it runs once."""
+def kept_heads(model: PreTrainedModel, device: torch.device | None = None) -> list[KeptHeads]:
+    """What each layer of `model`, which attends by `set_kv`, hands on to be kept: it runs once.
+
+    `device`: where it computes, if its weights lie elsewhere until then.
+    """
     found: list[KeptHeads] = []
 
     def look(
@@ -158,7 +161,8 @@ def kept_heads(model: PreTrainedModel) -> list[KeptHeads]:
     config = model.config.get_text_config()
     kept, config._attn_implementation = config._attn_implementation, LOOKING
     try:
-        model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device), use_cache=False)
+        ids = torch.zeros(1, 4, dtype=torch.long, device=device or model.device)
+        model(input_ids=ids, use_cache=False)
     finally:
         config._attn_implementation = kept
     return found

@@ -14,11 +14,12 @@ from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.models import streamed
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
+from qat.models.regions import quantize_kv
 from qat.models.stored_state import packed_state_dict
 from qat.nn.swap import linear_names
 from qat.quant import vectors
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
-from qat.quant.spec import PRESETS, LutSpec
+from qat.quant.spec import PRESETS, KvSpec, LutSpec
 from qat.quant.weight import index_dtype
 
 pytestmark = pytest.mark.gpu
@@ -150,7 +151,9 @@ def test_a_model_in_its_files_becomes_what_it_becomes_in_memory(
         for folder in (None, tmp_path):
             source = str(tmp_path / "float")
             student = load_model(source, device="cuda", dtype="fp32", folder=folder)
-            quantize_model(student, PRESETS["q2a4"], calibration=calibration)
+            quantize_kv(student.model, KvSpec(bits=4), student.device)
+            report = quantize_model(student, PRESETS["q2a4"], calibration=calibration)
+            assert report.kv is not None and report.kv.bits == 4
             states.append(packed_state_dict(student.model))
         for name, tensor in states[0].items():
             assert torch.equal(tensor.cpu(), states[1][name].cpu())
