@@ -178,31 +178,45 @@ ALL_BELOW = tl.constexpr((1 << REST) - 1)
 
 
 @triton.jit
+def _scale_of(octet):
+    return ((octet + EXPONENTS) << BELOW).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _step(word, BITS: tl.constexpr):
     """Scale and smallest number of a half, from the lower 16 bits of what a cache keeps of it."""
-    scale = (((word & 255) + EXPONENTS) << BELOW).to(tl.float32, bitcast=True)
+    scale = _scale_of(word & 255)
     return scale, -(((word >> 8) & 255).to(tl.float32) * scale / 2 ** (8 - BITS))
+
+
+@triton.jit
+def _nearest(x, scale, zero):
+    """As `qat.quant.kv` has it: the same codes, however a division is rounded."""
+    code = tl.floor(x / scale + zero + 0.5)
+    code += ((code + 0.5 - zero) * scale <= x).to(tl.float32)
+    return code - ((code - 0.5 - zero) * scale > x).to(tl.float32)
 
 
 @triton.jit
 def _step_for(x, BITS: tl.constexpr):
     """The 16 bits that a cache keeps of each half head, a row of `x`, which may end in zeros."""
     low = tl.minimum(tl.min(x, axis=1), 0.0)
-    raw = tl.div_rn(tl.maximum(tl.max(x, axis=1), 0.0) - low, 2.0**BITS - 1)
-    octet = ((raw.to(tl.int32, bitcast=True) + ALL_BELOW) >> BELOW) - EXPONENTS
-    octet = tl.minimum(tl.maximum(octet, 0), 255)
-    scale, _ = _step(octet, BITS)
-    zero = tl.div_rn(low, scale) * -(2.0 ** (8 - BITS)) + 0.5
+    span = tl.maximum(tl.max(x, axis=1), 0.0) - low
+    raw = (span / (2.0**BITS - 1)).to(tl.int32, bitcast=True)
+    octet = ((raw + ALL_BELOW) >> BELOW) - EXPONENTS
+    is_short = _scale_of(octet) * (2.0**BITS - 1) < span
+    is_long = _scale_of(octet - 1) * (2.0**BITS - 1) >= span
+    octet = tl.minimum(tl.maximum(octet + is_short.to(tl.int32) - is_long.to(tl.int32), 0), 255)
+    zero = _nearest(low * -(2.0 ** (8 - BITS)), _scale_of(octet), 0.0)
     return octet | (tl.minimum(zero, 255.0).to(tl.int32) << 8)
 
 
 @triton.jit
 def _encoded(x, word, BITS: tl.constexpr):
     """Codes of `x` in the steps of a half."""
-    scale, _ = _step(word, BITS)
     zero = ((word >> 8) & 255).to(tl.float32) / 2 ** (8 - BITS)
-    code = tl.div_rn(x, scale + tl.zeros_like(x)) + zero
-    return (tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1) + 0.5).to(tl.int32)
+    code = _nearest(x, _scale_of(word & 255), zero)
+    return tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1).to(tl.int32)
 
 
 @triton.jit

@@ -101,15 +101,28 @@ def fake_quantize_heads(x: Tensor, bits: int) -> Tensor:
 
 
 def _quantized(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `(..., 2, D / 2)` int32; a scale's byte and the zero of each half, `(..., 2)` int32."""
+    """Codes `(..., 2, D / 2)` int32; a scale's byte and the zero of each half, `(..., 2)` int32.
+
+    They do not depend on how a device rounds a division, which compiled code leaves open: what it
+    gives is compared with products that float32 holds exactly.
+    """
     halves, levels, fine = x.detach().float().unflatten(-1, (2, -1)), 2**bits - 1, 2 ** (8 - bits)
     low, high = halves.amin(-1).clamp_max(0.0), halves.amax(-1).clamp_min(0.0)
-    raw = ((high - low) / levels).view(torch.int32)
-    octet = (((raw + (1 << REST) - 1) >> REST) - OFFSET).clamp(0, 255)
+    span = high - low
+    octet = (((span / levels).view(torch.int32) + (1 << REST) - 1) >> REST) - OFFSET
+    is_short, is_long = _scale(octet) * levels < span, _scale(octet - 1) * levels >= span
+    octet = (octet + is_short.int() - is_long.int()).clamp(0, 255)
     scale = _scale(octet)
-    zero = (low / scale * -fine + 0.5).clamp_max(255.0).int()
-    code = halves / scale[..., None] + (zero.float() / fine)[..., None]
-    return (code.clamp(0.0, float(levels)) + 0.5).int(), octet, zero
+    zero = _nearest(low * -fine, scale, torch.zeros_like(low)).clamp_max(255.0)
+    code = _nearest(halves, scale[..., None], (zero / fine)[..., None])
+    return code.clamp(0.0, float(levels)).int(), octet, zero.int()
+
+
+def _nearest(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """`floor(x / scale + zero + 1 / 2)`, whichever way the division is rounded."""
+    code = (x / scale + zero + 0.5).floor()
+    code = code + ((code + 0.5 - zero) * scale <= x).float()
+    return code - ((code - 0.5 - zero) * scale > x).float()
 
 
 def _dequantized(code: Tensor, octet: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -18,6 +18,7 @@ from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
 from qat.kernels.lut_rows import gathered, order_of, spread, stack
 from qat.models.language_model import LanguageModel
 from qat.models.regions import quantize_kv
+from qat.quant.kv import quantize_heads
 from qat.quant.spec import KvSpec, LutSpec
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +101,18 @@ def test_a_layer_of_linears(kind: str, B: int) -> None:
     assert torch.allclose(scaled, found.residual * after.cuda())
     squares = found.residual.square().sum(1)
     assert torch.allclose(found.squares.sum(1), squares, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_have_the_same_codes_however_a_device_divides(dtype: torch.dtype, bits: int) -> None:
+    """Of many short numbers some lie between two codes, or end a scale's range, to the bit."""
+    x = torch.randn(64, 8, 96, 64).to(dtype)
+    expected = quantize_heads(x, bits)
+    for quantize in (quantize_heads, torch.compile(quantize_heads)):
+        found = quantize(x.cuda(), bits)
+        assert torch.equal(found.codes.cpu(), expected.codes)
+        assert torch.equal(found.steps.cpu(), expected.steps)
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 64), (4, 4, 32)])

@@ -36,6 +36,14 @@ def test_the_equations(bits: int, size: float, shift: float) -> None:
     assert (worst <= 0.6 * (span + abs(shift) * size) * 1.125 / (2**bits - 1) + 2e-6).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_short_numbers_between_two_codes(bits: int) -> None:
+    """Many lie halfway to the bit, or end a scale's range: no rounding of a quotient may show."""
+    x = (torch.randn(400, 16) * 4).round() / 4
+    halves = [textbook(half, bits) for half in x.view(-1, 8)]
+    assert torch.equal(fake_quantize_heads(x, bits).double(), torch.stack(halves).view_as(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_is_what_training_computes_to_the_bit(bits: int, dtype: torch.dtype) -> None:
