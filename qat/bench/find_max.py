@@ -242,7 +242,7 @@ def find_max_batch(
 ) -> Search:
     """Fit a memory model on two small trials, search around its prediction, then confirm.
 
-    Unless sizes are named, one trial between corrects where the search begins. The largest batch
+    Unless sizes are named, one trial between corrects the model. The largest batch
     then takes all timed steps. If it survives them, a few trials more look for a faster one; else a
     bisection of `CHOICES` sizes below finds one that does. So does, at last, the fastest one tried.
 
@@ -259,9 +259,10 @@ def find_max_batch(
     """
     model = trials.memory_model(seq_len)
     predicted = model.largest(memory_gib) if model and memory_gib is not None else None
-    guess = predicted or 1
     if predicted and not sizes:
-        guess = trials.nearer(model, memory_gib).largest(memory_gib)
+        model = trials.nearer(model, memory_gib)
+        predicted = model.largest(memory_gib)
+    guess = predicted or 1
     if sizes:
         place = sum(size <= guess for size in sizes)
         count = largest_that_fits(lambda n: trials.fits(sizes[n - 1]), place, len(sizes))
