@@ -125,7 +125,7 @@ def measure(
                 if row["status"] == "OK":
                     break
         results.finish()
-        columns = (*SPEED_COLUMNS, ("Reserved", "reserved_gib", "{:.2f} GiB"))
+        columns = (*SPEED_COLUMNS, ("Reserved", "peak_reserved_gib", "{:.2f} GiB"))
         every = [row for found in rows.values() for row in found]
         show(every, ("Case", "case", "{}"), ("Student", "student", "{}"), columns=columns)
         seconds = [[row["step_s"] for row in _fitting(rows[name])] for name in ("layer", "whole")]
@@ -145,7 +145,7 @@ def _run(case: Case, shape: str, common: Row) -> Row:
     def run() -> Row:
         setting, student = prepare(config, shape)
         timing = time_ours(setting, Ours(student, config), config.batch_size)
-        return timed_row(setting, case.name, timing, reserved_gib=backend.reserved_memory_gib())
+        return timed_row(setting, case.name, timing)
 
     backend.free_memory()
     row = unless_out_of_memory(run, backend)
