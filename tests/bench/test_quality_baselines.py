@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from qat.bench.baselines import methods
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.methods import LESSONS, time_step, train_baseline
+from qat.bench.baselines.methods import LESSONS, time_step, train_baseline, wrap_caches
 from qat.bench.baselines.reference import (
     Formed,
     RankByRank,
@@ -28,6 +28,7 @@ from qat.bench.baselines.reference import (
 from qat.bench.baselines.training import (
     BaselineJob,
     Deployed,
+    dense_copy,
     put_plain,
     rehearse,
     split_stacks,
@@ -226,12 +227,13 @@ def _linears(student: LanguageModel) -> list[nn.Module]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rest", [None, "int8"])
 @pytest.mark.parametrize(("share", "every"), [(0.5, 2), (0.125, 8)])
 def test_edgerazor_learns_with_its_own_quantizers(
-    cache: TeacherCache, share: float, every: int
+    cache: TeacherCache, share: float, every: int, rest: str | None
 ) -> None:
     pytest.importorskip("edgerazor")
-    own = settings(lr=1e-3, int4_share=share)
+    own = settings(lr=1e-3, int4_share=share, activations=rest, kv=rest)
     before = train_baseline(
         "edgerazor", teacher(), TOKENIZER, cache, settings=own.model_copy(update={"lr": 0.0})
     )
@@ -242,6 +244,92 @@ def test_edgerazor_learns_with_its_own_quantizers(
     for linear in _linears(found.model):
         levels = [len(row.unflatten(0, (-1, 32))[0].unique()) for row in linear.weight]
         assert max(levels[1::every]) <= 3 < max(levels[::every]) <= 15
+
+
+def in_eight_bits(**values: object) -> BaselineSettings:
+    return settings(activations="int8", kv="int8", max_steps=3, **values)
+
+
+def test_edgerazor_rounds_what_linears_read(cache: TeacherCache) -> None:
+    pytest.importorskip("edgerazor")
+    own = in_eight_bits(group_size=16)
+    found = train_baseline("edgerazor", teacher(), TOKENIZER, cache, settings=own)
+    weights_alone = own.model_copy(update={"activations": None, "kv": None})
+    other = train_baseline("edgerazor", teacher(), TOKENIZER, cache, settings=weights_alone)
+    assert found.bits_per_weight == other.bits_per_weight
+    for linear, plain in zip(*(_linears(each.model) for each in (found, other)), strict=True):
+        x = torch.randn(2, 5, linear.in_features)
+        groups = x.unflatten(-1, (-1, 16))
+        scales = groups.abs().amax(-1, keepdim=True) / 127
+        expected = ((groups / scales).round() * scales).flatten(-2)
+        torch.testing.assert_close(linear(x), F.linear(expected, linear.weight))
+        assert torch.equal(plain(x), F.linear(x, plain.weight))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_edgerazor_rounds_heads_as_its_own_cache_does(
+    cache: TeacherCache, architecture: str
+) -> None:
+    """That of its recipes: blocks of a head's width, in a cache that the whole model is given."""
+    edgerazor = pytest.importorskip("edgerazor.qat")
+    float_teacher = LanguageModel(tiny_model(architecture, head_dim=16))
+    job = BaselineJob.of(float_teacher, cache, settings(kv="int8").filled("edgerazor"))
+    lesson = LESSONS["edgerazor"](job)
+    put_plain(job.model, lesson.deploy())
+    student, other = (
+        LanguageModel(dense_copy(LanguageModel(job.model), torch.float32)).model for _ in range(2)
+    )
+    lesson.finish(student)
+    function = {"kv_cache_function": methods.INPUTS, "kv_block_size": 16}
+    its_own = edgerazor.QAT({"function": function, "select": {"target_types": ["kv_cache"]}})
+    ids = torch.randint(0, 320, (2, 12))
+    kept = its_own.create_kv_cache(other.config)
+    with torch.no_grad():
+        expected = other(ids, past_key_values=kept).logits
+        assert torch.equal(student(ids, use_cache=False).logits, expected)
+        assert not torch.equal(other(ids, use_cache=False).logits, expected)
+    said = []
+    for model, past in ((student, None), (other, its_own.create_kv_cache(other.config))):
+        how = {"max_new_tokens": 6, "do_sample": False, "past_key_values": past}
+        mask = torch.ones_like(ids)
+        found = model.generate(
+            ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **how
+        )
+        said.append(torch.stack(found.logits))
+    assert torch.equal(*said)
+
+
+def test_rounded_heads_leave_packed_documents_apart(cache: TeacherCache) -> None:
+    pytest.importorskip("edgerazor")
+    job = BaselineJob.of(teacher(), cache, in_eight_bits().filled("edgerazor"))
+    lesson = LESSONS["edgerazor"](job)
+    judged = LanguageModel(dense_copy(LanguageModel(job.model), torch.float32))
+    lesson.finish(judged.model)
+    ids = torch.randint(0, 320, (1, 12))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    how = {"position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        alone = judged.hidden(ids[:, 5:], positions[:, 5:])
+        packed = judged.hidden(ids, positions)[:, 5:]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=0.1)
+        alone = job.model.base_model(ids[:, 5:], use_cache=False).last_hidden_state
+        packed = job.model.base_model(ids, **how).last_hidden_state[:, 5:]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=0.1)
+
+
+def test_edgerazor_refuses_inputs_and_heads_that_it_does_not_reach(
+    mixtures_cache: TeacherCache,
+) -> None:
+    states = families.build("MambaForCausalLM")
+    with pytest.raises(ConfigError, match="layers of MambaForCausalLM take no past_key_values"):
+        wrap_caches(states, lambda cache: cache)
+    pytest.importorskip("edgerazor")
+    own = in_eight_bits()
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM multiplies with its experts itself"):
+        train_baseline("edgerazor", mixture(), TOKENIZER, mixtures_cache, settings=own)
+    heads_alone = own.model_copy(update={"activations": None})
+    found = train_baseline("edgerazor", mixture(), TOKENIZER, mixtures_cache, settings=heads_alone)
+    assert 0 < kl(found.model, mixtures_cache)
 
 
 @pytest.mark.parametrize("method", PTQ)
@@ -378,6 +466,8 @@ def test_what_a_user_gets_wrong_is_one_line(
         (lambda: train("awq"), "method='awq' is unknown; choose among reference, torchao_int2"),
         (lambda: train("gptq"), "method=gptq, but there are no calibration batches"),
         (lambda: train("rtn", group_size=24), "group_size=24 does not divide rows of 32"),
+        (lambda: train("rtn", kv="int8"), "kv=int8 is given for method=rtn, expected method=edger"),
+        (lambda: train("gptq", activations="int8"), "activations=int8 is given for method=gptq"),
         (lambda: train("efficientqat", loss="jsd"), "loss=jsd, but the baselines know"),
     ]
     for refuse, message in refusals:

@@ -111,6 +111,7 @@ def test_what_only_converts_or_rounds_takes_no_step_and_one_seed(place: Path) ->
         ({"method": "magic"}, "recipe 'a': no method is called 'magic'; expected one that there"),
         ({"method": "rtn", "convert": {"to": "q4a4"}}, "'a' has stages or convert, which method"),
         ({"method": "rtn", "train": {"x": 1}}, "recipe 'a': x: Extra inputs are not permitted"),
+        ({"method": "rtn", "train": {"kv": "int8"}}, "recipe 'a': kv=int8 is given for method=rtn"),
         ({"equal_time_to": "b"}, "'a' has equal_time_to='b'; expected another recipe of this file"),
         ({"equal_time_to": "a", "max_steps": 3}, "'a' has equal_time_to beside train = false or"),
     ],

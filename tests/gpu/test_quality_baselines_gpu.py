@@ -16,14 +16,17 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_runs_from_end_to_end(tmp_path: Path, method: str) -> None:
-    if method == "torchao_int2":
-        pytest.importorskip("torchao")
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [*((method, {}) for method in METHODS), ("edgerazor", {"activations": "int8", "kv": "int8"})],
+)
+def test_a_method_runs_from_end_to_end(tmp_path: Path, method: str, own: dict[str, str]) -> None:
+    if method in {"torchao_int2", "edgerazor"}:
+        pytest.importorskip(method.removesuffix("_int2"))
     build(tmp_path / "cache")
     cache = TeacherCache.open(tmp_path / "cache")
     float_teacher = LanguageModel(teacher().model.to("cuda"))
-    settings = BaselineSettings(max_steps=24, batch_size=8, warmup_steps=2, device="cuda")
+    settings = BaselineSettings(max_steps=24, batch_size=8, warmup_steps=2, device="cuda", **own)
     batch = cache.batch(range(16))
     found = train_baseline(
         method,

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from qat.config import Settings
+from qat.errors import ConfigError
 from qat.losses.config import parse_losses
 from qat.quant.spec import role_of
 
@@ -57,6 +58,12 @@ class BaselineSettings(Settings):
     int4_share: float = Field(0.5, gt=0, le=1)
     """Share of rows that edgerazor keeps in 4 bits, the others being ternary, whatever `plan` says.
     It is rounded up to every nth row; published are 0.5 ("2.79 bits") and 0.125 ("1.88 bits")."""
+    activations: Literal["int8"] | None = None
+    """Let edgerazor, in training and after it, round what linears read to 8 bits: a scale for each
+    token and group of `group_size` features. By default they read what there is."""
+    kv: Literal["int8"] | None = None
+    """Let edgerazor, in training and after it, keep keys and values in 8 bits: a scale for each
+    head of a token. By default they are kept as they are."""
     block_steps: int | None = Field(None, ge=0)
     """Steps of efficientqat in each block; by default what half of max_steps pays for."""
     block_lr: float = Field(1e-4, ge=0)
@@ -77,6 +84,20 @@ class BaselineSettings(Settings):
     def bits_of(self, name: str) -> int:
         """Bits of the linear called `name`."""
         return PLANS[self.plan]["mlp" if role_of(name) == "mlp" else "attention"]
+
+    def check(self, method: str) -> None:
+        """Refuse what `method` would not do.
+
+        Raises:
+            ConfigError: it rounds weights alone, and inputs, keys or values are to be rounded.
+        """
+        for name in ("activations", "kv"):
+            asked = getattr(self, name)
+            if asked is not None and method != "edgerazor":
+                raise ConfigError(
+                    f"{name}={asked} is given for method={method}, expected method=edgerazor, "
+                    "which alone rounds more than weights; leave it out"
+                )
 
     def filled(self, method: str) -> "BaselineSettings":
         """The settings with the method's own values where they leave something open."""

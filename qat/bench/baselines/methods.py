@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
+from inspect import signature
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
@@ -36,6 +37,7 @@ from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
 from qat.models.language_model import LanguageModel
+from qat.nn.swap import decoder_layers
 
 # torchao's own quantization-aware training: int2 or int4 weights in groups, straight-through.
 
@@ -113,36 +115,65 @@ def _deployed(
 
 
 # EdgeRazor's own training (arXiv:2605.04062): rows of 4 bits among ternary ones, straight-through.
+#
+# Where the settings say so, what linears read and what a cache keeps of keys and values is 8 bits:
+# codes of -127 ... 127 times a scale of max |x| / 127, measured for each token.
 
 ROW_WISE = "weight_quant_uniform_symmetric_clip_per_block_mp_int1_58_int4_static_row_wise_sparse"
 """What its recipes of "2.79 bits" and "1.88 bits" quantize weights with."""
+INPUTS = "state_quant_uniform_symmetric_absmax_per_block_int8"
+"""What its recipes round inputs with, in blocks of as many features as the weights' groups."""
+HEADS = "state_quant_uniform_symmetric_absmax_per_token_int8"
+"""Rounds a head of a token: what `INPUTS` does in blocks of a head's width, as its recipes for
+Qwen3 and MobileLLM have it."""
 
 
 def edgerazor_lesson(job: BaselineJob) -> Lesson:
-    """The weights of all linears learn through EdgeRazor's quantizers; activations stay as are.
+    """The weights of all linears learn through EdgeRazor's quantizers.
 
     Raises:
-        ConfigError: EdgeRazor is not installed, or a group does not divide a row.
+        ConfigError: EdgeRazor is not installed, a group does not divide a row, or the model keeps
+            inputs, keys or values where EdgeRazor does not reach them.
     """
     try:
         from edgerazor.log import set_component_level
-        from edgerazor.qat import QAT
+        from edgerazor.qat import QAT, QuantizedKVState
     except ImportError:
         raise ConfigError(
             "method=edgerazor, but edgerazor is not installed; leave the method out, or: "
             f"{how_to_install('edgerazor')}"
         ) from None
-    settings = job.settings
+    settings, size = job.settings, job.settings.group_size
     for name in job.names:
-        check_groups(job.model.get_submodule(name).in_features, settings.group_size)
+        check_groups(job.model.get_submodule(name).in_features, size)
+    if settings.activations and any(isinstance(m, SplitStack) for m in job.model.modules()):
+        raise ConfigError(
+            f"activations={settings.activations}, but {type(job.model).__name__} multiplies with "
+            "its experts itself, expected linears, whose inputs EdgeRazor rounds; leave "
+            "activations out"
+        )
     function = {
         "weight_function": ROW_WISE,
-        "w_block_size": settings.group_size,
+        "w_block_size": size,
         "w_mixed_precision_prop": settings.int4_share,
+        "activation_function": INPUTS if settings.activations else "",
+        "a_block_size": size,
+        "kv_cache_function": HEADS if settings.kv else "",
     }
     select = {"target_names": [re.escape(name) for name in job.names]}
     set_component_level("QAT", "ERROR")  # it says each of its steps
-    QAT({"function": function, "select": select}).quantize(job.model)
+
+    def apply(model: PreTrainedModel, *, is_w_quantized: bool) -> None:
+        own = QAT({"function": function | {"is_w_quantized": is_w_quantized}, "select": select})
+        own.quantize(model)
+        if settings.kv:
+            rounding = {
+                "quant_fn": own.config.function.kv_cache_function,
+                "kv_kwargs": {"epsilon": own.config.function.epsilon},
+            }
+            wrap_caches(model, lambda cache: QuantizedKVState(cache, **rounding))
+
+    apply(job.model, is_w_quantized=False)
     linears = {name: job.model.get_submodule(name) for name in job.names}
     for linear in linears.values():
         linear.train()  # it passes gradients straight through then alone
@@ -158,11 +189,44 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
             O, I = linear.weight.shape
             wide = -(-O // every)
             codes = I * (4 * wide + math.log2(3) * (O - wide))
-            scales = FP16_BITS * O * I // settings.group_size
+            scales = FP16_BITS * O * I // size
             found[name] = Deployed(linear._weight_quant(), math.ceil(codes) + scales)
         return found
 
-    return Lesson(step, deploy, settings.max_steps)
+    return Lesson(
+        step, deploy, settings.max_steps, finish=lambda model: apply(model, is_w_quantized=True)
+    )
+
+
+class NothingKept:
+    """In the place of a cache: gives keys and values back as they come."""
+
+    def update(self, key: Tensor, value: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+        """Of one layer."""
+        return key, value
+
+
+def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> None:
+    """Let each layer hand its keys and values to `wrap` of the cache it gets, or of `NothingKept`.
+
+    A cache given to the whole model instead would have transformers take packed documents for one.
+
+    Raises:
+        ConfigError: a layer takes no cache of keys and values.
+    """
+    layers, nothing_kept = decoder_layers(model), wrap(NothingKept())
+    if not all("past_key_values" in signature(layer.forward).parameters for layer in layers):
+        raise ConfigError(
+            f"kv=int8, but layers of {type(model).__name__} take no past_key_values, expected "
+            "layers that keep keys and values in a cache, where EdgeRazor rounds them; leave kv out"
+        )
+
+    def hand_on(_layer: nn.Module, args: tuple, named: dict[str, object]) -> tuple[tuple, dict]:
+        given = named.get("past_key_values")
+        return args, named | {"past_key_values": nothing_kept if given is None else wrap(given)}
+
+    for layer in layers:
+        layer.register_forward_pre_hook(hand_on, with_kwargs=True)
 
 
 LESSONS: dict[str, Callable[[BaselineJob], Lesson]] = {
@@ -207,7 +271,7 @@ def train_baseline(
         CacheError: the cache is not one for this teacher.
         TrainingError: the loss is not a number any more.
     """
-    _check(method, calibration)
+    _check(method, settings, calibration)
     cache.check_student(tokenizer_hash(tokenizer), teacher.config.vocab_size, teacher.longest)
     compile_anew()
     if method in PTQ:
@@ -217,7 +281,9 @@ def train_baseline(
     course = distil(lesson, job)
     bits = put_plain(job.model, lesson.deploy())
     lesson.step.close()
-    return BaselineStudent(_judgeable(job), bits, *course)
+    student = _judgeable(job)
+    lesson.finish(student.model)
+    return BaselineStudent(student, bits, *course)
 
 
 def time_step(
@@ -232,7 +298,7 @@ def time_step(
 
     For `efficientqat` a step of its second stage; one of its first costs as much over all blocks.
     """
-    _check(method)
+    _check(method, settings)
     if method in PTQ:
         return 0.0
     compile_anew()
@@ -253,9 +319,12 @@ def time_step(
     return statistics.median(seconds)
 
 
-def _check(method: str, calibration: Sequence[TokenBatch] | None = None) -> None:
+def _check(
+    method: str, settings: BaselineSettings, calibration: Sequence[TokenBatch] | None = None
+) -> None:
     if method not in METHODS:
         raise ConfigError(f"method={method!r} is unknown; choose among {', '.join(METHODS)}")
+    settings.check(method)
     if method == "gptq" and calibration is not None and not calibration:
         raise ConfigError(
             "method=gptq, but there are no calibration batches; give a calibration text or leave "

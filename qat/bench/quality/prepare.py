@@ -232,7 +232,11 @@ def _baseline_table(recipe: QualityRecipe, entry: QualityEntry, where: str) -> T
     table = entry.train or {}
     _refuse(table, SHARED_TRAIN_KEYS, where)
     table = {"batch_size": recipe.batch_size, **table}
-    BaselineSettings.parse(table, where)
+    settings = BaselineSettings.parse(table, where)
+    try:
+        settings.check(entry.method)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return table
 
 
