@@ -5,7 +5,7 @@
 #     bash speedrun/quality.sh MODELS TEXTS RECORD mixture smollm2
 #     bash speedrun/quality.sh MODELS TEXTS RECORD onpolicy_smollm2 onpolicy_minimind2
 #
-#     ONLY=q2a4 bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind tiny smollm2
+#     ONLY='q2a4|EdgeRazor|a8kv8' bash speedrun/quality.sh MODELS TEXTS RECORD stories ... smollm2
 #     ONLY='2a2|codewords|EdgeRazor' bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind ...
 #
 # MODELS holds stories15M and minimind2-small, and SmolLM2's .gguf; TEXTS is a folder of texts by
@@ -160,7 +160,7 @@ if [ $# -le 3 ]; then
 fi
 with_inputs=()
 for name in stories15m minimind2 tiny_qwen3 smollm2; do
-    grep -qs '"q2a4_a8' "runs/$name/results.jsonl" && with_inputs+=("runs/$name")
+    grep -Eqs '"[^"]*(_|, )a8' "runs/$name/results.jsonl" && with_inputs+=("runs/$name")
 done
 if [ ${#with_inputs[@]} -gt 0 ]; then
     python speedrun/quality_figures.py activations "${with_inputs[@]}" --figures "$record/figures.jsonl" || failed=1

@@ -32,12 +32,15 @@ LEVELS_OF_ONE_FORMAT, CODEWORDS_OF_ONE_FORMAT = (
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
 CACHED, OWN, TIMED_SO = "cached", r"own words|half and half", ", equal seconds"
+EVERY, REAL = ".*", "smollm2"
+MIXED_A8, EDGERAZOR_A8 = "v2a2 mixed, 2.79, a8kv8", "EdgeRazor, 2.79 bits, a8kv8"
 GAPS = (
-    ("a8_kl_gap", "q2a4_a8", "<= 1.10"),
-    ("a8_static_kl_gap", "q2a4_a8s", "<= 1.25"),
-    ("a8kv8_kl_gap", "q2a4_a8kv8", "<= 1.15"),
+    ("a8_kl_gap", "q2a4_a8", UNIFORM, EVERY, "<= 1.10"),
+    ("a8_static_kl_gap", "q2a4_a8s", UNIFORM, EVERY, "<= 1.25"),
+    ("a8kv8_kl_gap", "q2a4_a8kv8", UNIFORM, EVERY, "<= 1.15"),
+    ("edgerazor_kl_ratio", MIXED_A8, EDGERAZOR_A8, REAL, "<= 0.5"),
 )
-"""Figures of quantized inputs, and the recipes that they compare with `UNIFORM`."""
+"""Figures of quantized inputs: a recipe, what it is compared with, and on which teachers."""
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
 SANITY = ("repeated_frac", "distinct_frac")
 
@@ -292,11 +295,13 @@ def own_words(*directories: Path, figures: Path) -> None:
 def activations(*directories: Path, figures: Path) -> None:
     """Append what quantized inputs cost, of the worst teacher: the KL over that of weights alone.
 
-    At equal steps; rows that were not run give no figure.
+    And the KL over EdgeRazor's, whose inputs and cache are of 8 bits too. At equal steps; rows that
+    were not run give no figure.
     """
     found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
-    for figure, recipe, goal in GAPS:
-        ratios = {e.name: e.kl(recipe) / e.kl(UNIFORM) for e in found if e.of(recipe)}
+    for figure, recipe, other, teachers, goal in GAPS:
+        both = [e for e in found if re.fullmatch(teachers, e.name) and e.of(recipe) and e.of(other)]
+        ratios = {each.name: each.kl(recipe) / each.kl(other) for each in both}
         if not ratios:
             continue
         print(figure, {name: round(ratio, 4) for name, ratio in ratios.items()})

@@ -191,3 +191,28 @@ def test_what_inputs_cost_is_that_of_the_worst_teacher(script, tmp_path: Path, c
     assert found["a8_kl_gap"]["value"] == 1.2 and found["a8_kl_gap"]["commit"] == "far"
     assert found["a8_static_kl_gap"]["value"] == 1.5 and found["a8_static_kl_gap"]["runs"] == 2
     assert "'near': 1.05" in capsys.readouterr().out
+
+
+def test_edgerazor_is_compared_on_a_real_model_with_inputs_and_cache_alike(
+    script, tmp_path: Path
+) -> None:
+    ours, theirs = "v2a2 mixed, 2.79, a8kv8", "EdgeRazor, 2.79 bits, a8kv8"
+    recipes = (ROOT / "speedrun/recipes/quality_smollm2.toml").read_text(encoding="utf-8")
+    assert f'"{ours}"' in recipes and f'"{theirs}"' in recipes
+    nats = {
+        "stories15m": {ours: 0.3, theirs: 0.3},
+        "smollm2": {ours: 0.1, theirs: 0.4, "EdgeRazor, 2.79 bits": 0.2, "v2a2 mixed, 2.5": 0.01},
+    }
+    for name, values in nats.items():
+        facts = {"text": "held_out", "commit": name, "device": "card", "method": "qat", "steps": 9}
+        rows = [{"recipe": recipe, "kl_nats": kl, **facts} for recipe, kl in values.items()]
+        (tmp_path / name).mkdir()
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / name / "results.jsonl").write_text(text, encoding="utf-8")
+    out = tmp_path / "figures.jsonl"
+    script.activations(tmp_path / "stories15m", figures=out)
+    assert not out.exists()
+    script.activations(tmp_path / "stories15m", tmp_path / "smollm2", figures=out)
+    (found,) = script.read(out)
+    assert found["figure"] == "edgerazor_kl_ratio" and found["value"] == 0.25
+    assert found["commit"] == "smollm2" and found["device"] == "card" and found["runs"] == 1
