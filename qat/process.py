@@ -13,7 +13,8 @@ STATUS, CLEAR_REFS, MEMINFO = (
 
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its limits: `cpu.max`, or in version 1 the two files below `cpu`."""
+"""Where a container finds its limits: `cpu.max` and `memory.max`, or in version 1 files below
+`cpu` and `memory`."""
 
 
 OUT_OF_MEMORY = (
@@ -68,10 +69,25 @@ def process_gib(field: str) -> float | None:
 
 
 def available_gib() -> float | None:
-    """Memory that could be had without taking it from another process; None if unknown."""
+    """Memory that could be had without taking it from another process; None if unknown.
+
+    No more than the container may still take, which its host's own numbers do not tell.
+    """
     if not MEMINFO.exists():
         return None
-    return _kib(MEMINFO.read_text(), "MemAvailable") / 2**20
+    return min(_kib(MEMINFO.read_text(), "MemAvailable") / 2**20, _left_in_container_gib())
+
+
+def _left_in_container_gib() -> float:
+    """What the container may still take, files that are only remembered given back."""
+    new = CGROUP / "memory.max", CGROUP / "memory.current", "inactive_file"
+    old_limit = CGROUP / "memory" / "memory.limit_in_bytes"
+    old = old_limit, old_limit.with_name("memory.usage_in_bytes"), "total_inactive_file"
+    for limit, taken, kept in (new, old):
+        if limit.exists() and limit.read_text().strip() != "max":
+            stat = dict(map(str.split, limit.with_name("memory.stat").read_text().splitlines()))
+            return (int(limit.read_text()) - int(taken.read_text()) + int(stat[kept])) / GIB
+    return float("inf")
 
 
 def restart_peak() -> None:

@@ -124,6 +124,34 @@ def test_cores_are_those_of_the_container(machine: Path, name: str) -> None:
     assert os.environ[WAITING] == "passive"
 
 
+STAT = "anon 1\ninactive_file 536870912\ntotal_inactive_file 1073741824\n"
+LEFT_GIB = {
+    "no limit": ({"memory.max": "max\n"}, 64.0),
+    "a limit": (
+        {"memory.max": f"{8 * 2**30}\n", "memory.current": f"{3 * 2**30}", "memory.stat": STAT},
+        5.5,
+    ),
+    "version 1": (
+        {
+            "memory/memory.limit_in_bytes": f"{8 * 2**30}\n",
+            "memory/memory.usage_in_bytes": f"{3 * 2**30}\n",
+            "memory/memory.stat": STAT,
+        },
+        6.0,
+    ),
+    "no cgroups": ({}, 64.0),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_GIB)
+def test_memory_is_what_the_container_has_left(machine: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(process, "MEMINFO", machine / "meminfo")
+    assert process.available_gib() is None
+    files, expected = LEFT_GIB[name]
+    write({"meminfo": f"MemAvailable: {64 * 2**20} kB\n", **files}, machine)
+    assert process.available_gib() == expected
+
+
 def test_a_system_without_pinning_has_all_cores(machine: Path, monkeypatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     assert process.cores() == 64
