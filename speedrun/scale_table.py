@@ -35,7 +35,8 @@ BF16 = {"learn": "weights", "latent_dtype": "bf16"}
 KINDS: dict[str, tuple[str, Row]] = {
     "frozen codes `v2a2`, scales and codebooks": ("v2a2", {"learn": LEARN}),
     "frozen codes `q2a4`, scales and codebooks": ("q2a4", {"learn": LEARN}),
-    "latents, bf16, `--moments host`": ("q2a4", BF16 | {"moments": "host"}),
+    "latents, bf16, `--offload latents`": ("q2a4", BF16 | {"offload": "latents"}),
+    "latents, bf16, `--offload moments`": ("q2a4", BF16 | {"offload": "moments"}),
     "latents, bf16, 8-bit moments": ("q2a4", BF16 | {"optimizer": "adamw8bit"}),
     "latents, bf16, bf16 moments": ("q2a4", BF16),
     "latents, fp32, fp32 moments": ("q2a4", {"learn": "weights"}),

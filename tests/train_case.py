@@ -1,5 +1,6 @@
 """A small student, a cache for it, and runs: what the tests of the trainer share."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,6 +9,7 @@ import torch
 from cache_case import TOKENIZER, build
 from quantized import SPECS, tiny_quantized
 
+from qat.backend.base import Backend
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
@@ -79,6 +81,15 @@ def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     run.begin(config, str(student))
     judge = Judge(model, load_tokenizer(str(student)), cache, config)
     return Trainer(model, cache, optimizer, judge, run=run, config=config)
+
+
+def visiting(_backend: Backend, groups: list) -> Iterator:
+    """As a device of its own: a copy comes, and goes back when the next one is asked for."""
+    for group in groups:
+        here = tuple(tensor.clone() for tensor in group)
+        yield here
+        for host, there in zip(group, here, strict=True):
+            host.copy_(there)
 
 
 def golden_course(place: Path, out: Path) -> dict[str, list[float] | float]:

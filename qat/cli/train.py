@@ -175,6 +175,7 @@ def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, o
             "eval_s": prediction.eval_s,
             "tokens_per_s": prediction.tokens_per_s,
             "peak_gib": prediction.peak_gib,
+            "pinned_gib": prediction.pinned_gib,
             "disk_bytes": prediction.disk_bytes(config),
             "checkpoint_bytes": prediction.checkpoint_bytes,
         }

@@ -44,9 +44,7 @@ def quantized_parameter_count(model: nn.Module) -> int:
 
 def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
     """Bits that a checkpoint spends on this weight: packed indices, scales, codebook, adapter."""
-    spec = module.spec
-    count = module.in_features // spec.vector_size
-    bits = 8 * module.out_features * packed_width(count, spec.bits, spec.trellis_bits)
+    spec, bits = module.spec, 8 * _packed_bytes(module)
     is_table = isinstance(module, FrozenLutTable)
     tensors = module.weight_tensors() if is_table else module.weight_parameters()
     for name in tensors.keys() & STORED_DTYPES.keys():
@@ -96,6 +94,11 @@ def _num_weights(module: QuantLinear | FrozenLutTable) -> int:
     return module.out_features * module.in_features
 
 
+def _packed_bytes(module: QuantLinear | FrozenLutTable) -> int:
+    spec, count = module.spec, module.in_features // module.spec.vector_size
+    return module.out_features * packed_width(count, spec.bits, spec.trellis_bits)
+
+
 # What a training step holds on one device.
 
 
@@ -115,8 +118,8 @@ class Moved(Protocol):
         """What latent weights are kept in."""
 
     @property
-    def moments(self) -> str:
-        """Where their moments lie: `device` or `host`."""
+    def offload(self) -> str:
+        """What of them lies on the host: `none`, their `moments`, or `latents` and moments."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,16 @@ class StepBytes:
     gradients: int
     """Of all that learns."""
     moments: int
-    """AdamW's; those on the host as they visit the device, two tensors at a time."""
+    """AdamW's; of what lies on the host what visits the device at once, latent weights as well."""
     formed: int
     """All formed weights."""
     largest_layer: int
     """The formed weights of the largest layer."""
+    pinned: int
+    """Of the host's memory, in which PyTorch gives each tensor a power of two."""
 
     def total(self, *, by_layer: bool) -> int:
-        """All of it, if weights are formed at once or a layer at a time."""
+        """All that the device holds, if weights are formed at once or a layer at a time."""
         formed = self.largest_layer if by_layer else self.formed
         return self.stored + self.gradients + self.moments + formed
 
@@ -143,6 +148,8 @@ class StepBytes:
 BLOCK_OF_MOMENTS = 256
 """Moments of 8 bits that share a scale in float32."""
 LATENT_BYTES = {"fp32": 4, "bf16": 2}
+HOSTED = {"none": 0, "moments": 2, "latents": 3}
+"""By `offload`, how many tensors of a latent weight's size lie on the host."""
 
 
 def step_bytes(
@@ -160,12 +167,13 @@ def step_bytes(
     in `dtype`, as if it stood still: norms, gates and routers are small.
     """
     stored = gradients = moments = 0.0
-    latents = []
+    latents, each, hosted = [], LATENT_BYTES[config.latent_dtype], HOSTED[config.offload]
     linears, layers = quant_linears(model), decoder_layers(model)
     for name, linear in linears.items():
         kinds = set(config.kinds) if name in learning else set()
         if "weights" in kinds:
-            latents.append(_num_weights(linear) / parts)
+            latents.append(each * _num_weights(linear) / parts)
+            stored += _packed_bytes(linear) if config.offload == "latents" else latents[-1]
         else:
             held = linear.packed if isinstance(linear, FrozenLutLinear) else linear.weight
             stored += held.nbytes
@@ -176,14 +184,13 @@ def step_bytes(
             if KIND_OF[local] in kinds:
                 gradients += parameter.nbytes
                 moments += 2 * parameter.nbytes
-    each = LATENT_BYTES[config.latent_dtype]
-    stored += each * sum(latents)
-    gradients += each * sum(latents)
-    if config.moments == "host":
-        moments += 2 * VISITORS * each * max(latents, default=0)
+    gradients += sum(latents)
+    if hosted:
+        moments += hosted * VISITORS * max(latents, default=0)
     else:
         is_eight = config.optimizer == "adamw8bit"
-        moments += 2 * sum(latents) * (1 + 4 / BLOCK_OF_MOMENTS if is_eight else each)
+        moments += 2 * sum(latents) * ((1 + 4 / BLOCK_OF_MOMENTS) / each if is_eight else 1)
+    pinned = hosted * sum(2 ** math.ceil(math.log2(latent)) for latent in latents)
     inside = {id(t) for m in linears.values() for t in (*m.parameters(), *m.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in inside:
@@ -193,8 +200,8 @@ def step_bytes(
     stored += dtype.itemsize * max(tables, default=0)  # what a head forms of its table, and keeps
     formed = sum(map(_num_weights, linears.values()))
     largest = max(sum(map(_num_weights, quant_linears(layer).values())) for layer in layers)
-    every = (stored, gradients, moments, formed * dtype.itemsize, largest * dtype.itemsize)
-    return StepBytes(*map(round, every))
+    formed, largest = formed * dtype.itemsize, largest * dtype.itemsize
+    return StepBytes(*map(round, (stored, gradients, moments, formed, largest, pinned)))
 
 
 # Model FLOPs of a training step.

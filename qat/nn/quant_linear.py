@@ -442,8 +442,9 @@ class LutLinear(QuantLinear):
     ) -> None:
         super().__init__(quantized, bias, spec)
         self.weight = nn.Parameter(weight.detach().clone())
+        self._latent_size = rms(weight)
 
-    def source(self) -> Tensor:
+    def source(self) -> PackedIndices | Tensor:
         """The latent weight."""
         return self.get_parameter("weight").detach()  # `qat.nn.sites` may lay another over it
 
@@ -455,7 +456,7 @@ class LutLinear(QuantLinear):
         if isinstance(source, PackedIndices):
             return source.indices()
         S = expand_scales(round_scales(self._source_scales()), self.in_features)
-        return latent_indices(self.weight, S, levels)
+        return latent_indices(source, S, levels)
 
     def _choose(self, levels: Tensor, out: PackedIndices | None = None) -> PackedIndices | Tensor:
         scales, k = self._source_scales(), self.spec.trellis_bits
@@ -485,10 +486,9 @@ class LutLinear(QuantLinear):
         super().release_()
         self._chosen = None
 
-    @torch.no_grad()
     def latent_size(self) -> float:
-        """The natural size of the latent weight: its root mean square."""
-        return rms(self.weight)
+        """The natural size of the latent weight: the root mean square that it began with."""
+        return self._latent_size
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         """The latent weight, the codebook and the scales, by name."""

@@ -38,10 +38,6 @@ class ShardedLutLinear(LutLinear):
         self.ranks = ranks
         self._latent_size = rms(whole)
 
-    def latent_size(self) -> float:
-        """The root mean square that the whole latent weight began with."""
-        return self._latent_size
-
     def weight_count(self) -> int:
         """Weights of all ranks together."""
         return self.out_features * self.in_features

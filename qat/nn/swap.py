@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
+from qat.nn.hosted import HostedLutLinear
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.sharded import ShardedLutLinear
@@ -123,12 +124,19 @@ def to_frozen(model: nn.Module) -> None:
 
 
 def to_latent(
-    model: nn.Module, names: list[str], ranks: Ranks = ALONE, *, is_spread: bool = False
+    model: nn.Module,
+    names: list[str],
+    ranks: Ranks = ALONE,
+    *,
+    dtype: torch.dtype = torch.float32,
+    is_spread: bool = False,
+    is_hosted: bool = False,
 ) -> None:
     """Replace the `FrozenLutLinear` called `names` by `LutLinear` without changing the function.
 
     Each latent weight starts at the quantized value itself: in the middle of its cell, where noise
     flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md).
+    It is kept in `dtype`, and with `is_hosted` on the host (`HostedLutLinear`).
     Each of several `ranks` keeps some of its rows (`ShardedLutLinear`); they exchange nothing here.
     With `is_spread` so does each device, where the process has several.
 
@@ -147,9 +155,13 @@ def to_latent(
                 f"{name}: two levels of its codebook are too close for a latent weight to choose "
                 "between them; convert it anew or train it without weights"
             )
-        if ranks.size > 1:
+        if is_hosted:
+            latent = HostedLutLinear(*made_of, dtype=dtype)
+        elif ranks.size > 1:
             latent = ShardedLutLinear(*made_of, ranks=ranks)
-            latent.set_lora(frozen.lora())
+        # one by one: in float32 all of them have room in no device that they fill in bfloat16
+        latent.weight.data = latent.weight.data.to(dtype)
+        latent.set_lora(frozen.lora())
         latent.activation = frozen.activation
         if is_spread:
             on(latent.codebook.device).spread([latent.weight])

@@ -6,7 +6,7 @@ torchao. `qat.train.optim` chooses.
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qat.backend.device import on
 from qat.errors import ConfigError, how_to_install
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
+from qat.nn.hosted import HostedLutLinear
 from qat.train.config import TrainConfig
 
 BETA1, EPS = 0.9, 1e-12
@@ -118,12 +119,20 @@ class StochasticAdamW:
     never forgets (after gradients shrank tenfold it stays 22 times too large; so rounded, it is
     right on average and spreads by 10 %). The noise depends on seed, step and tensor alone, so a
     run that goes on repeats the run that was not stopped. Where each rank has rows of its own, its
-    number as `part` gives them noise of their own. With `moments=host` the moments lie in pinned
+    number as `part` gives them noise of their own. With `offload=moments` the moments lie in pinned
     host memory and visit the device one tensor after the other: the same bits, two bytes a weight.
+    So do the weights that are `hosted`, whose codes follow before they go back.
     """
 
-    def __init__(self, learners: dict[str, Learner], config: TrainConfig, part: int = 0) -> None:
+    def __init__(
+        self,
+        learners: dict[str, Learner],
+        config: TrainConfig,
+        part: int = 0,
+        hosted: Mapping[str, HostedLutLinear] | None = None,
+    ) -> None:
         self._learners = learners
+        self._hosted = [(hosted or {}).get(name) for name in learners]
         self._seed = config.seed
         self._first = part * len(learners)
         self._betas = BETA1, config.beta2
@@ -134,7 +143,7 @@ class StochasticAdamW:
         self._backend = on(device)
 
         def zeros(like: Tensor) -> Tensor:
-            if config.moments == "device":
+            if config.offload == "none":
                 return torch.zeros_like(like)
             return self._backend.pinned(torch.zeros(like.shape, dtype=like.dtype))
 
@@ -145,13 +154,20 @@ class StochasticAdamW:
         self._count += factor.isfinite()
         bias1, bias2 = (-torch.expm1(self._count * self._logs)).unbind()
         shared = torch.stack([factor, bias1, bias2.sqrt()])
-        every = enumerate(self._learners.values())
-        moved = [(index, each) for index, each in every if each.parameter.grad is not None]
-        visiting = self._backend.visiting([self._moments[index] for index, _ in moved])
-        for (index, (p, lr, decay)), moments in zip(moved, visiting, strict=True):
+        every = zip(self._learners.values(), self._hosted, self._moments, strict=True)
+        moved = [each for each in enumerate(every) if each[1][0].parameter.grad is not None]
+        visitors = [
+            moments if linear is None else (*moments, linear.latent)
+            for _, (_, linear, moments) in moved
+        ]
+        visiting = self._backend.visiting(visitors)
+        for (index, ((p, lr, decay), linear, _)), here in zip(moved, visiting, strict=True):
             rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
-            moving = Moving(p.detach(), cast(Tensor, p.grad), *moments)
+            weight = p.detach() if linear is None else here[2]
+            moving = Moving(weight, cast(Tensor, p.grad), *here[:2])
             stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
+            if linear is not None:
+                linear.follow_(weight)
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""

@@ -50,9 +50,9 @@ class StepConfig(DeviceSettings):
     """What moves the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
     latent_dtype: Speed[Literal["fp32", "bf16"]] = "fp32"
     """What latent weights are kept in; bf16 rounds each step stochastically, at half the memory."""
-    moments: Speed[Literal["device", "host"]] = "device"
-    """Where the optimizer's moments of bf16 latent weights lie; host: in pinned memory, copied to
-    the device a tensor ahead of the optimizer and back behind it."""
+    offload: Speed[Literal["none", "moments", "latents"]] = "none"
+    """What of bf16 latent weights lies in pinned host memory, copied to the device a tensor ahead
+    of the optimizer and back behind it: their moments, or with latents the weights as well."""
     gradient_checkpointing: Speed[bool] = False
     """Recompute layers in backward instead of keeping their activations."""
     checkpoint_every: Speed[int] = Field(1, gt=0)
@@ -86,11 +86,11 @@ class StepConfig(DeviceSettings):
                 f"latent weights, but learn={self.learn} has none; add weights or drop them"
             )
         is_stochastic = self.optimizer == "adamw" and self.latent_dtype == "bf16"
-        if self.moments == "host" and not is_stochastic:
+        if self.offload != "none" and not is_stochastic:
             raise ValueError(
-                f"moments=host with optimizer={self.optimizer}, latent_dtype={self.latent_dtype}: "
-                "only the moments of bf16 latent weights can lie there; use --optimizer adamw "
-                "--latent-dtype bf16, or drop it"
+                f"offload={self.offload} with optimizer={self.optimizer}, "
+                f"latent_dtype={self.latent_dtype}: only bf16 latent weights and their bf16 "
+                "moments can lie on the host; use --optimizer adamw --latent-dtype bf16, or drop it"
             )
         return self
 
@@ -231,6 +231,11 @@ class TrainConfig(StepConfig):
             raise ValueError(
                 f"form=layer, shard_latents={self.shard_latents}, on_policy={self.on_policy}: what "
                 "each rank says on its own would wait for layers of the others; drop one of them"
+            )
+        if self.shard_latents and self.offload == "latents":
+            raise ValueError(
+                f"shard_latents={self.shard_latents}, offload={self.offload}: rows of latent "
+                "weights stay on their devices; use --offload moments, or drop one of the two"
             )
         if self.shard_latents and self.optimizer != "adamw":
             raise ValueError(

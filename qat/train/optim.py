@@ -16,6 +16,7 @@ from qat.backend import device as backend
 from qat.backend.base import Copying
 from qat.errors import ConfigError
 from qat.models.stored_state import INPUT_SCALE
+from qat.nn.hosted import HostedLutLinear
 from qat.nn.quant_linear import KIND_OF, LutLinear
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.sites import routers
@@ -104,8 +105,8 @@ class Optimizer:
     """AdamW over the learnable parameters; everything else is frozen here.
 
     Each tensor's learning rate is its kind's, times the schedule, times the natural size that the
-    tensor had when the run began. With `latent_dtype=bf16` the latent weights become bfloat16 here.
-    When the step computes in float16, `scale_loss` must be applied to every loss.
+    tensor had when the run began. When the step computes in float16, `scale_loss` must be applied
+    to every loss.
 
     Each of `ranks` gives the gradients of its own batches: their sums, alike everywhere, move every
     rank's parameters alike. Of a `ShardedLutLinear`'s latent weight each rank moves the rows that
@@ -140,12 +141,15 @@ class Optimizer:
             if name in self.parameters and isinstance(owner, ShardedLutLinear)
         }
         """Owners of the parameters that this rank has some rows of."""
+        self.hosted: dict[str, HostedLutLinear] = {
+            name: owner
+            for name, owner in owners.items()
+            if name in self.parameters and isinstance(owner, HostedLutLinear)
+        }
+        """Owners of the parameters whose values lie on the host."""
         self.sizes = natural_sizes(model, by_kind)
         if state:  # a run that goes on keeps the sizes that it began with
             self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
-        if config.latent_dtype == "bf16":
-            for name in by_kind.get("weights", ()):
-                self.parameters[name].data = self.parameters[name].data.bfloat16()
         self._device = next(iter(self.parameters.values())).device
         dtype = backend.select(config.device).dtype(config.dtype)
         here = backend.on(self._device)
@@ -178,12 +182,13 @@ class Optimizer:
             movers.append(EightBitAdamW(latents, config, may_overflow=has_scale))
         elif latents and config.latent_dtype == "bf16":
             part = self.ranks.rank if self.sharded else 0
-            movers.append(StochasticAdamW(latents, config, part))
+            movers.append(StochasticAdamW(latents, config, part, self.hosted))
         if movers:
             rest = {name: learner for name, learner in rest.items() if name not in latents}
         if rest:
             is_fused = self._device.type == "cuda" or has_scale
-            movers.append(TorchAdamW(rest, config, is_fused=is_fused))
+            # before the latent weights: what is nearest to them depends on codebooks and scales
+            movers.insert(0, TorchAdamW(rest, config, is_fused=is_fused))
         return movers
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -321,8 +326,8 @@ class Optimizer:
         return sum(t.itemsize * owner.weight_count() if owner else t.nbytes for owner, t in owned)
 
     def _bring_home(self) -> None:
-        """Wait for moments that are on their way back to the host."""
-        if self._config.moments == "host":
+        """Wait for what is on its way back to the host."""
+        if self._config.offload != "none":
             backend.on(self._device).synchronize()
 
     def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
@@ -332,7 +337,8 @@ class Optimizer:
     def _state(self) -> dict[str, Tensor]:
         tensors = {}
         for name, parameter in self.parameters.items():
-            tensors[f"parameter.{name}"] = parameter.detach()
+            owner = self.hosted.get(name)
+            tensors[f"parameter.{name}"] = owner.latent if owner else parameter.detach()
             tensors[f"size.{name}"] = torch.tensor(self.sizes[name], dtype=torch.float64)
         return tensors | self.moving()
 
@@ -341,7 +347,12 @@ class Optimizer:
         owners = {key: self._owner(key, whole) for key, whole in state.items()}
         state = state | {key: state[key][owner.rows] for key, owner in owners.items() if owner}
         for name, parameter in self.parameters.items():
-            parameter.copy_(state[f"parameter.{name}"])
+            owner = self.hosted.get(name)
+            (owner.latent if owner else parameter).copy_(state[f"parameter.{name}"])
+        latents = [(owner.latent,) for owner in self.hosted.values()]
+        visiting = backend.on(self._device).visiting(latents)
+        for owner, (latent,) in zip(self.hosted.values(), visiting, strict=True):
+            owner.follow_(latent)
         for mover in self._movers:
             mover.load(state)
         if self.loss_scale is not None:

@@ -19,7 +19,7 @@ from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.kernels.nsa.router import choose
-from qat.models.cost import device_called, token_flops
+from qat.models.cost import device_called, step_bytes, token_flops
 from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_model, load_tokenizer
@@ -31,6 +31,7 @@ from qat.nsa.swap import nsa_config
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig, divide
 from qat.train.judge import CodeWatch, Judge
+from qat.train.optim import linears_in_scope
 from qat.train.rollout import Rollouts, check_rollouts
 from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
 from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, check_dtype
@@ -53,6 +54,8 @@ class RunPrediction(NamedTuple):
     """One evaluation with all its sequences."""
     peak_gib: float | None
     """Most memory held in steps, evaluations and a checkpoint's tensors; None if nobody counts."""
+    pinned_gib: float
+    """Memory of the host that what is offloaded takes."""
     checkpoint_bytes: int
     """One checkpoint with the trainer's state."""
     final_bytes: int
@@ -138,11 +141,13 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
     around = sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
     dtype = backend.dtype(config.dtype)
+    learning = linears_in_scope(model.model, config.scope, config.kinds)
     return RunPrediction(
         step_s=step_s,
         tokens_per_s=result.positions / ranks.size / step_s,
         eval_s=eval_s,
         peak_gib=peak_gib,
+        pinned_gib=step_bytes(model.model, learning, config, dtype).pinned / GIB,
         checkpoint_bytes=_bytes(packed) + state_bytes + around,
         final_bytes=_bytes(packed) + around,
         attention="" if backend.fixed_shapes() else model.attention(cache.sequence_length, dtype),
@@ -457,12 +462,22 @@ def _less_memory(config: TrainConfig, plan: RunPlan) -> str:
     ways = [LESS_MEMORY]
     if config.form != "layer":
         ways.append("--form layer")
+    if (
+        config.latent_dtype == "bf16"
+        and config.optimizer == "adamw"
+        and config.offload != "latents"
+    ):
+        ways.append("--offload latents")
     if plan.world > 1 and not config.shard_latents and "weights" in config.kinds:
         ways.append("--shard-latents")
     return ", or ".join(ways)
 
 
 def _memory(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
+    if config.offload != "none":
+        found = f"offload={config.offload} pins {prediction.pinned_gib:.3g} GiB of host memory"
+        reason = "a save takes a copy of it beside for as long as it writes"
+        yield RunFinding("host_memory", "note", found, reason, "nothing")
     if prediction.peak_gib is None or plan.memory_gib is None:
         return
     share, mend = prediction.peak_gib / plan.memory_gib, _less_memory(config, plan)

@@ -65,7 +65,7 @@ FREE_TO_CHANGE = {
     "gradient_checkpointing",
     "checkpoint_every",
     "form",
-    "moments",
+    "offload",
     "cache_dir",
 }
 """Settings that a run may go on with in another value: if a step sees as many sequences, and the

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend import device as backends
+from qat.backend.base import DTYPES, GIB
 from qat.config import fingerprint
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
@@ -21,6 +22,7 @@ from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held
 from qat.losses.config import check_targets, check_with_teacher
+from qat.models.cost import step_bytes
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
@@ -29,6 +31,7 @@ from qat.models.stored_state import activation_counts
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import add_adapters, to_latent
+from qat.process import available_gib
 from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack
 from qat.ranks import ALONE, Ranks
@@ -314,8 +317,8 @@ def make_trainable(
             them the generators of random numbers begin at the settings' seed.
 
     Raises:
-        ConfigError: nothing in scope can learn what the settings name, or the device cannot find
-            the paths of a trellis.
+        ConfigError: nothing in scope can learn what the settings name, the device cannot find the
+            paths of a trellis, or the host has no room for what is offloaded.
         CheckpointError: two levels of a codebook are too close for a latent weight.
     """
     names = linears_in_scope(model, config.scope, config.kinds)
@@ -329,7 +332,16 @@ def make_trainable(
                 "scales,codebook, or convert the model --to v2a2"
             )
         sharers = ranks if config.shard_latents else ALONE
-        to_latent(model, names, sharers, is_spread=config.shard_latents)
+        if config.offload != "none":
+            _check_host(model, names, config, sharers)
+        to_latent(
+            model,
+            names,
+            sharers,
+            dtype=DTYPES[config.latent_dtype],
+            is_spread=config.shard_latents,
+            is_hosted=config.offload == "latents",
+        )
     if "lora" in config.kinds:
         add_adapters(model, names, config.lora_rank, config.seed)
     by_kind = learnable(model, names, config.kinds)
@@ -344,6 +356,19 @@ def make_trainable(
             order = codebook.argsort(stable=True).to(linear.packed.device, torch.uint8)
             linear.packed.copy_(pack(order[linear.indices().int()], linear.spec.bits))
     return Optimizer(model, by_kind, config, state, ranks=ranks)
+
+
+def _check_host(
+    model: PreTrainedModel, names: list[str], config: TrainConfig, sharers: Ranks
+) -> None:
+    """Refuse to pin more memory than the host has: its system would kill the process."""
+    dtype, free = backends.select(config.device).dtype(config.dtype), available_gib()
+    needed = step_bytes(model, names, config, dtype, parts=sharers.size).pinned / GIB
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"offload={config.offload} pins {needed:.3g} GiB of host memory, but {free:.3g} GiB "
+            "are free there, expected as much; use a larger host, or offload less"
+        )
 
 
 def check_batch(config: TrainConfig, cache: TeacherCache) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from adamw_case import RATES, assert_rounded, copy, kept, moved, moving, neighbours, shared
 from quantized import SPECS, tiny_quantized
+from torch import Tensor
 from train_case import config
 
+from qat.backend.base import DTYPES
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.nn.swap import linear_names, to_latent
 from qat.train.optim import Optimizer, learnable, linears_in_scope
@@ -20,11 +22,20 @@ pytestmark = pytest.mark.gpu
 KEPT = [
     {},
     {"latent_dtype": "bf16"},
-    {"latent_dtype": "bf16", "moments": "host"},
+    {"latent_dtype": "bf16", "offload": "moments"},
+    {"latent_dtype": "bf16", "offload": "latents"},
     {"dtype": "fp16"},
     {"dtype": "fp16", "latent_dtype": "bf16"},
     {"optimizer": "adamw8bit"},
     {"optimizer": "adamw8bit", "latent_dtype": "bf16"},
+]
+
+
+HALF = [
+    {"dtype": "fp16"},
+    {"dtype": "fp16", "latent_dtype": "bf16"},
+    {"dtype": "fp16", "latent_dtype": "bf16", "offload": "latents"},
+    {"dtype": "fp16", "optimizer": "adamw8bit"},
 ]
 
 
@@ -40,13 +51,20 @@ def no_synchronisation() -> Iterator[None]:
 def optimizer_on(device: str, place: Path, state: dict | None = None, **values: str) -> Optimizer:
     if values.get("optimizer") == "adamw8bit":
         pytest.importorskip("torchao")
-    model = tiny_quantized("qwen3", SPECS["lut2"], intermediate_size=128)
-    to_latent(model, linear_names(model))
-    model.to(device)
+    model = tiny_quantized("qwen3", SPECS["lut2"], intermediate_size=128).to(device)
     kinds = ("weights", "scales", "codebook", "norms")
     flat = {"warmup_steps": 0, "schedule": "constant", "lr": 4e-2, "weight_decay": 0.1}
     chosen = config(place, device=device, **{**flat, **values})
+    dtype, is_hosted = DTYPES[chosen.latent_dtype], chosen.offload == "latents"
+    to_latent(model, linear_names(model), dtype=dtype, is_hosted=is_hosted)
     return Optimizer(model, learnable(model, linears_in_scope(model, "e2e"), kinds), chosen, state)
+
+
+def values_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies on the CPU of all that learns, in float32."""
+    prefix, state = "parameter.", optimizer.state()
+    named = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+    return {name: tensor.cpu().float().clone() for name, tensor in named.items()}
 
 
 def set_gradients(optimizer: Optimizer, seed: int, size: float = 1.0) -> None:
@@ -72,7 +90,7 @@ def test_a_step_asks_nothing_of_the_host(tmp_path: Path, values: dict[str, str])
 @pytest.mark.parametrize("values", KEPT, ids=str)
 def test_moves_are_those_of_the_cpu(tmp_path: Path, values: dict[str, str]) -> None:
     here, there = (optimizer_on(d, tmp_path, **values) for d in ("cpu", "cuda"))
-    starts = {n: p.detach().float().clone() for n, p in here.parameters.items()}
+    starts = values_of(here)
     for step in range(4):
         norms = []
         for optimizer in (here, there):
@@ -80,14 +98,14 @@ def test_moves_are_those_of_the_cpu(tmp_path: Path, values: dict[str, str]) -> N
             norms.append(optimizer.step(step).cpu())
         torch.testing.assert_close(*norms, rtol=1e-4, atol=0.0)
     is_exact = values.get("optimizer") is None and values.get("latent_dtype") is None
+    ours, theirs = values_of(there), values_of(here)
     for name, start in starts.items():
-        a = here.parameters[name].detach().float() - start
-        b = there.parameters[name].detach().cpu().float() - start
+        a, b = theirs[name] - start, ours[name] - start
         is_latent = name.endswith("_proj.weight") and not is_exact
         assert (a - b).norm() < (0.1 if is_latent else 1e-3) * a.norm(), name
 
 
-@pytest.mark.parametrize("values", KEPT[3:5] + [{"dtype": "fp16", "optimizer": "adamw8bit"}])
+@pytest.mark.parametrize("values", HALF)
 def test_an_overflow_moves_nothing(tmp_path: Path, values: dict[str, str]) -> None:
     optimizer = optimizer_on("cuda", tmp_path, **values)
     set_gradients(optimizer, 0, 2.0**16)
@@ -148,7 +166,8 @@ def test_what_is_not_finite_is_told_without_waiting(
     device = next(iter(optimizer.parameters.values())).device
     numbers = {**optimizer.parameters, **optimizer.moving()}
     assert trouble(numbers, device).item() == 0 and not_finite(numbers) is None
-    moments = [t for name, t in numbers.items() if "exp_avg" in name and t.is_floating_point()]
+    floats = {name: t for name, t in numbers.items() if t.is_floating_point() and t.is_cuda}
+    moments = [t for name, t in floats.items() if "exp_avg" in name]
     for tensor in (next(iter(optimizer.parameters.values())).detach(), moments[-1]):
         kept_values = tensor.clone()
         tensor.view(-1)[-1:] = bad
@@ -159,17 +178,18 @@ def test_what_is_not_finite_is_told_without_waiting(
         tensor.copy_(kept_values)
 
 
-def test_moments_in_pinned_memory_move_weights_to_the_bits_of_those_on_the_gpu(
+def test_what_lies_in_pinned_memory_moves_to_the_bits_of_what_lies_on_the_gpu(
     tmp_path: Path,
 ) -> None:
     states = []
-    for place in ("device", "host"):
+    for offload in ("none", "moments", "latents"):
         torch.manual_seed(0)
-        optimizer = optimizer_on("cuda", tmp_path, latent_dtype="bf16", moments=place)
+        optimizer = optimizer_on("cuda", tmp_path, latent_dtype="bf16", offload=offload)
         for step in range(5):
             set_gradients(optimizer, step)
             optimizer.step(step)
         states.append({name: tensor.cpu().clone() for name, tensor in optimizer.state().items()})
-    on_host = [t for n, t in optimizer.moving().items() if n.endswith("_proj.weight") and t.dim()]
-    assert on_host and all(t.is_pinned() for t in on_host)
-    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    on_host = [t for n, t in optimizer.state().items() if n.endswith("_proj.weight") and t.dim()]
+    assert len(on_host) == 3 * len(optimizer.hosted) and all(t.is_pinned() for t in on_host)
+    for state in states[1:]:
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())

@@ -11,6 +11,7 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from train_case import config
 
+from qat.backend.base import DTYPES
 from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.packing import Batch
@@ -36,7 +37,8 @@ def step_of(place: Path, preset: str = "q2a4", **values: object) -> TrainingStep
     model.model.cuda()
     names = linears_in_scope(model.model, "e2e")
     if "weights" in settings.kinds:
-        to_latent(model.model, names)
+        dtype, is_hosted = DTYPES[settings.latent_dtype], settings.offload == "latents"
+        to_latent(model.model, names, dtype=dtype, is_hosted=is_hosted)
     by_kind = learnable(model.model, names, settings.kinds)
     return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings)
 
@@ -81,6 +83,7 @@ def no_synchronisation() -> Iterator[None]:
         {"gradient_checkpointing": True},
         {"dtype": "fp16"},
         {"latent_dtype": "bf16"},
+        {"latent_dtype": "bf16", "offload": "latents", "form": "layer"},
         {"compile": "off"},
         {"form": "layer"},
         {"form": "layer", "gradient_checkpointing": True, "learn": "scales,codebook"},
@@ -142,6 +145,23 @@ def test_weights_formed_by_layer_take_the_same_steps(
     if values["learn"] == "weights":  # sums of scales and codebooks may be taken in another order
         moved = [step.optimizer.parameters.values() for step in steps.values()]
         assert all(torch.equal(mine, its) for mine, its in zip(*moved, strict=True))
+
+
+@pytest.mark.parametrize("preset", ["q2a4", "v2a2"])
+@pytest.mark.parametrize("learn", ["weights", "weights,scales,codebook"])
+@pytest.mark.parametrize("form", ["whole", "layer"])
+def test_latent_weights_on_the_host_take_the_same_steps(
+    tmp_path: Path, preset: str, learn: str, form: str
+) -> None:
+    kept = {"learn": learn, "form": form, "latent_dtype": "bf16"}
+    here, away = (step_of(tmp_path, preset, offload=o, **kept) for o in ("none", "latents"))
+    expected, found = course(here, 6, 2), course(away, 6, 2)
+    assert away.compile_facts()["cuda_graph"] and away.optimizer.hosted
+    assert found[0] == expected[0] and found == pytest.approx(expected, rel=1e-3)
+    if learn == "weights":  # a kernel sums what scales learn in the order of its codes' form
+        theirs = here.optimizer.state()
+        assert found == expected
+        assert all(torch.equal(t, theirs[name]) for name, t in away.optimizer.state().items())
 
 
 def reads(_layer: nn.Module, inputs: tuple[Tensor]) -> None:

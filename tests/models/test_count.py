@@ -9,6 +9,7 @@ from quantized import SPECS, frozen_linear, tiny_quantized
 from safetensors.torch import load_file
 from tiny import tiny_model
 
+from qat.backend.base import VISITORS
 from qat.models.checkpoint import save_checkpoint
 from qat.models.cost import (
     bits_per_weight,
@@ -104,11 +105,34 @@ def test_a_step_holds_the_bytes_that_it_is_counted_to(values: dict[str, object])
     # torchao gives its 256 steps of 8 bits to each moment, 2 KiB of them
     maps = 2048 * len(learning) if settings.optimizer == "adamw8bit" else 0
     assert found.moments == moments - maps
-    if "weights" in settings.kinds and settings.latent_dtype == "bf16":
-        away = step_bytes(
-            model, learning, settings.model_copy(update={"moments": "host"}), torch.float32
-        )
-        largest = max(p.nbytes for n, p in optimizer.parameters.items() if n.endswith(".weight"))
-        others = sum(p.nbytes for p in optimizer.parameters.values() if p.dtype == torch.float32)
-        assert away.moments == 2 * 2 * largest + 2 * others
     assert found.total(by_layer=False) - found.total(by_layer=True) == found.largest_layer
+
+
+@pytest.mark.parametrize("offload", ["none", "moments", "latents"])
+def test_what_lies_on_the_host_is_counted_there(offload: str) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut3"], tie_word_embeddings=False)
+    values = {"learn": "weights,scales", "latent_dtype": "bf16", "offload": offload}
+    settings = TrainConfig(cache_dir=Path("cache"), device="cpu", dtype="fp32", **values)
+    learning = linears_in_scope(model, settings.scope, settings.kinds)
+    counted = step_bytes(model, learning, settings, torch.float32)
+    optimizer = make_trainable(model, settings)
+    assert counted == step_bytes(model, learning, settings, torch.float32)
+    linears = quant_linears(model)
+    lying = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    # the one number that stands for a latent weight on the host is not counted
+    ones = [t for t in lying.values() if t.untyped_storage().nbytes() == 2]
+    assert len(ones) == (len(linears) if offload == "latents" else 0)
+    own = sum(t.untyped_storage().nbytes() for t in lying.values())
+    assert counted.stored == own - 2 * len(ones)
+    for parameter in optimizer.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    assert counted.gradients == sum(p.grad.nbytes for p in optimizer.parameters.values())
+    optimizer.step(0)
+    moments = {n: t for n, t in optimizer.moving().items() if n.startswith("exp_avg")}
+    wide = sum(t.nbytes for t in moments.values() if t.dtype == torch.float32)
+    sizes = [2 * linear.in_features * linear.out_features for linear in linears.values()]
+    powers = sum(next(2**n for n in range(30) if 2**n >= size) for size in sizes)
+    number = {"none": 0, "moments": 2, "latents": 3}[offload]
+    assert counted.pinned == number * powers
+    here = 2 * sum(sizes) if offload == "none" else VISITORS * number * max(sizes)
+    assert counted.moments == wide + here

@@ -175,7 +175,7 @@ def test_forming_by_layer_takes_turns_with_forming_at_once(tmp_path: Path, capsy
     assert [row["case"] for row in rows[:4]] == ["whole", "layer"] * 2
     assert [row["forms_by_layer"] for row in rows[:4]] == [False, True] * 2
     assert len({row["loss_nats"] for row in rows[:4]}) == 1, "the same numbers"
-    assert {row["moments"] for row in rows if row["case"] == "max_latent"} == {"host"}
+    assert {row["offload"] for row in rows if row["case"] == "max_latent"} == {"latents"}
     found = figures(out)
     assert found["layerwise_over_whole"]["runs"] == 2
     assert {"step_8b_latent_tok_s", "step_70b_frozen_tok_s"} < set(found)

@@ -35,8 +35,8 @@ def test_a_device_holds_the_largest_student_beside_its_activations(script: Modul
     gib = script.GIB
     held = {
         "all": {
-            "small": StepBytes(10 * gib, 0, 0, 30 * gib, gib),
-            "large": StepBytes(10 * gib, 0, 0, 60 * gib, gib),
+            "small": StepBytes(10 * gib, 0, 0, 30 * gib, gib, 0),
+            "large": StepBytes(10 * gib, 0, 0, 60 * gib, gib, 0),
         }
     }
     assert [[*cells] for cells in script.memory(held)] == [["all", "40.0, 11.0", "70.0, 11.0"]]

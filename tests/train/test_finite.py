@@ -80,6 +80,17 @@ def test_a_bad_value_in_any_tensor_of_a_run_is_told(place: Path, tmp_path: Path,
     assert step.told(result)[1] == 0
 
 
+def test_a_bad_latent_weight_on_the_host_is_told_by_the_step_that_moves_it(
+    place: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(place, tmp_path, **WAYS["bf16"], offload="latents")
+    (name, linear), *_ = trainer.optimizer.hosted.items()
+    linear.latent[0, 1] = torch.inf
+    step = trainer.take_step
+    assert step.told(step(trainer._micro_batches(0), 0))[1].isnan()
+    assert name in str(not_finite(step.numbers()))
+
+
 def test_a_loss_of_an_unlogged_step_is_told(place: Path, tmp_path: Path) -> None:
     trainer = trainer_of(place, tmp_path, learn="scales", log_every=3, eval_every=6, save_every=6)
     real, calls = trainer.take_step.run_micro_step, []

@@ -13,6 +13,7 @@ from torch import Tensor
 from train_case import config
 from transformers import PreTrainedModel
 
+from qat.backend.base import DTYPES
 from qat.errors import ConfigError
 from qat.nn.sites import open_sites
 from qat.nn.swap import linear_names, replace_module, to_latent
@@ -29,16 +30,20 @@ def settings(tmp_path, **values: object) -> TrainConfig:
     return config(tmp_path, **{**rates, **flat, **values})
 
 
-def student(spec: str = "lut2", latent: bool = True, **shape: int) -> PreTrainedModel:
+def student(
+    spec: str = "lut2", latent: bool = True, kept: TrainConfig | None = None, **shape: int
+) -> PreTrainedModel:
     model = tiny_quantized("qwen3", SPECS[spec], **shape)
     if latent:
-        to_latent(model, linear_names(model))
+        dtype = DTYPES["fp32" if kept is None else kept.latent_dtype]
+        is_hosted = kept is not None and kept.offload == "latents"
+        to_latent(model, linear_names(model), dtype=dtype, is_hosted=is_hosted)
     return model
 
 
-def wide_student() -> PreTrainedModel:
+def wide_student(kept: TrainConfig | None = None) -> PreTrainedModel:
     """With matrices of 4,096 weights, which eight-bit moments are for, and smaller ones."""
-    return student(intermediate_size=128)
+    return student(kept=kept, intermediate_size=128)
 
 
 def optimizer_of(model: PreTrainedModel, config: TrainConfig, kinds: tuple = ALL) -> Optimizer:
@@ -244,11 +249,11 @@ def test_a_step_waits_once_for_copies_of_what_it_moves(tmp_path) -> None:
 def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]:
     """One that stepped on, and one that went on from its state after three steps."""
     torch.manual_seed(1)
-    one = optimizer_of(wide_student(), chosen)
+    one = optimizer_of(wide_student(chosen), chosen)
     for step in range(3):
         step_with(one, 0.1 * (step + 1), step)
     state = {name: tensor.clone() for name, tensor in one.state().items()}
-    model = wide_student()
+    model = wide_student(chosen)
     two = Optimizer(model, learnable(model, linears_in_scope(model, "e2e"), ALL), chosen, state)
     for optimizer in (one, two):
         torch.manual_seed(2)
@@ -262,7 +267,8 @@ def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]
     [
         {},
         {"latent_dtype": "bf16"},
-        {"latent_dtype": "bf16", "moments": "host"},
+        {"latent_dtype": "bf16", "offload": "moments"},
+        {"latent_dtype": "bf16", "offload": "latents"},
         {"dtype": "fp16"},
         {"dtype": "fp16", "latent_dtype": "bf16"},
         {"optimizer": "adamw8bit"},
@@ -288,8 +294,8 @@ def test_latents_kept_in_less_move_as_far(tmp_path, kept: dict[str, str]) -> Non
     """Ten steps of varied gradients end where plain AdamW's end, within what the format loses."""
     ends, starts = [], {}
     for values in ({}, kept):
-        model = wide_student()
-        optimizer = optimizer_of(model, settings(tmp_path, weight_decay=0.1, **values))
+        chosen = settings(tmp_path, weight_decay=0.1, **values)
+        optimizer = optimizer_of(wide_student(chosen), chosen)
         starts = {n: p.detach().float().clone() for n, p in optimizer.parameters.items()}
         torch.manual_seed(3)
         for step in range(10):
@@ -309,7 +315,8 @@ def test_latents_kept_in_less_move_as_far(tmp_path, kept: dict[str, str]) -> Non
 
 
 def test_bfloat16_is_for_latents_and_their_moments(tmp_path) -> None:
-    optimizer = optimizer_of(wide_student(), settings(tmp_path, latent_dtype="bf16"))
+    chosen = settings(tmp_path, latent_dtype="bf16")
+    optimizer = optimizer_of(wide_student(chosen), chosen)
     step_with(optimizer, 1.0)
     for name, tensor in optimizer.state().items():
         if tensor.dim() == 0:
@@ -360,7 +367,8 @@ def test_a_float16_step_that_overflows_is_no_step(tmp_path, kept: dict[str, str]
     """With an overflow before and one between, the others move everything as if without."""
     ends = []
     for overflows in ((), (0, 2)):
-        optimizer = optimizer_of(wide_student(), settings(tmp_path, dtype="fp16", **kept))
+        chosen = settings(tmp_path, dtype="fp16", **kept)
+        optimizer = optimizer_of(wide_student(chosen), chosen)
         scale, good = optimizer.loss_scale, 0
         for step in range(4 + len(overflows)):
             before = {n: p.detach().clone() for n, p in optimizer.parameters.items()}

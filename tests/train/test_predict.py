@@ -48,6 +48,7 @@ def test_sizes_are_those_on_disk_and_nothing_else_moves(place: Path, tmp_path: P
         written = sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
         assert predicted == pytest.approx(written, rel=0.15)
     assert 0 < found.step_s < 5 and 0 < found.eval_s < 5 and found.peak_gib > 0
+    assert found.pinned_gib == 0
     assert found.tokens_per_s == pytest.approx(4 * 16 / found.step_s)
     assert found.attention == "sdpa" and found.fallback is None
 

@@ -26,6 +26,7 @@ FAST = RunPrediction(
     tokens_per_s=80_000.0,
     eval_s=0.5,
     peak_gib=20.0,
+    pinned_gib=70.0,
     checkpoint_bytes=GIB,
     final_bytes=GIB // 4,
     attention="tile",
@@ -43,6 +44,7 @@ PLAN = RunPlan(
     prediction=FAST,
 )
 
+AWAY = {"latent_dtype": "bf16", "offload": "latents"}
 SLOW = PLAN._replace(sparse=SparsePlan(32, False, "reference", "width 20 is no power of two"))
 SPARSE = PLAN._replace(sequence_length=2048, sparse=SparsePlan(1024, True, "flex", "CUDA"))
 
@@ -66,6 +68,8 @@ def test_nothing_speaks_against_a_sound_run() -> None:
     assert found(PLAN) == {}
     notes = {each.code for each in preflight(settings(), PLAN)}
     assert notes == {"epochs", "memory", "disk", "time"}
+    (pinned,) = (f for f in preflight(settings(**AWAY), PLAN) if f.code == "host_memory")
+    assert "offload=latents pins 70 GiB of host memory" in pinned.line()
 
 
 CASES = [
@@ -78,6 +82,13 @@ CASES = [
     ("disk", "error", PLAN, {"milestone_every": 100}, "104 GiB of checkpoints"),
     ("memory", "error", slower(0.1, peak_gib=140.0), {}, "140 GiB of 139 GiB.*--batch-size"),
     ("memory", "warning", slower(0.1, peak_gib=130.0), {}, "130 GiB of 139 GiB"),
+    (
+        "memory",
+        "warning",
+        slower(0.1, peak_gib=130.0),
+        {**AWAY, "offload": "moments"},
+        "--form layer, or --offload latents",
+    ),
     ("memory", "error", PLAN._replace(prediction=None, has_run_out=True), {}, "memory ran out"),
     ("dtype", "error", PLAN, {"dtype": "fp32"}, "computes many times faster in bf16"),
     ("dtype", "warning", PLAN, {"dtype": "fp32", "max_steps": 1000}, "many times faster in bf16"),

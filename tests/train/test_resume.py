@@ -13,8 +13,9 @@ from cache_case import build, texts
 from crash import stopped_at
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_tokenizer
-from train_case import assert_same_end, config, make_place
+from train_case import assert_same_end, config, make_place, visiting
 
+from qat.backend.base import Backend
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held
 from qat.logs import read_json_lines
@@ -279,3 +280,16 @@ def test_a_disk_that_is_full_in_the_end(place: Path, out: Path, monkeypatch) -> 
         with pytest.raises(CheckpointError, match=message):
             run(place, out, resume=True)
     assert run(place, out, resume=True).final.is_dir()
+
+
+def test_latent_weights_on_the_host_go_on_as_those_on_the_device(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "visiting", visiting)
+    kept, whole = {"latent_dtype": "bf16", "weight_decay": 0.1}, tmp_path / "whole"
+    report = run(place, whole, **kept)
+    for name, before, after in (("a", "latents", "latents"), ("b", "none", "latents")):
+        out = tmp_path / name
+        crash(place, out, 3, offload=before, **kept)
+        found = run(place, out, resume=True, offload=after, **kept)
+        assert_same_end((whole, report), out, found)

@@ -131,7 +131,7 @@ def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
     [
         {"dtype": "bf16", "gradient_checkpointing": True},
         {"grad_accum_steps": 2, "global_batch_size": 0},
-        {"latent_dtype": "bf16", "learn": "weights,norms", "moments": "host"},
+        {"latent_dtype": "bf16", "learn": "weights,norms", "offload": "moments"},
     ],
 )
 def test_two_ranks_that_gather_a_layer_at_a_time_train_as_two_that_gather_all(

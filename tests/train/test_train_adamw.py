@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from train_case import config
+from train_case import config, visiting
 
 from qat.backend.base import Backend
 from qat.train.adamw import Learner, StochasticAdamW, TorchAdamW
@@ -30,32 +30,27 @@ def test_moments_on_the_host_move_weights_to_the_same_bits(
 ) -> None:
     visitors = []
 
-    def visiting(_backend: Backend, groups: list) -> Iterator:
-        """As a device of its own: a copy comes, and goes back when the next one is asked for."""
-        for group in groups:
-            here = tuple(tensor.clone() for tensor in group)
-            yield here
-            visitors.append(len(here))
-            for host, there in zip(group, here, strict=True):
-                host.copy_(there)
+    def watched(backend: Backend, groups: list) -> Iterator:
+        visitors.extend(map(len, groups))
+        return visiting(backend, groups)
 
     torch.manual_seed(0)
     first = {name: torch.randn(4, 8).bfloat16() for name in "abc"}
     moved = {}
-    for place in ("device", "host"):
+    for offload in ("none", "moments"):
         weights = {name: nn.Parameter(tensor.clone()) for name, tensor in first.items()}
         learners = {name: Learner(p, 0.1, 0.01) for name, p in weights.items()}
-        settings = config(tmp_path, latent_dtype="bf16", moments=place)
-        if place == "host":
-            monkeypatch.setattr(Backend, "visiting", visiting)
+        settings = config(tmp_path, latent_dtype="bf16", offload=offload)
+        if offload == "moments":
+            monkeypatch.setattr(Backend, "visiting", watched)
         mover = StochasticAdamW(learners, settings)
         for step in range(3):
             for name, p in weights.items():  # one gets no gradient
                 p.grad = None if name == "b" else torch.full_like(p, step - 0.5)
             mover.move(step, 1.0, torch.tensor(0.5))
-        moved[place] = {**{n: p.detach() for n, p in weights.items()}, **mover.state()}
+        moved[offload] = {**{n: p.detach() for n, p in weights.items()}, **mover.state()}
     assert visitors == [2] * 6
-    assert all(torch.equal(moved["host"][name], t) for name, t in moved["device"].items())
+    assert all(torch.equal(moved["moments"][name], t) for name, t in moved["none"].items())
     again = StochasticAdamW(learners, settings)
     again.load(mover.state())
     assert all(torch.equal(again.state()[name], t) for name, t in mover.state().items())

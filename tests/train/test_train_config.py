@@ -45,12 +45,16 @@ def test_a_tenth_of_the_steps_warms_up(steps: int, warm: int) -> None:
         ({"attention_only": True, "e2e": True}, "exclude each other"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5"),
         ({"shard_latents": True, "learn": "scales"}, "it divides latent weights"),
-        ({"moments": "host"}, "only the moments of bf16 latent weights can lie there"),
+        ({"offload": "moments"}, "only bf16 latent weights and their bf16 moments can lie"),
         (
-            {"moments": "host", "latent_dtype": "bf16", "optimizer": "adamw8bit"},
+            {"offload": "moments", "latent_dtype": "bf16", "optimizer": "adamw8bit"},
             "use --optimizer adamw --latent-dtype bf16, or drop it",
         ),
         ({"shard_latents": True, "optimizer": "adamw8bit"}, "8 bits are not divided"),
+        (
+            {"shard_latents": True, "offload": "latents", "latent_dtype": "bf16"},
+            "stay on their devices; use --offload moments, or drop one of the two",
+        ),
     ],
 )
 def test_settings_that_cannot_be(values: dict[str, object], message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_case import config, make_place, make_trainer
+from train_case import config, make_place, make_trainer, visiting
 
 from qat.backend.base import GIB, Backend
 from qat.bench.batches import open_source
@@ -163,6 +163,16 @@ def test_other_shapes_and_packed_rows_are_not_replayed(
     assert len(replays) == 2
 
 
+def test_more_than_the_host_has_is_not_pinned(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qat.train.start.available_gib", lambda: 1e-9)
+    for offload in ("moments", "latents"):
+        message = rf"offload={offload} pins .* GiB of host memory, but 1e-09 GiB are free there"
+        with pytest.raises(ConfigError, match=message):
+            trainer_of(place, tmp_path, latent_dtype="bf16", offload=offload)
+
+
 def test_closing_leaves_the_model_as_it_was(place: Path, tmp_path: Path) -> None:
     trainer = trainer_of(place, tmp_path, gradient_checkpointing=True, dtype="bf16")
     trainer.take_step(batches(trainer), 0)
@@ -194,7 +204,7 @@ def bits_of(shape: str, form: str, **values: object) -> tuple[list[torch.Tensor]
         parts = range(settings.grad_accum_steps)
         result = step([data.batch(2, 10 * number + part, backend) for part in parts], number)
         found += [result.sums["loss"].clone(), result.grad_norm.clone()]
-    return [*found, *(p.detach().clone() for p in optimizer.parameters.values())], step
+    return [*found, *(tensor.clone() for tensor in optimizer.state().values())], step
 
 
 @pytest.mark.parametrize(
@@ -226,6 +236,28 @@ def test_weights_formed_by_layer_take_the_steps_of_weights_formed_at_once(
     assert len(rooms) == 1, "all layers write into the same ones"
     step.close()
     assert all(linear.turn is None and linear.formed is None for linear in linears)
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ("tiny", {"to": "q2a4", "grad_accum_steps": 2}),
+        ("tiny", {"to": "v2a4", "dtype": "bf16", "gradient_checkpointing": True}),
+        ("tiny", {"to": "q4a4_r4", "learn": "weights,norms"}),
+        ("tiny-moe", {"mlp_only": True}),
+    ],
+)
+def test_latent_weights_on_the_host_take_the_steps_of_those_on_the_device(
+    shape: str, values: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "visiting", visiting)
+    kept = {"latent_dtype": "bf16", **values}
+    expected, _ = bits_of(shape, "whole", **kept)
+    for form in ("whole", "layer"):
+        found, step = bits_of(shape, form, offload="latents", **kept)
+        assert step.forms_by_layer == (form == "layer") and step.optimizer.hosted
+        assert len(found) == len(expected) > 6
+        assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
 
 
 def test_a_replayed_step_forms_by_layer_too(
