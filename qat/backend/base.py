@@ -127,6 +127,36 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=tensor.is_cuda)
 
 
+PIECE_BYTES = 2**30
+"""Of pinned memory, in which many tensors lie side by side."""
+ALIGNED = 256
+"""Bytes of which each tensor there begins at a multiple."""
+
+
+def placed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where blocks of these bytes lie, as piece and first byte, and how large each piece is.
+
+    PyTorch takes a power of two of pinned memory for each tensor, up to twice what it needs: so
+    pieces are such, of up to a GiB if no block is larger. The largest blocks are placed first, each
+    in the first piece with room.
+    """
+    places, ends, rooms = [(0, 0)] * len(sizes), [], []
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        size = -(-sizes[number] // ALIGNED) * ALIGNED
+        fitting = (piece for piece, end in enumerate(ends) if end + size <= rooms[piece])
+        piece = next(fitting, len(ends))
+        if piece == len(ends):
+            ends.append(0)
+            rooms.append(max(PIECE_BYTES, _power_of_two(size)))
+        places[number] = piece, ends[piece]
+        ends[piece] += size
+    return places, [_power_of_two(end) for end in ends]
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
 VISITORS = 2
 """Groups of tensors from the host that are on the device at once: one at work, one on its way."""
 GIB = 2**30
@@ -359,6 +389,10 @@ class Backend:
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory that the device can copy from while it computes."""
         return tensor
+
+    def pinned_zeros(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        """Zeros of these shapes in such memory."""
+        return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, in the order of its work; the host does not wait."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qat.backend.base import GIB, VISITORS, Backend
+from qat.backend.base import GIB, VISITORS, Backend, placed
 from qat.backend.nvidia import gpu_health
 from qat.errors import ConfigError
 
@@ -85,6 +85,16 @@ class CudaBackend(Backend):
     def pinned(self, tensor: Tensor) -> Tensor:
         """See `Backend`."""
         return tensor.pin_memory()
+
+    def pinned_zeros(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        """See `Backend`: side by side in few allocations."""
+        sizes = [shape.numel() * dtype.itemsize for shape in shapes]
+        places, pieces = placed(sizes)
+        rooms = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in pieces]
+        return [
+            rooms[piece][begin : begin + size].view(dtype).view(shape)
+            for (piece, begin), size, shape in zip(places, sizes, shapes, strict=True)
+        ]
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """See `Backend`; the host does not wait."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qat.backend.base import VISITORS
+from qat.backend.base import VISITORS, placed
 from qat.errors import ConfigError
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
@@ -137,7 +137,7 @@ class StepBytes:
     largest_layer: int
     """The formed weights of the largest layer."""
     pinned: int
-    """Of the host's memory, in which PyTorch gives each tensor a power of two."""
+    """Of the host's memory."""
 
     def total(self, *, by_layer: bool) -> int:
         """All that the device holds, if weights are formed at once or a layer at a time."""
@@ -185,12 +185,15 @@ def step_bytes(
                 gradients += parameter.nbytes
                 moments += 2 * parameter.nbytes
     gradients += sum(latents)
+    pinned = 0
     if hosted:
         moments += hosted * VISITORS * max(latents, default=0)
+        blocks = [math.ceil(latent) for latent in latents]
+        for away in (2 * blocks, (hosted - 2) * blocks):  # moments, and latent weights if they are
+            pinned += sum(placed(away)[1])
     else:
         is_eight = config.optimizer == "adamw8bit"
         moments += 2 * sum(latents) * ((1 + 4 / BLOCK_OF_MOMENTS) / each if is_eight else 1)
-    pinned = hosted * sum(2 ** math.ceil(math.log2(latent)) for latent in latents)
     inside = {id(t) for m in linears.values() for t in (*m.parameters(), *m.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in inside:

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from qat.backend.device import on
 from qat.nn.quant_linear import LutLinear
 from qat.quant.spec import LutSpec
 from qat.quant.weight import PackedIndices, QuantizedWeight, pack
@@ -17,6 +16,7 @@ class HostedLutLinear(LutLinear):
     is moved; who moves it, or the codebook or scales that say what is nearest, lets the codes
     `follow_` it after that.
 
+    The latent weight is written into `room`, host memory of its shape, and kept in that dtype.
     The parameter `weight` has the shape and takes the gradient, but one number for all of its
     elements: zero, or NaN where a latent weight was not finite when the codes followed it last.
     """
@@ -30,11 +30,11 @@ class HostedLutLinear(LutLinear):
         bias: Tensor | None,
         spec: LutSpec,
         *,
-        dtype: torch.dtype,
+        room: Tensor,
     ) -> None:
         super().__init__(weight, quantized, bias, spec)
-        here = weight.detach().to(dtype)
-        self.latent = on(here.device).pinned(here.to("cpu", copy=True))
+        here = weight.detach().to(room.dtype)
+        self.latent = room.copy_(here)
         self._followed: Tensor | None = None
         self._trouble = here.new_zeros(())
         self.weight = nn.Parameter(self._trouble.expand(here.shape))

@@ -143,6 +143,11 @@ def to_latent(
     Raises:
         CheckpointError: two levels of a codebook are too close to choose between.
     """
+    rooms: list[Tensor] = []
+    if is_hosted:
+        shapes = [torch.Size(weight_shape(model.get_submodule(name))) for name in names]
+        device = cast(QuantLinear, model.get_submodule(names[0])).codebook.device
+        rooms = on(device).pinned_zeros(shapes, dtype)
     for name in names:
         frozen = cast(QuantLinear, model.get_submodule(name))
         quantized = ascending(frozen.quantized())
@@ -156,7 +161,7 @@ def to_latent(
                 "between them; convert it anew or train it without weights"
             )
         if is_hosted:
-            latent = HostedLutLinear(*made_of, dtype=dtype)
+            latent = HostedLutLinear(*made_of, room=rooms.pop(0))
         elif ranks.size > 1:
             latent = ShardedLutLinear(*made_of, ranks=ranks)
         # one by one: in float32 all of them have room in no device that they fill in bfloat16

@@ -141,13 +141,12 @@ class StochasticAdamW:
         self._count = torch.zeros((), device=device)
         self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
         self._backend = on(device)
-
-        def zeros(like: Tensor) -> Tensor:
-            if config.offload == "none":
-                return torch.zeros_like(like)
-            return self._backend.pinned(torch.zeros(like.shape, dtype=like.dtype))
-
-        self._moments = [(zeros(p), zeros(p)) for p in parameters]
+        both = [p for p in parameters for _ in MOMENTS]
+        if config.offload == "none":
+            zeros = [torch.zeros_like(p) for p in both]
+        else:
+            zeros = self._backend.pinned_zeros([p.shape for p in both], both[0].dtype)
+        self._moments = [*zip(zeros[::2], zeros[1::2], strict=True)]
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
         """See `Mover`."""

@@ -21,7 +21,8 @@ def pair(name: str) -> tuple[LutLinear, HostedLutLinear]:
     quantized = random_weight(O, I, SPECS[name])
     latent = dequantize(quantized) + 0.01 * torch.randn(O, I)
     parts = latent, quantized, torch.randn(O), SPECS[name]
-    here, away = LutLinear(*parts), HostedLutLinear(*parts, dtype=torch.bfloat16)
+    room = torch.zeros(O, I, dtype=torch.bfloat16)
+    here, away = LutLinear(*parts), HostedLutLinear(*parts, room=room)
     here.weight.data = here.weight.data.bfloat16()
     return here, away
 
