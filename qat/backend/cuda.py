@@ -203,6 +203,11 @@ class CudaBackend(Backend):
         """See `Backend`."""
         gc.collect()
         torch.cuda.empty_cache()
+        # pinned memory too: what PyTorch keeps of it is missed where the host is asked for room
+        if hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
+        else:  # before PyTorch 2.12
+            torch._C._host_emptyCache()
 
     def held_memory_gib(self) -> float:
         """See `Backend`."""
