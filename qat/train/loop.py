@@ -200,7 +200,8 @@ class Trainer:
                 # a best student is always saved
                 is_best = self._is_due(self.config.eval_every) and self._evaluate()
                 if is_best or self._is_due(self.config.save_every):
-                    check_alike(self.optimizer.replicated(), self.step, self.ranks)
+                    alike = [*self.optimizer.replicated(), *self.optimizer.hosted_codes()]
+                    check_alike(alike, self.step, self.ranks)
                     self.saver.save(self.step, self.best, is_best=is_best)
         if self.take_step.is_stop_agreed and self.step < self.config.max_steps:
             with self._pulse.pause():

@@ -239,6 +239,10 @@ class Optimizer:
         """The parameters that every rank holds, all with the same bits."""
         return [p for name, p in self.parameters.items() if name not in self.sharded]
 
+    def hosted_codes(self) -> list[Tensor]:
+        """What the device holds of latent weights on the host."""
+        return [owner.packed for owner in self.hosted.values()]
+
     def num_learnable(self) -> int:
         """Numbers that learn, over all ranks."""
         rows = sum(owner.weight_count() for owner in self.sharded.values())

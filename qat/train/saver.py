@@ -355,11 +355,11 @@ class Saver:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """12 hex digits of the bits of float tensors, of their order and shapes; waits for the device.
+    """12 hex digits of the bits of tensors, of their order and shapes; waits for the device.
 
     Bits are summed as integers, so that what sums them in another order finds the same.
     """
-    words = {4: torch.int32, 2: torch.int16}
+    words = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
     tensors = [tensor.detach() for tensor in tensors]
     sums = [tensor.view(words[tensor.itemsize]).sum() for tensor in tensors]
     bits = torch.stack(sums).tolist() if sums else []

@@ -12,7 +12,17 @@ from qat.quant.lora import random_lora
 from qat.quant.weight import PackedIndices, dequantize
 
 O, I = 7, 32
-KINDS = ["lut1", "lut2", "lut3", "lut4_r1", "ternary_r2", "lut2_s8", "fours8_s8", "trellis2_s8"]
+KINDS = [
+    "lut1",
+    "lut2",
+    "lut3",
+    "lut4_r1",
+    "ternary_r2",
+    "lut2_s8",
+    "pairs6",
+    "fours10_r2",
+    "trellis2_s8",
+]
 
 
 def pair(name: str) -> tuple[LutLinear, HostedLutLinear]:

@@ -184,6 +184,8 @@ def test_a_digest_is_of_bits_and_shapes():
     one = torch.tensor([[1.0, 2.0]])
     assert digest([one]) == digest([one.clone()]) != digest([one.t()])
     assert digest([one]) != digest([one + 1e-7]) and digest([one.bfloat16()])
+    codes = torch.tensor([[1, 2]], dtype=torch.uint8)
+    assert digest([codes]) == digest([codes.clone()]) != digest([codes + 1])
 
 
 def before(owner: type, name: str, act: Callable) -> None:
