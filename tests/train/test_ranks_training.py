@@ -89,6 +89,16 @@ def test_ranks_train_as_one_process_does(place, alone, tmp_path, size, learn):
     assert found[0]["moved"] == 10 * (4 * learnable + counts + losses)
 
 
+@SLOW
+def test_ranks_keep_latent_weights_on_the_host(place, tmp_path):
+    outs = [tmp_path / offload for offload in ("none", "latents")]
+    for out in outs:
+        on_ranks(2, place, out, learn=LATENT, latent_dtype="bf16", offload=out.name)
+    ours, theirs = (out / "checkpoints/step-000010" for out in outs)
+    for name in ("model.safetensors", "trainer/state.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+
 def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, alone, tmp_path):
     out = tmp_path / "run"
 
