@@ -8,10 +8,12 @@ in a long build but for a remainder, and each rank says what it waited for. Weig
 does not depend on them.
 
 Sharding sets ranks that hold all latent weights beside ranks that hold their rows: the most memory
-of a rank, and tokens per second of all.
+of a rank, and tokens per second of all. A student whose latent weights fill a GPU is trained by one
+that holds them whole and by all that hold their rows, in turns.
 
 torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py train --figures F
 torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py shard --figures F
+torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py latent --figures F
 torchrun --standalone --nproc-per-node 4 speedrun/measure_ranks.py cache --tokenizer DIR --text FILE
     --figures F
 """
@@ -32,17 +34,25 @@ from transformers import AutoTokenizer
 from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
+from qat.bench.measure import Timing, time_steps
+from qat.bench.stats import percentiles
 from qat.bench.student import Ours, open_student
 from qat.data.build import build_cache
 from qat.data.config import CacheSettings
 from qat.data.packing import Batch
 from qat.logs import configure
 from qat.ranks import ALONE, Ranks, joined
+from qat.train.step import EAGER_STEPS
 
 app = App(help=__doc__)
-PREFIXES = {"gpu": "", "cache": "cache_"}
+NAMES = {
+    "gpu": "{}_gpu_speedup",
+    "cache": "cache_{}_gpu_speedup",
+    "latent": "{}_gpu_8b_speedup",
+}
 NUMBERS = {2: "two", 4: "four"}
-GOALS = {"gpu": {2: 1.9, 4: 3.7}, "cache": {4: 3.9}}
+GOALS = {"gpu": {2: 1.9, 4: 3.7}, "cache": {4: 3.9}, "latent": {2: 1.9}}
+WARMUP = EAGER_STEPS + 1
 
 
 @app.command
@@ -159,8 +169,7 @@ def shard(  # noqa: PLR0917
     device: str = "auto",
     batch_size: int = 64,
     seq_len: int = 64,
-    steps: int = 5,
-    rounds: int = 3,
+    steps: int = 15,
     whole: bool = True,
 ) -> None:
     """Append peak memory and tokens/s with latent weights `whole` and `sharded` to FIGURES.
@@ -174,53 +183,105 @@ def shard(  # noqa: PLR0917
     """
     configure()
     with joined(device) as ranks:
-        kinds = ("whole", "sharded") if whole else ("sharded",)
-        for kind in kinds:
-            values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len}
-            config = settled(device=device, **values)
-            peak_gib, speeds = stretches(kind, shape, config, ranks, steps=steps, rounds=rounds)
-            peaks = [float(said) for said in ranks.texts(str(peak_gib))]
+        values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len, "steps": steps}
+        for is_sharded in (False, True) if whole else (True,):
+            timing = timed(shape, settled(device=device, **values), ranks, is_sharded=is_sharded)
+            peaks = [float(said) for said in ranks.texts(str(timing.peak_gib))]
             if ranks.is_first:
-                report_sharding(kind, max(peaks), speeds, shape=shape, figures=figures)
+                name = "sharded" if is_sharded else "whole"
+                report_sharding(name, max(peaks), timing, shape=shape, figures=figures)
 
 
-def stretches(  # noqa: PLR0917
-    kind: str, shape: str, config: MeasureConfig, ranks: Ranks, *, steps: int, rounds: int
-) -> tuple[float, list[float]]:
-    """The most GiB that steps held on this rank, and tokens/s of each stretch of `steps`."""
+@app.command
+def latent(  # noqa: PLR0917
+    *,
+    figures: Path,
+    shape: str = "qwen3-8b",
+    device: str = "auto",
+    batch_size: int = 32,
+    seq_len: int = 512,
+    steps: int = 5,
+    rounds: int = 2,
+    form: str = "auto",
+) -> None:
+    """Append `two_gpu_8b_speedup` to FIGURES: all ranks with sharded latent weights over one rank.
+
+    Both recompute layers. Each turn makes the student anew, as both together fit no GPU.
+
+    Parameters
+    ----------
+    batch_size
+        Of each rank.
+    form
+        How both form weights: all at once, by layer, or as each finds room.
+    """
+    configure()
+    with joined(device) as ranks:
+        values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len, "steps": steps}
+        values |= {"latent_dtype": "bf16", "form": form, "gradient_checkpointing": True}
+        config = settled(device=device, **values)
+
+        def turn(among: Ranks) -> float:
+            """Tokens per second of all steps."""
+            began = time.perf_counter()
+            timing = timed(shape, config, among, is_sharded=among.size > 1)
+            for rank, said in enumerate(among.texts(facts(timing))):
+                if among.is_first:
+                    print(f"{among.size} ranks, rank {rank}: {said}")
+            if among.is_first:
+                print(f"this turn took {time.perf_counter() - began:.0f} s", flush=True)
+            return timing.tokens_per_s
+
+        alone, together = in_turns(turn, ranks, rounds)
+        if ranks.is_first:
+            report("latent", alone, together, size=ranks.size, figures=figures)
+
+
+def timed(shape: str, config: MeasureConfig, ranks: Ranks, *, is_sharded: bool) -> Timing:
+    """Steps of a student that is made for them, over batches of each rank's own."""
     backend = select(config.device)
     student = open_student(shape, config)
-    ours = Ours(student, config, ranks=ranks, is_sharded=kind == "sharded")
+    ours = Ours(student, config, ranks=ranks, is_sharded=is_sharded)
     made = open_source(config, student).batch(config.batch_size, ranks.rank, backend)
     batches = [Batch(*map(backend.pinned, made))]
-    take_step, speeds = ours.subject(), []
+    take_step = ours.subject()
     backend.free_memory()
-    backend.reset_peak_memory()
-    for _ in range(rounds + 1):
-        ranks.wait()
-        began = time.perf_counter()
-        for step in range(steps):
-            result = take_step(batches, step)
-        backend.synchronize()
-        speeds.append(steps * result.positions / (time.perf_counter() - began))
-    peak_gib = backend.peak_memory_gib()
+    timing = time_steps(take_step, batches, backend, warmup=WARMUP, steps=config.steps)
     take_step.close()
-    del student, ours, take_step, result
+    del student, ours, take_step
     backend.free_memory()
-    return peak_gib, speeds[1:]  # the first one compiles
+    return timing
+
+
+def facts(timing: Timing) -> str:
+    """What one rank's steps took, in a line."""
+    around = percentiles(timing.steps_s)
+    memory = "".join(
+        f", {gib:.2f} GiB {what}"
+        for what, gib in (("allocated", timing.peak_gib), ("reserved", timing.reserved_gib))
+        if gib is not None
+    )
+    form = "by layer" if timing.compiler["forms_by_layer"] else "at once"
+    return (
+        f"{timing.tokens_per_s:,.0f} tokens/s, step {around.p50:.4g} s (p10 {around.p10:.4g}, p90 "
+        f"{around.p90:.4g}), formed {form}{memory}, {timing.warmup_s:.0f} s before the clock"
+    )
 
 
 def in_turns(
     run: Callable[[Ranks], float], ranks: Ranks, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """What `run` gives on the first rank alone and on all together, `rounds` times each."""
+    """What `run` gives on the first rank alone and on all together, `rounds` times each.
+
+    All go first: where a run compiles, they do so at the same time.
+    """
     alone, together = [], []
     for _ in range(rounds):
+        together.append(run(ranks))
         ranks.wait()
         if ranks.is_first:
             alone.append(run(ALONE))
         ranks.wait()
-        together.append(run(ranks))
     return alone, together
 
 
@@ -238,7 +299,7 @@ def report(
     value = round(statistics.median(ratios), 3)
     if size not in NUMBERS:
         raise SystemExit(f"{value} x one rank; figures are asked for of 2 and 4 only")
-    name = f"{PREFIXES[kind]}{NUMBERS[size]}_gpu_speedup"
+    name = NAMES[kind].format(NUMBERS[size])
     goal = GOALS[kind].get(size)
     records.record(
         figures,
@@ -253,9 +314,10 @@ def report(
 
 
 def report_sharding(
-    kind: str, peak_gib: float, speeds: list[float], *, shape: str, figures: Path
+    kind: str, peak_gib: float, timing: Timing, *, shape: str, figures: Path
 ) -> None:
     """Print and append what ranks took that hold latent weights in this way."""
+    speeds = [timing.positions / seconds for seconds in timing.steps_s]
     speed = statistics.median(speeds)
     print(f"{shape}, latent weights {kind}: {peak_gib:.2f} GiB a rank, {speed:,.0f} tokens/s")
     name = f"latents_{kind}"

@@ -27,7 +27,7 @@ def test_one_and_all_take_turns(tmp_path: Path) -> None:
         return [turns, *speeds]
 
     first, second = run_ranks(2, act, tmp_path)
-    assert first == [[1, 2, 1, 2], [1.0, 1.0], [2.0, 2.0]]
+    assert first == [[2, 1, 2, 1], [1.0, 1.0], [2.0, 2.0]]
     assert second == [[2, 2], [], [2.0, 2.0]]
 
 
@@ -35,13 +35,14 @@ def test_figures_have_the_names_that_are_asked_for(tmp_path: Path) -> None:
     import measure_ranks
 
     figures = tmp_path / "figures.jsonl"
-    for kind, size in (("gpu", 2), ("gpu", 4), ("cache", 4)):
+    for kind, size in (("gpu", 2), ("gpu", 4), ("cache", 4), ("latent", 2)):
         measure_ranks.report(kind, [100.0, 200.0], [190.0, 400.0], size=size, figures=figures)
     found = [json.loads(line) for line in figures.read_text().splitlines()]
     assert [(row["figure"], row["goal"]) for row in found] == [
         ("two_gpu_speedup", ">= 1.9"),
         ("four_gpu_speedup", ">= 3.7"),
         ("cache_four_gpu_speedup", ">= 3.9"),
+        ("two_gpu_8b_speedup", ">= 1.9"),
     ]
     assert found[0]["value"] == 1.95 and found[0]["runs"] == 2
     with pytest.raises(SystemExit, match="of 2 and 4 only"):
@@ -53,20 +54,24 @@ def test_both_ways_to_hold_latent_weights_are_measured(tmp_path: Path) -> None:
     import measure_ranks
     from speed_case import EXACT, LATENT, settled
 
-    config = settled(device="cpu", batch_size=2, seq_len=16, top_k=8, **LATENT, **EXACT)
+    values = {"batch_size": 2, "seq_len": 16, "top_k": 8, "steps": 2, "form": "layer"}
+    config = settled(device="cpu", **LATENT, **EXACT, **values)
 
     def act(ranks: Ranks) -> list:
-        chosen = {"steps": 1, "rounds": 1}
-        return [
-            len(measure_ranks.stretches(kind, "tiny", config, ranks, **chosen)[1])
-            for kind in ("whole", "sharded")
+        timings = [
+            measure_ranks.timed("tiny", config, ranks, is_sharded=is_sharded)
+            for is_sharded in (False, True)
         ]
+        if ranks.is_first:
+            figures = tmp_path / "figures.jsonl"
+            measure_ranks.report_sharding("sharded", 1.5, timings[1], shape="tiny", figures=figures)
+        return [[each.positions, measure_ranks.facts(each)] for each in timings]
 
-    assert run_ranks(2, act, tmp_path) == [[1, 1], [1, 1]]
-    figures = tmp_path / "figures.jsonl"
-    measure_ranks.report_sharding("sharded", 1.5, [10.0, 12.0], shape="tiny", figures=figures)
-    found = [json.loads(line) for line in figures.read_text().splitlines()]
-    assert [(row["figure"], row["value"]) for row in found] == [
-        ("latents_sharded_peak_gib", 1.5),
-        ("latents_sharded_tokens_per_s", 11),
+    for found in run_ranks(2, act, tmp_path):
+        for positions, said in found:
+            assert positions == 64 and "formed by layer" in said
+    found = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    assert [(row["figure"], row["runs"]) for row in found] == [
+        ("latents_sharded_peak_gib", 1),
+        ("latents_sharded_tokens_per_s", 2),
     ]
