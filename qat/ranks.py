@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -28,8 +29,16 @@ BUCKET_BYTES = 2**28
 """Most bytes in one exchange, and of memory that it needs beside the tensors."""
 MOST_SUMS = 2**16
 """Exchanges whose times are kept until somebody asks."""
+UNDER_WAY = 7
+"""Exchanges of rows that nobody waits for yet: those of a dense layer's linears. A compiled layer
+gives all gradients at once, and they travel while the layer before runs backward."""
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Of one tensor, as torch 2.13 calls them or as it did before."""
 
 T = TypeVar("T")
+Wait = Callable[[], object]
+"""Ends an exchange that was begun: what the device is given next comes behind it."""
 
 
 @dataclass(eq=False)
@@ -44,6 +53,10 @@ class Ranks:
     """Where this one computes."""
     bytes_moved: int = 0
     """Bytes that this one gave to sums and to others' rows."""
+    _begun: deque[Wait] | None = None
+    """What is to be waited for behind a block of `ahead`; None outside."""
+    _behind: deque[Wait] = field(default_factory=deque)
+    """What is still to be done with sums of rows, oldest first."""
     _sums: deque[tuple] = field(default_factory=lambda: deque(maxlen=MOST_SUMS))
     """Marks of the device's time before and after each exchange that was not yet asked for."""
     _devices: dist.ProcessGroup | None = None
@@ -77,8 +90,8 @@ class Ranks:
         for bucket in _buckets(tensors):
             dtype = _exchanged_dtype(bucket[0])
             flat = torch.cat([tensor.flatten().to(dtype) for tensor in bucket])
-            with self._noted(flat):
-                self._all_reduce(flat)
+            self._noted(partial(self._all_reduce, flat))
+            self.bytes_moved += flat.nbytes
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(
                 list(bucket), [p.view_as(t) for p, t in zip(parts, bucket, strict=True)]
@@ -93,38 +106,79 @@ class Ranks:
     def gather_rows(self, mine: Tensor, count: int, out: Tensor | None = None) -> Tensor:
         """All of `count` rows, of which each rank gives its own (`rows`), in the dtype of `mine`.
 
-        Written into `out`, which is contiguous, if it is given.
+        Written into `out`, which is contiguous, if it is given; `mine` may be its rows. That is
+        only begun inside `ahead`.
         """
+        is_given = out is not None
         out = mine.new_empty(count, *mine.shape[1:]) if out is None else out.detach()
-        parts = [out[self.rows(count, rank)] for rank in range(self.size)]
         most = -(-count // self.size)
-        pieces = [
-            part if len(part) == most else mine.new_empty(most, *mine.shape[1:]) for part in parts
-        ]
         given = _padded(mine, most)
-        with self._noted(given):
-            self._all_gather(pieces, given)
-        for part, piece in zip(parts, pieces, strict=True):
-            if part is not piece:
-                part.copy_(piece[: len(part)])
+        parts = [out[self.rows(count, rank)] for rank in range(self.size)]
+        pieces = [part if len(part) == most else torch.empty_like(given) for part in parts]
+        wait = self._all_gather(out if count == most * self.size else pieces, given)
+        self.bytes_moved += given.nbytes
+
+        def end() -> None:
+            self._noted(wait)
+            for part, piece in zip(parts, pieces, strict=True):
+                if part is not piece:
+                    part.copy_(piece[: len(part)])
+
+        if self._begun is None or not is_given:
+            end()
+        else:
+            _follow(self._begun, end)
         return out
 
+    @contextmanager
+    def ahead(self) -> Iterator[Wait]:
+        """A block in which `gather_rows` into given memory is only begun; what it yields ends it.
+
+        So other work is given to the device meanwhile.
+        """
+        self._begun = begun = deque()
+        try:
+            yield partial(_end, begun)
+        finally:
+            self._begun = None
+
     @torch.no_grad()
-    def sum_rows(self, whole: Tensor) -> Tensor:
-        """This rank's `rows` of the sum of all ranks' `whole`, in float32."""
-        wide, count = whole.float(), len(whole)
+    def sum_rows(self, whole: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum all ranks' `whole` in float32; the result gives this rank's `rows` of it."""
+        wide, count = whole.float().contiguous(), len(whole)
         most = -(-count // self.size)
-        parts = [_padded(wide[self.rows(count, rank)], most) for rank in range(self.size)]
-        total = torch.empty_like(parts[0])
-        with self._noted(total, times=self.size):
-            self._reduce_scatter(total, parts)
+        total = wide.new_empty(most, *wide.shape[1:])
+        if count == most * self.size:
+            parts = wide
+        else:
+            every = (self.rows(count, rank) for rank in range(self.size))
+            parts = [_padded(wide[rows], most) for rows in every]
+        wait = self._reduce_scatter(total, parts)
+        self.bytes_moved += self.size * total.nbytes
         mine = self.rows(count)
-        return total[: mine.stop - mine.start]
+
+        def rows() -> Tensor:
+            self._noted(wait)
+            return total[: mine.stop - mine.start]
+
+        return rows
+
+    def behind(self, act: Wait) -> None:
+        """Call `act`, which waits for a sum of rows, once `UNDER_WAY` others have begun.
+
+        All of them in the order that they come in, and the last ones in `catch_up`.
+        """
+        _follow(self._behind, act)
+
+    def catch_up(self) -> None:
+        """Do now what was to come `behind` sums of rows."""
+        _end(self._behind)
 
     def exchange_s(self) -> float | None:
-        """Seconds that exchanges took since it was last asked, waiting for slower ranks included.
+        """Seconds that work waited for exchanges since it was last asked, and so for slower ranks.
 
-        None for a run of one process. Waits for the device.
+        What travels while the device computes is not in it. None for a run of one process. Waits
+        for the device.
         """
         if self.size == 1:
             return None
@@ -192,23 +246,23 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self._hosts)
 
-    @contextmanager
-    def _noted(self, given: Tensor, times: int = 1) -> Iterator[None]:
-        """A block in which so many times `given` is exchanged."""
-        backend = backends.on(given.device)
+    def _noted(self, exchange: Wait) -> None:
+        """Exchange, or wait for an exchange, and note how long the device's work stood still."""
+        backend = backends.on(self.device)
         before = backend.mark()
-        yield
+        exchange()
         self._sums.append((before, backend.mark()))
-        self.bytes_moved += times * given.nbytes
 
     def _all_reduce(self, flat: Tensor) -> None:
         dist.all_reduce(flat, group=self._group_for(flat))
 
-    def _all_gather(self, pieces: list[Tensor], given: Tensor) -> None:
-        dist.all_gather(pieces, given, group=self._group_for(given))
+    def _all_gather(self, out: Tensor | list[Tensor], given: Tensor) -> Wait:
+        gather = ALL_GATHER if isinstance(out, Tensor) else dist.all_gather
+        return gather(out, given, group=self._group_for(given), async_op=True).wait
 
-    def _reduce_scatter(self, total: Tensor, parts: list[Tensor]) -> None:
-        dist.reduce_scatter(total, parts, group=self._group_for(total))
+    def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
+        scatter = REDUCE_SCATTER if isinstance(parts, Tensor) else dist.reduce_scatter
+        return scatter(total, parts, group=self._group_for(total), async_op=True).wait
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._hosts if tensor.device.type == "cpu" else self._devices
@@ -227,11 +281,15 @@ class Rehearsal(Ranks):
     def _all_reduce(self, flat: Tensor) -> None:
         flat *= self.size
 
-    def _all_gather(self, pieces: list[Tensor], given: Tensor) -> None:
-        torch._foreach_copy_(pieces, [given] * len(pieces))
+    def _all_gather(self, out: Tensor | list[Tensor], given: Tensor) -> Wait:
+        pieces = out.chunk(self.size) if isinstance(out, Tensor) else out
+        torch._foreach_copy_(list(pieces), [given] * self.size)
+        return lambda: None
 
-    def _reduce_scatter(self, total: Tensor, parts: list[Tensor]) -> None:
-        total.copy_(parts[0]).mul_(self.size)
+    def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
+        pieces = parts.chunk(self.size) if isinstance(parts, Tensor) else parts
+        total.copy_(pieces[0]).mul_(self.size)
+        return lambda: None
 
 
 @contextmanager
@@ -285,6 +343,18 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _follow(begun: deque[Wait], end: Wait) -> None:
+    """Put `end` behind what was begun before, of which no more than `UNDER_WAY` go on."""
+    begun.append(end)
+    if len(begun) > UNDER_WAY:
+        begun.popleft()()
+
+
+def _end(begun: deque[Wait]) -> None:
+    while begun:
+        begun.popleft()()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -35,7 +35,7 @@ def test_rows_are_gathered_and_summed_however_many_there_are(tmp_path, count):
     def act(ranks: Ranks) -> dict:
         whole = torch.arange(count * 2.0).view(count, 2)
         mine = whole[ranks.rows(count)]
-        summed = ranks.sum_rows((whole * (ranks.rank + 1)).bfloat16())
+        summed = ranks.sum_rows((whole * (ranks.rank + 1)).bfloat16())()
         out = torch.empty(count, 2, dtype=torch.bfloat16)
         return {
             "rows": len(mine),
@@ -57,7 +57,31 @@ def test_a_rehearsal_is_of_ranks_that_all_hold_the_same():
     alone.sum_([tensor])
     assert torch.equal(tensor, torch.full((4, 2), 2.0))
     assert torch.equal(alone.gather_rows(rows, 4), torch.ones(4, 2))
-    assert torch.equal(alone.sum_rows(tensor), torch.full((2, 2), 4.0))
+    assert torch.equal(alone.sum_rows(tensor)(), torch.full((2, 2), 4.0))
+
+
+def test_few_exchanges_are_under_way_and_end_in_their_order(tmp_path):
+    def act(ranks: Ranks) -> dict:
+        done: list[int] = []
+        for number in range(module.UNDER_WAY + 2):
+            ranks.behind(lambda number=number: done.append(number))
+        early = [*done]
+        ranks.catch_up()
+        room = torch.full((4, 2), -1.0)
+        with ranks.ahead() as end:
+            ranks.gather_rows(torch.full((2, 2), float(ranks.rank)), 4, room)
+            alone = ranks.gather_rows(torch.ones(1, 1), 2)  # nobody gave memory: it is there now
+        end()
+        return {
+            "early": early,
+            "done": done,
+            "room": room[:, 0].tolist(),
+            "alone": alone.sum().item(),
+        }
+
+    for found in run_ranks(2, act, tmp_path):
+        assert found["early"] == [0, 1] and found["done"] == [*range(module.UNDER_WAY + 2)]
+        assert found["room"] == [0.0, 0.0, 1.0, 1.0] and found["alone"] == 2.0
 
 
 def test_ranks_tell_each_other_texts_and_copies(tmp_path):

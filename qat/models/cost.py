@@ -135,7 +135,7 @@ class StepBytes:
     formed: int
     """All formed weights."""
     largest_layer: int
-    """The formed weights of the largest layer."""
+    """The formed weights of the largest layer; of two, where devices gather one ahead."""
     pinned: int
     """Of the host's memory."""
 
@@ -203,8 +203,9 @@ def step_bytes(
     stored += dtype.itemsize * max(tables, default=0)  # what a head forms of its table, and keeps
     formed = sum(map(_num_weights, linears.values()))
     largest = max(sum(map(_num_weights, quant_linears(layer).values())) for layer in layers)
-    formed, largest = formed * dtype.itemsize, largest * dtype.itemsize
-    return StepBytes(*map(round, (stored, gradients, moments, formed, largest, pinned)))
+    held = min(2, parts) * largest
+    formed, held = formed * dtype.itemsize, held * dtype.itemsize
+    return StepBytes(*map(round, (stored, gradients, moments, formed, held, pinned)))
 
 
 # Model FLOPs of a training step.

@@ -291,9 +291,12 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def pull_back_(self, dW: Tensor) -> None:
         """Add what `dW` implies to the gradients of what learns."""
-        learning = self._learning()
-        for name, gradient in self.pulled_back(dW, learning.keys()).items():
-            parameter = learning[name]
+        self._add_(self.pulled_back(dW, self._learning()))
+
+    @torch.no_grad()
+    def _add_(self, gradients: dict[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            parameter = self.get_parameter(name)
             if parameter.grad is None:
                 parameter.grad = gradient.to(parameter.dtype)
             else:

@@ -19,9 +19,9 @@ class ShardedLutLinear(LutLinear):
 
     Every rank forms its rows and gathers those of the others: what travels is `W` in the dtype that
     it is formed in, the same bits as one process would form. `dW` is summed to the rank that holds
-    its rows and pulled back there, so the gradients of codebook and scales, which every rank holds
-    whole, are sums over all ranks still to be taken. What forms, pulls back or asks for codes is
-    called by all ranks together.
+    its rows and pulled back there a little later. The gradients of codebook and scales, which every
+    rank holds whole, are so sums over all ranks still to be taken. What forms, pulls back or asks
+    for codes is called by all ranks together.
     """
 
     def __init__(
@@ -52,7 +52,19 @@ class ShardedLutLinear(LutLinear):
 
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
         """This rank's part: rows of the latent weight, and addends of whatever else is `wanted`."""
-        gradients = super().pulled_back(self.ranks.sum_rows(dW), wanted)
+        return self._from_rows(self.ranks.sum_rows(dW)(), wanted)
+
+    @torch.no_grad()
+    def pull_back_(self, dW: Tensor) -> None:
+        """As for any quantized linear, but backward goes on while `dW` is summed.
+
+        Gradients are there after `Ranks.catch_up`.
+        """
+        summed = self.ranks.sum_rows(dW)
+        self.ranks.behind(lambda: self._add_(self._from_rows(summed(), self._learning())))
+
+    def _from_rows(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
+        gradients = super().pulled_back(dW, wanted)
         for name in gradients.keys() & set(BY_ROW):
             addend = torch.zeros_like(self.get_parameter(name))
             addend[self.rows] = gradients[name]
@@ -67,4 +79,7 @@ class ShardedLutLinear(LutLinear):
     def _form(
         self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
     ) -> Tensor:
-        return self.ranks.gather_rows(super()._form(dtype, again=again), self.out_features, out)
+        shape = self.out_features, self.in_features
+        out = torch.empty(shape, dtype=dtype, device=self.codebook.device) if out is None else out
+        mine = super()._form(dtype, out.detach()[self.rows], again=again)
+        return self.ranks.gather_rows(mine, self.out_features, out)

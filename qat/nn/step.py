@@ -23,6 +23,8 @@ from torch.nn import functional as F
 
 from qat.nn.activation import read, read_alike
 from qat.nn.quant_linear import QuantLinear, Turn, room_for
+from qat.nn.sharded import ShardedLutLinear
+from qat.ranks import ALONE, Ranks, Wait
 
 
 class JoinedLinears(nn.Module):
@@ -148,9 +150,11 @@ def form_moved_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
     Between two optimizer steps nothing else has moved, so frozen linears cost nothing.
     """
-    for unit in _units(model):
-        if unit.learns() or unit.formed is None or unit.formed.dtype != dtype:
-            unit.form_(dtype)
+    with _gathering([model]).ahead() as end:
+        for unit in _units(model):
+            if unit.learns() or unit.formed is None or unit.formed.dtype != dtype:
+                unit.form_(dtype)
+    end()
 
 
 def release_weights(model: nn.Module) -> None:
@@ -162,27 +166,32 @@ def release_weights(model: nn.Module) -> None:
 def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
     """Let each of `layers` form its weights when it is called, and again before its backward.
 
-    Equal layers write them into the same memory, whose dtype the next `form_weights` says. A linear
-    that several layers call keeps memory of its own. What this gives back ends it.
+    Equal layers write them into the same memory, whose dtype the next `form_weights` says; where
+    ranks gather them, every other layer does, so that the next layer's travel while one runs. A
+    linear that several layers call keeps memory of its own. What this gives back ends it.
     """
     units_of = {layer: _units(layer) for layer in layers}
+    ranks = _gathering(units_of)
     callers = Counter(unit for units in units_of.values() for unit in units)
-    rooms: dict[tuple[object, ...], Tensor] = {}
-    handles = []
-    for layer, units in units_of.items():
+    rooms: list[dict[tuple[object, ...], Tensor]] = [{} for _ in range(min(2, ranks.size))]
+    for index, (layer, units) in enumerate(units_of.items()):
         units_of[layer] = mine = [unit for unit in units if callers[unit] == 1]
         shapes: Counter[tuple[int, int]] = Counter()
         for unit in mine:
             unit.release_()
             shape = unit.out_features, unit.in_features
-            unit.turn = Turn(rooms, shapes[shape])
+            unit.turn = Turn(rooms[index % len(rooms)], shapes[shape])
             shapes[shape] += 1
-        handles.append(layer.register_forward_pre_hook(partial(_write, mine)))
-        handles.append(layer.register_forward_hook(partial(_write_before_backward, mine)))
+    relay = _Relay([*units_of.values()], ranks)
+    handles = []
+    for index, layer in enumerate(units_of):
+        handles.append(layer.register_forward_pre_hook(partial(relay.write, index)))
+        handles.append(layer.register_forward_hook(partial(_write_before_backward, relay, index)))
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
+        relay.end()
         for unit in chain.from_iterable(units_of.values()):
             unit.turn = None
             unit.release_()
@@ -190,16 +199,50 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-def _write(units: list[Unit], *_: object, again: bool = False) -> None:
-    for unit in units:
-        unit.write_(again=again)
+class _Relay:
+    """Writes the weights of the layer that runs; those that ranks gather are begun a layer ahead.
+
+    Ahead is the layer behind in forward, the layer before in backward.
+    """
+
+    def __init__(self, layers: list[list[Unit]], ranks: Ranks) -> None:
+        self._layers = layers
+        self._ranks = ranks
+        self._ahead: tuple[int, bool] | None = None
+        self.end: Wait = lambda: None
+        """Waits for what was begun."""
+
+    def write(self, index: int, *_: object, again: bool = False) -> None:
+        """Have the weights of layer `index` in their place; `again` as the layer's backward."""
+        if self._ahead != (index, again):
+            self._begin(index, again=again)
+        self.end()
+        self._ahead = None
+        following = index - 1 if again else index + 1
+        if self._ranks.size > 1 and 0 <= following < len(self._layers):
+            self._begin(following, again=again)
+
+    def _begin(self, index: int, *, again: bool) -> None:
+        self.end()  # of what nobody came for
+        with self._ranks.ahead() as self.end:
+            for unit in self._layers[index]:
+                unit.write_(again=again)
+        self._ahead = index, again
 
 
-def _write_before_backward(units: list[Unit], _layer: nn.Module, _given: object, out: Any) -> None:
+def _write_before_backward(
+    relay: _Relay, index: int, _layer: nn.Module, _given: object, out: Any
+) -> None:
     """Backward of a layer begins with the gradient of what it returned."""
     for tensor in out if isinstance(out, tuple | list) else (out,):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(partial(_write, units, again=True))
+            tensor.register_hook(partial(relay.write, index, again=True))
+
+
+def _gathering(modules: Iterable[nn.Module]) -> Ranks:
+    """Who gather weights of `modules` together; this process alone if they lie whole."""
+    linears = chain.from_iterable(quant_linears(module).values() for module in modules)
+    return next((each.ranks for each in linears if isinstance(each, ShardedLutLinear)), ALONE)
 
 
 def _units(model: nn.Module) -> list[Unit]:

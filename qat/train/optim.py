@@ -206,6 +206,7 @@ class Optimizer:
         if self.copying is not None:
             self.copying.hold()
             self.copying = None
+        self.ranks.catch_up()
         self.ranks.sum_([p.grad for p in self.replicated() if p.grad is not None])
         norm = self._norm()
         if self.loss_scale is not None:
@@ -280,7 +281,8 @@ class Optimizer:
         return True
 
     def forget_gradients(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, those under way too."""
+        self.ranks.catch_up()
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -40,7 +40,8 @@ def losses(run: Path) -> list[float]:
     [
         {"learn": "scales,codebook"},
         {"learn": "weights,scales,codebook"},
-        {"learn": "weights,scales,codebook", "shard_latents": True},
+        {"learn": "weights,scales,codebook", "shard_latents": True, "form": "whole"},
+        {"learn": "weights,scales,codebook", "shard_latents": True, "form": "layer"},
     ],
 )
 def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, values: dict) -> None:
@@ -60,7 +61,7 @@ def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, values: di
 
 
 LOOK = """
-    held = sum(p.nbytes for p in trainer.optimizer._rows())
+    held = sum(owner.weight.nbytes for owner in trainer.optimizer.sharded.values())
     assert trainer.step < 3 or held == LATENT_BYTES // 2
     assert not trainer.take_step.compile_facts()["cuda_graph"]
 """

@@ -106,6 +106,8 @@ def test_a_step_holds_the_bytes_that_it_is_counted_to(values: dict[str, object])
     maps = 2048 * len(learning) if settings.optimizer == "adamw8bit" else 0
     assert found.moments == moments - maps
     assert found.total(by_layer=False) - found.total(by_layer=True) == found.largest_layer
+    halves = step_bytes(model, learning, settings, torch.float32, parts=2)
+    assert halves.largest_layer == 2 * found.largest_layer  # the next one comes while one runs
 
 
 @pytest.mark.parametrize("offload", ["none", "moments", "latents"])

@@ -6,13 +6,14 @@ import pytest
 import torch
 from quantized import SPECS, random_weight
 from ranks_case import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.nn.quant_linear import LutLinear
 from qat.nn.sharded import ShardedLutLinear
+from qat.nn.step import form_by_layer, form_moved_weights, form_weights, quant_linears
 from qat.quant.lora import random_lora
 from qat.quant.weight import dequantize
-from qat.ranks import Ranks, Rehearsal
+from qat.ranks import ALONE, Ranks, Rehearsal, Wait
 
 O, I, B = 7, 32, 5
 
@@ -79,11 +80,97 @@ def test_a_rehearsal_takes_a_share_and_gives_whole_weights() -> None:
     assert linear.quantized_weight().shape == (O, I) and linear.scales.grad.shape[0] == O
 
 
-def _made_of(name: str) -> tuple[LutLinear, tuple]:
-    torch.manual_seed(0)
-    quantized = random_weight(O, I, SPECS[name])
-    latent = dequantize(quantized) + 0.01 * torch.randn(O, I)
-    parts = latent, quantized, torch.randn(O), SPECS[name]
+@pytest.mark.parametrize("is_by_layer", [True, False])
+def test_exchanges_beside_the_work_change_no_bit(tmp_path: Path, is_by_layer: bool) -> None:
+    """Three steps of two ranks, each over its micro-batch, beside one process that sees both."""
+    x = torch.randn(3, 2, B, I)
+    parts = [_made_of("lut2", I, seed)[1] for seed in range(8)]
+    alone = _layers(parts, ALONE)
+    expected = _course(alone, x, ALONE, is_by_layer=is_by_layer)
+
+    def act(ranks: Ranks) -> list[bool]:
+        mine = _layers(parts, ranks)
+        found = _course(mine, x[:, ranks.rank, None], ranks, is_by_layer=is_by_layer)
+        return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+
+    assert not torch.equal(expected[0], parts[0][0])
+    assert run_ranks(2, act, tmp_path) == [[True] * 8] * 2
+
+
+def test_a_layers_weights_travel_while_the_one_before_it_runs() -> None:
+    log: list[str] = []
+
+    class Told(Rehearsal):
+        def _told(self, name: str, wait: Wait) -> Wait:
+            log.append(name)
+            return lambda: (log.append(f"{name} ends"), wait())
+
+        def _all_gather(self, out: Tensor | list[Tensor], given: Tensor) -> Wait:
+            return self._told("gather", super()._all_gather(out, given))
+
+        def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
+            return self._told("sum", super()._reduce_scatter(total, parts))
+
+    ranks = Told(0, 2, torch.device("cpu"))
+    layers = _layers([_made_of("lut2", I, seed)[1] for seed in range(3)], ranks, size=1)
+    end = form_by_layer(layers)
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, index=index: log.append(f"run {index}"))
+    form_weights(layers, torch.float32)
+    out = layers(torch.randn(B, I))
+    first, ahead = ["gather", "gather ends"], ["gather", "run 0", "gather ends"]
+    assert log == [*first, *ahead, "gather", "run 1", "gather ends", "run 2"]
+    log.clear()
+    out.sum().backward()
+    # a gather ends where its layer begins; sums of so few linears are not waited for
+    assert log == [*first, "gather", "sum", "gather ends", "gather", "sum", "gather ends", "sum"]
+    assert all(layer[0].weight.grad is None for layer in layers)
+    ranks.catch_up()
+    assert log[-3:] == ["sum ends"] * 3
+    assert all(layer[0].weight.grad is not None for layer in layers)
+    log.clear()
+    layers[1](torch.randn(B, I))
+    layers[0](torch.randn(B, I))  # not the one that was begun
+    assert log == [*first, "gather", "run 1", "gather ends", *first, "gather", "run 0"]
+    end()
+    assert log[-1] == "gather ends"
+
+
+def _layers(parts: list[tuple], ranks: Ranks, size: int = 2) -> nn.Sequential:
+    """Layers of so many linears, whose latent weights alone learn."""
+    made = [
+        LutLinear(*each) if ranks.size == 1 else ShardedLutLinear(*each, ranks=ranks)
+        for each in parts
+    ]
+    for linear in made:
+        linear.requires_grad_(False)
+        linear.weight.requires_grad_()
+    pairs = (made[first : first + size] for first in range(0, len(made), size))
+    return nn.Sequential(*(nn.Sequential(*pair, nn.Tanh()) for pair in pairs))
+
+
+def _course(model: nn.Sequential, x: Tensor, ranks: Ranks, *, is_by_layer: bool) -> list[Tensor]:
+    """The whole latent weights after plain descent, a step for each of the micro-batches' stacks"""
+    if is_by_layer:
+        form_by_layer(model)
+    linears = quant_linears(model).values()
+    for batches in x:
+        form_moved_weights(model, torch.float32)
+        for batch in batches:
+            model(batch).square().sum().backward()
+        ranks.catch_up()
+        for linear in linears:
+            linear.weight.data -= 0.1 * linear.weight.grad
+            linear.weight.grad = None
+    rows = (linear.weight.detach() for linear in linears)
+    return [t if ranks.size == 1 else ranks.gather_rows(t, I) for t in rows]
+
+
+def _made_of(name: str, rows: int = O, seed: int = 0) -> tuple[LutLinear, tuple]:
+    torch.manual_seed(seed)
+    quantized = random_weight(rows, I, SPECS[name])
+    latent = dequantize(quantized) + 0.01 * torch.randn(rows, I)
+    parts = latent, quantized, torch.randn(rows), SPECS[name]
     return LutLinear(*parts), parts
 
 
@@ -92,3 +179,5 @@ def _run(linear: LutLinear, x: Tensor, dy: Tensor) -> None:
     linear.form_(torch.float32)
     for one, gradient in zip(x, dy, strict=True):
         linear(one).backward(gradient)
+    if isinstance(linear, ShardedLutLinear):
+        linear.ranks.catch_up()
