@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import figures as records
@@ -41,6 +42,7 @@ from qat.data.build import build_cache
 from qat.data.config import CacheSettings
 from qat.data.packing import Batch
 from qat.logs import configure
+from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE, Ranks, joined
 from qat.train.step import EAGER_STEPS
 
@@ -185,7 +187,8 @@ def shard(  # noqa: PLR0917
     with joined(device) as ranks:
         values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len, "steps": steps}
         for is_sharded in (False, True) if whole else (True,):
-            timing = timed(shape, settled(device=device, **values), ranks, is_sharded=is_sharded)
+            make = partial(Ours, ranks=ranks, is_sharded=is_sharded)
+            timing = timed(shape, settled(device=device, **values), ranks, make)
             peaks = [float(said) for said in ranks.texts(str(timing.peak_gib))]
             if ranks.is_first:
                 name = "sharded" if is_sharded else "whole"
@@ -224,10 +227,9 @@ def latent(  # noqa: PLR0917
         def turn(among: Ranks) -> float:
             """Tokens per second of all steps."""
             began = time.perf_counter()
-            timing = timed(shape, config, among, is_sharded=among.size > 1)
-            for rank, said in enumerate(among.texts(facts(timing))):
-                if among.is_first:
-                    print(f"{among.size} ranks, rank {rank}: {said}")
+            make = partial(Ours, ranks=among, is_sharded=among.size > 1)
+            timing = timed(shape, config, among, make)
+            say(f"{among.size} ranks", timing, among)
             if among.is_first:
                 print(f"this turn took {time.perf_counter() - began:.0f} s", flush=True)
             return timing.tokens_per_s
@@ -237,11 +239,16 @@ def latent(  # noqa: PLR0917
             report("latent", alone, together, size=ranks.size, figures=figures)
 
 
-def timed(shape: str, config: MeasureConfig, ranks: Ranks, *, is_sharded: bool) -> Timing:
+def timed(
+    shape: str,
+    config: MeasureConfig,
+    ranks: Ranks,
+    make: Callable[[LanguageModel, MeasureConfig], Ours],
+) -> Timing:
     """Steps of a student that is made for them, over batches of each rank's own."""
     backend = select(config.device)
     student = open_student(shape, config)
-    ours = Ours(student, config, ranks=ranks, is_sharded=is_sharded)
+    ours = make(student, config)
     made = open_source(config, student).batch(config.batch_size, ranks.rank, backend)
     batches = [Batch(*map(backend.pinned, made))]
     take_step = ours.subject()
@@ -253,8 +260,14 @@ def timed(shape: str, config: MeasureConfig, ranks: Ranks, *, is_sharded: bool) 
     return timing
 
 
-def facts(timing: Timing) -> str:
-    """What one rank's steps took, in a line."""
+def say(case: str, timing: Timing, ranks: Ranks) -> None:
+    """Print what each rank's steps took, a line a rank."""
+    for rank, said in enumerate(ranks.texts(_facts(timing))):
+        if ranks.is_first:
+            print(f"{case}, rank {rank}: {said}", flush=True)
+
+
+def _facts(timing: Timing) -> str:
     around = percentiles(timing.steps_s)
     memory = "".join(
         f", {gib:.2f} GiB {what}"

@@ -1,11 +1,13 @@
 """The script that sets several GPUs beside one takes turns, and names its figures as asked."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from ranks_case import run_ranks
 
+from qat.bench.student import Ours
 from qat.ranks import Ranks
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
@@ -50,7 +52,9 @@ def test_figures_have_the_names_that_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_ways_to_hold_latent_weights_are_measured(tmp_path: Path) -> None:
+def test_both_ways_to_hold_latent_weights_are_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     import measure_ranks
     from speed_case import EXACT, LATENT, settled
 
@@ -59,17 +63,20 @@ def test_both_ways_to_hold_latent_weights_are_measured(tmp_path: Path) -> None:
 
     def act(ranks: Ranks) -> list:
         timings = [
-            measure_ranks.timed("tiny", config, ranks, is_sharded=is_sharded)
+            measure_ranks.timed(
+                "tiny", config, ranks, partial(Ours, ranks=ranks, is_sharded=is_sharded)
+            )
             for is_sharded in (False, True)
         ]
         if ranks.is_first:
             figures = tmp_path / "figures.jsonl"
             measure_ranks.report_sharding("sharded", 1.5, timings[1], shape="tiny", figures=figures)
-        return [[each.positions, measure_ranks.facts(each)] for each in timings]
+        measure_ranks.say("sharded", timings[1], ranks)
+        return [[each.positions, each.compiler["forms_by_layer"]] for each in timings]
 
-    for found in run_ranks(2, act, tmp_path):
-        for positions, said in found:
-            assert positions == 64 and "formed by layer" in said
+    assert run_ranks(2, act, tmp_path) == [[[64, True]] * 2] * 2
+    said = capfd.readouterr().out.splitlines()
+    assert len(said) == 3 and "rank 1" in said[2] and "formed by layer" in said[2]
     found = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     assert [(row["figure"], row["runs"]) for row in found] == [
         ("latents_sharded_peak_gib", 1),
