@@ -68,6 +68,7 @@ class Theirs(Ours):
 def measure(
     *,
     shape: str = "qwen3-4b",
+    to: str = "q2a4",
     device: str = "auto",
     batch_size: int = 16,
     seq_len: int = 512,
@@ -79,6 +80,8 @@ def measure(
 
     Parameters
     ----------
+    to
+        Preset of the student's formats; codewords (v2a2) take long to find.
     batch_size
         Of each rank.
     layers
@@ -88,10 +91,10 @@ def measure(
     with joined(device) as ranks:
         values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len, "steps": steps}
         values |= {"latent_dtype": "bf16", "form": "layer", "gradient_checkpointing": True}
-        values |= {"layers": layers}
+        values |= {"to": to, "layers": layers}
         config = settled(device=device, **values)
         if ranks.is_first:
-            print(f"{shape} on {ranks.size} x {research_records.device()}", flush=True)
+            print(f"{shape}, {to}, on {ranks.size} x {research_records.device()}", flush=True)
         for _ in range(rounds):
             for name in ("ours", "fully_shard"):
                 norms: list[Tensor] = []
