@@ -140,21 +140,25 @@ SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Which linear of a layer reads the same tensor."""
 
 
-def rounding(kind: ActivationKind, scale: float = 0.02) -> ActivationQuantizer:
-    """What rounds an input so; `scale` is for static ones."""
-    spec = ActivationSpec(kind=kind)
+def rounding(
+    kind: ActivationKind, scale: float = 0.02, scale_bits: int = 32
+) -> ActivationQuantizer:
+    """What rounds an input so; `scale`, of so many bits, is for static ones."""
+    spec = ActivationSpec(kind=kind, scale_bits=scale_bits)
     return ActivationQuantizer(spec, torch.tensor(scale) if spec.is_static else None)
 
 
-def with_rounded_inputs(model: PreTrainedModel, kind: ActivationKind) -> PreTrainedModel:
+def with_rounded_inputs(
+    model: PreTrainedModel, kind: ActivationKind, scale_bits: int = 32
+) -> PreTrainedModel:
     """The same model, whose quantized linears and tables round what they read.
 
-    Each static scale is another one; no bfloat16 holds them.
+    Each static scale is another one; no 16 bits hold them as they are.
     """
     modules = quantized_modules(model)
     for number, (name, module) in enumerate(modules.items()):
         owner, _, own = name.rpartition(".")
-        module.activation = rounding(kind, 0.0123 * (1 + number))
+        module.activation = rounding(kind, 0.0123 * (1 + number), scale_bits)
         if own in SAME_INPUT:
             module.activation = modules[f"{owner}.{SAME_INPUT[own]}"].activation
     return model

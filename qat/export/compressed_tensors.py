@@ -96,7 +96,7 @@ def write(
         tensors[f"{name}.weight_scale"] = scale
         tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
         if has_input_scale(module):
-            tensors[f"{name}.input_scale"] = module.activation.scale.detach().clone().view(1)
+            tensors[f"{name}.input_scale"] = module.activation.stored_scale().clone().view(1)
     settings = config("pack-quantized", _groups(modules))
     save(model, tokenizer, directory, tensors=tensors, settings=settings)
 

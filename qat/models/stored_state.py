@@ -11,6 +11,7 @@ from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.step import quant_linears
+from qat.quant.activation import static_scale
 from qat.quant.spec import ActivationKind
 from qat.quant.weight import (
     STORED_DTYPES,
@@ -80,9 +81,8 @@ def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         for key, tensor in _stored_parts(name, module, parts, finite).items():
             stored[f"{name}.{key}"] = tensor
         if has_input_scale(module):
-            stored[f"{name}.{INPUT_SCALE}"] = rest.pop(f"{name}.{INPUT_SCALE}").to(
-                torch.float32, copy=True
-            )
+            scale, bits = rest.pop(f"{name}.{INPUT_SCALE}"), module.activation.spec.scale_bits
+            stored[f"{name}.{INPUT_SCALE}"] = static_scale(scale, bits).clone()
     _check_finite(model, finite)
     return _narrowed(rest) | stored
 

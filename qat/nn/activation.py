@@ -8,7 +8,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 
-from qat.quant.activation import quantize_static, quantize_tokens
+from qat.quant.activation import quantize_static, quantize_tokens, static_scale
 from qat.quant.spec import ActivationSpec
 
 
@@ -34,8 +34,13 @@ class ActivationQuantizer(nn.Module):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         if self.scale is not None:
-            return quantize_static(x, self.scale)
+            return quantize_static(x, self.scale, self.spec.scale_bits)
         return quantize_tokens(x, self.spec.kind)
+
+    def stored_scale(self) -> Tensor:
+        """The static scale that `forward` computes with, one float32 number, no gradient."""
+        assert self.scale is not None
+        return static_scale(self.scale, self.spec.scale_bits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keeping_dtype(tensor: Tensor) -> Tensor:

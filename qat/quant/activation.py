@@ -22,6 +22,8 @@ LARGEST_E4M3 = 448.0
 """The largest finite number of `torch.float8_e4m3fn`."""
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 """Of a token of zeros, as in torchao."""
+HALF_DROPS = 13
+"""Bits of a float32's mantissa that a float16 has no place for."""
 
 
 class Levels(NamedTuple):
@@ -74,8 +76,23 @@ def quantize_tokens(x: Tensor, kind: ActivationKind) -> Tensor:
     return token_levels(x, kind).values().to(x.dtype) + (x - x.detach())
 
 
-def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
-    """`clamp(round(x / scale), -128, 127) * scale` `(..., I)` in the dtype of `x`.
+def static_scale(scale: Tensor, bits: int) -> Tensor:
+    """A static scale in float32 as it is stored: of 16 bits with the 11 significant ones of a half.
+
+    From 2**-14 to 65504 that is `scale.half().float()`, found by its bits: a compiler drops a cast
+    that another one takes back. No gradient.
+    """
+    scale = scale.detach().float()
+    if bits == 32:
+        return scale
+    whole = scale.view(torch.int32)
+    to_even = (1 << HALF_DROPS - 1) - 1 + (whole >> HALF_DROPS & 1)
+    return (whole + to_even >> HALF_DROPS << HALF_DROPS).view(torch.float32)
+
+
+def quantize_static(x: Tensor, scale: Tensor, bits: int = 32) -> Tensor:
+    """`clamp(round(x / s), -128, 127) * s` `(..., I)` in the dtype of `x`, `s = static_scale(scale,
+    bits)`.
 
     `scale` is one float32 number. Learned step size quantization (arXiv:1902.08153, equations 1 to
     3 and section 2.2): the gradient passes to `x` where it is inside the range; that of `scale` is
@@ -84,8 +101,8 @@ def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
     """
     scale = scale.float()
     small = scale * (LEVELS * x.shape[-1]) ** -0.5
-    # the value of `scale`, to the bit, with a smaller gradient
-    size = (scale.detach() + (small - small.detach())).clamp_min(SMALLEST_SCALE)
+    # the value of the stored scale, to the bit, with a smaller gradient
+    size = (static_scale(scale, bits) + (small - small.detach())).clamp_min(SMALLEST_SCALE)
     scaled = (x.float() * _inverse(size)).clamp(LOWEST, HIGHEST)
     levels = scaled.detach().round() + (scaled - scaled.detach())
     return (levels * size).to(x.dtype)

@@ -225,6 +225,26 @@ class ActivationSpec(Settings):
     kind: ActivationKind
     """int8: a scale for each token, levels -127 ... 127; int8-asymmetric: a scale and a zero point
     for each token; int8-static: one learned scale for all; fp8: E4M3, a scale for each token."""
+    scale_bits: Literal[32, 16] = 32
+    """Bits that a static scale is rounded to: a float32, or a float16 for programs that compute in
+    one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scale_bits != 32 and not self.is_static:
+            raise ValueError(
+                f"scale_bits={self.scale_bits} is for kind=int8-static, got kind={self.kind}; "
+                "leave it out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_usual_bits(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What has float32 scales is written as it always was: older versions read it."""
+        values: dict[str, Any] = write(self)
+        if self.scale_bits == 32:
+            del values["scale_bits"]
+        return values
 
     @property
     def is_static(self) -> bool:
@@ -340,6 +360,17 @@ class QuantPlan(Settings):
         rules = [r if r.spec is None else r.model_copy(update=change) for r in self.rules]
         name = f"{self.name}_{SUFFIX_OF[kind]}"
         return self.model_copy(update={"name": name, "rules": tuple(rules)})
+
+    def with_short_scales(self) -> Self:
+        """The same plan, its static scales of inputs rounded to float16."""
+        change = {"scale_bits": 16}
+        rules = [
+            r.model_copy(update={"activation": r.activation.model_copy(update=change)})
+            if r.activation is not None and r.activation.is_static
+            else r
+            for r in self.rules
+        ]
+        return self.model_copy(update={"rules": tuple(rules)})
 
     def assign(
         self, module_names: list[str], table_names: Collection[str] = ()

@@ -92,6 +92,19 @@ def test_a_shared_scale_stays_shared_and_in_float32(tmp_path: Path) -> None:
     assert entry["input_scale_of"] == "model.layers.1.self_attn.q_proj"
 
 
+def test_a_scale_of_16_bits_is_stored_as_it_is_computed_with(tmp_path: Path) -> None:
+    made = with_rounded_inputs(tiny_quantized("qwen3", SPECS["lut2"]), "int8-static", 16)
+    save_checkpoint(made, None, tmp_path / "a")
+    check_written(tmp_path / "a", made)
+    again = load_checkpoint(tmp_path / "a")
+    assert torch.equal(logits(again), logits(made))
+    for name, linear in quant_linears(again).items():
+        own = quant_linears(made)[name].activation
+        assert linear.activation.spec == own.spec
+        assert torch.equal(linear.activation.scale, own.scale.half().float())
+        assert not torch.equal(linear.activation.scale, own.scale)
+
+
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
 

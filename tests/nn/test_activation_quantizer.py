@@ -16,6 +16,7 @@ from qat.quant.activation import quantize_static, quantize_tokens
 from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
 
 DTYPES = [torch.float32, torch.bfloat16]
+STATIC = "int8-static"
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
@@ -93,12 +94,20 @@ def test_the_module_is_the_formula(kind: str) -> None:
     assert torch.equal(module(x), expected) and kind in repr(module)
 
 
+def test_a_scale_of_16_bits_is_computed_with_and_learns() -> None:
+    module, x = rounding(STATIC, 0.0123, 16), torch.randn(2, 16)
+    assert torch.equal(module.stored_scale(), torch.tensor(0.0123).half().float())
+    assert torch.equal(module(x), quantize_static(x, module.stored_scale()))
+    module(x).sum().backward()
+    assert module.scale.item() == torch.tensor(0.0123).item() and module.scale.grad.abs() > 0
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize(("kind", "bits"), [*((k, 32) for k in ACTIVATION_KINDS), (STATIC, 16)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_bits_are_those_of_eager(kind: str, dtype: torch.dtype) -> None:
-    module, norm = rounding(kind), nn.RMSNorm(64)
+def test_compiled_bits_are_those_of_eager(kind: str, bits: int, dtype: torch.dtype) -> None:
+    module, norm = rounding(kind, 0.0123, bits), nn.RMSNorm(64)
     torch.manual_seed(0)
     x = (torch.randn(256, 64) * torch.logspace(-3, 3, 256)[:, None]).to(dtype)
     normed = norm(x.float()).to(dtype).detach()

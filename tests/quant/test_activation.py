@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.quant.activation import quantize_static, quantize_tokens, token_levels
+from qat.quant.activation import quantize_static, quantize_tokens, static_scale, token_levels
 from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
 
 DYNAMIC = [kind for kind in ACTIVATION_KINDS if not ActivationSpec(kind=kind).is_static]
@@ -96,6 +96,28 @@ def test_static_forward_is_the_stored_scales_to_the_bit() -> None:
         assert torch.equal(quantize_static(x, scale), levels * scale)
         half = quantize_static(x.bfloat16(), scale)
         assert half.dtype == torch.bfloat16
+
+
+def test_a_static_scale_of_16_bits_is_the_nearest_half() -> None:
+    torch.manual_seed(0)
+    middles = (1 + torch.arange(2048) / 2048 + 2.0**-12) * 0.01  # ties are among them
+    scales = torch.cat([torch.randn(10_000).mul(3).exp().clamp(2.0**-14, 65504), middles])
+    assert torch.equal(static_scale(scales, 16), scales.half().float())
+    assert torch.equal(static_scale(scales, 32), scales)
+    x, scale = torch.randn(3, 24), torch.tensor(0.0123, requires_grad=True)
+    y = quantize_static(x, scale, 16)
+    assert torch.equal(y, quantize_static(x, scale.half().float()))
+    assert not torch.equal(y, quantize_static(x, scale))
+    y.sum().backward()
+    assert scale.grad.abs() > 0
+
+
+def test_bits_of_a_scale_are_of_static_ones() -> None:
+    short = ActivationSpec(kind="int8-static", scale_bits=16)
+    assert short.model_dump() == {"kind": "int8-static", "scale_bits": 16}
+    assert ActivationSpec(kind="int8-static").model_dump() == {"kind": "int8-static"}
+    with pytest.raises(ValueError, match="scale_bits=16 is for kind=int8-static, got kind=fp8"):
+        ActivationSpec(kind="fp8", scale_bits=16)
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -22,10 +22,10 @@ from qat.train.start import TrainReport, train_student
 IDS = torch.arange(24).view(2, 12) * 7 % 320
 
 
-def place_of(tmp_path: Path, kind: str) -> Path:
+def place_of(tmp_path: Path, kind: str, scale_bits: int = 32) -> Path:
     place = make_place(tmp_path)
     torch.manual_seed(7)
-    model = with_rounded_inputs(tiny_quantized("qwen3", SPECS["lut2"]), kind)
+    model = with_rounded_inputs(tiny_quantized("qwen3", SPECS["lut2"]), kind, scale_bits)
     save_checkpoint(model, TOKENIZER, place / "student", replace=True)
     return place
 
@@ -36,9 +36,11 @@ def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
 
 
 @pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales"])
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-def test_trained_is_stored(kind: str, learn: str, tmp_path: Path) -> None:
-    place = place_of(tmp_path, kind)
+@pytest.mark.parametrize(
+    ("kind", "scale_bits"), [*((kind, 32) for kind in ACTIVATION_KINDS), ("int8-static", 16)]
+)
+def test_trained_is_stored(kind: str, scale_bits: int, learn: str, tmp_path: Path) -> None:
+    place = place_of(tmp_path, kind, scale_bits)
     settings = config(place, learn=learn, max_steps=2, lr_scales=0.1, warmup_steps=0)
     trainer = make_trainer(settings, place / "student", tmp_path / "run")
     before = load_model(str(place / "student"), device="cpu").model.state_dict()
@@ -56,9 +58,9 @@ def test_trained_is_stored(kind: str, learn: str, tmp_path: Path) -> None:
     assert read_alike([attention.q_proj, attention.k_proj, attention.v_proj])
 
 
-@pytest.mark.parametrize("kind", ["int8", "int8-static"])
-def test_a_stopped_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    place = place_of(tmp_path, kind)
+@pytest.mark.parametrize(("kind", "scale_bits"), [("int8", 32), ("int8-static", 16)])
+def test_a_stopped_run_goes_on_bit_for_bit(kind: str, scale_bits: int, tmp_path: Path) -> None:
+    place = place_of(tmp_path, kind, scale_bits)
     whole = tmp_path / "whole", run(place, tmp_path / "whole")
     with stopped_at(Optimizer, "step", 4):
         run(place, tmp_path / "stopped")
