@@ -38,6 +38,8 @@ KEEPS_ATTENTION = "packed"
 """The one target that holds sparse attention: the checkpoint itself."""
 KEEP_SITES = ("packed", "dense")
 """Those that hold weights which are not those of linears."""
+COMPUTES_IN_HALF = "coreml"
+"""The one target whose programs may compute in float16 with static scales of inputs."""
 
 
 def check_architecture(name: str, model: PreTrainedModel) -> None:
@@ -56,12 +58,16 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
         )
 
 
+HELD_INPUTS = {None: "in floating point", "int8-static": "int8-static, whose range is fixed"}
+"""What messages call inputs that a target holds; others have the name of their kind."""
+
+
 def lost_by_activation(target: Holder, activation: ActivationSpec | None) -> str | None:
     """Why the target does not compute with inputs that are quantized so; None if it does."""
     kind = None if activation is None else activation.kind
     if kind in target.HOLDS_ACTIVATIONS:
         return None
-    held = " or ".join(each or "in floating point" for each in target.HOLDS_ACTIVATIONS)
+    held = " or ".join(HELD_INPUTS.get(each, each) for each in target.HOLDS_ACTIVATIONS)
     found = "in floating point" if kind is None else f"quantized ({kind})"
     return f"its input is {found}, expected one {held}"
 
@@ -143,7 +149,7 @@ class Shipping(NamedTuple):
 
     def _with_inputs(self, plan: QuantPlan) -> QuantPlan:
         """`plan` with its inputs as all targets take them, where it says nothing of them and one of
-        them takes none in floating point.
+        them takes none in floating point; with static scales that the targets' dtype holds.
 
         Raises:
             ExportError: a target does not take inputs as they are then.
@@ -159,7 +165,7 @@ class Shipping(NamedTuple):
                     f"{name} cannot hold plan {plan.name}: {reason}; convert with --activations of "
                     "that kind, without where it is floating point, or for another target"
                 )
-        return plan
+        return plan.with_short_scales() if COMPUTES_IN_HALF in self.targets else plan
 
     def _check_tables(self, tables: list[str]) -> None:
         for name, target in self.targets.items():

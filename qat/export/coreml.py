@@ -26,7 +26,7 @@ from qat.export.parts import (
     write_config,
 )
 from qat.models.checkpoint import quiet_transformers
-from qat.models.stored_state import quantized_modules
+from qat.models.stored_state import INPUT_SCALE, has_input_scale, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import embedding_dtype
@@ -35,7 +35,7 @@ from qat.quant.spec import LutSpec
 COMPARED = "constants"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
-HOLDS_ACTIVATIONS = (None,)
+HOLDS_ACTIVATIONS = (None, "int8-static")
 FILE_NAME = "model.mlpackage"
 LENGTH = 256
 """Positions that the program reads at a time, at most."""
@@ -94,7 +94,7 @@ def write(
     """Write model.mlpackage, config.json and the tokenizer.
 
     Raises:
-        ExportError: bfloat16, or levels that float16 does not hold.
+        ExportError: bfloat16, or levels or scales that float16 does not hold.
     """
     dtype = embedding_dtype(model)
     if dtype not in NUMPY_DTYPES:
@@ -106,7 +106,8 @@ def write(
 
     from qat.export.coreml_program import OPSET, decoder
 
-    program = decoder(model.config, _weights(model, dtype), _rotary(model), NUMPY_DTYPES[dtype])
+    weights, scales = _weights(model, dtype), _scales(model, dtype)
+    program = decoder(model.config, weights, _rotary(model), NUMPY_DTYPES[dtype], scales=scales)
     with quiet_transformers():
         converted = ct.convert(
             program,
@@ -121,11 +122,12 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those that coremltools infers from the saved program; its weights are ours to the bit."""
+    """Those that coremltools infers from the saved program, whose weights and scales of inputs are
+    ours to the bit."""
     from coremltools.converters.mil.frontend.milproto.load import load
     from coremltools.models import MLModel
 
-    from qat.export.coreml_program import evaluate, read_weights
+    from qat.export.coreml_program import evaluate, read_scales, read_weights
 
     package = MLModel(str(directory / FILE_NAME), skip_model_load=True)
     spec = package.get_spec()
@@ -136,6 +138,10 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
         ours = modules[name].quantized_weight(embedding_dtype(model))
         if not torch.equal(torch.from_numpy(found), ours):
             raise ValueError(f"{name} is decompressed to other values")
+    statics = {name: m.activation for name, m in modules.items() if has_input_scale(m)}
+    ours = {name: {activation.stored_scale().item()} for name, activation in statics.items()}
+    if read_scales(program) != ours:
+        raise ValueError("what linears read is rounded by other scales")
     padded = torch.zeros(1, _length(model), dtype=ids.dtype)
     padded[:, : ids.shape[1]] = ids
     return torch.from_numpy(evaluate(program, padded.numpy()))[:, : ids.shape[1]]
@@ -153,17 +159,34 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
     return plain | {f"{name}.weight": _lookup(name, module, dtype) for name, module in modules}
 
 
+def _scales(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, np.floating]:
+    """The static scale of what each module reads."""
+    modules = {n: m for n, m in quantized_modules(model).items() if has_input_scale(m)}
+    scales = {name: module.activation.stored_scale().double() for name, module in modules.items()}
+    return {
+        name: exact(f"{name}.{INPUT_SCALE}", scale, dtype).numpy()[()]
+        for name, scale in scales.items()
+    }
+
+
 def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> object:
-    """The table of a module, filled up with zeros to a size that Core ML has."""
+    """The table of a module, filled up with zeros to a size that Core ML has.
+
+    Levels that are all the integers of 8 bits need none. Beside inputs of 8 bits Core ML may
+    multiply such a weight as integers.
+    """
     from qat.export.coreml_program import Lookup
 
     weight = module.quantized()
+    scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype).detach().numpy()
+    if (module.spec.codebook, module.spec.bits) == ("int", 8):
+        integers = weight.indices.int() + int(weight.codebook[0])
+        return Lookup(integers.to(torch.int8).numpy(), None, scale)
     size = next(2**bits for bits in INDEX_BITS if 2**bits >= len(weight.codebook))
     levels = exact(f"{name}.codebook", weight.codebook.double(), dtype)
-    scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype)
     entries = levels.view(len(levels), -1)
     lut = torch.nn.functional.pad(entries, (0, 0, 0, size - len(levels)))
-    return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale.detach().numpy())
+    return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale)
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """A decoder as a MIL program: fixed length, no state, every quantized weight a look-up table.
 
+What a linear reads goes through `quantize` and `dequantize` where its student was trained so.
+
 It is the one file that needs coremltools to be imported.
 
 Shapes: S positions, D model width, H heads, K key heads, E head width, V words.
@@ -24,19 +26,26 @@ class Lookup:
     """A weight as Core ML holds it: `lut[indices] * scale`, each scale for a block of a row."""
 
     indices: np.ndarray
-    """`(O, I / d)` uint8."""
-    lut: np.ndarray
-    """`(2**bits, d)`, float: an index names d neighbours of a row."""
+    """`(O, I / d)` uint8; int8 where they are the levels themselves."""
+    lut: np.ndarray | None
+    """`(2**bits, d)`, float: an index names d neighbours of a row. None: `indices * scale`."""
     scale: np.ndarray
     """`(O, G)`, float."""
 
 
 Weights = dict[str, Lookup | np.ndarray]
 """Every weight of the model by transformers' name."""
+Scales = dict[str, np.floating]
+"""The static scale of what a linear reads, by the linear's name, where it is rounded."""
 
 
 def decoder(
-    config: PreTrainedConfig, weights: Weights, rotary: tuple[Tensor, Tensor], dtype: type
+    config: PreTrainedConfig,
+    weights: Weights,
+    rotary: tuple[Tensor, Tensor],
+    dtype: type,
+    *,
+    scales: Scales,
 ) -> Program:
     """From `input_ids` `(1, S)` to `logits` `(1, S, V)` float32.
 
@@ -45,13 +54,14 @@ def decoder(
         weights: in `dtype`; a tied head is left out.
         rotary: cosines and sines, `(S, E)` each.
         dtype: `np.float16` or `np.float32`: what the program computes in.
+        scales: in `dtype`.
     """
     length = rotary[0].shape[0]
     spec = mb.TensorSpec((1, length), dtype=types.int32)
 
     @mb.program(input_specs=[spec], opset_version=OPSET)
     def program(input_ids: Var) -> Var:
-        graph = _Graph(config, weights, rotary, dtype)
+        graph = _Graph(config, weights, rotary, dtype, scales=scales)
         hidden = mb.gather(x=graph.weight("model.embed_tokens.weight"), indices=input_ids, axis=0)
         for layer in range(config.num_hidden_layers):
             hidden = graph.block(hidden, f"model.layers.{layer}.")
@@ -72,9 +82,12 @@ class _Graph:
         weights: Weights,
         rotary: tuple[Tensor, Tensor],
         dtype: type,
+        *,
+        scales: Scales,
     ) -> None:
-        self.config, self.weights, self.dtype = config, weights, dtype
+        self.config, self.weights, self.scales, self.dtype = config, weights, scales, dtype
         self.made: dict[str, Var] = {}
+        self.rounded: dict[tuple[Var, np.floating], Var] = {}
         self.cos, self.sin = (part.numpy().astype(dtype)[None, None] for part in rotary)
         length = rotary[0].shape[0]
         self.mask = np.triu(np.full((length, length), MASKED, dtype), 1)[None, None]
@@ -90,11 +103,21 @@ class _Graph:
         return self.made[name]
 
     def linear(self, x: Var, name: str) -> Var:
-        """`x @ W.T + b`."""
+        """`read(x) @ W.T + b`."""
         bias = f"{name}.bias"
         has_bias = bias in self.weights
         given = {"bias": self.weight(bias)} if has_bias else {}
-        return mb.linear(x=x, weight=self.weight(f"{name}.weight"), **given)
+        return mb.linear(x=self.read(x, name), weight=self.weight(f"{name}.weight"), **given)
+
+    def read(self, x: Var, name: str) -> Var:
+        """`clip(round(x / scale), -128, 127) * scale`, once for all that read `x` so."""
+        if name not in self.scales:
+            return x
+        scale = self.scales[name]
+        if (x, scale) not in self.rounded:
+            levels = mb.quantize(input=x, scale=scale, output_dtype="int8")
+            self.rounded[x, scale] = mb.dequantize(input=levels, scale=scale)
+        return self.rounded[x, scale]
 
     def norm(self, x: Var, name: str) -> Var:
         """`x / sqrt(mean(x^2) + eps) * gamma`: the layer norm of x beside -x, which has mean 0."""
@@ -154,7 +177,10 @@ class _Graph:
 
 
 def lookup(weight: Lookup, name: str) -> Var:
-    """A look-up table of the whole tensor under a scale for each block."""
+    """A look-up table of the whole tensor, or integers, under a scale for each block."""
+    if weight.lut is None:
+        data = weight.indices
+        return mb.constexpr_blockwise_shift_scale(data=data, scale=weight.scale, name=name)
     bits = int(np.log2(len(weight.lut)))
     index_type = types.nptype_from_builtin(types.string_to_builtin(f"uint{bits}"))
     levels = mb.constexpr_lut_to_dense(
@@ -172,10 +198,21 @@ def lookup(weight: Lookup, name: str) -> Var:
 
 
 def read_weights(program: Program) -> dict[str, np.ndarray]:
-    """What coremltools decompresses of each look-up table under its scale, by the name written."""
+    """What coremltools decompresses of each quantized weight, by the name written."""
     (main,) = program.functions.values()
     found = [op for op in main.operations if op.op_type == "constexpr_blockwise_shift_scale"]
     return {op.name: op.materialized_val_inference() for op in found}
+
+
+def read_scales(program: Program) -> dict[str, set[float]]:
+    """The scales of the `quantize` and `dequantize` in front of each linear that has them, one if
+    they are a pair, by the name of its weight."""
+    (main,) = program.functions.values()
+    return {
+        op.weight.op.name: {float(part.scale.val) for part in (op.x.op, op.x.op.input.op)}
+        for op in main.operations
+        if op.op_type == "linear" and op.x.op.op_type == "dequantize"
+    }
 
 
 def evaluate(program: Program, input_ids: np.ndarray) -> np.ndarray:
@@ -207,6 +244,8 @@ def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
     if op.op_type == "cast":
         return [inputs["x"]]
     made = getattr(mb, op.op_type)(**inputs)
+    if op.op_type == "dequantize":  # its value is inferred where it is asked for, as a table's
+        return [made.op.materialized_val_inference()]
     return [var.val for var in (made if isinstance(made, list | tuple) else (made,))]
 
 

@@ -15,6 +15,7 @@ from qat.export.parts import (
     reloaded_logits,
 )
 from qat.models.checkpoint import copy_processors, quiet_transformers
+from qat.models.stored_state import INPUT_SCALE
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.sites import close_sites, open_sites
 from qat.nn.step import quant_linears
@@ -62,19 +63,20 @@ def write(
 
 
 def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of the same model with ordinary linears and tables, in `dtype`.
+    """The state of the same model with ordinary linears and tables, in `dtype`; what they read is
+    not rounded.
 
     Raises:
         ExportError: a finite value overflows `dtype`.
     """
     state = model.state_dict()
     for name, linear in quant_linears(model).items():
-        for key in ("packed", *linear.weight_parameters()):
+        for key in ("packed", INPUT_SCALE, *linear.weight_parameters()):
             state.pop(f"{name}.{key}", None)
         state[f"{name}.weight"] = linear.quantized_weight()
     for name, table in lut_tables(model).items():
-        for key in ("packed", *table.weight_tensors()):
-            state.pop(f"{name}.{key}")
+        for key in ("packed", INPUT_SCALE, *table.weight_tensors()):
+            state.pop(f"{name}.{key}", None)
         state[f"{name}.weight"] = table.quantized_weight()
     for name, module in model.named_modules():
         if isinstance(module, TiedLutHead):

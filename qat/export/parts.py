@@ -305,10 +305,12 @@ def float_model(
 
 
 def quantize_inputs(copy: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let the linears of a float copy of `model` read their inputs as its own do."""
+    """Let the linears and the head of a float copy of `model` read their inputs as its own do."""
     for name, module in quantized_modules(model).items():
         if module.activation is not None:
-            copy.get_submodule(name).register_forward_pre_hook(
+            is_head = isinstance(module, FrozenLutTable)  # a tied one has the embedding's name
+            reader = copy.get_output_embeddings() if is_head else copy.get_submodule(name)
+            reader.register_forward_pre_hook(
                 lambda _module, args, read=module.activation: (read(args[0]),)
             )
 
