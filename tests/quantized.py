@@ -11,7 +11,7 @@ from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec
+from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec
 from qat.quant.weight import (
     QuantizedWeight,
     Scales,
@@ -138,6 +138,10 @@ def tiny_adapted(architecture: str, spec: LutSpec, **overrides: object) -> PreTr
 
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Which linear of a layer reads the same tensor."""
+
+
+ROUNDINGS = [*((kind, 32) for kind in ACTIVATION_KINDS), ("int8-static", 16)]
+"""Ways to round an input: a kind, and the bits of a static scale."""
 
 
 def rounding(

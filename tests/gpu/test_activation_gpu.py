@@ -1,10 +1,11 @@
 """Rounded inputs on CUDA: compiled bits are eager bits, steps are recorded. Run with `-m gpu`."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, rounding, tiny_quantized, with_rounded_inputs
+from quantized import ROUNDINGS, SPECS, rounding, tiny_quantized, with_rounded_inputs
 from test_step_gpu import batch as batch_of
 from test_step_gpu import course, no_synchronisation
 from train_case import config
@@ -41,17 +42,20 @@ def step_of(place: Path, kind: str, **values: object) -> TrainingStep:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-def test_compiled_bits_are_those_of_eager_and_of_a_cpu(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "scale_bits"), ROUNDINGS)
+def test_compiled_bits_are_those_of_eager_and_of_a_cpu(
+    kind: str, scale_bits: int, dtype: torch.dtype
+) -> None:
     needs_fp8(kind)
-    quantizer, norm = rounding(kind).cuda(), torch.nn.RMSNorm(1000, device="cuda")
+    here = rounding(kind, 0.0123, scale_bits)
+    quantizer, norm = copy.deepcopy(here).cuda(), torch.nn.RMSNorm(1000, device="cuda")
     torch.manual_seed(0)
     x = torch.randn(512, 1000, device="cuda") * torch.logspace(-3, 3, 512, device="cuda")[:, None]
     normed = norm(x).to(dtype).detach()
     with torch.no_grad():
         eager = quantizer(normed)
         assert torch.equal(torch.compile(quantizer, fullgraph=True)(normed), eager)
-        assert torch.equal(rounding(kind)(normed.cpu()), eager.cpu())
+        assert torch.equal(here(normed.cpu()), eager.cpu())
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)

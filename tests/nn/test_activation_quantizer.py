@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import build
-from quantized import SPECS, frozen_linear, latent_linear, rounding, tiny_quantized
+from quantized import ROUNDINGS, SPECS, frozen_linear, latent_linear, rounding, tiny_quantized
 from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +16,6 @@ from qat.quant.activation import quantize_static, quantize_tokens
 from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
 
 DTYPES = [torch.float32, torch.bfloat16]
-STATIC = "int8-static"
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
@@ -95,7 +94,7 @@ def test_the_module_is_the_formula(kind: str) -> None:
 
 
 def test_a_scale_of_16_bits_is_computed_with_and_learns() -> None:
-    module, x = rounding(STATIC, 0.0123, 16), torch.randn(2, 16)
+    module, x = rounding("int8-static", 0.0123, 16), torch.randn(2, 16)
     assert torch.equal(module.stored_scale(), torch.tensor(0.0123).half().float())
     assert torch.equal(module(x), quantize_static(x, module.stored_scale()))
     module(x).sum().backward()
@@ -104,7 +103,7 @@ def test_a_scale_of_16_bits_is_computed_with_and_learns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.parametrize(("kind", "bits"), [*((k, 32) for k in ACTIVATION_KINDS), (STATIC, 16)])
+@pytest.mark.parametrize(("kind", "bits"), ROUNDINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_bits_are_those_of_eager(kind: str, bits: int, dtype: torch.dtype) -> None:
     module, norm = rounding(kind, 0.0123, bits), nn.RMSNorm(64)

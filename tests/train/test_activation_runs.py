@@ -6,7 +6,7 @@ import pytest
 import torch
 from cache_case import TOKENIZER
 from crash import stopped_at
-from quantized import SPECS, tiny_quantized, with_rounded_inputs
+from quantized import ROUNDINGS, SPECS, tiny_quantized, with_rounded_inputs
 from train_case import assert_same_end, config, make_place, make_trainer
 
 from qat.errors import ConfigError
@@ -15,7 +15,7 @@ from qat.models.load import load_model
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.activation import read_alike
 from qat.nn.step import form_weights, quant_linears
-from qat.quant.spec import ACTIVATION_KINDS, SUFFIX_OF
+from qat.quant.spec import SUFFIX_OF
 from qat.train.optim import Optimizer, learnable
 from qat.train.start import TrainReport, train_student
 
@@ -36,9 +36,7 @@ def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
 
 
 @pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales"])
-@pytest.mark.parametrize(
-    ("kind", "scale_bits"), [*((kind, 32) for kind in ACTIVATION_KINDS), ("int8-static", 16)]
-)
+@pytest.mark.parametrize(("kind", "scale_bits"), ROUNDINGS)
 def test_trained_is_stored(kind: str, scale_bits: int, learn: str, tmp_path: Path) -> None:
     place = place_of(tmp_path, kind, scale_bits)
     settings = config(place, learn=learn, max_steps=2, lr_scales=0.1, warmup_steps=0)
