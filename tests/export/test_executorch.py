@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure_executorch import xnnpack_levels
 from quantized import frozen_linear, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model, tiny_tokenizer
+from torch import nn
 
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
@@ -22,6 +24,7 @@ from qat.export.targets import check_model, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears
+from qat.quant.activation import token_levels
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 
 TO = Shipping({"executorch": executorch})
@@ -132,3 +135,46 @@ def test_a_program_computes_our_logits(tmp_path: Path) -> None:
         next(iter(quant_linears(student).values())).scales *= 1.25
     with pytest.raises(ExportError, match="gives other logits"):
         check_equal("executorch", student, out)
+
+
+class _Read(nn.Module):
+    """What a linear reads, as XNNPACK rounds it: rows of a table times an identity."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        from torchao.quantization import IntxUnpackedToInt8Tensor
+
+        self.length, width = rows.shape
+        self.table = nn.Embedding.from_pretrained(rows)
+        self.linear = nn.Linear(width, width, bias=False)
+        one = torch.eye(width, dtype=torch.int8), torch.ones(width, 1)
+        zeros = torch.zeros(width, 1, dtype=torch.int8)
+        form = torch.int8, (1, width), torch.float32, "int8_asym_per_token"
+        weight = IntxUnpackedToInt8Tensor(*one, zeros, *form)
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.table(tokens))
+
+
+@pytest.mark.slow
+@needs_executorch
+@pytest.mark.filterwarnings("ignore")
+def test_xnnpack_divides_once_and_we_twice() -> None:
+    """Its formula to the bit; ours has another level only beside a half."""
+    from executorch.runtime import Runtime
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 96, generator=generator) * torch.rand(2000, 1, generator=generator)
+    rows[0], rows[1], rows[2] = 0, rows[1].abs(), -rows[2].abs()
+    rows[3, :4] = torch.tensor([255.0, 0.5, 1.5, 2.5])  # halves
+    loaded = Runtime.get().load_program(executorch._lowered(_Read(rows)))
+    places = torch.arange(len(rows))
+    (found,) = loaded.load_method("forward").execute([places[None], places])
+    theirs, ours = xnnpack_levels(rows), token_levels(rows, "int8-asymmetric")
+    assert torch.equal(found[0], theirs.values())
+    torch.testing.assert_close(ours.scale[1:], theirs.scale[1:], rtol=2**-22, atol=0)
+    moved = (ours.levels - ours.zero) - (theirs.levels - theirs.zero)
+    assert moved.abs().max() <= 1 and moved.abs().mean() < 1e-4
+    scaled = (rows.double() / ours.scale)[moved != 0]
+    assert ((scaled - scaled.floor() - 0.5).abs() < 1e-4).all()
