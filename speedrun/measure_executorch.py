@@ -137,6 +137,11 @@ def xnnpack_levels(x: Tensor) -> Levels:
     return Levels(levels, inverse.reciprocal(), zero)
 
 
+def others(ours: Levels, theirs: Levels) -> Tensor:
+    """Where levels are others, counted from their zero points; bool, `(..., I)`."""
+    return (ours.levels - ours.zero) != (theirs.levels - theirs.zero)
+
+
 def our_levels(x: Tensor) -> Levels:
     """As training, torchao and the student have them."""
     return token_levels(x, KIND)
@@ -217,7 +222,7 @@ def on_same_inputs(model: PreTrainedModel, theirs: Run) -> tuple[float, float]:
     worst = 0.0
     for name, module in quantized_modules(model).items():
         x, found = theirs.inputs[name], xnnpack_levels(theirs.inputs[name])
-        differ += (our_levels(x).levels != found.levels).sum().item()
+        differ += others(our_levels(x), found).sum().item()
         count += x.numel()
         shifted = (found.levels - found.zero).double() * found.scale.double()
         exact = shifted @ module.quantized_weight().double().T
@@ -233,7 +238,7 @@ def on_same_inputs(model: PreTrainedModel, theirs: Run) -> tuple[float, float]:
 def first_levels(ours: Run, theirs: Run) -> None:
     """Print where in each row, and in which linear, the first level is another, and why."""
     differ = {
-        name: (our_levels(x).levels != xnnpack_levels(theirs.inputs[name]).levels).sum(-1)
+        name: others(our_levels(x), xnnpack_levels(theirs.inputs[name])).sum(-1)
         for name, x in ours.inputs.items()
     }
     counts = torch.stack(list(differ.values()))  # (linears, B, S)
@@ -245,7 +250,7 @@ def first_levels(ours: Run, theirs: Run) -> None:
         place = int(is_other.nonzero()[0])
         name = next(name for name, count in differ.items() if count[row, place])
         x, other = (run.inputs[name][row, place] for run in (ours, theirs))
-        formula += not torch.equal(our_levels(other).levels, xnnpack_levels(other).levels)
+        formula += others(our_levels(other), xnnpack_levels(other)).any().item()
         places.append((place, row))
         linears[name.partition("layers.")[2]] += 1
         error = ((x - other).norm() / other.norm()).item()
@@ -263,7 +268,8 @@ def first_levels(ours: Run, theirs: Run) -> None:
             if name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj"))
         ]
         print(f"  how far inputs are from ours at that token of row {row}: {' '.join(grown)}")
-    print(f"  levels that are others, in all rows: {int(counts.sum())}")
+    count = sum(x.numel() for x in ours.inputs.values())
+    print(f"  levels that are others, in all rows: {counts.sum().item() / count:.2%}")
 
 
 def by_row(model: PreTrainedModel, ids: Tensor) -> Tensor:
