@@ -54,7 +54,8 @@ SUMS = 64 * torch.finfo(torch.float32).eps
 models of 2 to 30 layers were off by up to 8 `eps`."""
 STEPS = 4
 """How many times as far logits may be off where inputs are rounded to 8 bits: one beside a half
-moves by a whole step or not at all, others follow, and where that happens is chance."""
+moves by a whole step or not at all, others follow, and where that happens is chance: in 128 rows of
+16 tokens a program was off by up to 2.35 times as far."""
 OTHERS = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
 """What is tried, in turn, where a target cannot hold a model in the dtype that it was saved in."""
 IMPORT = "import_report.json"
