@@ -97,43 +97,69 @@ def test_exchanges_beside_the_work_change_no_bit(tmp_path: Path, is_by_layer: bo
     assert run_ranks(2, act, tmp_path) == [[True] * 8] * 2
 
 
-def test_a_layers_weights_travel_while_the_one_before_it_runs() -> None:
-    log: list[str] = []
+class Told(Rehearsal):
+    """Two ranks that keep a log of their exchanges."""
 
-    class Told(Rehearsal):
-        def _told(self, name: str, wait: Wait) -> Wait:
-            log.append(name)
-            return lambda: (log.append(f"{name} ends"), wait())
+    def __init__(self) -> None:
+        super().__init__(0, 2, torch.device("cpu"))
+        self.log: list[str] = []
 
-        def _all_gather(self, out: Tensor | list[Tensor], given: Tensor) -> Wait:
-            return self._told("gather", super()._all_gather(out, given))
+    def _told(self, name: str, wait: Wait) -> Wait:
+        self.log.append(name)
+        return lambda: (self.log.append(f"{name} ends"), wait())
 
-        def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
-            return self._told("sum", super()._reduce_scatter(total, parts))
+    def _all_gather(self, out: Tensor | list[Tensor], given: Tensor) -> Wait:
+        return self._told("gather", super()._all_gather(out, given))
 
-    ranks = Told(0, 2, torch.device("cpu"))
+    def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
+        return self._told("sum", super()._reduce_scatter(total, parts))
+
+
+FIRST = ["gather", "gather ends"]
+"""Nobody began it ahead."""
+
+
+def _told_layers() -> tuple[Told, nn.Sequential]:
+    ranks = Told()
     layers = _layers([_made_of("lut2", I, seed)[1] for seed in range(3)], ranks, size=1)
-    end = form_by_layer(layers)
     for index, layer in enumerate(layers):
-        layer.register_forward_hook(lambda *_, index=index: log.append(f"run {index}"))
+        layer.register_forward_hook(lambda *_, index=index: ranks.log.append(f"run {index}"))
+    return ranks, layers
+
+
+def test_a_layers_weights_travel_while_the_one_before_it_runs() -> None:
+    ranks, layers = _told_layers()
+    form_by_layer(layers)
     form_weights(layers, torch.float32)
     out = layers(torch.randn(B, I))
-    first, ahead = ["gather", "gather ends"], ["gather", "run 0", "gather ends"]
-    assert log == [*first, *ahead, "gather", "run 1", "gather ends", "run 2"]
-    log.clear()
+    ahead = ["gather", "run 0", "gather ends", "gather", "run 1", "gather ends", "run 2"]
+    assert ranks.log == FIRST + ahead
+    ranks.log.clear()
     out.sum().backward()
     # a gather ends where its layer begins; sums of so few linears are not waited for
-    assert log == [*first, "gather", "sum", "gather ends", "gather", "sum", "gather ends", "sum"]
+    ahead = ["gather", "sum", "gather ends", "gather", "sum", "gather ends", "sum"]
+    assert ranks.log == FIRST + ahead
     assert all(layer[0].weight.grad is None for layer in layers)
     ranks.catch_up()
-    assert log[-3:] == ["sum ends"] * 3
+    assert ranks.log[-3:] == ["sum ends"] * 3
     assert all(layer[0].weight.grad is not None for layer in layers)
-    log.clear()
-    layers[1](torch.randn(B, I))
-    layers[0](torch.randn(B, I))  # not the one that was begun
-    assert log == [*first, "gather", "run 1", "gather ends", *first, "gather", "run 0"]
+
+
+def test_weights_that_nobody_came_for_are_formed_anew() -> None:
+    ranks, layers = _told_layers()
+    layers[0].requires_grad_(False)
+    end = form_by_layer(layers)
+    form_weights(layers, torch.float32)
+    layers(torch.randn(B, I)).sum().backward()
+    assert ranks.log[-2:] == ["gather", "sum"], "of the first layer, whose backward has no work"
+    with torch.no_grad():
+        layers[0][0].weight.mul_(-1)
+    ranks.log.clear()
+    layers[0](torch.randn(B, I))
+    assert ranks.log == ["gather ends", *FIRST, "gather", "run 0"]
+    assert torch.equal(layers[0][0].formed, layers[0][0].quantized_weight())
     end()
-    assert log[-1] == "gather ends"
+    assert ranks.log[-1] == "gather ends"
 
 
 def _layers(parts: list[tuple], ranks: Ranks, size: int = 2) -> nn.Sequential:
