@@ -289,7 +289,7 @@ class Rehearsal(Ranks):
     def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
         pieces = parts.chunk(self.size) if isinstance(parts, Tensor) else parts
         total.copy_(pieces[0]).mul_(self.size)
-        return lambda: None
+        return lambda: parts  # an exchange holds them as long
 
 
 @contextmanager
