@@ -218,7 +218,7 @@ def vectors(*directories: Path, figures: Path) -> None:
     Codewords are those of vectors and of trellises, whichever has the least KL on a teacher. Near
     2.5 bits: the best of them over the best of levels, none of them larger than `q2a2`;
     mixed bits too, and then without. Near 3.0: mixed bits of both. At the KL of `q2a2`: bits a
-    weight, between two sizes in the logarithm of their KLs.
+    weight, between two sizes of one format or of mixed bits, in the logarithm of their KLs.
     """
     found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
 
@@ -253,7 +253,7 @@ def vectors(*directories: Path, figures: Path) -> None:
     put_worst("vector_kl_ratio_mixed_3_bits", mixed, "", "<= 0.85")
     converted = (f"{names}, converted only" for names in both)
     put_worst("vector_converted_ratio", near(*converted), "", "<= 0.6")
-    sizes = {e.name: bits_at(e.sizes(CODEWORDS_OF_ONE_FORMAT), e.kl(TWO_BITS)) for e in found}
+    sizes = {e.name: bits_at(e.sizes(both[1]), e.kl(TWO_BITS)) for e in found}
     put_worst("vector_bits_at_q2a2_kl", sizes, "bits", "<= 2.15")
 
 
