@@ -93,7 +93,7 @@ PROBES = (1, 8)
 """The smaller trial of the memory model has the tokens that keep a device busy, or the eighth part
 of them where those do not fit: buffers of fixed size would pass for a cost per sequence of fewer,
 and so would what a recomputed layer holds for a slice of the batch."""
-REACH = 8
+REACH = 2
 """The trial that says where to begin is one part in so many of what the small ones predict."""
 
 
