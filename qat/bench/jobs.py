@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -118,18 +117,25 @@ def run_processes(
         after_each: called when one has ended; false starts no more of them.
         told: what the line of progress says, and what it counts.
         side_by_side: how many run at once.
-        placed: a job as it starts, such as with a device, given the jobs that are running.
+        placed: a job as it starts, such as with a device, given the jobs that are running; None
+            while it waits for one of them. What still waits when none runs is given up.
         watched: what goes on while a job with that process id runs.
         timeout_s: a job that takes longer is ended with all its processes.
         keep_open: file descriptors that the jobs inherit.
     """
-    waiting, running = deque(jobs), []
+    waiting, running = [*jobs], []
     with logs.progress(told[0], len(jobs), told[1]) as ticker:
         try:
-            while waiting or running:
-                while waiting and len(running) < side_by_side:
-                    job = placed(waiting.popleft(), [each.job for each in running])
-                    running.append(_Running(job, keep_open, watched))
+            while True:
+                for job in [*waiting]:
+                    if len(running) == side_by_side:
+                        break
+                    here = placed(job, [each.job for each in running])
+                    if here is not None:
+                        waiting.remove(job)
+                        running.append(_Running(here, keep_open, watched))
+                if not running:
+                    return
                 for each in [each for each in running if each.is_over(timeout_s)]:
                     running.remove(each)
                     goes_on = after_each(each.end())

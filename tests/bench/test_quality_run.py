@@ -9,6 +9,7 @@ from cache_case import teacher
 from quality_case import call, make_teacher_and_texts, write
 from torch.nn import functional as F
 
+from qat.bench import jobs
 from qat.bench.config import QualityConfig
 from qat.bench.jobs import least_busy
 from qat.bench.quality import run
@@ -30,7 +31,9 @@ def place(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def in_this_process(jobs: list[QualityJob], devices, after_each) -> list[Failure]:
+def in_this_process(
+    jobs: list[QualityJob], devices, at_once, after_each
+) -> tuple[list[Failure], dict[str, str]]:
     """What `run_jobs` does, without the seconds that a process takes to start."""
     failures = []
     for job in jobs:
@@ -39,7 +42,7 @@ def in_this_process(jobs: list[QualityJob], devices, after_each) -> list[Failure
         except QatError as error:
             failures.append(Failure(job.name, job.seed, str(error), job.log))
         after_each(failures)
-    return failures
+    return failures, {}
 
 
 @pytest.mark.parametrize("count", [3, 40])
@@ -212,7 +215,8 @@ def test_step_times_are_those_of_training(place: Path) -> None:
     shop = Workshop(read_quality(Path("recipe.toml")), Path("out"), "cpu")
     ours, reference = plans = resolve(shop.recipe)
     shop.claim()
-    shop.prepare(plans)
+    shop.build_caches(plans)
+    shop.convert(plans, plans, {})
     (stretches,) = time_plan(shop, ours)
     assert len(stretches) == STRETCHES - 1 and all(0 < step_s < 10 for step_s in stretches)
     ((step_s,),) = time_plan(shop, reference)
@@ -307,10 +311,23 @@ def test_conversions_run_side_by_side(place: Path, monkeypatch) -> None:
         {"name": name, "train": False, "convert": {"to": name}} for name in ("q4a4", "q2a2")
     )
     write(gone, four, two)
+    monkeypatch.setattr(run, "run_jobs", run_jobs)
+    begun = []
+    popen = jobs.subprocess.Popen
+    monkeypatch.setattr(
+        jobs.subprocess,
+        "Popen",
+        lambda words, **more: begun.append(words[-1]) or popen(words, **more),
+    )
     assert call(monkeypatch, "--workers", "2") == 0
     assert "data=gone.txt is no file" in Path("out/quality.md").read_text()
     logs = list(Path("out/logs").glob("convert-*.log"))
     assert len(logs) == 3
+    order = [Path(job).name for job in begun if job.endswith(".json")]
+    is_conversion = [name.startswith("convert-") for name in order]
+    assert is_conversion[:3] == [True] * 3 and len(order) == 3 + 3  # the teacher and two recipes
+    found = {row["recipe"] for row in read_json_lines(Path("out/results.jsonl"))}
+    assert found == {"teacher", "q4a4", "q2a2"}
     beside = students()
     assert len(beside) == 2
     Path("out").rename("beside")

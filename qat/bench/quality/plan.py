@@ -207,6 +207,14 @@ class QualityJob(JobFiles, Settings):
         return "teacher" if self.plan is None else self.plan.name
 
     @property
+    def student(self) -> Path | None:
+        """The conversion that it begins with; None for the teacher and for other methods."""
+        plan = self.plan
+        if plan is None or plan.convert is None:
+            return None
+        return student_dir(self.out, plan.convert, plan.cache)
+
+    @property
     def key(self) -> str:
         """12 hex digits that change when the rows may; where and how it runs does not count."""
         judging = self.recipe.model_dump(

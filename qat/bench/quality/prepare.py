@@ -9,7 +9,7 @@ import logging
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from qat.backend.device import select
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.methods import time_step
-from qat.bench.jobs import Ended, least_busy, run_processes
 from qat.bench.measure import compile_anew
 from qat.bench.quality.conversion import Conversion
 from qat.bench.quality.plan import (
@@ -53,7 +52,6 @@ from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_teacher, model_identity
 from qat.models.teacher_cache import cache_teacher
-from qat.process import cores
 from qat.train.start import train_student
 
 logger = logging.getLogger(__name__)
@@ -335,19 +333,8 @@ class Workshop:
                     f"those of {recipe.name!r}; choose another --out"
                 )
 
-    def prepare(
-        self, plans: Sequence[QualityPlan], devices: Sequence[str] = (), workers: int = 1
-    ) -> tuple[list[QualityPlan], Unmade]:
-        """Build every cache and make every first conversion that is not there yet.
-
-        Conversions run side by side, `workers` of them on each of the devices.
-
-        Returns:
-            The plans that this was possible for, and why not for the others.
-
-        Raises:
-            ConfigError: it was for none.
-        """
+    def build_caches(self, plans: Sequence[QualityPlan]) -> None:
+        """Build every cache that is not there yet."""
         for table in [self.recipe.cache, *(plan.cache for plan in plans)]:
             place = cache_dir(self.out, table)
             try:
@@ -364,60 +351,46 @@ class Workshop:
                     batch_size=config.batch_size,
                 )
         select(self.device).free_memory()  # it is the processes' now
-        refused = self._convert_side_by_side(plans, devices or [self.device], workers)
 
-        def convert(plan: QualityPlan) -> None:
-            if plan.convert is not None:
+    def missing(self, plans: Sequence[QualityPlan], threads: int) -> list[Conversion]:
+        """First conversions that are not there yet, as jobs of so many threads."""
+        wanted = [self._conversion(p.convert, p.cache, threads) for p in plans if p.convert]
+        return [*{each.label: each for each in wanted if not each.student.exists()}.values()]
+
+    def convert(
+        self,
+        plans: Sequence[QualityPlan],
+        wanting: Sequence[QualityPlan],
+        refused: Mapping[str, str],
+    ) -> Unmade:
+        """Make the first conversions of the plans that want one; why not, by the names of plans.
+
+        Those that failed elsewhere are `refused`, by their labels, with the reason.
+
+        Raises:
+            ConfigError: not one of the plans can be made.
+        """
+
+        def make(plan: QualityPlan) -> None:
+            if plan in wanting and plan.convert is not None:
                 found = self._conversion(plan.convert, plan.cache)
                 if found.label in refused:
                     raise CheckpointError(refused[found.label])
                 found.make()
 
-        found = _made(plans, convert)
+        _, unmade = _made(plans, make)
         select(self.device).free_memory()  # it is the jobs' now
-        return found
+        return unmade
 
-    def _conversion(self, convert: Table, cache: Table) -> Conversion:
+    def _conversion(self, convert: Table, cache: Table, threads: int = 0) -> Conversion:
         return Conversion(
             teacher=self.recipe.teacher,
             convert=convert,
             cache=cache,
             out=self.out,
             device=self.device,
+            threads=threads,
         )
-
-    def _convert_side_by_side(
-        self, plans: Sequence[QualityPlan], devices: Sequence[str], workers: int
-    ) -> dict[str, str]:
-        """Make the plans' conversions in processes of their own; why not, by the label of one.
-
-        One alone is left to this process, which has loaded already what a new one would have to.
-        """
-        wanted = [self._conversion(p.convert, p.cache) for p in plans if p.convert is not None]
-        missing = {each.label: each for each in wanted if not each.student.exists()}
-        side_by_side = workers * len(devices)
-        if side_by_side == 1 or len(missing) < 2:
-            return {}
-        threads = max(1, cores() // side_by_side)
-        refused: dict[str, str] = {}
-
-        def placed(job: Conversion, busy: list[Conversion]) -> Conversion:
-            device = least_busy(devices, [each.device for each in busy])
-            return job.model_copy(update={"device": device, "threads": threads})
-
-        def ended(found: Ended) -> bool:
-            if found.status != 0:
-                refused[found.job.label] = found.last_words
-            return True
-
-        run_processes(
-            [*missing.values()],
-            ended,
-            told=("converting the teacher", "students"),
-            side_by_side=side_by_side,
-            placed=placed,
-        )
-        return refused
 
     def known_times(self) -> StepTimes:
         """The step times that were measured in this directory."""

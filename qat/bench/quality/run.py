@@ -18,13 +18,21 @@ from matplotlib.axes import Axes
 from qat.backend.device import devices, select
 from qat.bench.config import QualityConfig
 from qat.bench.jobs import Ended, least_busy, run_processes
+from qat.bench.quality.conversion import Conversion
 from qat.bench.quality.plan import (
     QualityJob,
     QualityPlan,
     QualityRecipe,
     read_quality,
 )
-from qat.bench.quality.prepare import Unmade, Workshop, check_shapes, resolve, with_equal_time
+from qat.bench.quality.prepare import (
+    Unmade,
+    Workshop,
+    check_shapes,
+    resolve,
+    to_time,
+    with_equal_time,
+)
 from qat.bench.results import environment, markdown_table, write_comparison
 from qat.errors import ConfigError, TrainingError
 from qat.observe.charts import SERIES, Chart, fit_scale
@@ -117,14 +125,38 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
             f"{', '.join(repr(plan.name) for plan in every)}, several joined by |"
         )
     shop.claim()
-    plans, later = shop.prepare(plans, spread, config.workers)
-    plans = with_equal_time(plans, shop.step_times(plans))
+    shop.build_caches(plans)
     share = partial(make_jobs, shop.recipe, out=out, config=config, num_devices=len(spread))
+    at_once = config.workers * len(spread)
+    threads = max(1, cores() // at_once)
+    is_timed = bool(to_time(plans))
+    # a recipe whose rows are there needs no conversion; steps tell how many rows on equal time are
+    wanting = plans if is_timed else [p for p in plans if _is_open(share([p])[1:])]
+    missing = shop.missing(wanting, threads)
+    refused: dict[str, str] = {}
+    # one alone is left to this process, which has loaded already what a new one would have to
+    conversions = missing if at_once > 1 and len(missing) > 1 else []
+    if is_timed and conversions:  # nothing else may run while steps are timed
+        _, refused = run_jobs(conversions, spread, at_once)
+    if is_timed or not conversions:
+        conversions, unmade = [], unmade | shop.convert(plans, wanting, refused)
+    plans = [plan for plan in plans if plan.name not in unmade]
+    plans = with_equal_time(plans, shop.step_times(plans))
     jobs = share(plans)
     others = share([plan for plan in every if not config.wants(plan.name)])
+
+    def write(failures: list[Failure]) -> QualityReport:
+        return write_results(shop, [*jobs, *others[1:]], unmade, failures)
+
     open_jobs = [job for job in jobs if not job.row.exists()]
-    write = partial(write_results, shop, [*jobs, *others[1:]], unmade | later)
-    return write(run_jobs(open_jobs, spread, write))
+    failures, refused = run_jobs([*conversions, *open_jobs], spread, at_once, write)
+    if conversions:
+        unmade = unmade | shop.convert(plans, wanting, refused)
+    return write(failures)
+
+
+def _is_open(jobs: Sequence[QualityJob]) -> bool:
+    return any(not job.row.exists() for job in jobs)
 
 
 def make_jobs(
@@ -151,22 +183,37 @@ def make_jobs(
 
 
 def run_jobs(
-    jobs: Sequence[QualityJob],
+    jobs: Sequence[QualityJob | Conversion],
     devices: Sequence[str],
-    after_each: Callable[[list[Failure]], object],
-) -> list[Failure]:
-    """Run all jobs, as many side by side on each device as they say; the failures.
+    at_once: int,
+    after_each: Callable[[list[Failure]], object] = lambda _failures: None,
+) -> tuple[list[Failure], dict[str, str]]:
+    """Run all jobs, so many at once, on the devices with the fewest.
 
-    `after_each` is called with the failures so far whenever a job has ended.
+    A recipe begins as soon as its conversion is there, and never if that failed. `after_each` is
+    called with the recipes' failures so far whenever one has ended.
+
+    Returns:
+        The recipes' failures, and why conversions failed, by their labels.
     """
     failures: list[Failure] = []
+    refused: dict[str, str] = {}
 
-    def placed(job: QualityJob, busy: list[QualityJob]) -> QualityJob:
+    def placed(
+        job: QualityJob | Conversion, busy: list[QualityJob | Conversion]
+    ) -> QualityJob | Conversion | None:
+        waits_for = job.student if isinstance(job, QualityJob) else None
+        if waits_for is not None and not waits_for.exists():
+            return None
         device = least_busy(devices, [each.device for each in busy])
         return job.model_copy(update={"device": device})
 
     def ended(found: Ended) -> bool:
         job = found.job
+        if isinstance(job, Conversion):
+            if not job.student.exists():
+                refused[job.label] = found.last_words
+            return True
         if found.status == 0 and job.row.exists():
             logger.info("%s, seed %d: done", job.name, job.seed)
         else:
@@ -179,11 +226,11 @@ def run_jobs(
     run_processes(
         jobs,
         ended,
-        told=("training recipes", "jobs"),
-        side_by_side=jobs[0].workers * len(devices) if jobs else 1,
+        told=("converting and training", "jobs"),
+        side_by_side=at_once,
         placed=placed,
     )
-    return failures
+    return failures, refused
 
 
 def write_results(

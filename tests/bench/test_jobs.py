@@ -1,0 +1,38 @@
+"""Jobs of a comparison: which begins when."""
+
+import pytest
+
+from qat.bench import jobs
+from qat.bench.jobs import Ended, run_processes
+
+
+def test_a_job_waits_for_another_and_is_given_up_when_none_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits_for, begun, done = {"student": "conversion", "orphan": "nobody"}, [], set()
+
+    class AtOnce:
+        """In the place of a process: it is over when it is looked at."""
+
+        def __init__(self, job: str, *_rest: object) -> None:
+            self.job = job
+            begun.append(job)
+
+        def is_over(self, _timeout_s: float) -> bool:
+            return True
+
+        def end(self) -> Ended:
+            done.add(self.job)
+            return Ended(self.job, 0, is_late=False)
+
+    def placed(job: str, _busy: list[str]) -> str | None:
+        return job if job not in waits_for or waits_for[job] in done else None
+
+    monkeypatch.setattr(jobs, "_Running", AtOnce)
+    every = ["student", "orphan", "conversion", "teacher"]
+    run_processes(every, lambda _: True, told=("running", "jobs"), placed=placed)
+    assert begun == ["conversion", "student", "teacher"]
+    begun.clear()
+    done.clear()
+    run_processes(every, lambda _: True, told=("running", "jobs"), side_by_side=2, placed=placed)
+    assert begun == ["conversion", "teacher", "student"]
