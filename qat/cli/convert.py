@@ -33,6 +33,9 @@ MEANT = {"base"}
 
 MUCH_OF_A_FILE = 0.3
 """Share of the bytes from which on a table in floating point is worth a line."""
+MUCH_OF_A_WEIGHT = 0.2
+"""Relative error of a linear from which on it is worth a line that nothing was fitted to inputs: 2
+bits have about 0.3, 4 have 0.07."""
 
 
 def _names(_: object, tokens: Sequence[Token]) -> tuple[TargetName, ...]:
@@ -152,6 +155,12 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
         console.print(
             f"{report.float_tables_frac:.0%} of the file are the embedding and the head in "
             "floating point: --embedding-bits 8 (or 4) quantizes them too"
+        )
+    unfitted = [m.relative_error for m in report.modules if m.weighted_error is None]
+    if max(unfitted, default=0.0) > MUCH_OF_A_WEIGHT:
+        console.print(
+            "without --calibration so few bits make a student that says little of sense until it "
+            "is trained; fitted to a text's inputs it begins far closer: --calibration CACHE"
         )
     if report.budget is not None:
         _show_budget(report.budget, console)

@@ -151,14 +151,16 @@ def test_both_bits_and_what_dominates_the_file(
     assert f"{result['bits_per_weight']:.3f} bits per quantized weight" in printed
     assert f"{result['whole_bits_per_weight']:.3f} over the whole file" in printed
     assert "% of the file are the embedding and the head" in printed
+    assert "without --calibration so few bits make a student that says little" in printed
     report = json.loads((tmp_path / "out/convert_report.json").read_text())
     tensors = load_file(tmp_path / "out/model.safetensors")
     bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     tables = sum(bytes_of[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert report["float_tables_frac"] == pytest.approx(tables / sum(bytes_of.values()))
-    small = [*flags, "--embedding-bits", 4, "--out", tmp_path / "small"]
+    small = ["--to", "q4a4", *flags[2:], "--embedding-bits", 4, "--out", tmp_path / "small"]
     assert call(monkeypatch, "convert", place / "float", *small) == 0
-    assert "of the file are" not in " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert "of the file are" not in printed and "--calibration" not in printed
 
 
 def test_more_bits_without_the_float_weights_are_remarked(
