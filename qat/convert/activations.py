@@ -98,16 +98,23 @@ def put_activations(
 
 @dataclass
 class Magnitudes:
-    """How often which magnitude was read: `(K,)`, bins of equal ratio."""
+    """How often which magnitude was read: `(K,)`, bins of equal ratio.
+
+    A number counts `1 / |token|`. So an error counts by what it is beside its token, and the few
+    tokens that are hundreds of times as large as the others do not choose the range for all.
+    """
 
     counts: Tensor | None = None
     names: list[str] = field(default_factory=list)
 
     def add(self, x: Tensor) -> None:
-        """Count the numbers of `x`."""
-        places = (x.float().abs().log2() - LOWEST_EXPONENT) * BINS_AN_OCTAVE
+        """Count the numbers of `x`, `(..., I)`."""
+        x = x.float()
+        places = (x.abs().log2() - LOWEST_EXPONENT) * BINS_AN_OCTAVE
         bins = places.clamp(0, OCTAVES * BINS_AN_OCTAVE - 1).long().flatten()
-        counts = torch.bincount(bins, minlength=OCTAVES * BINS_AN_OCTAVE).double()
+        sizes = x.norm(dim=-1, keepdim=True).double().clamp_min(2.0**LOWEST_EXPONENT)
+        weights = sizes.reciprocal().expand(x.shape).flatten()
+        counts = torch.bincount(bins, weights, minlength=OCTAVES * BINS_AN_OCTAVE)
         self.counts = counts if self.counts is None else self.counts + counts
 
     def values(self) -> Tensor:
@@ -116,7 +123,7 @@ class Magnitudes:
         return (exponents.double() + LOWEST_EXPONENT).exp2().to(self.counts.device)
 
     def best_scale(self) -> Tensor:
-        """The scale of the least expected squared error, one float32 number.
+        """The scale of the least expected squared error, as counted, one float32 number.
 
         Inside the range a step of rounding errs by `scale**2 / 12` on average, below half a step by
         the number itself, above the range by the distance to it.

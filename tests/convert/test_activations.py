@@ -85,18 +85,30 @@ def test_static_scales_are_found_on_the_text_and_shared(place: Path, tmp_path: P
 
 def test_the_best_scale_errs_least_among_many() -> None:
     torch.manual_seed(0)
-    x = torch.randn(4000)
-    x[:4] *= 30
+    x = torch.randn(500, 8)
+    x[0, :4] *= 30
     seen = Magnitudes()
     seen.add(x[:100])
     seen.add(x[100:])
     found = seen.best_scale()
 
-    def error(scale: torch.Tensor) -> float:
-        return (quantize_static(x, scale) - x).square().mean().item()
+    def error(scale: torch.Tensor, sizes: torch.Tensor) -> float:
+        return ((quantize_static(x, scale) - x).square() / sizes).mean().item()
 
-    others = [error(x.abs().max() / LEVELS * share) for share in torch.linspace(0.02, 1, 200)]
-    assert error(found) <= min(others) * 1.02 < error(x.abs().max() / LEVELS)
+    sizes = x.norm(dim=-1, keepdim=True)
+    tried = [x.abs().max() / LEVELS * share for share in torch.linspace(0.02, 1, 200)]
+    assert error(found, sizes) <= min(error(scale, sizes) for scale in tried) * 1.02
+    # a token counts by its own size: the one that is larger has less to say
+    plain = min(tried, key=lambda scale: error(scale, torch.ones(())))
+    assert found < plain * 0.9
+
+
+def test_a_token_of_zeros_chooses_no_range() -> None:
+    seen, with_zeros = Magnitudes(), Magnitudes()
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    seen.add(x)
+    with_zeros.add(torch.cat([x, torch.zeros(64, 8)]))
+    assert torch.equal(seen.best_scale(), with_zeros.best_scale())
 
 
 def test_inputs_are_those_of_the_model() -> None:
@@ -113,9 +125,12 @@ def test_inputs_are_those_of_the_model() -> None:
     (mine,) = (each for names, each in found.items() if "model.layers.1.mlp.up_proj" in names)
     expected = Magnitudes()
     expected.add(read[0])
-    assert torch.equal(mine.counts, expected.counts) and mine.counts.sum() == IDS.numel() * 32
-    typical = (mine.values() * mine.counts).sum() / mine.counts.sum()
-    torch.testing.assert_close(typical.float(), read[0].abs().mean(), rtol=0.02, atol=0)
+    sizes = read[0].double().norm(dim=-1)
+    assert torch.equal(mine.counts, expected.counts)
+    torch.testing.assert_close(mine.counts.sum(), (read[0].shape[-1] / sizes).sum())
+    typical = (mine.values() * mine.counts).sum()
+    of_all = (read[0].double().abs().sum(-1) / sizes).sum()
+    torch.testing.assert_close(typical, of_all, rtol=0.02, atol=0)
 
 
 def test_experts_are_refused_where_their_input_is_inside(place: Path, tmp_path: Path) -> None:
