@@ -64,10 +64,11 @@ def convert_checkpoint(
         ConfigError, CheckpointError, CacheError, ExportError: see their messages.
     """
     check_free(out)
-    _read_settings(config)  # what is wrong with them is said before a model is read
+    plan, _ = _read_settings(config)  # what is wrong is said before a model is read
     # what a budget judges, and what sparse attention learns from, runs too often to be read anew;
-    # a rotation changes every weight in its place
+    # a rotation, and room for static ranges, change weights in their place
     is_whole = config.rotate or config.bits_budget is not None or config.attention is not None
+    is_whole |= _has_static(plan)
     how = {
         "device": config.device,
         "dtype": "fp32",
@@ -238,14 +239,17 @@ def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
             "quantized too; add --to PLAN, such as the one that the source has"
         )
     plan = read_plan(config)
-    is_static = any(spec is not None and spec.is_static for spec in plan.activations)
-    if is_static and config.calibration is None:
+    if _has_static(plan) and config.calibration is None:
         raise ConfigError(
             "activations=int8-static is given without a text to find the scales on; add "
             "--calibration TEXT"
         )
     attention = None if config.attention is None else read_attention(config.attention)
     return plan, attention
+
+
+def _has_static(plan: QuantPlan) -> bool:
+    return any(spec is not None and spec.is_static for spec in plan.activations)
 
 
 def _fitted(

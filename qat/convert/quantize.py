@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import GIB
 from qat.backend.device import on
-from qat.convert.activations import inputs_to_quantize, put_activations
+from qat.convert.activations import inputs_to_quantize, level_products, put_activations
 from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.convert.rotate import ROTATION
@@ -165,7 +165,9 @@ def quantize_model(
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))
     activations = inputs_to_quantize(model, plan, specs)
-    if base is not None:
+    if base is None:
+        level_products(student, activations, calibration)
+    else:
         _check_base(model, base.model, list(specs))
     # a quantized module has a `spec`, and a float one has none
     todo = {n: s for n, s in specs.items() if getattr(model.get_submodule(n), "spec", None) != s}

@@ -8,7 +8,13 @@ from cache_case import texts
 from families import build
 from tiny import tiny_model, tiny_tokenizer
 
-from qat.convert.activations import Magnitudes, inputs_of, put_activations
+from qat.convert.activations import (
+    MOST_OF_MEDIAN,
+    Magnitudes,
+    inputs_of,
+    level_products,
+    put_activations,
+)
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig, read_plan
 from qat.convert.convert import PLAN_NAME, check_conversion, convert_checkpoint, convert_model
@@ -25,6 +31,8 @@ from qat.quant.spec import SUFFIX_OF, ActivationSpec, preset_called
 
 IDS = torch.arange(64).view(2, 32) * 7 % 320
 BATCHES = [TokenBatch(IDS, torch.arange(32).expand_as(IDS))]
+
+KINDS = [(0, "int8-static"), (1, "int8")]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +109,33 @@ def test_the_best_scale_errs_least_among_many() -> None:
     # a token counts by its own size: the one that is larger has less to say
     plain = min(tried, key=lambda scale: error(scale, torch.ones(())))
     assert found < plain * 0.9
+
+
+def test_large_channels_are_levelled_without_a_changed_bit() -> None:
+    student = LanguageModel(tiny_model(initializer_range=0.2))
+    mlp = student.model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.up_proj.weight[3] *= 100
+        mlp.up_proj.bias = torch.nn.Parameter(torch.ones(mlp.up_proj.out_features))
+        before, old = student.hidden(*BATCHES[0]), mlp.down_proj.weight.clone()
+        wished = {f"model.layers.{n}.mlp.down_proj": ActivationSpec(kind=k) for n, k in KINDS}
+        assert level_products(student, wished, BATCHES) > 0
+        read: list[torch.Tensor] = []
+        handle = mlp.down_proj.register_forward_pre_hook(lambda _m, args: read.append(args[0]))
+        assert torch.equal(student.hidden(*BATCHES[0]), before)
+        handle.remove()
+        assert level_products(student, dict.fromkeys(wished), BATCHES) == 0
+    ratio = mlp.down_proj.weight[:, 3] / old[:, 3]
+    assert ratio.unique().numel() == 1 and ratio[0].log2() % 1 == 0 and ratio[0] >= 16
+    peaks = read[0].abs().flatten(0, 1).amax(0)
+    assert peaks.max() <= peaks.median() * MOST_OF_MEDIAN * 1.01
+    # a product that is not linear in `up_proj`
+    mlp.up_proj.register_forward_hook(lambda _m, _args, output: output.relu() + 1)
+    mlp.up_proj.weight.data[5] *= 100
+    kept = mlp.down_proj.weight.clone()
+    only = {"model.layers.0.mlp.down_proj": ActivationSpec(kind="int8-static")}
+    assert level_products(student, only, BATCHES) == 0
+    assert torch.equal(mlp.down_proj.weight, kept)
 
 
 def test_a_token_of_zeros_chooses_no_range() -> None:
