@@ -248,7 +248,7 @@ def _prefix_sums(points: Array, mass: Array) -> Array:
 
 
 def _cost(sums: Array, start: NDArray[np.int64], end: NDArray[np.int64]) -> Array:
-    W, S, Q = sums[:, end] - sums[:, start]
+    W, S, Q = sums.take(end, 1) - sums.take(start, 1)
     return Q - S**2 / W
 
 
