@@ -304,14 +304,18 @@ def close_sites(model: nn.Module) -> None:
             module.__class__ = type(module).__mro__[2]
 
 
-@cache
 def reads_weight(own: Hashable, name: str) -> bool:
     """Whether a class reads the weight of its linear or table `name` itself."""
+    return name in _weights_read(own)
+
+
+@cache
+def _weights_read(own: Hashable) -> frozenset[str]:
     try:
         source = inspect.getsource(cast(type, own))
     except (OSError, TypeError):  # made while the program ran
-        return False
-    return re.search(rf"self\.{name}\.weight\b", source) is not None
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b", source))
 
 
 @cache
