@@ -13,6 +13,9 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 
 gc.disable()  # while modules are imported there is next to no garbage
+# what a test writes need not outlive a loss of power: this waits for no disk, and still refuses
+# what is no open file
+os.fsync = os.fstat
 
 
 def pytest_collection_finish() -> None:
@@ -29,6 +32,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures empty but for their sign, for a test of what stands beside them."""
+    from qat.observe.charts import Chart
+    from qat.observe.page import SIGNS
+
+    monkeypatch.setattr(Chart, "render", lambda chart, form: SIGNS[1])
 
 
 @pytest.fixture(autouse=True)

@@ -172,6 +172,7 @@ def test_some_recipes_run_and_others_keep_what_they_found(
     assert "only=four, but no recipe's name holds that; choose among 'one', 'two'" in error
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     from qat.bench.quality import job as students
 
@@ -240,6 +241,7 @@ def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, caps
     assert {row["recipe"]: row["workers"] for row in rows} == {"teacher": 1, "better": 2}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys) -> None:
     """Said before the first cache is built; what follows it is not made either."""
     little = {"name": "little", "train": False, "convert": {"bits_budget": 1.5}}
@@ -267,6 +269,7 @@ def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys)
     }
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_conversion_that_fails_is_a_row_too(place: Path, monkeypatch) -> None:
     """What shapes do not tell: here a text to calibrate on that is gone."""
     gone = {"name": "gone", "train": False, "convert": {"calibration": "gone.txt"}}

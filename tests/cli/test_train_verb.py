@@ -148,6 +148,7 @@ def test_resuming_with_another_rate_is_one_line(
     assert error.startswith("qat: lr=0.5, but the run in ") and error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_same_command_goes_on_where_the_machine_was_lost(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

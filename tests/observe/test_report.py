@@ -63,20 +63,22 @@ def test_module_knows_its_kind_layer_and_error() -> None:
     assert module.model_copy(update={"weighted_error": 0.2}).error == 0.2
 
 
-def test_bits_of_vectors_are_named_as_such(tmp_path: Path) -> None:
+def test_bits_of_vectors_are_named_as_such(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     directory = write_conversion(tmp_path / "v2")
     report = json.loads((directory / REPORT_NAME).read_text())
     for module in report["modules"]:
         module |= {"bits": 2, "vector_size": 4} if ".mlp." in module["name"] else {"bits": 2.5}
     (directory / REPORT_NAME).write_text(json.dumps(report))
-    html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
-    assert "<td>2, vectors of 4</td>" in html and "<td>2.5</td>" in html
     chart = conversion_charts(read_directory(directory))[0]
     assert chart.caption.endswith("tells its bits; v4: vectors of 4 weights.")
     drawn = chart.render("svg").decode()
     assert "up_proj (2 bit v4)" in drawn and "q_proj (2.5 bit)" in drawn
+    request.getfixturevalue("undrawn")
+    html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
+    assert "<td>2, vectors of 4</td>" in html and "<td>2.5</td>" in html
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_keys_and_values_take_is_a_tile(tmp_path: Path) -> None:
     directory = write_conversion(tmp_path / "kv")
     report = json.loads((directory / REPORT_NAME).read_text())
@@ -109,6 +111,7 @@ def test_page_shows_what_was_measured(written: Written) -> None:
     assert html.count("<tr><td>model.layers.") == 42
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_page_says_how_to_use_the_checkpoint_that_is_there(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for pointer, step in (("latest", 200), ("best", 150)):
@@ -141,6 +144,7 @@ def test_same_input_gives_the_same_page(written: Written, tmp_path: Path) -> Non
     assert again.page.read_bytes() == written.page.read_bytes()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_run_without_evaluations_or_heartbeats_has_a_page(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -310,6 +314,7 @@ def test_damaged_conversion_is_named(conversion: Path, tmp_path: Path) -> None:
         write_report([conversion], tmp_path / "report.html")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_verb_writes_into_the_first_directory(run: Path) -> None:
     from qat.cli.report import report
 

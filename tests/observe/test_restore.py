@@ -47,12 +47,17 @@ def sent(run: Path, folder: Path) -> Path:
     return there
 
 
+@pytest.fixture(scope="module")
+def whole(place: Path) -> tuple[Path, TrainReport]:
+    """A run that nothing stopped."""
+    return place / "whole", run(place, place / "whole")
+
+
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_a_lost_machine_loses_no_run(
-    place: Path, folder: Path, tmp_path: Path, step: int, caplog
+    place: Path, whole: tuple[Path, TrainReport], folder: Path, tmp_path: Path, step: int, caplog
 ) -> None:
     caplog.set_level(logging.INFO)
-    whole = tmp_path / "whole", run(place, tmp_path / "whole")
     out = tmp_path / "run"
     with follow(out, TrackConfig(gdrive_dir=folder)), stopped_at(Optimizer, "step", step):
         run(place, out)
