@@ -88,8 +88,7 @@ def test_a_table_computes_as_the_float_table_of_its_values(architecture: str, ti
 
 
 @TIED
-@pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "bits"), [*zip(ARCHITECTURES, [3, 4, 8], strict=True)])
 def test_a_checkpoint_gives_the_same_bits(
     architecture: str, bits: int, tied: bool, tmp_path: Path
 ) -> None:
