@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, VOCAB, tiny_model
+from tiny import VOCAB, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -44,8 +44,9 @@ def textbook_kl(model: PreTrainedModel, changed: PreTrainedModel, batch: TokenBa
     return (F.kl_div(q, p, log_target=True, reduction="sum") / batch.input_ids.numel()).item()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("qwen3", False), ("llama", False), ("gemma3", True)]
+)
 def test_one_weight_alone_costs_what_its_conversion_costs(architecture: str, tied: bool) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied, initializer_range=0.2)
     judged, rest = split_calibration(tokens(6))

@@ -72,10 +72,9 @@ def one_by_one(model: PreTrainedModel, sampling: Sampling, ends: set[int]) -> li
     return said
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_rows_are_those_of_whole_forwards(build: object, top_p: float) -> None:
-    model = LanguageModel(build())
+@pytest.mark.parametrize(("name", "top_p"), [("qwen3", 1.0), *((name, 0.8) for name in MODELS)])
+def test_rows_are_those_of_whole_forwards(name: str, top_p: float) -> None:
+    model = LanguageModel(MODELS[name]())
     form_weights(model.model, torch.float32)
     sampling = Sampling(0.9, top_p)
     plain = one_by_one(model.model, sampling, set())

@@ -53,6 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
     logging.getLogger("qat.observe").removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_wandb_keeps_the_run_for_later(place: tuple[Path, list[str]]) -> None:
     run = place[0] / "my_run"
     offline = sorted((run / "tracking" / "wandb").glob("offline-run-*"))
@@ -67,12 +68,14 @@ def test_wandb_keeps_the_run_for_later(place: tuple[Path, list[str]]) -> None:
     assert [[2, "The", "text of 2"], [4, "The", "text of 4"]] in tables
 
 
+@pytest.mark.slow
 def test_no_tracker_keeps_a_secret(place: tuple[Path, list[str]]) -> None:
     files = [path for path in place[0].rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_nobody_logged_in_is_said_once_a_process(place: tuple[Path, list[str]]) -> None:
     said = [line for line in place[1] if line.startswith("wandb: ")]
     assert len(said) == 2 and all("not logged in: the run is kept here; " in line for line in said)
@@ -107,6 +110,7 @@ def test_a_server_that_does_not_answer_is_the_same_as_no_login(
     ]
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_curves_back(place: tuple[Path, list[str]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -122,6 +126,7 @@ def test_tensorboard_reads_the_curves_back(place: tuple[Path, list[str]]) -> Non
     assert b"| train.lr | 0.01 |" in config.tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 def test_trackio_holds_one_run(place: tuple[Path, list[str]]) -> None:
     with sqlite3.connect(place[0] / "home" / "qat.db") as database:
         rows = database.execute("select run_id, run_name, step, metrics from metrics").fetchall()
