@@ -724,9 +724,8 @@ GEMMA = {
             for n, tied in (("default", True), ("llama3", False))
         ),
         *(
-            (to, "gemma3", GEMMA, tied)
-            for to in ("mlx", "compressed-tensors", "torchao", "nvfp4")
-            for tied in (True, False)
+            (to, "gemma3", GEMMA, bool(i & 1))
+            for i, to in enumerate(("mlx", "compressed-tensors", "torchao", "nvfp4"))
         ),
     ],
 )

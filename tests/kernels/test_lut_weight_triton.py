@@ -1,5 +1,7 @@
 """The Triton kernels of `lut_weight`, interpreted, against plain PyTorch and against float64."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
@@ -52,9 +54,22 @@ def test_every_bit_of_the_formed_weight(spec: LutSpec, source: str, monkeypatch)
         assert torch.equal(out, weight), dtype
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
-def test_gradients_are_no_worse_than_eager(spec: LutSpec, source: str, monkeypatch) -> None:
+# of every latent source, what is chosen is compared to the bit above
+BY_SOURCE = [
+    *((name, "packed") for name in ALL_SPECS),
+    *zip(ALL_SPECS, cycle(("float32", "bfloat16"))),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [  # 4096 codewords take an interpreter two seconds
+        pytest.param(*each, marks=pytest.mark.slow if each[0] == "fours12" else ())
+        for each in BY_SOURCE
+    ],
+)
+def test_gradients_are_no_worse_than_eager(name: str, source: str, monkeypatch) -> None:
+    spec = ALL_SPECS[name]
     parts = random_parts(*size(spec, source), spec, source)
     dW = torch.randn(size(spec, source))
     indices = chosen(*parts)

@@ -44,9 +44,8 @@ BATCHES = [(IDS, torch.arange(12).expand(2, 12)), (IDS + 7, torch.arange(12).exp
 @pytest.fixture(autouse=True)
 def _small_ones_go_to_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed, "SMALL_BYTES", 0)
-    monkeypatch.setattr(
-        fit, "ROUNDS", 2
-    )  # how well a weight is fitted tells nothing of where it lies
+    # how well a weight is fitted tells nothing of where it lies
+    monkeypatch.setattr(fit, "ROUNDS", 2)
 
 
 @pytest.fixture

@@ -35,8 +35,10 @@ def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
     return train_student(config(place), student, out, resume=resume, begins_anew=resume)
 
 
-@pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales"])
-@pytest.mark.parametrize(("kind", "scale_bits"), ROUNDINGS)
+@pytest.mark.parametrize(
+    ("kind", "scale_bits", "learn"),
+    [*((*each, "weights,scales,codebook") for each in ROUNDINGS), ("int8-static", 16, "scales")],
+)
 def test_trained_is_stored(kind: str, scale_bits: int, learn: str, tmp_path: Path) -> None:
     place = place_of(tmp_path, kind, scale_bits)
     settings = config(place, learn=learn, max_steps=2, lr_scales=0.1, warmup_steps=0)

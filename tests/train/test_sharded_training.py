@@ -152,7 +152,7 @@ def test_what_ranks_say_on_their_own_is_not_gathered_by_layer(place):
         TrainConfig.parse({"cache_dir": "c", "shard_latents": True, **wrong}, "flags")
 
 
-@pytest.mark.parametrize("spec", ["lut2", "fours8_s8"])
+@pytest.mark.parametrize("spec", ["lut2", pytest.param("fours8_s8", marks=pytest.mark.slow)])
 def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(spec, tmp_path):
     place, out = make_place(tmp_path, SPECS[spec]), tmp_path / "run"
 
