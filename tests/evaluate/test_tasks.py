@@ -49,6 +49,7 @@ def _datasets_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         place = tmp_path_factory.mktemp("datasets")
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
+        patch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # it asks the network
         # it runs a dozen programs to describe the machine, which we keep nothing of
         patch.setattr(lm_eval.evaluator, "add_env_info", lambda found: None)
         yield
