@@ -14,25 +14,21 @@ pip install -e '.[executorch]'
 python speedrun/measure_executorch.py MODEL=TEXT.txt --figures FILE.jsonl
 """
 
-import argparse
-import tempfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from figures import record
-from measure_llamacpp import compared, tokens
+from measure_llamacpp import compared
+from measure_shipped_inputs import KIND, TARGETS, rounding_student
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from qat.cli import run_verb
 from qat.export import executorch
 from qat.export.dense import dense_state_dict
 from qat.export.parts import float_model, logits_of
 from qat.models.checkpoint import load_checkpoint
-from qat.models.load import load_tokenizer
 from qat.models.noise import hooked, signs
 from qat.models.stored_state import quantized_modules
 from qat.quant.activation import HIGHEST, LOWEST, Levels, token_levels
@@ -40,7 +36,6 @@ from qat.quant.activation import HIGHEST, LOWEST, Levels, token_levels
 EPS = torch.finfo(torch.float32).eps
 OFF = 1e-3
 """A logit this far off tells of another level: rounding alone moved none by more than 1e-4."""
-KIND = "int8-asymmetric"
 
 
 class Run(NamedTuple):
@@ -73,21 +68,8 @@ class Watched(executorch._Cached):
 
 def main() -> None:
     """Print what each way finds; record how exact the program's products are, and the rest."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", metavar="MODEL=TEXT", help="a float model, and a text file")
-    parser.add_argument("--plan", default="q2a4")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--figures", type=Path)
-    arguments = parser.parse_args()
-    source, _, text = arguments.model.rpartition("=")
-    with tempfile.TemporaryDirectory() as place:
-        student = f"{place}/student"
-        words = ["convert", source, "--to", arguments.plan, "--activations", KIND]
-        run_verb([*words, "--for", "torchao,executorch", "--out", student])
-        content = Path(text).read_text(encoding="utf-8")
-        ids = tokens(load_tokenizer(student), content, arguments)
-        model = load_checkpoint(Path(student), torch.float32)
+    with rounding_student(__doc__, TARGETS) as (arguments, student, ids):
+        model = load_checkpoint(student, torch.float32)
     figures = find(model, ids)
     if arguments.figures:
         for figure, (value, unit, goal) in figures.items():

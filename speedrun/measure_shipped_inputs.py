@@ -11,6 +11,8 @@ python speedrun/measure_shipped_inputs.py MODEL=TEXT.txt --figures FILE.jsonl
 
 import argparse
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from qat.models.noise import disturbed
 
 TARGETS = {"torchao": "torchao_a8", "executorch": "executorch"}
 """What the figures of each begin with."""
+KIND = "int8-asymmetric"
 EPS = torch.finfo(torch.float32).eps
 GOAL = 0.999
 """The share of places at which both think the same token the likeliest."""
@@ -35,7 +38,17 @@ GOAL = 0.999
 
 def main() -> None:
     """Print a line for each target, and record the largest difference and the agreement."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    with rounding_student(__doc__, TARGETS) as (arguments, student, ids):
+        agrees = [measure(target, student, ids, arguments) for target in TARGETS]
+    raise SystemExit(not min(agrees) >= GOAL)
+
+
+@contextmanager
+def rounding_student(
+    about: str, targets: Iterable[str]
+) -> Iterator[tuple[argparse.Namespace, Path, Tensor]]:
+    """What the command line asks for, a student that rounds its inputs as `targets` do, and ids."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("model", metavar="MODEL=TEXT", help="a float model, and a text file")
     parser.add_argument("--plan", default="q2a4")
     parser.add_argument("--sequences", type=int, default=16)
@@ -45,12 +58,10 @@ def main() -> None:
     source, _, text = arguments.model.rpartition("=")
     with tempfile.TemporaryDirectory() as place:
         student = f"{place}/student"
-        words = ["convert", source, "--to", arguments.plan, "--activations", "int8-asymmetric"]
-        run_verb([*words, "--for", ",".join(TARGETS), "--out", student])
+        words = ["convert", source, "--to", arguments.plan, "--activations", KIND]
+        run_verb([*words, "--for", ",".join(targets), "--out", student])
         content = Path(text).read_text(encoding="utf-8")
-        ids = tokens(load_tokenizer(student), content, arguments)
-        agrees = [measure(target, Path(student), ids, arguments) for target in TARGETS]
-    raise SystemExit(not min(agrees) >= GOAL)
+        yield arguments, Path(student), tokens(load_tokenizer(student), content, arguments)
 
 
 def measure(target: str, student: Path, ids: Tensor, arguments: argparse.Namespace) -> float:
