@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, stages_in_order
-from qat.errors import ConfigError
+from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.kernels.trellis import best_path
 from qat.logs import Ticker, progress
@@ -240,6 +240,7 @@ def formats_to_try(
     plan: QuantPlan,
     bits_budget: float,
     *,
+    levels: LutSpec | None = None,
     with_tables: bool = False,
     wider_groups: bool = False,
     bend: Bend | None = None,
@@ -256,13 +257,27 @@ def formats_to_try(
     formats = _table_formats(model, tables) if with_tables else {}
     kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
     linears = {n: spec for n, spec in planned.items() if n not in tables}
-    formats |= _linear_formats(model, linears, wider_groups)
-    shapes = {name: weight_shape(model.model.get_submodule(name)) for name in formats}
-    if bend is not None:  # what a target makes of the formats of one module, each once
-        formats = {
-            name: list(dict.fromkeys(bend(name, spec, shapes[name]) for spec in specs))
-            for name, specs in formats.items()
-        }
+    shapes = {n: weight_shape(model.model.get_submodule(n)) for n in [*formats, *linears]}
+
+    def bent(name: str, specs: Sequence[LutSpec]) -> list[LutSpec]:
+        if bend is None:
+            return list(specs)
+        return list(dict.fromkeys(bend(name, spec, shapes[name]) for spec in specs))
+
+    def like(spec: LutSpec, name: str) -> list[LutSpec]:
+        return bent(name, _formats_like(spec, name, shapes[name], wider_groups))
+
+    formats = {name: bent(name, specs) for name, specs in formats.items()}
+    for name, spec in linears.items():
+        try:
+            formats[name] = like(spec, name)
+            if levels is not None:
+                levels.check_shape(name, *shapes[name])
+                formats[name] += bent(name, [levels])
+        except (ConfigError, ExportError):
+            if levels is None:
+                raise
+            formats[name] = like(levels, name)
     with torch.device("meta"):
         bits = {
             name: [
@@ -281,6 +296,7 @@ def plan_within_budget(
     bits_budget: float,
     calibration: Sequence[TokenBatch],
     *,
+    levels: LutSpec | None = None,
     with_tables: bool = False,
     wider_groups: bool = False,
     bend: Bend | None = None,
@@ -297,6 +313,8 @@ def plan_within_budget(
         model: whose weights are quantized and whose output is kept; as before afterwards.
         plan: says which linears, and in which groups.
         calibration: what to judge on and to fit to, see `measure_sensitivities`.
+        levels: is tried too; a linear that cannot have the plan's form, or whose target cannot,
+            gets 2, 3 or 4 bits under this form of scale.
         wider_groups: linears may also have groups of the next size that divides their rows.
         bend: from a module's name, a format and `(O, I)` to the format that is tried instead.
 
@@ -305,7 +323,13 @@ def plan_within_budget(
     """
     began = time.perf_counter()
     kept, formats, bits = formats_to_try(
-        model, plan, bits_budget, with_tables=with_tables, wider_groups=wider_groups, bend=bend
+        model,
+        plan,
+        bits_budget,
+        with_tables=with_tables,
+        levels=levels,
+        wider_groups=wider_groups,
+        bend=bend,
     )
     sizes = {name: math.prod(weight_shape(model.model.get_submodule(name))) for name in formats}
     with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
@@ -346,47 +370,37 @@ def _trials(
     ]
 
 
-def _linear_formats(
-    model: LanguageModel, specs: Mapping[str, LutSpec], wider_groups: bool
-) -> dict[str, list[LutSpec]]:
-    formats = {}
-    for name, spec in specs.items():
-        O, I = weight_shape(model.model.get_submodule(name))
-        groups = [spec.group_size]
-        if wider_groups:
-            multiples = range(2 * spec.group_size, I + 1, spec.group_size)
-            groups += [size for size in multiples if I % size == 0][:1]
-        if spec.is_trellis:
-            kinds = [{"trellis_bits": k} for k in TRELLISES]
-        else:
-            kinds = [
-                {"bits": bits, "vector_size": d, "codebook": "lut"}
-                for bits, d in (VECTORS if spec.is_vector else LEVELS)
-            ]
-        forms = [kind | {"group_size": size} for kind in kinds for size in groups]
-        formats[name] = _that_fit(name, [spec.model_dump() | form for form in forms], (O, I))
-    return formats
-
-
-def _that_fit(
-    name: str, forms: Sequence[dict[str, object]], shape: tuple[int, int]
+def _formats_like(
+    spec: LutSpec, name: str, shape: tuple[int, int], wider_groups: bool
 ) -> list[LutSpec]:
-    """The formats among `forms` that the weight called `name` can have.
+    """Those of 2, 3 and 4 bits a weight that the weight called `name` can have.
 
     Raises:
         ConfigError: there is none; what is wrong with the first.
     """
-    found, errors = [], []
-    for form in forms:
+    size, I = spec.group_size, shape[1]
+    # a size that does not divide the rows gives way to the next that does, in finer steps
+    steps = [step for step in (size, size // 2, size // 4) if step and wider_groups]
+    found = ([s for s in range(size, I + 1, step) if I % s == 0] for step in steps)
+    groups = next(filter(None, found), [size])[:2]
+    if spec.is_trellis:
+        kinds = [{"trellis_bits": k} for k in TRELLISES]
+    else:
+        kinds = [
+            {"bits": bits, "vector_size": d, "codebook": "lut"}
+            for bits, d in (VECTORS if spec.is_vector else LEVELS)
+        ]
+    fitting, errors = [], []
+    for kind, group_size in product(kinds, groups):
         try:
-            spec = LutSpec.parse(form, name)
-            spec.check_shape(name, *shape)
-            found.append(spec)
+            form = LutSpec.parse(spec.model_dump() | kind | {"group_size": group_size}, name)
+            form.check_shape(name, *shape)
+            fitting.append(form)
         except ConfigError as error:
             errors.append(error)
-    if not found:
+    if not fitting:
         raise errors[0]
-    return found
+    return fitting
 
 
 def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list[LutSpec]]:

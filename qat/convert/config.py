@@ -17,8 +17,8 @@ from qat.quant.spec import (
     LutSpec,
     PlanRule,
     QuantPlan,
-    by_group,
     preset_called,
+    vectors,
 )
 
 REPORT_NAME = "convert_report.json"
@@ -49,8 +49,8 @@ class ConvertConfig(Settings):
     source has it if not given. Without --to nothing else is quantized."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
     """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
-    only says which linears, of levels, vectors or trellises, in which groups (all, of levels, in
-    one of two sizes, without a plan)."""
+    only says which linears, of levels, vectors or trellises, in which groups (without a plan all,
+    of vectors, and of levels where a linear or a target cannot have these)."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
     embedding_bits: Formats[Literal[4, 8, "auto"] | None] = None
@@ -83,8 +83,8 @@ class ConvertConfig(Settings):
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=by_group(2)),))
-"""Which linears share a budget of bits where no plan says so."""
+ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=vectors(8, 4)),))
+"""Which linears share a budget of bits, and in which form, where no plan says so."""
 NOTHING = QuantPlan(name="none", rules=())
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
@@ -39,7 +39,7 @@ from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.nsa.fit import LayerFit, fit_attention
 from qat.nsa.swap import change_attention, nsa_config, read_attention
-from qat.quant.spec import QuantPlan
+from qat.quant.spec import QuantPlan, by_group
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +192,10 @@ def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
             spec.check_shape(name, *weight_shape(model.model.get_submodule(name)))
 
 
-def _room(config: ConvertConfig) -> dict[str, bool]:
+def _room(config: ConvertConfig) -> dict[str, Any]:
     """What else a budget may be spent on."""
     return {
+        "levels": by_group(4, config.group_size or 16) if config.to is None else None,
         "with_tables": config.embedding_bits == "auto",
         "wider_groups": config.group_size is None,
     }

@@ -419,7 +419,7 @@ def by_group(bits: int, group_size: int = 16) -> LutSpec:
     return LutSpec(bits=bits, group_size=group_size, scale_bits=8)
 
 
-def _vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
+def vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
     """Codewords and a scale of 8 bits for each group of 64: an eighth of a bit a weight.
 
     What more scales cost buys more as indices (speedrun/LOG.md, 2026-11-23).
@@ -445,9 +445,9 @@ PRESETS = {
         _preset("q4a4_r4", _low_rank(4, 4), _low_rank(4, 4)),
         _preset("q4a4_r32", _low_rank(4, 32), _low_rank(4, 32)),
         _preset("q2a4_r32", _low_rank(2, 32), _low_rank(4, 8)),
-        _preset("v2a4", _vectors(8, 4), by_group(4)),
-        _preset("v2a2", _vectors(8, 4), _vectors(8, 4)),
-        _preset("v3a3", _vectors(6, 2), _vectors(6, 2)),
+        _preset("v2a4", vectors(8, 4), by_group(4)),
+        _preset("v2a2", vectors(8, 4), vectors(8, 4)),
+        _preset("v3a3", vectors(6, 2), vectors(6, 2)),
         _preset("t2a4", _trellis(), by_group(4)),
         _preset("t2a2", _trellis(), _trellis()),
     )

@@ -7,7 +7,7 @@ from tiny import tiny_model
 
 from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
 from qat.convert.quantize import quantize_model
-from qat.errors import ConfigError
+from qat.errors import ConfigError, ExportError
 from qat.models.cost import bits_per_weight, model_bits_per_weight, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import lut_tables
@@ -159,6 +159,50 @@ def test_groups_may_be_wider() -> None:
     trials = both.modules["model.layers.0.mlp.up_proj"]
     assert {(t.bits, t.group_size) for t in trials} == {(b, g) for b in (2, 3, 4) for g in (16, 32)}
     assert both.predicted_kl_nats <= narrow.predicted_kl_nats
+
+
+BY_64 = FOURS.model_copy(update={"group_size": 64})
+EVERY = QuantPlan(name="v", rules=(PlanRule(pattern="*", spec=BY_64),))
+
+
+def test_groups_that_do_not_divide_a_row_give_way_to_the_next_that_does() -> None:
+    model = student(num_hidden_layers=1, hidden_size=96, intermediate_size=288, head_dim=32)
+    _, formats, _ = formats_to_try(model, EVERY, 3.5, wider_groups=True)
+    groups = {name: sorted({spec.group_size for spec in specs}) for name, specs in formats.items()}
+    assert groups["model.layers.0.mlp.up_proj"] == [96]
+    assert groups["model.layers.0.mlp.down_proj"] == [96, 288]
+    assert groups["model.layers.0.self_attn.o_proj"] == [64]
+    with pytest.raises(ConfigError, match="group_size=64 does not divide its 96 input"):
+        formats_to_try(model, EVERY, 3.5)
+
+
+def test_levels_stand_in_where_vectors_cannot_be() -> None:
+    model = student(num_hidden_layers=1, hidden_size=32, intermediate_size=128, head_dim=16)
+    levels = LutSpec(bits=4, group_size=16, scale_bits=8)
+    options = {"levels": levels, "wider_groups": True}
+    _, formats, _ = formats_to_try(model, EVERY, 3.5, **options)
+    tried = {
+        name.rsplit(".", 1)[1]: [(s.bits, s.vector_size, s.group_size) for s in specs]
+        for name, specs in formats.items()
+    }
+    # rows of 128 take both, and 4 bits of levels; rows of 32 hold no group of 64
+    both = [(8, 4), (6, 2), (8, 2)]
+    assert tried["down_proj"] == [(*f, g) for f in both for g in (64, 128)] + [(4, 1, 16)]
+    assert tried["up_proj"] == [(b, 1, g) for b in (2, 3, 4) for g in (16, 32)]
+
+    def bend(name: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+        if spec.is_vector:
+            raise ExportError("levels only")
+        return spec
+
+    _, formats, _ = formats_to_try(model, EVERY, 3.5, bend=bend, **options)
+    assert {s.vector_size for specs in formats.values() for s in specs} == {1}
+    with pytest.raises(ExportError, match="levels only"):  # the plan itself asks for vectors
+        rule = PlanRule(pattern="*.down_proj", spec=BY_64)
+        formats_to_try(model, QuantPlan(name="v", rules=(rule,)), 3.5, bend=bend)
+    odd = student(num_hidden_layers=1, hidden_size=28, head_dim=16)
+    with pytest.raises(ConfigError, match="group_size=16 does not divide its 28 input"):
+        formats_to_try(odd, EVERY, 3.5, levels=levels)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -288,7 +288,8 @@ def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
     specs = {name: m.spec for name, m in quant_linears(load_checkpoint(tmp_path / "out")).items()}
     for name, spec in specs.items():
         (taken,) = (t for t in report.budget.modules[name] if t.is_chosen)
-        assert (taken.bits, taken.group_size) == (spec.bits, spec.group_size)
+        found = (taken.bits, taken.vector_size, taken.group_size)
+        assert found == (spec.index_bits, spec.vector_size, spec.group_size)
 
 
 @pytest.mark.parametrize(
