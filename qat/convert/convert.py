@@ -154,15 +154,21 @@ def convert_model(
     kv = read_kv(config) or kv_spec(student.model.config)
     if kv is not None:
         quantize_kv(student.model, kv, student.device)
+    room = _room(config)
     if shipping is not None:  # refuses before any work
         bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
-        shipping.plan(with_tables(plan, student.model, bits), student.model)
+        asked = plan
+        if room["levels"] is not None:  # they stand in where a target has no vectors
+            change = {"spec": room["levels"]}
+            rules = tuple(rule.model_copy(update=change) for rule in plan.rules)
+            asked = plan.model_copy(update={"rules": rules})
+        shipping.plan(with_tables(asked, student.model, bits), student.model)
     fits = [] if attention is None else _fitted(student, attention, calibration, config)
     budget = None
     if config.bits_budget is not None:
         bend = None if shipping is None else shipping.bend
         plan, budget = plan_within_budget(
-            base or student, plan, config.bits_budget, calibration, **_room(config), bend=bend
+            base or student, plan, config.bits_budget, calibration, **room, bend=bend
         )
     if config.embedding_bits in {4, 8}:
         plan = with_tables(plan, student.model, config.embedding_bits)
