@@ -1,12 +1,13 @@
 """How fast a batch is multiplied by packed weights, beside cuBLAS in bf16 and Humming, in one run.
 
-First results are compared with float64 at odd shapes. Then tiles are tuned, of every shape at the
-widths of the goals first, until two thirds of the seconds are gone, and written to the device's
-table, of which `--out` holds a copy; processes compile meanwhile. Then every shape and number of
-vectors is timed: a graph of calls, each with another copy of the weight so that no cache holds it,
-the median of its replays. A row says which tile ran, and whether it is the default or tuned.
+For Hopper. First results are compared with float64 at odd shapes. Then tiles are tuned, of every
+shape at the widths of the goals first, until two thirds of the seconds are gone, and written to the
+device's table, of which `--out` holds a copy; processes compile meanwhile. Then every shape and
+number of vectors is timed: a graph of calls, each with another copy of the weight so that no cache
+holds it, the median of its replays. A row says which tile ran, and whether it is the default or
+tuned.
 
-python speedrun/measure_gemm.py --out runs/gemm --seconds 120
+python speedrun/measure_gemm.py --out runs/gemm --seconds 220
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from itertools import cycle, product
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ from qat.kernels.lut_gemm import (
     GemmTile,
     Part,
     lut_gemm,
+    splits_for,
     stages_for,
     tile_for,
     width_for,
 )
+from qat.kernels.lut_wgmma import STAGES as SLICES
 from qat.kernels.tuned import forcing, named, table_path, used
 from qat.quant.weight import encode, packed_width, round_to_e5m3
 
@@ -73,23 +76,30 @@ CHECKS = (
 )
 """Bits, dtype of vectors, group, dtype of scales."""
 Case = tuple[int, torch.dtype, int, torch.dtype]
-CHECK_TILES = (GemmTile(16, 4, 3, 4), GemmTile(64, 2, 1, 3), GemmTile(128, 8, 2, 3))
+CHECK_TILES = (
+    GemmTile(16, 4, 3, 4),
+    GemmTile(64, 2, 1, 3),
+    GemmTile(128, 8, 2, 3),
+    GemmTile(16, 4, 3, 3, together=4),
+    GemmTile(64, 8, 1, 3, together=4),
+    GemmTile(128, 8, 2, 3, together=4),
+)
 """Each is checked with two of the cases; tests/gpu has all."""
 CUTS = {
-    8: ((8, 2, 0), (8, 4, 0)),
-    16: ((16, 2, 0), (16, 4, 0), (16, 4, 128)),
-    32: ((32, 2, 0), (32, 4, 0), (32, 4, 168)),
-    48: ((48, 4, 0), (48, 4, 168)),
-    64: ((64, 4, 0), (64, 4, 168), (32, 4, 0)),
-    96: ((96, 8, 0), (96, 4, 0), (48, 4, 0)),
-    128: ((128, 8, 0), (128, 4, 0), (64, 4, 0)),
+    8: ((8, 2, 0, 1), (8, 4, 0, 1)),
+    16: ((16, 4, 0, 1), (16, 4, 0, 4)),
+    32: ((32, 4, 0, 1), (32, 4, 168, 1), (32, 4, 168, 4), (32, 8, 0, 4)),
+    48: ((48, 4, 0, 1), (48, 8, 0, 4)),
+    64: ((32, 4, 0, 1), (64, 4, 0, 4), (64, 8, 0, 4)),
+    96: ((48, 8, 0, 4), (96, 8, 0, 4)),
+    128: ((64, 4, 0, 4), (64, 8, 0, 4), (128, 8, 0, 4)),
 }
-"""Columns, warps and most registers to try by width, those of 128 up to `LARGEST`.
+"""Columns, warps, most registers and warps together to try by width, those of 128 up to `LARGEST`.
 
-Without a limit nothing is spilled up to 64 columns. Room for one more program costs 0 to 32 loads
+Without a limit nothing is spilled up to 96 columns. Room for one more program costs 0 to 32 loads
 of spilled registers in 256 inputs; tiles of half the width look every weight up twice.
 """
-LARGEST = 512
+LARGEST = 2048
 """Width above which tiles lose to a weight that is formed once, however they are cut."""
 WORKERS = 8
 """Processes that compile: it takes seconds a kernel, many of them with a process's lock held."""
@@ -109,7 +119,7 @@ def main() -> None:
     larger = [n for n in VECTORS if n > WIDTHS[-1] and n == width_for(n)]
     rest = [width for width in (*WIDTHS, *larger) if width not in first]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        checks = list(zip(CHECKS, cycle(CHECK_TILES), strict=False))
+        checks = [(case, tile) for n, case in enumerate(CHECKS) for tile in CHECK_TILES[n % 3 :: 3]]
         begun = [pool.submit(compile_one, case, tile, has_bias=True) for case, tile in checks]
         widths = [] if arguments.no_tune else [*first, *rest]
         compiled = begin_to_compile(pool, widths)
@@ -200,19 +210,16 @@ def random_part(
 
 def candidates(O: int, I: int, width: int) -> list[GemmTile]:
     """Tiles to try: the default, a formed weight, and of each cut the splits that seem best."""
-    found = [tile_for(O, I, BITS, width), FORMED]
+    found = [tile_for(O, I, BITS, width, has_groups=True), FORMED]
     if width > WIDTHS[-1]:
         found += [FORMED._replace(splits=slabs) for slabs in (2, 4, 8)]
-    for columns, warps, registers in CUTS[min(width, WIDTHS[-1])] if width <= LARGEST else ():
-        spans, blocks = -(-I // 256), -(-O // (ROWS * warps)) * -(-width // columns)
+    cuts = CUTS[min(width, WIDTHS[-1])] if width <= LARGEST else ()
+    for columns, warps, registers, together in cuts[-1:] if width > 4 * WIDTHS[-1] else cuts:
+        blocks = -(-O // (ROWS * warps)) * -(-width // columns)
         resident = {128: 4, 168: 3}.get(registers, RESIDENT.get(columns, 2)) * 4 // warps
-        # spans that follow each other on the busiest multiprocessor, and two for a program's ends
-        steps = {
-            s: -(-blocks * s // (132 * resident)) * (-(-spans // s) + 2)
-            for s in range(1, min(spans, 16) + 1)
-        }
-        for splits in sorted(steps, key=steps.__getitem__)[:3]:
-            found.append(GemmTile(columns, warps, splits, stages_for(columns), registers))
+        for splits in splits_for(blocks, I, BITS, 132 * resident)[:3]:
+            stages = stages_for(columns) if together == 1 else SLICES.value
+            found.append(GemmTile(columns, warps, splits, stages, registers, together))
     return list(dict.fromkeys(found))
 
 
@@ -236,7 +243,7 @@ def tune(widths: list[int], compiled: dict[GemmTile, Future], end: float, out: P
                     raise SystemExit(f"{key}: {tile} gives other results than float32")
                 times[tile] = seconds([lambda p=p: lut_gemm(x, [p]) for p in parts], 3)  # noqa: B023
         best = min(times, key=times.__getitem__)
-        default = tile_for(*key)
+        default = tile_for(*key, has_groups=True)
         chosen["lut_gemm", key] = None if best == default else best
         shown = f"{1e6 * times[best]:.1f} us {best}, default {1e6 * times[default]:.1f} us"
         print(f"{key} {shown}", flush=True)

@@ -83,6 +83,12 @@ def computing_by(kernel: bool) -> Iterator[None]:
 HOPPER = (9, 0)
 """The first compute capability with programmatic dependent launch."""
 
+
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether tensor cores take the rows of four warps as one: `wgmma`, which only Hopper has."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER[0]
+
+
 _is_wanted = [True]
 
 

@@ -35,6 +35,7 @@ from qat.kernels.dispatch import (
     IS_COMPILED,
     gdc_launch_dependents,
     gdc_wait,
+    has_warpgroups,
     overlapping,
     tl,
     triton,
@@ -43,6 +44,8 @@ from qat.kernels.dispatch import (
 from qat.kernels.lut_mma import columns, decoded, half_of, shares_of, words_of
 from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
 from qat.kernels.lut_weight import form
+from qat.kernels.lut_wgmma import STAGES as SLICES
+from qat.kernels.lut_wgmma import begin, end, laid, lay, take
 from qat.kernels.tuned import chosen
 from qat.quant.weight import PackedIndices, Scales, from_stored
 
@@ -64,6 +67,8 @@ warps, so that there is room for one.
 """
 SMALL = {96: 5 * 2**20, 128: 12 * 2**20}
 """Weights of a matrix below which it is formed, by width; `2**20` for others."""
+LEAST_TOGETHER, MOST_TOGETHER = 64, 512
+"""Widths between which Hopper multiplies the rows of four warps as one."""
 SHARED_BYTES = 48 * 1024
 """The most that a program may declare."""
 
@@ -115,6 +120,8 @@ class GemmTile(NamedTuple):
     """Slices of 64 inputs in shared memory."""
     registers: int = 0
     """The most of a thread, or 0."""
+    together: int = 1
+    """Warps whose rows are multiplied as one: 4, which Hopper can, or 1."""
 
 
 FORMED = GemmTile(0, 0, 1, 0)
@@ -133,7 +140,9 @@ def width_for(num_vectors: int) -> int:
     return next(width for width in WIDTHS if width >= num_vectors)
 
 
-def tile_for(out_features: int, in_features: int, bits: int, width: int) -> GemmTile:
+def tile_for(
+    out_features: int, in_features: int, bits: int, width: int, *, has_groups: bool = False
+) -> GemmTile:
     """The default for `width_for(M)`: as many programs as a large GPU has room for at a time.
 
     With half as many the kernel waits for itself: at 8192 x 8192, 64 vectors, 128 programs took
@@ -146,7 +155,15 @@ def tile_for(out_features: int, in_features: int, bits: int, width: int) -> Gemm
     where the kernel takes 17.2, and 20.2 against 18.9 at 6144 x 1024; for 128 vectors 28.6 against
     31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 the kernel won in all
     nine shapes, from 1024 x 2048 on; smaller ones were not timed.
+
+    From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper multiplies four warps' rows as one. A
+    multiprocessor has registers for one program there.
     """
+    if has_groups and LEAST_TOGETHER <= width <= MOST_TOGETHER:
+        columns, warps = min(width, WIDTHS[-1]), 8
+        blocks = triton.cdiv(out_features, ROWS * warps) * triton.cdiv(width, columns)
+        splits = splits_for(blocks, in_features, bits, 132)[0]
+        return GemmTile(columns, warps, splits, SLICES.value, together=4)
     if width > WIDTHS[-1] or out_features * in_features < SMALL.get(width, 2**20):
         return FORMED
     warps = 8 if width > 64 else 4
@@ -155,6 +172,20 @@ def tile_for(out_features: int, in_features: int, bits: int, width: int) -> Gemm
     programs = 132 * min(RESIDENT.get(width, 8 // warps), 3 if bits == 3 else 4)
     splits = max(min(programs // blocks, spans // 2, 16), 1)
     return GemmTile(width, warps, splits, stages_for(width))
+
+
+def splits_for(blocks: int, in_features: int, bits: int, resident: int) -> list[int]:
+    """Numbers of programs for the inputs of each block, fewest steps first.
+
+    Steps are spans that follow each other where a GPU has room for `resident` programs, and two
+    for a program's ends.
+    """
+    spans = triton.cdiv(in_features, 4 * UNIT * units_ahead(bits))
+    steps = {
+        s: triton.cdiv(blocks * s, resident) * (triton.cdiv(spans, s) + 2)
+        for s in range(1, min(spans, 16) + 1)
+    }
+    return sorted(steps, key=steps.__getitem__)
 
 
 def stages_for(width: int) -> int:
@@ -243,7 +274,8 @@ def _tile(flat: Tensor, parts: Sequence[Part], O: int) -> GemmTile:
     if flat.is_cuda and not on(flat.device).has_bf16():
         return FORMED
     key = (O, flat.shape[1], parts[0].bits, width_for(len(flat)))
-    return chosen("lut_gemm", key, tile_for(*key), flat.device)
+    default = tile_for(*key, has_groups=has_warpgroups(flat.device))
+    return chosen("lut_gemm", key, default, flat.device)
 
 
 def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
@@ -270,7 +302,8 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
         num_vectors=M, num_out=out.shape[1], size_0=ends[0], size_1=ends[1], size_2=ends[2],
         quads=I // INPUTS, BITS=bits, C=len(parts[0].codebook), LENGTH=length,
         V=units_ahead(bits), NT=tile.columns // 8, W=tile.warps, STAGES=tile.stages,
-        ROOM=_room(2 * INPUTS * tile.columns * tile.stages), ASSEMBLED=IS_COMPILED,
+        ROOM=_room(2 * INPUTS * tile.columns * tile.stages), TOGETHER=tile.together,
+        ASSEMBLED=IS_COMPILED,
         num_warps=tile.warps, num_stages=1, **capped, **overlapping(x.device),
     )  # fmt: skip
     return out
@@ -303,7 +336,7 @@ def _arrivals(device: torch.device, count: int) -> Tensor:
 def _room(num_bytes: int) -> str:
     """Where a program's shared memory is."""
     return (
-        f"{{.shared .align 128 .b8 slices[{num_bytes}]; "
+        f"{{.shared .align 1024 .b8 slices[{num_bytes}]; "
         "bar.warp.sync 0xffffffff; mov.u32 $0, slices;}"
     )
 
@@ -449,7 +482,7 @@ def _gemm_kernel(
     levels_0, levels_1, levels_2, bias, num_vectors, num_out, size_0, size_1, size_2, quads,
     BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
     NT: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
-    ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+    TOGETHER: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -478,11 +511,55 @@ def _gemm_kernel(
     KIND: tl.constexpr = "bf16" if out.dtype.element_ty == tl.bfloat16 else "f16"
     if OVERLAP:
         gdc_wait()
-    SLICE: tl.constexpr = 1024 * NT
-    shared, slot = 0, 0
+    shared = 0
     if ASSEMBLED:
         # a number, not one a lane, which the compiler might do twice
         shared = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    if ASSEMBLED and TOGETHER > 1:
+        sums = _sums_of_four_warps(
+            x, drawn, source, scales, row, size, first, last, table, levels, shared, column,
+            num_vectors, lane, units, BITS, LENGTH, V, NT, W, KIND,
+        )  # fmt: skip
+    else:
+        sums = _sums(
+            x, drawn, source, scales, row, size, first, last, table, levels, shared, column,
+            num_vectors, lane, units, BITS, LENGTH, V, NT, W, STAGES, KIND, ASSEMBLED,
+        )  # fmt: skip
+    if partials is None:
+        total = sums
+        is_last = True
+    else:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        own = partials + tile.to(tl.int64) * (8 * NT * 32 * W) * splits + lane * 4
+        for k in tl.static_range(2 * NT):
+            place = own + (tl.program_id(1) * (2 * NT) + k) * (128 * W)
+            _leave(place, sums[k], ASSEMBLED)
+        is_last = _hand_in(arrivals + tile, shared, ASSEMBLED) == splits - 1
+        total = _zeros(2 * NT, W)
+        if is_last:
+            for split in range(splits):
+                added = ()
+                for k in tl.static_range(2 * NT):
+                    place = own + (split * (2 * NT) + k) * (128 * W)
+                    added = added + (_added(total[k], place, ASSEMBLED),)
+                total = added
+            tl.store(arrivals + tile, 0)
+    if is_last:
+        _put(
+            out, total, bias, row, size, before, column, num_vectors, num_out, lane,
+            NT, KIND, ASSEMBLED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sums(
+    x, drawn, source, scales, row, size, first, last, table, levels, shared, column, num_vectors,
+    lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, NT: tl.constexpr,
+    W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """The products of a program's spans, warp by warp."""
+    SLICE: tl.constexpr = 1024 * NT
+    slot = 0
     room = shared + lane * 0
     if ASSEMBLED:
         for k in tl.static_range(STAGES - 1):
@@ -516,30 +593,60 @@ def _gemm_kernel(
                     )  # fmt: skip
                     more = more + (added,)
             sums = more
-    if partials is None:
-        total = sums
-        is_last = True
-    else:
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        own = partials + tile.to(tl.int64) * (8 * NT * 32 * W) * splits + lane * 4
-        for k in tl.static_range(2 * NT):
-            place = own + (tl.program_id(1) * (2 * NT) + k) * (128 * W)
-            _leave(place, sums[k], ASSEMBLED)
-        is_last = _hand_in(arrivals + tile, shared, ASSEMBLED) == splits - 1
-        total = _zeros(2 * NT, W)
-        if is_last:
-            for split in range(splits):
-                added = ()
-                for k in tl.static_range(2 * NT):
-                    place = own + (split * (2 * NT) + k) * (128 * W)
-                    added = added + (_added(total[k], place, ASSEMBLED),)
-                total = added
-            tl.store(arrivals + tile, 0)
-    if is_last:
-        _put(
-            out, total, bias, row, size, before, column, num_vectors, num_out, lane,
-            NT, KIND, ASSEMBLED,
-        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _sums_of_four_warps(
+    x, drawn, source, scales, row, size, first, last, table, levels, shared, column, num_vectors,
+    lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, NT: tl.constexpr,
+    W: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The same, of four warps at a time (`lut_wgmma`): 64 rows, then the 64 others.
+
+    While the one is multiplied, the other's next weights are looked up.
+    """
+    SLICE: tl.constexpr = 1024 * NT
+    taken = take(x, first, 0, column, num_vectors, lane, units, V, NT, W)
+    lay(taken, shared, lane, NT, W)
+    taken = take(x, first, 1, column, num_vectors, lane, units, V, NT, W)
+    none = tl.zeros([32 * W], tl.float32)
+    zeros, weights = (), ()
+    for _ in tl.static_range(4 * NT):
+        zeros = zeros + (none,)
+    for _ in tl.static_range(16):
+        weights = weights + (lane * 0,)
+    sums, used, slot = (zeros, zeros), (weights, weights), 0
+    for span in range(first, last):
+        rows = drawn
+        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V)
+        for v in tl.static_range(V):
+            here = laid(shared + slot)
+            slot = tl.where(slot == (SLICES - 1) * SLICE, 0, slot + SLICE)
+            lay(taken, shared + slot, lane, NT, W)
+            taken = take(x, span, v + 2, column, num_vectors, lane, units, V, NT, W)
+            more, using = (), ()
+            for m in tl.static_range(2):
+                done = end(sums[m], used[m], 1, NT)
+                weights = ()
+                for r in tl.static_range(2):
+                    weights = weights + _weights(
+                        rows[2 * m + r], v, table, levels, BITS, V, KIND, True
+                    )
+                more = more + (begin(done, weights, here, KIND, NT),)
+                using = using + (weights,)
+            sums, used = more, using
+    upper, lower = end(sums[0], used[0], 0, NT), end(sums[1], used[1], 0, NT)
+    total = ()
+    for n in tl.static_range(NT):
+        total = total + (_four(upper, n), _four(lower, n))
+    return total
+
+
+@triton.jit
+def _four(sums, n: tl.constexpr):
+    """A lane's four sums with vectors `8 n` to `8 n + 7`."""
+    return (sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3])
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.kernels.dispatch import has_warpgroups
 from qat.kernels.lut_gemm import FORMED, GemmTile, Part, lut_gemm, width_for
 from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
@@ -23,7 +24,13 @@ SPECS = {
     "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
 }
 TILES = (GemmTile(8, 2, 3, 6), GemmTile(24, 4, 2, 4), GemmTile(64, 8, 1, 6), GemmTile(128, 8, 4, 3))
-
+TOGETHER = (
+    GemmTile(16, 4, 3, 3, together=4),
+    GemmTile(64, 8, 1, 3, together=4),
+    GemmTile(128, 8, 2, 3, together=4),
+)
+if torch.cuda.is_available() and has_warpgroups(torch.device("cuda")):
+    TILES += TOGETHER
 
 LIBRARY = (FORMED, FORMED._replace(splits=3))
 

@@ -1,5 +1,7 @@
 """`lut_gemm`: its kernel, interpreted, and the formed weight, against float64; its assembly."""
 
+import re
+
 import pytest
 import torch
 from lut_matvec_case import rows_of
@@ -8,7 +10,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels import lut_gemm
+from qat.kernels import lut_gemm, lut_wgmma
 from qat.kernels.dispatch import computing_by, ways_taken
 from qat.kernels.lut_gemm import GemmTile, Part, width_for
 from qat.kernels.lut_rows import LutRows
@@ -133,6 +135,60 @@ def test_the_weight_is_formed_where_that_was_faster(shape: tuple[int, int], most
     # once it is formed, it is so for more vectors too
     formed = [tile == lut_gemm.FORMED for tile in tiles]
     assert formed == sorted(formed)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("width", lut_gemm.WIDTHS)
+@pytest.mark.parametrize("O", [1024, 8192, 19456])
+def test_hopper_multiplies_four_warps_as_one_by_default(O: int, width: int, bits: int) -> None:
+    tile = lut_gemm.tile_for(O, 2560, bits, width, has_groups=True)
+    if width < lut_gemm.LEAST_TOGETHER:
+        assert tile == lut_gemm.tile_for(O, 2560, bits, width)
+        return
+    assert (tile.columns, tile.together, tile.warps) == (width, 4, 8)
+    assert 2 * lut_gemm.INPUTS * tile.columns * tile.stages <= lut_gemm.SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("blocks", "I", "splits"), [(32, 8192, 4), (76, 2560, 1), (152, 2560, 2), (4, 3072, 12)]
+)
+def test_as_many_programs_share_inputs_as_end_soonest(blocks: int, I: int, splits: int) -> None:
+    assert lut_gemm.splits_for(blocks, I, 2, 132)[0] == splits
+
+
+@pytest.mark.parametrize("V", [2, 4])
+def test_tensor_cores_find_the_inputs_of_a_lanes_unit(V: int) -> None:
+    """What is copied to shared memory, read back as PTX says of a swizzle by 128 bytes."""
+    take = {2: lut_wgmma.TAKE_2, 4: lut_wgmma.TAKE_4}[V].value
+    distances = [int(text) for text in re.findall(r"\[\$8 \+ (\d+)\]", take)]
+    stored = [re.findall(r"\d+", s) for s in re.findall(r"\{(.*?)\}", lut_wgmma.LAY.value)]
+    N, v = 16, V - 1
+    x = torch.arange(N * 4 * V * 16, dtype=torch.int16).view(N, -1)
+    octets, slices = x.view(torch.uint8), torch.zeros(128 * N, dtype=torch.uint8)
+    for n in range(N):
+        for step in range(4):
+            begin = 32 * v + 8 * step
+            taken = [octets[n, begin + d :][:8].view(2, 4) for d in distances]
+            words = [word for pair in taken for word in pair]
+            for half, names in enumerate(stored):
+                at = lut_wgmma._place.fn(n, step) ^ 16 * half
+                slices[at : at + 16] = torch.cat([words[int(name) - 3] for name in names])
+    numbers = slices.view(torch.int16)
+    for n in range(N):
+        for step in range(4):
+            for c, h, i in ((c, h, i) for c in range(4) for h in (0, 1) for i in (0, 1)):
+                place = 128 * n + 32 * step + 2 * (2 * c + i + 8 * h)
+                place ^= (place >> 7 & 7) << 4
+                assert numbers[place // 2] == x[n, (c * V + v) * 16 + 4 * step + 2 * h + i]
+
+
+def test_a_group_of_products_takes_two_rows_of_weights_a_step() -> None:
+    text = lut_wgmma._begin.fn("bf16", 1)
+    found = re.findall(r"k16.f32.bf16.bf16 \{(.*?)\}, \{(.*?)\}", text)
+    assert [sums for sums, _ in found] == ["$0, $1, $2, $3"] * 4
+    assert found[1][1] == "$6, $14, $7, $15"
+    tied = lut_wgmma._tied.fn(1, 17).split(",")
+    assert tied == ["=f"] * 4 + ["r"] * 17 + ["0", "1", "2", "3"]
 
 
 def permuted(low: int, high: int, selector: int) -> int:
