@@ -607,9 +607,12 @@ def _sums_of_four_warps(
     While the one is multiplied, the other's next weights are looked up.
     """
     SLICE: tl.constexpr = 1024 * NT
-    taken = take(x, first, 0, column, num_vectors, lane, units, V, NT, W)
-    lay(taken, shared, lane, NT, W)
-    taken = take(x, first, 1, column, num_vectors, lane, units, V, NT, W)
+    # slices under way to registers
+    AHEAD: tl.constexpr = 2 if NT <= W else 1
+    lay(take(x, first, 0, column, num_vectors, lane, units, V, NT, W), shared, lane, NT, W)
+    taken = ()
+    for k in tl.static_range(AHEAD):
+        taken = taken + (take(x, first, 1 + k, column, num_vectors, lane, units, V, NT, W),)
     none = tl.zeros([32 * W], tl.float32)
     zeros, weights = (), ()
     for _ in tl.static_range(4 * NT):
@@ -623,8 +626,9 @@ def _sums_of_four_warps(
         for v in tl.static_range(V):
             here = laid(shared + slot)
             slot = tl.where(slot == (SLICES - 1) * SLICE, 0, slot + SLICE)
-            lay(taken, shared + slot, lane, NT, W)
-            taken = take(x, span, v + 2, column, num_vectors, lane, units, V, NT, W)
+            lay(taken[0], shared + slot, lane, NT, W)
+            new = take(x, span, v + 1 + AHEAD, column, num_vectors, lane, units, V, NT, W)
+            taken = (taken[1], new) if AHEAD == 2 else (new,)
             more, using = (), ()
             for m in tl.static_range(2):
                 done = end(sums[m], used[m], 1, NT)
