@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from qat.bench.kernels.tune import compiling_only, write_entries
 from qat.kernels.lut_gemm import (
     FORMED,
+    MOST_TOGETHER,
     RESIDENT,
     ROWS,
     WIDTHS,
@@ -94,13 +95,11 @@ CUTS = {
     96: ((48, 8, 0, 4), (96, 8, 0, 4)),
     128: ((64, 4, 0, 4), (64, 8, 0, 4), (128, 8, 0, 4)),
 }
-"""Columns, warps, most registers and warps together to try by width, those of 128 up to `LARGEST`.
+"""Columns, warps, most registers and warps together to try by width; above 512 the last of 128.
 
 Without a limit nothing is spilled up to 96 columns. Room for one more program costs 0 to 32 loads
 of spilled registers in 256 inputs; tiles of half the width look every weight up twice.
 """
-LARGEST = 2048
-"""Width above which tiles lose to a weight that is formed once, however they are cut."""
 WORKERS = 8
 """Processes that compile: it takes seconds a kernel, many of them with a process's lock held."""
 
@@ -213,8 +212,8 @@ def candidates(O: int, I: int, width: int) -> list[GemmTile]:
     found = [tile_for(O, I, BITS, width, has_groups=True), FORMED]
     if width > WIDTHS[-1]:
         found += [FORMED._replace(splits=slabs) for slabs in (2, 4, 8)]
-    cuts = CUTS[min(width, WIDTHS[-1])] if width <= LARGEST else ()
-    for columns, warps, registers, together in cuts[-1:] if width > 4 * WIDTHS[-1] else cuts:
+    cuts = CUTS[min(width, WIDTHS[-1])]
+    for columns, warps, registers, together in cuts[-1:] if width > MOST_TOGETHER else cuts:
         blocks = -(-O // (ROWS * warps)) * -(-width // columns)
         resident = {128: 4, 168: 3}.get(registers, RESIDENT.get(columns, 2)) * 4 // warps
         for splits in splits_for(blocks, I, BITS, 132 * resident)[:3]:

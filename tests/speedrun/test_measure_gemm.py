@@ -23,7 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_few_kernels_serve_all_tiles_that_are_tried(script: ModuleType) -> None:
     kernels = set()
-    for (O, I), width in product(script.SHAPES.values(), (*WIDTHS, 4096)):
+    for (O, I), width in product(script.SHAPES.values(), (*WIDTHS, 256, 4096)):
         tiles = script.candidates(O, I, width)
         assert tiles[0] == tile_for(O, I, script.BITS, width, has_groups=True)
         assert len(set(tiles)) == len(tiles) <= 13
