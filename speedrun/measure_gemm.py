@@ -217,7 +217,7 @@ def candidates(O: int, I: int, width: int) -> list[GemmTile]:
         blocks = -(-O // (ROWS * warps)) * -(-width // columns)
         resident = {128: 4, 168: 3}.get(registers, RESIDENT.get(columns, 2)) * 4 // warps
         for splits in splits_for(blocks, I, BITS, 132 * resident)[:3]:
-            stages = stages_for(columns) if together == 1 else SLICES.value
+            stages = stages_for(columns) if together == 1 else SLICES
             found.append(GemmTile(columns, warps, splits, stages, registers, together))
     return list(dict.fromkeys(found))
 

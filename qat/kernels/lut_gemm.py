@@ -163,7 +163,7 @@ def tile_for(
         columns, warps = min(width, WIDTHS[-1]), 8
         blocks = triton.cdiv(out_features, ROWS * warps) * triton.cdiv(width, columns)
         splits = splits_for(blocks, in_features, bits, 132)[0]
-        return GemmTile(columns, warps, splits, SLICES.value, together=4)
+        return GemmTile(columns, warps, splits, SLICES, together=4)
     if width > WIDTHS[-1] or out_features * in_features < SMALL.get(width, 2**20):
         return FORMED
     warps = 8 if width > 64 else 4
@@ -518,7 +518,7 @@ def _gemm_kernel(
     if ASSEMBLED and TOGETHER > 1:
         sums = _sums_of_four_warps(
             x, drawn, source, scales, row, size, first, last, table, levels, shared, column,
-            num_vectors, lane, units, BITS, LENGTH, V, NT, W, KIND,
+            num_vectors, lane, units, BITS, LENGTH, V, NT, W, STAGES, KIND,
         )  # fmt: skip
     else:
         sums = _sums(
@@ -600,7 +600,7 @@ def _sums(
 def _sums_of_four_warps(
     x, drawn, source, scales, row, size, first, last, table, levels, shared, column, num_vectors,
     lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, NT: tl.constexpr,
-    W: tl.constexpr, KIND: tl.constexpr,
+    W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The same, of four warps at a time (`lut_wgmma`): 64 rows, then the 64 others.
 
@@ -625,7 +625,7 @@ def _sums_of_four_warps(
         drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V)
         for v in tl.static_range(V):
             here = laid(shared + slot)
-            slot = tl.where(slot == (SLICES - 1) * SLICE, 0, slot + SLICE)
+            slot = tl.where(slot == (STAGES - 1) * SLICE, 0, slot + SLICE)
             lay(taken[0], shared + slot, lane, NT, W)
             new = take(x, span, v + 1 + AHEAD, column, num_vectors, lane, units, V, NT, W)
             taken = (taken[1], new) if AHEAD == 2 else (new,)

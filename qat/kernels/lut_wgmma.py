@@ -13,8 +13,8 @@ swizzled by 128 bytes: no two lanes that are served at once need the same bank.
 
 from qat.kernels.dispatch import tl, triton
 
-STAGES = tl.constexpr(3)
-"""Slices in shared memory: one that is read, one that may still be, one that is written."""
+STAGES = 3
+"""Slices in shared memory, no fewer: one is read, one may still be, and one is written."""
 PARTS = tl.constexpr(4)
 """Threads that copy a vector's slice: a step each."""
 DESCRIBED = tl.constexpr(0x40000040)
