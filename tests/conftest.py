@@ -29,6 +29,11 @@ def pytest_collection_finish() -> None:
 
         # each command line would read the source of its classes anew
         _collection.extract_docstring_help = cache(_collection.extract_docstring_help)
+    if "httpcore2" in sys.modules:
+        import httpcore2
+
+        # each client would read the certificates of all authorities, for servers that have none
+        httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
     gc.collect()
     gc.freeze()
     gc.enable()
