@@ -38,6 +38,7 @@ def pytest_collection_finish() -> None:
     _ask_few_loggers()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # a test makes little garbage: to look for it took a thirtieth of all
     gc.enable()
 
 
