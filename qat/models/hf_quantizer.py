@@ -374,7 +374,9 @@ class QatHfQuantizer(HfQuantizer):
                 setattr(table, key, from_stored(key, tensor, table.spec.stored_bits(key)))
         for name, module in quantized_modules(model).items():
             _check_indices(name, module)
-            _check_input_scale(name, module)
+            scale = None if module.activation is None else module.activation.scale
+            if scale is not None and not scale.is_meta:
+                check_input_scale(name, scale.item())
 
 
 def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
@@ -515,14 +517,15 @@ def _check_indices(name: str, module: QuantLinear | FrozenLutTable) -> None:
         )
 
 
-def _check_input_scale(name: str, module: QuantLinear | FrozenLutTable) -> None:
-    scale = None if module.activation is None else module.activation.scale
-    if scale is None or scale.is_meta:
-        return
-    value = scale.item()
-    if not 0 < value < math.inf:
+def check_input_scale(name: str, scale: float) -> None:
+    """Refuse a static scale of the input of module `name` that no training leaves.
+
+    Raises:
+        CheckpointError: it is not positive, or not finite.
+    """
+    if not 0 < scale < math.inf:
         raise CheckpointError(
-            f"{name}.{INPUT_SCALE} is {value}, expected a positive number; the file is damaged: "
+            f"{name}.{INPUT_SCALE} is {scale}, expected a positive number; the file is damaged: "
             "copy it anew"
         )
 

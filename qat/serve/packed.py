@@ -9,6 +9,7 @@ with one of E experts.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -21,10 +22,17 @@ from qat.kernels.lut_gemm import Part as GemmPart
 from qat.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
 from qat.models.directory import resolve
-from qat.models.hf_quantizer import SPARSE_FORMAT, VECTORS, QatConfig, empty_weight
-from qat.models.stored_state import PACKED
+from qat.models.hf_quantizer import (
+    SPARSE_FORMAT,
+    VECTORS,
+    QatConfig,
+    check_input_scale,
+    empty_weight,
+)
+from qat.models.stored_state import INPUT_SCALE, PACKED
+from qat.quant.activation import quantize_static, quantize_tokens
 from qat.quant.lora import LORA_NAMES, Lora, add_product_
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec, LutSpec
 from qat.quant.weight import (
     SCALE_NAMES,
     PackedIndices,
@@ -54,20 +62,26 @@ class Format(NamedTuple):
     """Of a low-rank scale; 0 with group scales."""
     lora_rank: int = 0
     """Of the adapter; 0 without one."""
-
-    @classmethod
-    def of(cls, spec: LutSpec | None, lora_rank: int = 0) -> Self:
-        """The format of a matrix with that spec, or of one in floating point."""
-        if spec is None:
-            return cls()
-        return cls(spec.bits, spec.vector_size, spec.trellis_bits, spec.rank, lora_rank)
+    activation: int = 0
+    """How its input is rounded: which of `ACTIVATION_KINDS`, from 1; 0 for not at all."""
+    input_scale_bits: int = 0
+    """Of a static scale of the input."""
+    input_scale: int = 0
+    """Which of the checkpoint's static scales that is, from 1; 0 without one."""
 
     def names(self) -> tuple[str, ...]:
         """The tensors of such a part, in the order in which operators take them."""
         if not self.bits:
             return (DENSE,)
         scales = SCALE_NAMES[1:] if self.rank else SCALE_NAMES[:1]
-        return (PACKED, "codebook", *scales, *(LORA_NAMES if self.lora_rank else ()))
+        adapter = LORA_NAMES if self.lora_rank else ()
+        inputs = (INPUT_SCALE,) if self.input_scale else ()
+        return (PACKED, "codebook", *scales, *adapter, *inputs)
+
+    @property
+    def rounding(self) -> tuple[int, ...]:
+        """Equal for parts that read the same numbers of a common input."""
+        return (self.activation, self.input_scale_bits, self.input_scale)
 
 
 class Stored(NamedTuple):
@@ -77,11 +91,22 @@ class Stored(NamedTuple):
     spec: LutSpec | None
     """None: it stayed in floating point."""
     lora_rank: int = 0
+    activation: ActivationSpec | None = None
+    """How its input is quantized; None: it is read as it is."""
+    input_scale: int = 0
+    """Which of the checkpoint's static scales its input has, from 1; 0 without one."""
 
     @property
     def format(self) -> Format:
         """What an operator must know of it."""
-        return Format.of(self.spec, self.lora_rank)
+        spec, read = self.spec, self.activation
+        if spec is None:
+            return Format()
+        weight = (spec.bits, spec.vector_size, spec.trellis_bits, spec.rank, self.lora_rank)
+        if read is None:
+            return Format(*weight)
+        kind = 1 + ACTIVATION_KINDS.index(read.kind)
+        return Format(*weight, kind, read.scale_bits, self.input_scale)
 
 
 class Part(NamedTuple):
@@ -133,6 +158,12 @@ class Part(NamedTuple):
         """How many input features are held."""
         return self.columns.stop - self.columns.start
 
+    @property
+    def rounds_a_piece(self) -> bool:
+        """Whether the scale of what it reads hangs on numbers that other processes have."""
+        read = self.stored.activation
+        return self.columns_held < self.in_features and read is not None and not read.is_static
+
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What is held, without values, by name; `dtype` is that of matrices in floating point."""
         return _tensors(self.stored, self.out_features, self.columns_held, dtype)
@@ -163,8 +194,8 @@ class Part(NamedTuple):
         places.
 
         Raises:
-            CheckpointError: the tensor is not of the shape and dtype that the spec says, or names
-                levels that the codebook does not have.
+            CheckpointError: the tensor is not of the shape and dtype that the spec says, names
+                levels that the codebook does not have, or is no scale.
         """
         self._check(key, stored)
         if key in BY_ROW:
@@ -205,6 +236,8 @@ class Part(NamedTuple):
                     f"{name} holds index {largest}, but the codebook has {spec.num_levels} "
                     "levels; the file is damaged: copy it anew"
                 )
+        if key == INPUT_SCALE:
+            check_input_scale(self.stored.name, stored.item())
 
 
 def read_config(values: dict) -> dict[str, Stored]:
@@ -220,13 +253,6 @@ def read_config(values: dict) -> dict[str, Stored]:
             "not compute, expected dense attention; run it with 'qat generate', or make it dense "
             "with 'qat convert --attention dense'"
         )
-    activations = config.activations()
-    if activations:
-        name, spec = next(iter(activations.items()))
-        raise CheckpointError(
-            f"the checkpoint quantizes inputs (of {name}: {spec.kind}), which the engine does not "
-            "compute yet, expected inputs in floating point; run it with 'qat generate'"
-        )
     kv = config.kv_spec()
     if kv is not None:
         raise CheckpointError(
@@ -234,8 +260,14 @@ def read_config(values: dict) -> dict[str, Stored]:
             "cache does not have, expected them as they are; run it with 'qat generate', or "
             "convert the model without --kv and give the engine's own --kv-cache-dtype"
         )
-    ranks = config.lora_ranks()
-    return {name: Stored(name, spec, ranks.get(name, 0)) for name, spec in config.specs().items()}
+    ranks, activations, owners = config.lora_ranks(), config.activations(), config.scale_owners()
+    places = {name: place for place, name in enumerate(config.modules, start=1)}
+    modules = {}
+    for name, spec in config.specs().items():
+        read = activations.get(name)
+        scale = places[owners.get(name, name)] if read is not None and read.is_static else 0
+        modules[name] = Stored(name, spec, ranks.get(name, 0), read, scale)
+    return modules
 
 
 class Experts(NamedTuple):
@@ -301,6 +333,8 @@ def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Te
         if R:
             parts |= {"lora_out": torch.empty(O, R), "lora_in": torch.empty(R, I)}
         typed = {k: t.to(dtype_as_stored(k, spec.stored_bits(k))) for k, t in parts.items()}
+        if stored.input_scale:
+            typed[INPUT_SCALE] = torch.empty((), dtype=torch.float32)
         return {PACKED: pack(weight.indices, spec.bits, spec.trellis_bits), **typed}
 
 
@@ -315,22 +349,36 @@ def _in_units(features: slice, unit: int) -> slice:
 
 
 @torch.library.custom_op("qat::lut_linear", mutates_args=())
-def lut_linear(
-    x: Tensor, weights: Sequence[Tensor], formats: Sequence[int], bias: Tensor | None
+def lut_linear(  # noqa: PLR0917
+    x: Tensor,
+    weights: Sequence[Tensor],
+    formats: Sequence[int],
+    bias: Tensor | None,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    """`x @ W.T + bias`, `(..., I)` to `(..., O)`, with the rows of all parts below each other."""
-    parts = _by_part(weights, formats)
-    packed = [_gemm_part(tensors, format, x.shape[-1]) for tensors, format in parts]
-    if None not in packed and is_one_product(packed, x.dtype):
-        return lut_gemm(x, packed, bias)
-    formed = [formed_part(tensors, format, x.shape[-1], x.dtype) for tensors, format in parts]
-    return F.linear(x, formed[0] if len(formed) == 1 else torch.cat(formed), bias)
+    """`read(x) @ W.T + bias`, `(..., I)` to `(..., O)`: the rows of all parts below each other.
+
+    Parts whose inputs are quantized alike read one rounding of `x`. `ends` `(..., N)` has the least
+    and the largest number of each token that `x` is a piece of, if it is one.
+    """
+    products, end = [], 0
+    for _, alike in groupby(_by_part(weights, formats), key=lambda part: part[1].rounding):
+        parts = [*alike]
+        start, end = end, end + _num_rows(parts)
+        own = None if bias is None else bias[start:end]
+        products.append(_product(_read(x, *parts[0], ends), parts, own))
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 @lut_linear.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], formats: Sequence[int], bias: Tensor | None) -> Tensor:
-    rows = sum(len(tensors[0]) for tensors, _ in _by_part(weights, formats))
-    return x.new_empty(*x.shape[:-1], rows)
+def _(  # noqa: PLR0917
+    x: Tensor,
+    weights: Sequence[Tensor],
+    formats: Sequence[int],
+    bias: Tensor | None,
+    ends: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], _num_rows(_by_part(weights, formats)))
 
 
 @torch.library.custom_op("qat::lut_embedding", mutates_args=())
@@ -365,13 +413,14 @@ def lut_experts(  # noqa: PLR0917
     formats: Sequence[int],
     num_experts: int,
 ) -> Tensor:
-    """`W[experts[n]] @ x[n]` for each row n of `x`: `(N, I)` to `(N, O)`.
+    """`W[experts[n]] @ read(x[n])` for each row n of `x`: `(N, I)` to `(N, O)`.
 
     `weights` are a part whose rows are those of E experts, one expert below the other. With fewer
     rows than experts, only those that are asked for are formed, one for each row. Which are is not
     looked at on the host, so that a graph can be recorded.
     """
     format, (N, I), E = Format(*formats), x.shape, num_experts
+    x = _read(x, weights, format)
     O = len(weights[0]) // E
     if N < E:
         rows = (experts[:, None] * O + torch.arange(O, device=x.device)).flatten()
@@ -415,11 +464,41 @@ def formed_part(
     return add_product_(form(source, codebook, scales, torch.float32), lora).to(dtype)
 
 
+def _read(
+    x: Tensor, tensors: Sequence[Tensor], format: Format, ends: Tensor | None = None
+) -> Tensor:
+    """`x` `(..., I)` as the product with a part reads it; the bits of `qat.nn.activation`."""
+    if not format.activation:
+        return x
+    if format.input_scale:
+        scale = tensors[format.names().index(INPUT_SCALE)]
+        return quantize_static(x, scale, format.input_scale_bits)
+    kind = ACTIVATION_KINDS[format.activation - 1]
+    if ends is None:
+        return quantize_tokens(x, kind)
+    # beside the extremes of its token, a piece of it takes the scale of the whole
+    return quantize_tokens(torch.cat([x, ends], -1), kind)[..., : x.shape[-1]].contiguous()
+
+
+def _product(
+    x: Tensor, parts: Sequence[tuple[Sequence[Tensor], Format]], bias: Tensor | None
+) -> Tensor:
+    packed = [_gemm_part(tensors, format, x.shape[-1]) for tensors, format in parts]
+    if None not in packed and is_one_product(packed, x.dtype):
+        return lut_gemm(x, packed, bias)
+    formed = [formed_part(tensors, format, x.shape[-1], x.dtype) for tensors, format in parts]
+    return F.linear(x, formed[0] if len(formed) == 1 else torch.cat(formed), bias)
+
+
+def _num_rows(parts: Sequence[tuple[Sequence[Tensor], Format]]) -> int:
+    return sum(len(tensors[0]) for tensors, _ in parts)
+
+
 def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> GemmPart | None:
     """What is multiplied as it lies; None where the weight is formed."""
     if not format.bits or format.trellis_bits or format.rank or format.lora_rank:
         return None
-    packed, codebook, scales = tensors
+    packed, codebook, scales = tensors[:3]
     group_size = in_features // scales.shape[1]
     if not is_format(format.bits, format.vector_size, group_size, in_features):
         return None

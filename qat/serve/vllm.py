@@ -2,7 +2,8 @@
 
 vLLM loads `register` as a plug-in, in each of its processes. The engine then asks `QatQuantization`
 for a method for each layer that it makes. A layer holds the checkpoint's own tensors: indices,
-codebook and scales of each of its parts; weights are formed where they are multiplied with.
+codebook and scales of each of its parts; weights are formed where they are multiplied with, and
+inputs that the student quantizes are rounded there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -243,6 +245,7 @@ class QatLinearMethod(LinearMethodBase):
         ]
         rows_of = [partial(part.rows, rank=rank, size=size) for part in parts]
         _make_room(layer, parts, rows_of, params_dtype)
+        _name_as_stored(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Refuse a layer that was not loaded whole."""
@@ -360,6 +363,7 @@ class QatTableMethod(QuantizeMethodBase):
         held = layer.shard_indices
         words = slice(held.org_vocab_start_index, held.org_vocab_end_index)
         _make_room(layer, [part], [lambda total: words], params_dtype)
+        _name_as_stored(layer)
         layer.qat_dtype = params_dtype
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -401,24 +405,32 @@ def _make_room(
     rows_of: list[Callable[[int], slice | Tensor]],
     dtype: torch.dtype,
 ) -> None:
-    """Parameters for what each part holds, loaded under the names of the checkpoint.
-
-    Parts of a joined linear are loaded under one name, where vLLM says which of them it means: that
-    name is an empty parameter, and each part has its own. Some models order rows anew before they
-    load them, and look for `output_dim` to know which dimension these are.
-    """
+    """Parameters for what each part holds."""
     layer.qat_parts, layer.qat_rows_of, layer.qat_missing = parts, rows_of, set()
     for index, part in enumerate(parts):
         for key, tensor in part.tensors(dtype).items():
             name = _name(key, index, len(parts))
             layer.register_parameter(name, _parameter(tensor.shape, tensor.dtype))
             layer.qat_missing.add(name)
-            if name != key and not hasattr(layer, key):
-                layer.register_parameter(key, _parameter((0,), tensor.dtype))
-            if not hasattr(getattr(layer, key), "weight_loader"):
-                attributes = {"output_dim": 0} if key in BY_ROW else {}
-                attributes["weight_loader"] = partial(_load, layer, key)
-                set_weight_attrs(getattr(layer, key), attributes)
+
+
+def _name_as_stored(layer: nn.Module) -> None:
+    """Let vLLM find the parameters of `layer` under the names of the checkpoint.
+
+    Parts of a joined linear are loaded under one name, where vLLM says which of them it means: that
+    name is an empty parameter, and each part has its own. Some models order rows anew before they
+    load them, and look for `output_dim` to know which dimension these are.
+    """
+    for key in dict.fromkeys(key for part in layer.qat_parts for key in part.stored.format.names()):
+        owner, _, own = key.rpartition(".")
+        if owner:
+            layer.add_module(owner, nn.Module())
+        holder = layer.get_submodule(owner)
+        if not hasattr(holder, own):
+            holder.register_parameter(own, _parameter((0,), torch.float32))
+        attributes = {"output_dim": 0} if key in BY_ROW else {}
+        attributes["weight_loader"] = partial(_load, layer, key)
+        set_weight_attrs(getattr(holder, own), attributes)
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -426,7 +438,8 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 def _name(key: str, index: int, num_parts: int) -> str:
-    return key if num_parts == 1 else f"{key}_{index}"
+    own = key.replace(".", "_")  # as a parameter may be called
+    return own if num_parts == 1 else f"{own}_{index}"
 
 
 def _load(  # noqa: PLR0917 - the last three are vLLM's
@@ -437,7 +450,10 @@ def _load(  # noqa: PLR0917 - the last three are vLLM's
     shard: str | int | None = None,
 ) -> None:
     """What vLLM calls with each tensor of the checkpoint, and with the part that it is of."""
-    index = 0 if shard is None else SHARDS.get(shard, shard)
+    _put(layer, key, loaded, 0 if shard is None else SHARDS.get(shard, shard))
+
+
+def _put(layer: nn.Module, key: str, loaded: Tensor, index: int) -> None:
     part = layer.qat_parts[index]
     name = _name(key, index, len(layer.qat_parts))
     held = part.cut(key, loaded, layer.qat_rows_of[index])
@@ -448,9 +464,9 @@ def _load(  # noqa: PLR0917 - the last three are vLLM's
 def _load_stacks(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """What vLLM calls with the tensors of a layer's experts; the parameters that these became."""
     for name, loaded in weights:
-        stack, _, key = name.rpartition(".")
+        stack, _, key = name.partition(".")
         index = STACKS.index(stack)
-        _load(layer, key, getattr(layer, key), loaded, index)
+        _put(layer, key, loaded, index)
         yield _name(key, index, len(STACKS))
 
 
@@ -465,7 +481,11 @@ def _check_loaded(layer: nn.Module) -> None:
 
 def _multiplied(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     weights, formats = _operands(layer)
-    return lut_linear(x, weights, formats, bias)
+    ends = None
+    if any(part.rounds_a_piece for part in layer.qat_parts):
+        # a scale is that of the whole token: the extremes of its pieces, from all processes
+        ends = tensor_model_parallel_all_gather(torch.stack(x.aminmax(dim=-1), -1))
+    return lut_linear(x, weights, formats, bias, ends)
 
 
 def _operands(layer: nn.Module, only: int | None = None) -> tuple[list[Tensor], list[int]]:

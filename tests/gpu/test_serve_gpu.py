@@ -6,7 +6,7 @@ from quantized import SPECS, frozen_linear
 
 from qat.models.stored_state import packed_state_dict
 from qat.quant.spec import LutSpec
-from qat.serve.packed import Format, lut_experts
+from qat.serve.packed import Stored, lut_experts
 
 pytestmark = pytest.mark.gpu
 E, O, I = 8, 64, 128
@@ -18,7 +18,7 @@ def test_a_graph_of_experts_follows_what_is_asked_for(spec: LutSpec, num_rows: i
     """With another choice of experts and other inputs a replay gives their products."""
     linear = frozen_linear(E * O, I, spec)
     state = packed_state_dict(torch.nn.ModuleDict({"it": linear}))
-    format = Format.of(spec)
+    format = Stored("it", spec).format
     weights = [state[f"it.{name}"].cuda() for name in format.names()]
     x = torch.randn(num_rows, I, device="cuda", dtype=torch.bfloat16)
     experts = torch.randint(E, (num_rows,), device="cuda")

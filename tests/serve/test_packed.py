@@ -4,16 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from quantized import ROUNDINGS, SPECS, frozen_linear, random_weight, rounding, with_adapter
 from torch import Tensor
 from torch.nn import functional as F
 
+import qat.serve.packed
 from qat.errors import CheckpointError
 from qat.models.hf_quantizer import QatConfig
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutEmbedding
 from qat.nn.quant_linear import QuantLinear
-from qat.quant.spec import LutSpec
+from qat.quant.activation import quantize_tokens
+from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec
 from qat.serve.packed import (
     Experts,
     Format,
@@ -37,9 +39,17 @@ def stored_tensors(linear: QuantLinear) -> dict[str, Tensor]:
 
 
 def part_of(
-    linear: QuantLinear, rows: int, columns: int = I, rank: int = 0, name: str = "it"
+    linear: QuantLinear,
+    rows: int,
+    columns: int = I,
+    rank: int = 0,
+    name: str = "it",
+    input_scale: int = 1,
 ) -> Part:
-    stored = Stored(name, linear.spec, linear.lora_rank)
+    """`input_scale`: which static scale its input has, where it is quantized so."""
+    read = None if linear.activation is None else linear.activation.spec
+    scale = input_scale if read is not None and read.is_static else 0
+    stored = Stored(name, linear.spec, linear.lora_rank, read, scale)
     return Part.of(stored, rows, linear.in_features, columns=columns, rank=rank)
 
 
@@ -101,6 +111,86 @@ def test_pieces_of_several_processes_make_the_whole(spec: LutSpec) -> None:
     assert torch.equal(torch.cat(by_row, -1), expected)
     if not spec.is_trellis:
         torch.testing.assert_close(by_column, expected, rtol=1e-4, atol=1e-4)
+
+
+def rounded_linear(
+    kind: ActivationKind, spec: LutSpec, bits: int = 32, scale: float = 0.02
+) -> QuantLinear:
+    linear = frozen_linear(O, I, spec)
+    linear.activation = rounding(kind, scale, bits)
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "bits"), ROUNDINGS)
+def test_an_input_is_rounded_as_the_model_rounds_it(
+    kind: ActivationKind, bits: int, dtype: torch.dtype
+) -> None:
+    linear = with_adapter(rounded_linear(kind, SPECS["lut2"], bits))
+    part = part_of(linear, O)
+    x, bias = torch.randn(3, I, dtype=dtype), torch.randn(O, dtype=dtype)
+    weights, formats = held(linear, part, slice(0, O)), [*part.stored.format]
+    weight, read = linear.quantized_weight(dtype), linear.activation(x)
+    assert not torch.equal(read, x)
+    assert torch.equal(lut_linear(x, weights, formats, bias), F.linear(read, weight, bias))
+    torch.library.opcheck(lut_linear, (x, weights, formats, bias))
+    expected = F.linear(read, weight).view(3, 2, -1)[torch.arange(3), torch.tensor([1, 0, 1])]
+    y = lut_experts(x, torch.tensor([1, 0, 1]), weights, formats, 2)
+    torch.testing.assert_close(y, expected)
+    rows = lut_embedding(torch.tensor([7, 0]), weights, formats, I, dtype)
+    assert torch.equal(rows, weight[[7, 0]])  # a table reads no input
+
+
+def test_parts_that_round_alike_read_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("quantize_tokens", "quantize_static"):
+        true = getattr(qat.serve.packed, name)
+
+        def counted(*given: object, true: object = true, name: str = name) -> Tensor:
+            calls.append(name)
+            return true(*given)
+
+        monkeypatch.setattr(qat.serve.packed, name, counted)
+    x, bias = torch.randn(2, 5, I), torch.randn(4 * O)
+    rounded = [
+        ("int8", "lut2", 0.0),
+        ("int8", "int4_r3", 0.0),
+        ("int8-static", "lut3", 0.02),
+        ("int8-static", "lut4", 0.03),
+    ]
+    for scales, expected in (
+        ((1, 1, 1, 2), ["quantize_tokens", "quantize_static", "quantize_static"]),
+        ((1, 1, 2, 2), ["quantize_tokens", "quantize_static"]),
+    ):
+        linears = [rounded_linear(kind, SPECS[name], scale=s) for kind, name, s in rounded]
+        if scales[2] == scales[3]:
+            linears[3].activation = linears[2].activation
+        parts = [part_of(m, O, input_scale=n) for m, n in zip(linears, scales, strict=True)]
+        weights = [t for m, p in zip(linears, parts, strict=True) for t in held(m, p, slice(0, O))]
+        formats = [n for part in parts for n in part.stored.format]
+        y = lut_linear(x, weights, formats, bias)
+        products = [F.linear(m.activation(x), m.quantized_weight()) for m in linears]
+        torch.testing.assert_close(y, torch.cat(products, -1) + bias)
+        assert calls == expected
+        calls.clear()
+
+
+@pytest.mark.parametrize(("kind", "bits"), ROUNDINGS)
+def test_a_piece_of_a_token_is_rounded_as_the_whole(kind: ActivationKind, bits: int) -> None:
+    linear, x, size = rounded_linear(kind, SPECS["lut2"], bits), torch.randn(3, I), 2
+    pieces = x.chunk(size, -1)
+    ends = torch.cat([torch.stack(piece.aminmax(dim=-1), -1) for piece in pieces], -1)
+    for rank, piece in enumerate(pieces):
+        part = part_of(linear, O, I // size, rank)
+        weights, formats = held(linear, part, slice(0, O)), [*part.stored.format]
+        given = ends if part.rounds_a_piece else None
+        assert part.rounds_a_piece == (kind != "int8-static")
+        read, weight = linear.activation(x), linear.quantized_weight()
+        expected = F.linear(read[:, part.columns].contiguous(), weight[:, part.columns])
+        assert torch.equal(lut_linear(piece, weights, formats, None, given), expected)
+    assert not part_of(linear, O).rounds_a_piece
+    if kind != "int8-static":
+        assert not torch.equal(quantize_tokens(piece, kind), read[:, part.columns])
 
 
 def test_processes_beyond_the_heads_of_keys_hold_the_same_rows() -> None:
@@ -189,6 +279,13 @@ def test_a_compiler_sees_one_operator() -> None:
     torch.library.opcheck(lut_embedding, (ids, weights, formats, I, torch.bfloat16))
 
 
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
+def test_a_damaged_scale_of_an_input_is_refused(scale: float) -> None:
+    linear = rounded_linear("int8-static", SPECS["lut2"])
+    with pytest.raises(CheckpointError, match=r"it.activation.scale is .*, expected a positive"):
+        part_of(linear, O).cut("activation.scale", torch.tensor(scale), lambda total: slice(0, 1))
+
+
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
@@ -220,6 +317,25 @@ def test_a_config_is_read_as_it_is_written() -> None:
     assert QatConfig(1, modules).specs() == {name: each.spec for name, each in read.items()}
 
 
+def test_inputs_of_a_config_are_read() -> None:
+    static = {"bits": 2, "activation": {"kind": "int8-static", "scale_bits": 16}}
+    modules = {
+        "q": static,
+        "k": static | {"input_scale_of": "q"},
+        "o": static,
+        "up": {"bits": 2, "activation": {"kind": "fp8"}},
+        "down": {"bits": 2},
+    }
+    values = {"quant_method": "qat", "format": 7, "modules": modules}
+    read = read_config(values)
+    roundings = {name: stored.format.rounding for name, stored in read.items()}
+    assert roundings["q"] == roundings["k"] != roundings["o"]
+    assert [stored.input_scale > 0 for stored in read.values()] == [True] * 3 + [False] * 2
+    assert read["o"].activation == ActivationSpec(kind="int8-static", scale_bits=16)
+    assert read["up"].activation == ActivationSpec(kind="fp8")
+    assert roundings["down"] == Format().rounding
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -228,9 +344,10 @@ def test_a_config_is_read_as_it_is_written() -> None:
         ({"format": 4}, r"sparse attention \(format=4\)"),
         ({"format": 6}, r"sparse attention \(format=6\)"),
         (
-            {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int8"}}}},
-            r"quantizes inputs \(of a: int8\), which the engine does not compute yet",
+            {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int4"}}}},
+            "quantization_config of a",
         ),
+        ({"format": 7}, "format=7 and quantizes the inputs of 0 modules, which do not go together"),
         (
             {"kv": {"bits": 4}},
             "keeps keys and values in 4 bits in a format that the engine's cache",
