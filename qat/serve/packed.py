@@ -31,8 +31,9 @@ from qat.models.hf_quantizer import (
 )
 from qat.models.stored_state import INPUT_SCALE, PACKED
 from qat.quant.activation import quantize_static, quantize_tokens
+from qat.quant.kv import fake_quantize_heads
 from qat.quant.lora import LORA_NAMES, Lora, add_product_
-from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec, LutSpec
+from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec, KvSpec, LutSpec
 from qat.quant.weight import (
     SCALE_NAMES,
     PackedIndices,
@@ -240,8 +241,9 @@ class Part(NamedTuple):
             check_input_scale(self.stored.name, stored.item())
 
 
-def read_config(values: dict) -> dict[str, Stored]:
-    """Each quantized module of the `quantization_config` that config.json has, by name.
+def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
+    """Each quantized module of the `quantization_config` of config.json, by name; how keys and
+    values are kept.
 
     Raises:
         CheckpointError: it is of a newer version, damaged, or has what no engine takes yet.
@@ -253,13 +255,6 @@ def read_config(values: dict) -> dict[str, Stored]:
             "not compute, expected dense attention; run it with 'qat generate', or make it dense "
             "with 'qat convert --attention dense'"
         )
-    kv = config.kv_spec()
-    if kv is not None:
-        raise CheckpointError(
-            f"the checkpoint keeps keys and values in {kv.bits} bits in a format that the engine's "
-            "cache does not have, expected them as they are; run it with 'qat generate', or "
-            "convert the model without --kv and give the engine's own --kv-cache-dtype"
-        )
     ranks, activations, owners = config.lora_ranks(), config.activations(), config.scale_owners()
     places = {name: place for place, name in enumerate(config.modules, start=1)}
     modules = {}
@@ -267,7 +262,7 @@ def read_config(values: dict) -> dict[str, Stored]:
         read = activations.get(name)
         scale = places[owners.get(name, name)] if read is not None and read.is_static else 0
         modules[name] = Stored(name, spec, ranks.get(name, 0), read, scale)
-    return modules
+    return modules, config.kv_spec()
 
 
 class Experts(NamedTuple):
@@ -442,6 +437,20 @@ def _(  # noqa: PLR0917
     num_experts: int,
 ) -> Tensor:
     return x.new_empty(len(x), len(weights[0]) // num_experts)
+
+
+@torch.library.custom_op("qat::rounded_heads", mutates_args=())
+def rounded_heads(x: Tensor, bits: int) -> Tensor:
+    """Keys or values `(..., D)` as a cache of so many bits gives them back.
+
+    An operator of its own: a compiler would leave out that `x` was rounded to its dtype before.
+    """
+    return fake_quantize_heads(x, bits)
+
+
+@rounded_heads.register_fake
+def _(x: Tensor, bits: int) -> Tensor:
+    return torch.empty_like(x)
 
 
 def formed_part(

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -31,6 +34,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -51,12 +55,15 @@ from qat.serve.packed import (
     lut_linear,
     read_config,
     refused_path,
+    rounded_heads,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.models.utils import WeightsMapper
+
+    from qat.quant.spec import KvSpec
 
 SHARDS = {"q": 0, "k": 1, "v": 2}
 """What vLLM calls the parts of a joined linear of queries, keys and values; others it counts."""
@@ -95,9 +102,9 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 class QatQuantization(QuantizationConfig):
     """Which of a model's layers are quantized, and how."""
 
-    def __init__(self, modules: dict[str, Stored]) -> None:
+    def __init__(self, modules: dict[str, Stored], kv: KvSpec | None) -> None:
         super().__init__()
-        self.modules = modules
+        self.modules, self.kv = modules, kv
         self.is_tied = self.is_transposed = False
         self.family = ""
 
@@ -126,7 +133,7 @@ class QatQuantization(QuantizationConfig):
         Raises:
             CheckpointError: see `read_config`.
         """
-        return cls(read_config(config))
+        return cls(*read_config(config))
 
     def maybe_update_config(
         self,
@@ -171,6 +178,8 @@ class QatQuantization(QuantizationConfig):
             names = [f"{prefix}.{stack}" for stack in STACKS]
             members = [self.modules.get(name, Stored(name, None)) for name in names]
             return QatExpertsMethod(layer.moe_config, members)
+        if isinstance(layer, Attention) and self.kv is not None:
+            return QatCacheMethod(self, self.kv)
         if not isinstance(layer, LinearBase):
             return None
         # the matrices that vLLM joins to the linear called `prefix`
@@ -180,14 +189,15 @@ class QatQuantization(QuantizationConfig):
         names = [f"{parent}{dot}{part}" for part in joined]
         members = [self.modules.get(name, Stored(name, None)) for name in names]
         is_quantized = any(member.spec is not None for member in members)
-        if is_quantized:
-            return QatLinearMethod(members)
-        if self.is_transposed:
+        if self.is_transposed and not is_quantized:
             raise CheckpointError(
                 f"{prefix} stayed in floating point, which vLLM reads transposed in this family; "
                 "quantize every linear, or export the model with 'qat export --to dense'"
             )
-        return UnquantizedLinearMethod()
+        if self.kv is not None:  # the layers of the model, once all are made
+            context = get_current_vllm_config().compilation_config.static_forward_context
+            return QatLinearMethod(members, context)
+        return QatLinearMethod(members) if is_quantized else UnquantizedLinearMethod()
 
     def _check_experts(self, name: str) -> None:
         if self.family not in WITH_EXPERTS:
@@ -209,10 +219,14 @@ class QatQuantization(QuantizationConfig):
 
 
 class QatLinearMethod(LinearMethodBase):
-    """A linear whose weight is one or several packed matrices, row under row."""
+    """A linear whose weight is one or several packed matrices, row under row.
 
-    def __init__(self, members: list[Stored]) -> None:
+    `context` has layers of the model by name; those of them that keep something must round it.
+    """
+
+    def __init__(self, members: list[Stored], context: dict[str, nn.Module] | None = None) -> None:
         self.members = members
+        self.context = {} if context is None else context  # it is empty before any is made
 
     def create_weights(  # noqa: PLR0917 - the signature is vLLM's
         self,
@@ -248,12 +262,66 @@ class QatLinearMethod(LinearMethodBase):
         _name_as_stored(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse a layer that was not loaded whole."""
+        """Refuse a layer that was not loaded whole, and a cache of what is not rounded."""
         _check_loaded(layer)
+        for name, other in self.context.items():
+            is_rounded = isinstance(getattr(other, "quant_method", None), QatCacheMethod)
+            if isinstance(other, AttentionLayerBase) and not is_rounded:
+                raise CheckpointError(
+                    f"the checkpoint rounds keys and values, but {name} of vLLM is a "
+                    f"{type(other).__name__} that is told of no quantization, expected one that "
+                    "is; run it with 'qat generate', or convert the model without --kv"
+                )
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`(..., I)` to `(..., O)`."""
         return _multiplied(layer, x, bias)
+
+
+class QatCacheMethod(BaseKVCacheMethod):
+    """Attention to keys and values as a cache of few bits gives them back.
+
+    The engine keeps them in its own dtype, which holds what they were rounded to.
+    """
+
+    def __init__(self, config: QatQuantization, kv: KvSpec) -> None:
+        super().__init__(config)
+        self.kv = kv
+
+    def create_weights(self, layer: nn.Module) -> None:
+        """Let the layer, which keeps what it is given, be given rounded keys and values.
+
+        Raises:
+            CheckpointError: the engine would round them once more.
+        """
+        if layer.kv_cache_torch_dtype != layer.dtype:
+            raise CheckpointError(
+                f"--kv-cache-dtype {layer.kv_cache_dtype} would round keys and values that the "
+                f"checkpoint keeps in {self.kv.bits} bits, expected auto; leave it out, or convert "
+                "the model without --kv"
+            )
+        layer.forward = partial(_attend, layer.forward, layer, self.kv.bits)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: no scale of keys or values is stored."""
+
+
+def _attend(  # noqa: PLR0917
+    forward: Callable[..., Tensor],
+    layer: nn.Module,
+    bits: int,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *rest: Any,
+    **more: Any,
+) -> Tensor:
+    """As `forward` of the layer; None for those that another layer keeps."""
+    if key is not None:
+        key = rounded_heads(key.reshape(-1, layer.num_kv_heads, layer.head_size), bits)
+    if value is not None:
+        value = rounded_heads(value.reshape(-1, layer.num_kv_heads, layer.head_size_v), bits)
+    return forward(query, key, value, *rest, **more)
 
 
 class QatExpertsMethod(FusedMoEMethodBase):

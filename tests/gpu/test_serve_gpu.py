@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear
+from quantized import ROUNDINGS, SPECS, frozen_linear, rounding
 
 from qat.models.stored_state import packed_state_dict
-from qat.quant.spec import LutSpec
-from qat.serve.packed import Stored, lut_experts
+from qat.quant.kv import fake_quantize_heads
+from qat.quant.spec import ActivationKind, LutSpec
+from qat.serve.packed import Stored, lut_experts, lut_linear, rounded_heads
 
 pytestmark = pytest.mark.gpu
 E, O, I = 8, 64, 128
@@ -38,3 +39,28 @@ def test_a_graph_of_experts_follows_what_is_asked_for(spec: LutSpec, num_rows: i
         graph.replay()
         expected = torch.einsum("noi,ni->no", whole[experts].float(), x.float())
         torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("kind", "bits"), ROUNDINGS)
+def test_a_graph_of_a_linear_rounds_what_it_reads(kind: ActivationKind, bits: int) -> None:
+    """The bits of the rounding are those of a CPU, and a graph rounds each new input."""
+    spec = SPECS["lut2_s8"]
+    linear = frozen_linear(O, I, spec)
+    linear.activation = rounding(kind, scale_bits=bits)
+    state = packed_state_dict(torch.nn.ModuleDict({"it": linear}))
+    plain = Stored("it", spec).format
+    format = Stored("it", spec, 0, linear.activation.spec, int(kind == "int8-static")).format
+    weights = [state[f"it.{name}"].cuda() for name in format.names()]
+    x = torch.randn(5, I, device="cuda", dtype=torch.bfloat16)
+    lut_linear(x, weights, [*format], None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = lut_linear(x, weights, [*format], None)
+        heads = rounded_heads(x, 4)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        read = linear.activation(x.cpu()).detach().cuda()
+        assert torch.equal(y, lut_linear(read, weights[: len(plain.names())], [*plain], None))
+        assert torch.equal(heads.cpu(), fake_quantize_heads(x.cpu(), 4))

@@ -15,7 +15,8 @@ from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutEmbedding
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.activation import quantize_tokens
-from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec
+from qat.quant.kv import fake_quantize_heads
+from qat.quant.spec import ActivationKind, ActivationSpec, KvSpec, LutSpec
 from qat.serve.packed import (
     Experts,
     Format,
@@ -26,6 +27,7 @@ from qat.serve.packed import (
     lut_linear,
     read_config,
     refused_path,
+    rounded_heads,
 )
 
 O, I = 24, 64
@@ -193,6 +195,13 @@ def test_a_piece_of_a_token_is_rounded_as_the_whole(kind: ActivationKind, bits: 
         assert not torch.equal(quantize_tokens(piece, kind), read[:, part.columns])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_heads_are_rounded_as_a_cache_rounds_them(bits: int) -> None:
+    x = torch.randn(5, 2, 16, dtype=torch.bfloat16)
+    assert torch.equal(rounded_heads(x, bits), fake_quantize_heads(x, bits))
+    torch.library.opcheck(rounded_heads, (x, bits))
+
+
 def test_processes_beyond_the_heads_of_keys_hold_the_same_rows() -> None:
     part = part_of(frozen_linear(O, I, SPECS["lut2"]), O // 2)
     assert [part.rows(O, rank, 4).start for rank in range(4)] == [0, 0, 12, 12]
@@ -311,13 +320,14 @@ def test_an_index_beyond_a_ternary_codebook_is_refused() -> None:
 def test_a_config_is_read_as_it_is_written() -> None:
     (up, values), head = *MODULES.items(), LutSpec(bits=4).model_dump()
     modules = {up: values | {"lora_rank": 5}, "lm_head": head}
-    read = read_config({"quant_method": "qat", "format": 1, "modules": modules})
+    read, kv = read_config({"quant_method": "qat", "format": 1, "modules": modules})
+    assert kv is None
     assert read[up] == Stored(up, LutSpec(bits=2, group_size=16), 5)
     assert read["lm_head"] == Stored("lm_head", LutSpec(bits=4))
     assert QatConfig(1, modules).specs() == {name: each.spec for name, each in read.items()}
 
 
-def test_inputs_of_a_config_are_read() -> None:
+def test_inputs_and_caches_of_a_config_are_read() -> None:
     static = {"bits": 2, "activation": {"kind": "int8-static", "scale_bits": 16}}
     modules = {
         "q": static,
@@ -326,8 +336,9 @@ def test_inputs_of_a_config_are_read() -> None:
         "up": {"bits": 2, "activation": {"kind": "fp8"}},
         "down": {"bits": 2},
     }
-    values = {"quant_method": "qat", "format": 7, "modules": modules}
-    read = read_config(values)
+    values = {"quant_method": "qat", "format": 7, "modules": modules, "kv": {"bits": 4}}
+    read, kv = read_config(values)
+    assert kv == KvSpec(bits=4)
     roundings = {name: stored.format.rounding for name, stored in read.items()}
     assert roundings["q"] == roundings["k"] != roundings["o"]
     assert [stored.input_scale > 0 for stored in read.values()] == [True] * 3 + [False] * 2
@@ -348,10 +359,7 @@ def test_inputs_of_a_config_are_read() -> None:
             "quantization_config of a",
         ),
         ({"format": 7}, "format=7 and quantizes the inputs of 0 modules, which do not go together"),
-        (
-            {"kv": {"bits": 4}},
-            "keeps keys and values in 4 bits in a format that the engine's cache",
-        ),
+        ({"kv": {"bits": 3}}, "kv of quantization_config"),
         ({"modules": {"a": {"bits": 2, "codebook": "fp4"}}}, "quantization_config of a"),
     ],
 )
