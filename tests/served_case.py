@@ -8,15 +8,17 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-from quantized import SPECS, frozen_linear, random_weight, with_adapter
+from quantized import SPECS, frozen_linear, random_weight, with_adapter, with_rounded_inputs
 from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tiny import SHAPE as TINY
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.models.checkpoint import save_checkpoint
-from qat.nn.sites import open_sites
+from qat.models.regions import set_kv
+from qat.models.stored_state import quantized_modules
+from qat.nn.sites import open_sites, unseen_input
 from qat.nn.swap import linear_names, put_table, replace_module, table_names, weight_shape
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ActivationKind, KvSpec, LutSpec
 
 PROMPTS = [[5, 6, 7], [100, 3, 44, 212, 9, 31, 7], [270], [17] * 9]
 NUM_TOKENS = 16
@@ -37,11 +39,14 @@ def make(
     path: Path,
     architecture: str = "qwen3",
     specs: Iterable[LutSpec | None] = FORMATS,
+    kind: ActivationKind | None = None,
+    kv: int | None = None,
     **overrides: object,
 ) -> Path:
     """A student whose linears take `specs` in turn, every third with an adapter, and tables.
 
-    `architecture` is one of the tiny models, or a mixture's `model_type`.
+    `architecture` is one of the tiny models, or a mixture's `model_type`. Inputs are rounded by
+    `kind`, keys and values to `kv` bits.
     """
     if architecture in ARCHITECTURES:
         model = tiny_model(architecture, **SHAPE | overrides)
@@ -59,6 +64,14 @@ def make(
     for name in table_names(model):
         spec = SPECS["lut4" if "embed" in name else "int3_s8"]
         put_table(model, name, random_weight(*weight_shape(model.get_submodule(name)), spec), spec)
+    if kind is not None:
+        with_rounded_inputs(model, kind)
+        for name, module in quantized_modules(model).items():
+            owner, _, own = name.rpartition(".")
+            if unseen_input(model.get_submodule(owner), own) is not None:
+                module.activation = None
+    if kv is not None:
+        set_kv(model, KvSpec(bits=kv))
     save_checkpoint(model.eval(), tiny_tokenizer(), path)
     return path
 

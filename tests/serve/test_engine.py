@@ -27,14 +27,17 @@ from served_case import (
     ours,
 )
 from tiny import tiny_model, tiny_tokenizer
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import CHECKSUMS
+from qat.models.regions import set_kv
+from qat.models.stored_state import quantized_modules
 from qat.nn.swap import linear_names, replace_module
-from qat.quant.spec import LutSpec
+from qat.quant.spec import ActivationKind, LutSpec
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; .ci/vllm runs these tests", allow_module_level=True)
@@ -45,16 +48,19 @@ SHARED = {"shared_expert_intermediate_size": 64}
 ENGINE = {"enforce_eager": True, "max_model_len": 64, "disable_log_stats": True}
 
 
-def theirs(path: Path, dtype: str = "float32", **settings: object) -> list[list[int]]:
-    """Greedy tokens of the engine, all prompts at once."""
+def theirs(
+    path: Path, dtype: str = "float32", **settings: object
+) -> tuple[list[list[int]], Tensor]:
+    """Greedy tokens of the engine, all prompts at once, and the log-prob of each."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=str(path), dtype=dtype, **ENGINE | settings)
     try:
-        sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        said = llm.generate(prompts, sampling, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in said]
+        said = [each.outputs[0] for each in llm.generate(prompts, sampling, use_tqdm=False)]
+        logprobs = [[next(iter(each.values())).logprob for each in one.logprobs] for one in said]
+        return [list(each.token_ids) for each in said], torch.tensor(logprobs)
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -76,7 +82,81 @@ def theirs(path: Path, dtype: str = "float32", **settings: object) -> list[list[
 def test_greedy_tokens_are_ours(architecture: str, overrides: dict, tmp_path: Path) -> None:
     path = make(tmp_path / "student", architecture, **overrides)
     model = load_checkpoint(path, torch.float32)
-    assert theirs(path) == [ours(model, prompt) for prompt in PROMPTS]
+    assert theirs(path)[0] == [ours(model, prompt) for prompt in PROMPTS]
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, said: list[list[int]]) -> Tensor:
+    """What we make of the words that were said after the prompts."""
+    found = []
+    for prompt, words in zip(PROMPTS, said, strict=True):
+        logits = model(torch.tensor([prompt + words])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(words)[:, None])[:, 0])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "kv", "overrides"),
+    [
+        ("qwen3", "int8", None, {"tie_word_embeddings": True}),
+        ("qwen3", "int8-asymmetric", 8, {"tie_word_embeddings": False}),
+        ("llama", "int8-static", None, {"tie_word_embeddings": True}),
+        ("qwen3", "int8-static", 4, {"tie_word_embeddings": False}),
+        ("qwen3", "fp8", 4, {"tie_word_embeddings": True}),
+        ("gemma3", None, 4, {}),
+        ("qwen3", None, 8, {"specs": [None], "tie_word_embeddings": True}),
+        ("qwen3_moe", "int8-static", 8, {}),
+    ],
+)
+def test_greedy_tokens_are_ours_where_inputs_or_caches_are_rounded(
+    architecture: str, kind: ActivationKind | None, kv: int | None, overrides: dict, tmp_path: Path
+) -> None:
+    path = make(tmp_path / "student", architecture, kind=kind, kv=kv, **overrides)
+    model = load_checkpoint(path, torch.float32)
+    said, found = theirs(path)
+    assert said == [ours(model, prompt) for prompt in PROMPTS]
+    # a number between two codes may take either, by the last bit of what it was computed from
+    error = (found - logprobs(model, said)).abs().mean()
+    assert error < 1e-4
+    if kind is not None:
+        for module in quantized_modules(model).values():
+            module.activation = None
+        assert (found - logprobs(model, said)).abs().mean() > 10 * error
+    if kv is not None:
+        model = load_checkpoint(path, torch.float32)
+        set_kv(model, None)
+        assert (found - logprobs(model, said)).abs().mean() > 10 * error
+
+
+def test_a_cache_that_would_round_once_more_is_refused(tmp_path: Path) -> None:
+    from vllm import LLM
+
+    from qat.errors import CheckpointError
+
+    path = make(tmp_path / "student", kv=4, specs=[SPECS["lut2"]])
+    refusal = "--kv-cache-dtype bfloat16 would round keys and values .* in 4 bits, expected auto;"
+    with pytest.raises(CheckpointError, match=refusal):
+        LLM(model=str(path), dtype="float32", kv_cache_dtype="bfloat16", **ENGINE)
+
+
+def test_a_layer_that_would_keep_what_is_not_rounded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import LLM
+    from vllm.model_executor.models import qwen3
+
+    from qat.errors import CheckpointError
+
+    path = make(tmp_path / "student", kv=4, specs=[SPECS["lut2"]])
+    told = qwen3.Attention
+
+    def untold(*given: object, quant_config: object, **named: object) -> object:
+        return told(*given, **named)
+
+    monkeypatch.setattr(qwen3, "Attention", untold)
+    refusal = r"rounds keys and values, but model.layers.0.self_attn.attn of vLLM is a Attention"
+    with pytest.raises(CheckpointError, match=refusal):
+        LLM(model=str(path), **ENGINE)
 
 
 def check_equal_but_for_ties(model: PreTrainedModel, said: list[list[int]]) -> None:
@@ -94,7 +174,7 @@ def check_equal_but_for_ties(model: PreTrainedModel, said: list[list[int]]) -> N
 
 def test_bfloat16_differs_at_ties_alone(tmp_path: Path) -> None:
     path = make(tmp_path / "student", tie_word_embeddings=True)
-    check_equal_but_for_ties(load_checkpoint(path, torch.bfloat16), theirs(path, "bfloat16"))
+    check_equal_but_for_ties(load_checkpoint(path, torch.bfloat16), theirs(path, "bfloat16")[0])
 
 
 def test_the_engines_own_class_reads_our_compressed_tensors(tmp_path: Path) -> None:
@@ -108,7 +188,7 @@ def test_the_engines_own_class_reads_our_compressed_tensors(tmp_path: Path) -> N
     out = tmp_path / "out"
     export_model(str(tmp_path / "packed"), ExportConfig(to="compressed-tensors", dtype="bf16"), out)
     student = load_checkpoint(tmp_path / "packed", torch.bfloat16)
-    check_equal_but_for_ties(student, theirs(out, "bfloat16"))
+    check_equal_but_for_ties(student, theirs(out, "bfloat16")[0])
 
 
 def test_the_engines_own_class_reads_the_names_of_model_optimizer(tmp_path: Path) -> None:
@@ -154,7 +234,7 @@ import json, sys, test_engine
 from pathlib import Path
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2]) | {"tensor_parallel_size": 2}
-    said = test_engine.theirs(Path(sys.argv[1]), **settings)
+    said, _ = test_engine.theirs(Path(sys.argv[1]), **settings)
     print("SAID", json.dumps(said), flush=True)
 """
 
@@ -175,8 +255,10 @@ def parallel(path: Path, folder: Path, **settings: object) -> subprocess.Complet
         ("qwen3", {"tie_word_embeddings": True}, {}),
         ("qwen2_moe", SHARED, {}),  # half of each expert
         ("qwen3_moe", {}, {"enable_expert_parallel": True}),  # three of five experts, and two
+        ("qwen3", {"kind": "int8-asymmetric", "kv": 4}, {}),
+        ("qwen2_moe", {"kind": "fp8", "intermediate_size": 128} | SHARED, {}),
     ],
-    ids=["rows", "pieces", "experts"],
+    ids=["rows", "pieces", "experts", "rounded", "rounded pieces"],
 )
 def test_two_processes_say_the_same(
     architecture: str, overrides: dict, settings: dict, tmp_path: Path
