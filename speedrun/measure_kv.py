@@ -25,7 +25,7 @@ from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
 from qat.generate.decode import Generation, Sampling
 from qat.generate.step import DecodeStep
-from qat.kernels.decode_attention import EVERY, Cache
+from qat.kernels.cache import EVERY, Cache
 from qat.models.language_model import LanguageModel
 from qat.models.regions import set_kv
 from qat.quant.spec import KvSpec

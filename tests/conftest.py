@@ -1,7 +1,6 @@
 """Tiny models, made in the test: nothing here reaches a network or a downloaded file."""
 
 import gc
-import logging
 import os
 import shutil
 import sys
@@ -30,34 +29,9 @@ def pytest_collection_finish() -> None:
 
         # each command line would read the source of its classes anew
         _collection.extract_docstring_help = cache(_collection.extract_docstring_help)
-    if "httpcore2" in sys.modules:
-        import httpcore2
-
-        # each client would read the certificates of all authorities, for servers that have none
-        httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
-    _ask_few_loggers()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # a test makes little garbage: to look for it took a thirtieth of all
     gc.enable()
-
-
-def _ask_few_loggers() -> None:
-    """Know which loggers do not propagate: each phase of a test would ask a thousand of them."""
-    from _pytest.logging import catching_logs
-
-    enter, known = catching_logs.__enter__, logging.root.manager.loggerDict.values()
-    alone = [each for each in known if isinstance(each, logging.Logger) and not each.propagate]
-
-    def attach(self: catching_logs) -> logging.Handler:
-        if self.level is not None:
-            return enter(self)
-        self.attached_loggers += [logging.root, *alone]
-        for logger in self.attached_loggers:
-            logger.addHandler(self.handler)
-        return self.handler
-
-    catching_logs.__enter__ = attach
 
 
 @pytest.fixture

@@ -79,19 +79,19 @@ def blocks_of_tile(inputs: Inputs, config: NSAConfig, at: tuple[int, int, int]) 
     own = leader // size
     last = own + max(1, config.select_tile // size) - 1
     score = dict.fromkeys(range(start // size, last + 1), 0.0)
-    keys = [inputs.key[row, head, c * d : c * d + l].aminmax(dim=0) for c in visible]
     for of_group in range(inputs.group if visible else 0):
         query = inputs.query[row, head * inputs.group + of_group, leader]
-        lowest, highest = (query * torch.stack(ends) for ends in zip(*keys, strict=True))
-        highest = torch.maximum(lowest, highest).sum(-1)
-        mean = inputs.pooled_key[row, head, visible] @ query
-        logits = (mean + config.bound * (highest - mean)).tolist()
-        logits = [logit * inputs.scale for logit in logits]
+        logits = []
+        for c in visible:
+            keys, pooled = inputs.key[row, head, c * d : c * d + l], inputs.pooled_key[row, head, c]
+            highest = torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum()
+            mean = query @ pooled
+            logits.append(float(mean + config.bound * (highest - mean)) * inputs.scale)
         shares = softmax(logits)
         for c, share in zip(visible, shares, strict=True):
-            for j in range(c * d // size, (c * d + l - 1) // size + 1):
+            for j in score:
                 shared = min(c * d + l, (j + 1) * size) - max(c * d, j * size)
-                score[j] += share * shared / l
+                score[j] += share * max(0, shared) / l
     for j in score:
         is_init = start // size <= j < start // size + config.init_blocks
         if is_init or own - config.local_blocks < j:

@@ -1,7 +1,6 @@
 """Where Triton's interpreter does not compute as a GPU does, and how a test mends it."""
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from types import FunctionType, ModuleType
@@ -11,8 +10,6 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
-
-from qat.kernels.dispatch import IS_COMPILED
 
 
 def round_to_nearest_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,66 +60,16 @@ def _patch_builtin(language: ModuleType | type, builder: object, scope: object) 
     for name in _builtins(language):
         member = getattr(language, name)
         if tl.core.is_builtin(member):  # some stay replaced after a launch
-            scope.set_attr(language, name, _interpreted(member))
-
-
-def _interpreted(member: FunctionType) -> FunctionType:
-    """A function of the language that asks the interpreter what it means."""
-    inner = getattr(member, "__wrapped__", member)  # around it, only that question is checked
-
-    def call(*args: object, **kwargs: object) -> object:
-        kwargs["_semantic"] = interpreter.interpreter_semantic
-        return inner(*args, **kwargs)
-
-    return call
-
-
-def _work_out_types_once() -> None:
-    init, find_dtype = tl.block_type.__init__, interpreter._get_np_dtype
-    broadcast = interpreter.TritonSemantic.broadcast_impl_value
-    blocks, dtypes, shapes = {}, {}, {}
-    scalar = tl.tuple([]), tl.constexpr(1)
-
-    def block(self: tl.block_type, element_ty: tl.dtype, shape: Iterable) -> None:
-        sizes = tuple([getattr(size, "value", size) for size in shape])
-        key = element_ty.name, sizes
-        if key not in blocks:
-            init(self, element_ty, list(sizes))
-            of_tensors = tl.tuple([*map(tl.constexpr, sizes)]), tl.constexpr(self.numel)
-            self.of_tensors = shapes.setdefault(sizes, of_tensors)
-            blocks[key] = self.__dict__
-        self.__dict__ = {**blocks[key], "element_ty": element_ty}
-
-    def tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = type.of_tensors if type.is_block() else scalar
-
-    def np_dtype(kind: tl.dtype) -> np.dtype:
-        name = kind.scalar.name
-        if name not in dtypes:
-            dtypes[name] = find_dtype(kind)
-        return dtypes[name]
-
-    def broadcast_where_shapes_differ(
-        self: interpreter.TritonSemantic, lhs: tl.tensor, rhs: tl.tensor
-    ) -> tuple[tl.tensor, tl.tensor]:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
-
-    tl.block_type.__init__, tl.tensor.__init__ = block, tensor
-    interpreter._get_np_dtype = np_dtype
-    interpreter.TritonSemantic.broadcast_impl_value = broadcast_where_shapes_differ
+            interpreter._patch_attr(language, name, member, builder, scope)
 
 
 def without_waste() -> None:
-    """Let Triton's interpreter compute the same in a third of the time.
+    """Let Triton's interpreter compute the same in less than half of the time.
 
     A kernel's launch puts the interpreter in place of Triton's language. So did each call of a
     device function, which looked through the whole language for what the launch had replaced. And
-    each sum of integers was computed in 64 bits too, for a check that only debugging makes. Each
-    tensor wrote its shape and the name of its type anew.
+    each sum of integers was computed in 64 bits too, for a check that only debugging makes.
     """
-    if not IS_COMPILED:  # the compiler has the same types
-        _work_out_types_once()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     patch, patched = interpreter._patch_lang, set()

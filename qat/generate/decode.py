@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.base import Backend
 from qat.backend.device import on
 from qat.generate.step import DecodeStep
-from qat.kernels.decode_attention import Angles, Cache
+from qat.kernels.cache import Angles, Cache
 from qat.kernels.lut_matvec import MOST_VECTORS
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer

@@ -28,7 +28,7 @@ from qat.generate.decode import Sampling
 from qat.generate.step import DecodeLayer, DecodeStep, Together, dense_linear
 from qat.generate.text import continue_rows
 from qat.kernels.add_norm import add_norm_
-from qat.kernels.decode_attention import EVERY, Cache, Scoring
+from qat.kernels.cache import EVERY, Cache, Scoring
 from qat.kernels.draw_next import draw_next
 from qat.kernels.glu import silu_mul
 from qat.kernels.slot_attention import place_heads, slot_attention

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, decode_attention
+from qat.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.kernels.decode_attention import decode_attention
 from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_matvec import MOST_VECTORS, Norm, Stream, matvec, matvec_add, stream
 from qat.kernels.lut_rows import LutRows, Rows, order_of, reads, spread, stack, stacks

@@ -7,7 +7,8 @@ sequences of all lengths.
 
 The kernel of the attention: one program for a slot and a key head. Its query heads are the rows of
 one small matrix, which meets tiles of keys and values with a running softmax. It is bound by the
-bytes of the cache.
+bytes of the cache. Packed keys and values have `qat.kernels.packed_attention`, but for those in
+float32 and of narrow heads.
 
 Shapes: B slots, T new tokens, H query heads, J key heads, N positions of a slot, D width of a head.
 """
@@ -16,8 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, put_packed, read_packed
-from qat.kernels.dispatch import tl, triton, use_triton
+from qat.kernels.cache import EVERY, Angles, Cache, Scoring, put_packed, read_packed
+from qat.kernels.dispatch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapping,
+    tl,
+    triton,
+    use_triton,
+)
+from qat.kernels.lut_rows import empty_inputs, spread
+from qat.kernels.packed_attention import is_read_packed, packed_attention
 
 TILE, WARPS, STAGES = 64, 4, 3
 """Positions of 16 bits that a program reads at a time, its warps, and the tiles under way."""
@@ -26,17 +36,25 @@ LEAST = 16
 
 
 def place_heads(
-    qkv: Tensor, cache: Cache, slots: Tensor, positions: Tensor, angles: Angles, scoring: Scoring
+    qkv: Tensor,
+    cache: Cache,
+    slots: Tensor | None,
+    positions: Tensor,
+    angles: Angles,
+    scoring: Scoring,
 ) -> Tensor:
     """Rotated queries `(T, H, D)`, in the dtype of `qkv`; keys and values go into the cache.
 
     `qkv` `(T, (H + 2 J) D)` holds queries, keys and values; `slots` and `positions`, both `(T,)`
-    int64, say where those of a token belong. No two tokens have the same place.
+    int64, say where those of a token belong: without `slots` to the one of its own number, and a
+    single position is that of all. No two tokens have the same place.
     """
     if use_triton(qkv):
         return _place_by_kernel(qkv, cache, slots, positions, angles, scoring)
     _, J, _, D = cache.shape
     heads = qkv.unflatten(1, (-1, D))
+    if slots is None:
+        slots = torch.arange(len(qkv), device=qkv.device)
     query, key, value = heads.split([heads.shape[1] - 2 * J, J, J], 1)
     turn = (angles.cos[positions, None], angles.sin[positions, None])
     query = _rotated(_normed(query.float(), scoring.q_norm, scoring.eps), *turn)
@@ -45,14 +63,17 @@ def place_heads(
     return query.to(qkv.dtype)
 
 
-def slot_attention(query: Tensor, cache: Cache, positions: Tensor, scaling: float) -> Tensor:
+def slot_attention(
+    query: Tensor, cache: Cache, positions: Tensor, scaling: float, *, order: int = 1
+) -> Tensor:
     """`softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]` of each slot: `(B, H D)`.
 
-    `query` `(B, H, D)`, `positions` `(B,)` int64. On a GPU the weights are rounded to the dtype of
-    the values before they meet them; sums are float32.
+    `query` `(B, H, D)`, `positions` `(B,)` int64, or `(1,)` for all. In the dtype of `query`, or
+    spread by `order`. On a GPU the weights are rounded to the dtype of the values before they meet
+    them, unless these are packed; sums are float32.
     """
     if use_triton(query):
-        return _attend_by_kernel(query, cache, positions, scaling)
+        return _attend_by_kernel(query, cache, positions, scaling, order)
     longest = int(positions.max()) + 1
     seen = torch.arange(longest, device=query.device) <= positions[:, None]
     out = F.scaled_dot_product_attention(
@@ -61,8 +82,8 @@ def slot_attention(query: Tensor, cache: Cache, positions: Tensor, scaling: floa
         attn_mask=seen[:, None, None],
         scale=scaling,
         enable_gqa=True,
-    )
-    return out.flatten(1)
+    ).flatten(1)
+    return out if order == 1 else spread(out, order)
 
 
 def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -75,16 +96,22 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _place_by_kernel(
-    qkv: Tensor, cache: Cache, slots: Tensor, positions: Tensor, angles: Angles, scoring: Scoring
+    qkv: Tensor,
+    cache: Cache,
+    slots: Tensor | None,
+    positions: Tensor,
+    angles: Angles,
+    scoring: Scoring,
 ) -> Tensor:
     _, J, N, D = cache.shape
     tensors, kept = cache.for_kernel()
     T, H = len(qkv), qkv.shape[1] // D - 2 * J
     query = qkv.new_empty(T, H, D)
-    _place_kernel[(T,)](
+    _place_kernel[(T, J)](
         query, qkv, *tensors, slots, positions, *angles, scoring.q_norm, scoring.k_norm, N,
         scoring.eps,
-        H=H, J=J, D=D, ROWS=triton.next_power_of_2(H + 2 * J), **kept, num_warps=4,
+        H=H, J=J, D=D, ROWS=triton.next_power_of_2(H // J + 2), STRIDE=int(len(positions) > 1),
+        **kept, num_warps=4, **overlapping(qkv.device),
     )  # fmt: skip
     return query
 
@@ -93,58 +120,70 @@ def _place_by_kernel(
 def _place_kernel(
     query, qkv, keys, key_steps, values, value_steps, slots, positions, cos, sin,
     q_norm, k_norm, N, eps,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BITS: tl.constexpr, KIND: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token: rows of a matrix, in its two halves, which rotate into each other."""
-    token = tl.program_id(0).to(tl.int64)
-    slot, at = tl.load(slots + token).to(tl.int64), tl.load(positions + token).to(tl.int64)
-    row, half = tl.arange(0, ROWS)[:, None], tl.arange(0, D // 2)[None, :]
-    new = qkv + token * (H + 2 * J) * D + row * D + half
-    is_there = row < H + 2 * J
+    """The queries of a key head of one token, their key and value: rows of a matrix, in its two
+    halves, which rotate into each other."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    GROUP: tl.constexpr = H // J
+    token, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = token if slots is None else tl.load(slots + token).to(tl.int64)
+    at = tl.load(positions + token * STRIDE).to(tl.int64)
+    rows, halves = tl.arange(0, ROWS), tl.arange(0, D // 2)
+    row, half = rows[:, None], halves[None, :]
+    head = tl.where(row < GROUP, j * GROUP + row, H + j + (row - GROUP) * J)
+    new = qkv + (token * (H + 2 * J) + head) * D + half
+    is_there = row < GROUP + 2
     x1 = tl.load(new, mask=is_there, other=0.0).to(tl.float32)
     x2 = tl.load(new + D // 2, mask=is_there, other=0.0).to(tl.float32)
     v1, v2 = x1, x2
     if q_norm is not None:
         norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / D + eps)[:, None]
-        x1 *= norm * tl.where(row < H, tl.load(q_norm + half), tl.load(k_norm + half))
+        x1 *= norm * tl.where(row < GROUP, tl.load(q_norm + half), tl.load(k_norm + half))
         later = D // 2 + half
-        x2 *= norm * tl.where(row < H, tl.load(q_norm + later), tl.load(k_norm + later))
+        x2 *= norm * tl.where(row < GROUP, tl.load(q_norm + later), tl.load(k_norm + later))
     cos, sin = cos + at * D + half, sin + at * D + half
     y1 = x1 * tl.load(cos) - x2 * tl.load(sin)
     y2 = x2 * tl.load(cos + D // 2) + x1 * tl.load(sin + D // 2)
-    out = query + (token * H + row) * D + half
-    tl.store(out, y1.to(query.dtype.element_ty), mask=row < H)
-    tl.store(out + D // 2, y2.to(query.dtype.element_ty), mask=row < H)
+    out = query + (token * H + head) * D + half
+    tl.store(out, y1.to(query.dtype.element_ty), mask=row < GROUP)
+    tl.store(out + D // 2, y2.to(query.dtype.element_ty), mask=row < GROUP)
     y1, y2, v1, v2 = y1.to(KIND), y2.to(KIND), v1.to(KIND), v2.to(KIND)
-    key, is_key = (slot * J + row - H) * N + at, (row >= H) & (row < H + J)
-    value, is_value = (slot * J + row - H - J) * N + at, (row >= H + J) & is_there
+    place, is_key, is_value = (slot * J + j) * N + at, rows == GROUP, rows == GROUP + 1
     if BITS:
-        rows, halves = tl.arange(0, ROWS), tl.arange(0, D // 2)
-        place, is_row = (slot * J + rows - H) * N + at, (rows >= H) & (rows < H + J)
         y1, y2, v1, v2 = y1.to(tl.float32), y2.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32)
-        put_packed(keys, key_steps, place, y1, y2, halves, is_row, D, BITS)
-        place, is_row = place - J * N, (rows >= H + J) & (rows < H + 2 * J)
-        put_packed(values, value_steps, place, v1, v2, halves, is_row, D, BITS)
+        places = place + rows * 0
+        put_packed(keys, key_steps, places, y1, y2, halves, is_key, D, BITS)
+        put_packed(values, value_steps, places, v1, v2, halves, is_value, D, BITS)
     else:
-        tl.store(keys + key * D + half, y1, mask=is_key)
-        tl.store(keys + key * D + half + D // 2, y2, mask=is_key)
-        tl.store(values + value * D + half, v1, mask=is_value)
-        tl.store(values + value * D + half + D // 2, v2, mask=is_value)
+        keys, values = keys + place * D + half + row * 0, values + place * D + half + row * 0
+        tl.store(keys, y1, mask=is_key[:, None])
+        tl.store(keys + D // 2, y2, mask=is_key[:, None])
+        tl.store(values, v1, mask=is_value[:, None])
+        tl.store(values + D // 2, v2, mask=is_value[:, None])
 
 
-def _attend_by_kernel(query: Tensor, cache: Cache, positions: Tensor, scaling: float) -> Tensor:
+def _attend_by_kernel(
+    query: Tensor, cache: Cache, positions: Tensor, scaling: float, order: int
+) -> Tensor:
     B, H, D = query.shape
     _, J, N, _ = cache.shape
-    tensors, kept = cache.for_kernel()
     out = query.new_empty(B, H * D)
+    if is_read_packed(cache, H // J):
+        out = out if order == 1 else empty_inputs(B, H * D, order, query.device)
+        return packed_attention(out, query, cache, positions, scaling, order=order)
+    tensors, kept = cache.for_kernel()
     tile = TILE * 2 // query.element_size()  # as many bytes of shared memory in float32
     _attend_kernel[(B * J,)](
-        out, query, *tensors, positions, N, scaling * 1.4426950408889634,  # log2(e): powers of 2
+        out, query, *tensors, positions.expand(B).contiguous(), N,
+        scaling * 1.4426950408889634,  # log2(e): powers of 2
         H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
         TILE=tile, STAGES=STAGES, **kept, num_warps=WARPS,
     )  # fmt: skip
-    return out
+    return out if order == 1 else spread(out, order)
 
 
 @triton.jit
@@ -175,10 +214,9 @@ def _attend_kernel(
         seen = start + tile
         is_seen = seen < end
         if BITS:
-            K = tl.trans(
-                read_packed(keys, key_steps, seen, whole, is_seen, is_whole, KIND, D, BITS)
-            )
+            K = read_packed(keys, key_steps, seen, whole, is_seen, is_whole, KIND, D, BITS)
             V = read_packed(values, value_steps, seen, whole, is_seen, is_whole, KIND, D, BITS)
+            K, V = tl.trans(K).to(Q.dtype), V.to(Q.dtype)
         else:
             K = tl.load(
                 keys + seen[None, :] * D + whole[:, None],

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qat.backend.base import Backend
-from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.cache import Angles, Cache, Scoring
+from qat.kernels.decode_attention import decode_attention
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.decode import NONE, Past, append, attend, choose
 from qat.kernels.nsa.reads import KeyReads, measured

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.generate.step import DecodeLayer, DecodeStep
-from qat.kernels.decode_attention import Angles, Cache
+from qat.kernels.cache import Angles, Cache
 
 
 class PlainStep:

@@ -65,7 +65,7 @@ def build(asked: ServedTeacher, out: Path, **values: object) -> Manifest:
         tokenizer=TOKENIZER,
         teacher=asked,
         info=about,
-        documents=texts(15),
+        documents=texts(),
         out=out,
     )
 
@@ -77,7 +77,7 @@ def local(out: Path, **values: object) -> TeacherCache:
         tokenizer=TOKENIZER,
         teacher=teacher(),
         info=info(),
-        documents=texts(15),
+        documents=texts(),
         out=out,
         batch_size=4,
     )

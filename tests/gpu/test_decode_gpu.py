@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from qat.backend.device import on, seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
-from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, decode_attention
+from qat.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.kernels.decode_attention import decode_attention
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
 from qat.kernels.lut_rows import gathered, order_of, spread, stack
 from qat.models.language_model import LanguageModel

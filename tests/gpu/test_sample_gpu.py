@@ -13,7 +13,7 @@ from qat.bench.student import random_model
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch, Request, SlotStep, Waves, open_sampler
 from qat.kernels.add_norm import add_norm_
-from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring
+from qat.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.kernels.dispatch import computing_by
 from qat.kernels.draw_next import draw_next
 from qat.kernels.slot_attention import place_heads, slot_attention

@@ -1,28 +1,31 @@
 """`decode_attention` against textbook attention in float64, and its kernel, interpreted."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels import decode_attention as module
-from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring, decode_attention
+from qat.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.kernels.decode_attention import decode_attention
+from qat.kernels.dispatch import computing_by
 from qat.kernels.lut_rows import gathered
 from qat.quant.kv import dequantize_heads, fake_quantize_heads
 
 B, H, J, N, D = 2, 4, 2, 80, 16
 
 
-@pytest.fixture(params=["reference", "kernel"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Compute by the plain reference, or by the kernel in Triton's interpreter."""
+@pytest.fixture(params=["reference", "kernel"], autouse=True)
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compute by the plain reference, or by the kernels in Triton's interpreter."""
     if request.param == "kernel":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
-            pytest.skip("tests/gpu runs the kernel itself")
-        monkeypatch.setattr(module, "use_triton", lambda tensor: True)
-    return request.param
+            pytest.skip("tests/gpu runs the kernels themselves")
+    with computing_by(kernel=request.param == "kernel"):
+        yield
 
 
 def textbook(
@@ -46,7 +49,7 @@ def textbook(
 
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize("at", [0, 5, 79])
-def test_one_new_position(at: int, has_norms: bool, path: str) -> None:
+def test_one_new_position(at: int, has_norms: bool) -> None:
     qkv = torch.randn(B, (H + 2 * J) * D)
     cache = Cache(torch.randn(B, J, N, D), torch.randn(B, J, N, D))
     angle = torch.rand(N, D) * 6
@@ -74,7 +77,7 @@ def test_one_new_position(at: int, has_norms: bool, path: str) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("at", "width"), [(0, D), (70, 64)])
 def test_a_packed_cache_is_read_as_training_computes(
-    at: int, bits: int, kind: torch.dtype, width: int, path: str
+    at: int, bits: int, kind: torch.dtype, width: int
 ) -> None:
     qkv = torch.randn(B, (H + 2 * J) * width).to(kind).float()
     angle = torch.zeros(N, width)  # no rotation and no norm: keys are then equal to the bit

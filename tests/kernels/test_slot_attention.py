@@ -6,7 +6,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.decode_attention import EVERY, Angles, Cache, Scoring
+from qat.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.kernels.dispatch import computing_by
 from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.quant.kv import dequantize_heads, fake_quantize_heads

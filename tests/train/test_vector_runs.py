@@ -39,7 +39,7 @@ def test_trained_is_stored_is_written(
 ) -> None:
     kind = {"vector_size": size, "trellis_bits": trellis_bits}
     spec = LutSpec(bits=bits, **kind, group_size=16, scale_bits=8)
-    place = make_place(tmp_path, spec, layers=1)
+    place = make_place(tmp_path, spec)
     # in three steps a number of a codeword shall move by 1/64 of the largest
     settings = config(place, learn=learn, max_steps=3, lr=0.1, lr_codebook=0.1)
     trainer = make_trainer(settings, place / "student", tmp_path / "run")
@@ -60,7 +60,7 @@ def test_trained_is_stored_is_written(
 
 
 def test_a_device_that_compiles_finds_no_paths(tmp_path: Path, monkeypatch) -> None:
-    place = make_place(tmp_path, SPECS["trellis2_s8"], layers=1)
+    place = make_place(tmp_path, SPECS["trellis2_s8"])
     monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
     with pytest.raises(ConfigError, match="has a trellis, whose paths a device that compiles"):
         run(place, tmp_path / "run", learn="weights,scales,codebook")
@@ -69,7 +69,7 @@ def test_a_device_that_compiles_finds_no_paths(tmp_path: Path, monkeypatch) -> N
 @pytest.mark.parametrize("name", ["fours8_s8", "trellis2_s8"])
 @pytest.mark.parametrize("learn", ["weights,scales,codebook", "scales,codebook"])
 def test_a_stopped_run_goes_on_bit_for_bit(learn: str, name: str, tmp_path: Path) -> None:
-    place = make_place(tmp_path, SPECS[name], layers=1)
+    place = make_place(tmp_path, SPECS[name])
     whole = tmp_path / "whole", run(place, tmp_path / "whole", learn=learn)
     with stopped_at(Optimizer, "step", 4):
         run(place, tmp_path / "stopped", learn=learn)

@@ -26,8 +26,9 @@ from qat.bench.kernels.tune import (
 from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.attention import packed_attention, tile_attention
+from qat.kernels.cache import Angles, Cache, Scoring
 from qat.kernels.column_sweep import refit_scale, settle_columns
-from qat.kernels.decode_attention import Angles, Cache, Scoring, decode_attention
+from qat.kernels.decode_attention import decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
 from qat.kernels.joined_attention import (

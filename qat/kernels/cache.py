@@ -1,0 +1,174 @@
+"""What attention of new tokens reads: keys and values of the tokens before, as numbers or packed.
+
+And what its kernels do with packed ones: quantize new heads, and read them back.
+
+Shapes: B sequences, J key heads, N positions of the cache, D width of a head.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from qat.kernels.dispatch import tl, triton
+from qat.quant.kv import OFFSET, REST, Index, PackedHeads, dequantize_heads
+
+EVERY = slice(None)
+"""Index of all along a dimension of a cache."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of one layer, as numbers or packed."""
+
+    keys: Tensor | PackedHeads
+    """`(B, J, N, D)`, rotated."""
+    values: Tensor | PackedHeads
+    """`(B, J, N, D)`."""
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        bits: int | None = None,
+    ) -> Self:
+        """Room for `shape` `(B, J, N, D)`, zeros so far; packed in so many bits if given."""
+        if bits is None:
+            return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in cls._fields))
+        return cls(*(PackedHeads.empty(shape, bits, dtype, device) for _ in cls._fields))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(B, J, N, D)`."""
+        keys = self.keys
+        packed = isinstance(keys, PackedHeads)
+        return (*keys.steps.shape, keys.width) if packed else tuple(keys.shape)
+
+    def for_kernel(self) -> tuple[list[Tensor | None], dict[str, object]]:
+        """What a kernel is told: keys, their steps, values, theirs; and as constants, the bits (0
+        where they are numbers) and the dtype that they are read as."""
+        if isinstance(self.keys, PackedHeads):
+            kind = str(self.keys.dtype).removeprefix("torch.")
+            tensors = [tensor for part in self for tensor in (part.codes, part.steps)]
+            return tensors, {"BITS": self.keys.bits, "KIND": getattr(tl, kind)}
+        kind = str(self.keys.dtype).removeprefix("torch.")
+        return [self.keys, None, self.values, None], {"BITS": 0, "KIND": getattr(tl, kind)}
+
+    def put(self, key: Tensor, value: Tensor, *places: Index) -> None:
+        """Write new heads to an index of all dimensions but the last."""
+        for part, new in zip(self, (key, value), strict=True):
+            if isinstance(part, PackedHeads):
+                part.put(new, *places)
+            else:
+                part[places] = new.to(part.dtype)
+
+    def at(self, *places: Index) -> tuple[Tensor, Tensor]:
+        """Keys and values at such an index, as numbers."""
+        keys, values = (
+            dequantize_heads(part.at(*places)) if isinstance(part, PackedHeads) else part[places]
+            for part in self
+        )
+        return keys, values
+
+
+class Angles(NamedTuple):
+    """What positions rotate queries and keys by: halves of a head against each other."""
+
+    cos: Tensor
+    """`(N, D)` float32."""
+    sin: Tensor
+    """`(N, D)` float32."""
+
+
+class Scoring(NamedTuple):
+    """How one layer's queries meet its keys."""
+
+    scaling: float
+    """Scores are `scaling * q @ k`."""
+    q_norm: Tensor | None = None
+    """`(D,)` gain of the RMS norm of every query, if there is one."""
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+EXPONENTS, BELOW = tl.constexpr(OFFSET), tl.constexpr(REST)
+ALL_BELOW = tl.constexpr((1 << REST) - 1)
+
+
+@triton.jit
+def scale_of(octet):
+    """A scale in float32, of its byte: see `qat.quant.kv`."""
+    return ((octet + EXPONENTS) << BELOW).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _step(word, BITS: tl.constexpr):
+    """Scale and smallest number of a half, from the lower 16 bits of what a cache keeps of it."""
+    scale = scale_of(word & 255)
+    return scale, -(((word >> 8) & 255).to(tl.float32) * scale / 2 ** (8 - BITS))
+
+
+@triton.jit
+def _nearest(x, scale, zero):
+    """As `qat.quant.kv` has it: the same codes, however a division is rounded."""
+    code = tl.floor(x / scale + zero + 0.5)
+    code += ((code + 0.5 - zero) * scale <= x).to(tl.float32)
+    return code - ((code - 0.5 - zero) * scale > x).to(tl.float32)
+
+
+@triton.jit
+def _step_for(x, BITS: tl.constexpr):
+    """The 16 bits that a cache keeps of each half head, a row of `x`, which may end in zeros."""
+    low = tl.minimum(tl.min(x, axis=1), 0.0)
+    span = tl.maximum(tl.max(x, axis=1), 0.0) - low
+    raw = (span / (2.0**BITS - 1)).to(tl.int32, bitcast=True)
+    octet = ((raw + ALL_BELOW) >> BELOW) - EXPONENTS
+    is_short = scale_of(octet) * (2.0**BITS - 1) < span
+    is_long = scale_of(octet - 1) * (2.0**BITS - 1) >= span
+    octet = tl.minimum(tl.maximum(octet + is_short.to(tl.int32) - is_long.to(tl.int32), 0), 255)
+    zero = _nearest(low * -(2.0 ** (8 - BITS)), scale_of(octet), 0.0)
+    return octet | (tl.minimum(zero, 255.0).to(tl.int32) << 8)
+
+
+@triton.jit
+def _encoded(x, word, BITS: tl.constexpr):
+    """Codes of `x` in the steps of a half."""
+    zero = ((word >> 8) & 255).to(tl.float32) / 2 ** (8 - BITS)
+    code = _nearest(x, scale_of(word & 255), zero)
+    return tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1).to(tl.int32)
+
+
+@triton.jit
+def put_packed(codes, steps, place, x1, x2, half, is_row, D: tl.constexpr, BITS: tl.constexpr):
+    """Quantize heads, rows of halves `(R, D/2)`, and keep them at `place` `(R,)`."""
+    word1, word2 = _step_for(x1, BITS), _step_for(x2, BITS)
+    code1, code2 = _encoded(x1, word1[:, None], BITS), _encoded(x2, word2[:, None], BITS)
+    out = codes + place[:, None] * (D * BITS // 8) + half[None, :]
+    is_there = is_row[:, None] & (half < D // 2)[None, :]
+    if BITS == 4:
+        tl.store(out, (code1 | (code2 << 4)).to(tl.uint8), mask=is_there)
+    else:
+        tl.store(out, code1.to(tl.uint8), mask=is_there)
+        tl.store(out + D // 2, code2.to(tl.uint8), mask=is_there)
+    tl.store(steps + place, word1 | (word2 << 16), mask=is_row)
+
+
+@triton.jit
+def read_packed(
+    codes, steps, seen, column, is_seen, is_column,
+    KIND: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """`(positions, columns)` of a head: what `qat.quant.kv.dequantize_heads` gives, to the bit."""
+    WIDTH: tl.constexpr = D * BITS // 8
+    is_second = column >= D // 2
+    place = seen[:, None] * WIDTH + (column % WIDTH)[None, :]
+    code = tl.load(codes + place, mask=is_seen[:, None] & is_column[None, :], other=0)
+    if BITS == 4:
+        code = (code >> tl.where(is_second, 4, 0).to(tl.uint8)[None, :]) & 15
+    word = tl.load(steps + seen, mask=is_seen, other=0)
+    scale1, low1 = _step(word, BITS)
+    scale2, low2 = _step(word >> 16, BITS)
+    scale = tl.where(is_second[None, :], scale2[:, None], scale1[:, None])
+    low = tl.where(is_second[None, :], low2[:, None], low1[:, None])
+    return (code.to(tl.float32) * scale + low).to(KIND)

@@ -1,0 +1,560 @@
+"""Attention of one new token of each sequence over keys and values in 8 or 4 bits, read packed.
+
+What is multiplied are the very numbers of `dequantize_heads` in 16 bits, formed in registers; the
+other factor, queries or weights of the softmax, is what 16 bits have room for and what that leaves.
+Sums are float32.
+
+The kernel: positions are shared by programs, and within one by its warps, which never wait for each
+other: each takes 16 or 32 positions at a time with a softmax of its own, while those of its next
+turn are on their way. Codes go from memory to the lane that multiplies them, 16 bytes a lane, and
+no number passes shared memory. That works because the order within a sum is free. Lane 4 g + c:
+
+    scores    `mma.m16n8k16`: rows are queries (g: upper parts, g + 8: what they leave), columns
+              positions; the lane has column g, and of its key the c-th quarter of each half
+    weights   the lane then has those of query g, at positions 2 c and 2 c + 1 of each 8: which is
+              what the second product wants of its second factor
+    values    rows are numbers of a head, columns queries: up to 4 in their two parts, or 8 parts
+              one after the other. The lane has the g-th eighth of each half at its positions
+
+Column 2 c + e of a tile t of 8 is position 2 TILES c + 2 t + e of the turn, so that a lane's values
+lie behind each other. A number of 4 bits in bfloat16 costs 2 instructions: in bits of 128 + code,
+two at a time, less 128 + the integers of its zero, then times the scale less the rest of the zero
+times the scale, each of which is exact but for the last rounding. All others cost 4: in bits of
+2**15 + code as float32, times the scale, less (2**15 + zero) times the scale.
+
+Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
+"""
+
+import torch
+from torch import Tensor
+
+from qat.backend.device import on
+from qat.kernels.cache import EXPONENTS, Cache, scale_of
+from qat.kernels.dispatch import (
+    IS_COMPILED,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapping,
+    tl,
+    triton,
+)
+from qat.kernels.lut_mma import columns
+from qat.kernels.lut_rows import put_inputs
+from qat.quant.kv import PackedHeads
+
+WARPS = 4
+PROGRAMS = 3 * 132
+"""Programs that share the cache: what the multiprocessors of a large GPU have registers for."""
+TILES = 2
+"""Of 8 positions, that a warp takes in a turn."""
+MOST_QUERIES = 8
+"""Query heads of a key head."""
+LEAST_WIDTH = 64
+"""Of a head: of 4 bits, a lane's share of a value is then a whole word."""
+TOGETHER = 32
+"""Splits whose sums are added up at a time."""
+LOG2_E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e30)
+"""Peak of a softmax over no keys: finite, so that differences are."""
+KINDS = (torch.bfloat16, torch.float16)
+
+
+def is_read_packed(cache: Cache, num_queries: int) -> bool:
+    """Whether `packed_attention` knows such a cache, of so many query heads for each key head."""
+    keys = cache.keys
+    if not isinstance(keys, PackedHeads):
+        return False
+    # `mma.m16n8k16` came with Ampere, as bfloat16 did
+    is_device = not keys.codes.is_cuda or on(keys.codes.device).has_bf16()
+    is_head = keys.width >= LEAST_WIDTH and num_queries <= MOST_QUERIES
+    return keys.dtype in KINDS and is_device and is_head
+
+
+def packed_attention(
+    out: Tensor, query: Tensor, cache: Cache, positions: Tensor, scaling: float, *, order: int
+) -> Tensor:
+    """`softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]`, into `out` `(B, H D)`.
+
+    `query` `(B, H, D)`; `positions` `(B,)` int64, or `(1,)` for all. `out` lies as `spread` has it
+    by `order`, and is returned.
+    """
+    B, H, D = query.shape
+    _, J, N, _ = cache.shape
+    (keys, key_steps, values, value_steps), kept = cache.for_kernel()
+    splits = max(1, min(PROGRAMS // (B * J), triton.cdiv(N, 8 * TILES * WARPS)))
+    parts, peaks, sums = empty_parts(B * H, splits * WARPS, D, query.device)
+    _packed_kernel[(B * J, splits)](
+        parts, peaks, sums, query, keys.view(torch.int32), key_steps, values.view(torch.int32),
+        value_steps, positions, N, scaling * LOG2_E,
+        H=H, J=J, D=D, TILES=TILES, W=WARPS, SPLITS=splits, STRIDE=int(len(positions) > 1),
+        ASSEMBLED=IS_COMPILED, **kept, num_warps=WARPS, num_stages=1, **overlapping(query.device),
+    )  # fmt: skip
+    return merge(out, parts, peaks, sums, order=order)
+
+
+def empty_parts(heads: int, splits: int, D: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Room for what splits of the positions find, float32: what `merge` reads."""
+    parts = torch.empty(heads, splits, D, device=device)
+    return parts, *torch.empty(2, heads, splits, device=device)
+
+
+def merge(out: Tensor, parts: Tensor, peaks: Tensor, sums: Tensor, *, order: int) -> Tensor:
+    """The softmaxes of splits as one, into `out` `(B, H D)`, which lies as `spread` has it.
+
+    `parts` `(B H, splits, D)` are sums of values times `exp(score - peak)`; `peaks` and `sums`, of
+    `exp(score - peak)`, are `(B H, splits)`.
+    """
+    heads, splits, D = parts.shape
+    room = triton.next_power_of_2(splits)
+    _merge_kernel[(heads,)](
+        out, parts, peaks, sums, H=heads // len(out), D=D, SPLITS=splits, ROOM=room,
+        TOGETHER=min(room, TOGETHER), ORDER=order, num_warps=4, **overlapping(parts.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _merge_kernel(
+    out, parts, peaks, sums,
+    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
+    TOGETHER: tl.constexpr, ORDER: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    split, whole = tl.arange(0, ROOM), tl.arange(0, D)
+    peaks, sums = peaks + head * SPLITS, sums + head * SPLITS
+    peak = tl.load(peaks + split, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(peak, axis=0)
+    every = tl.load(sums + split, mask=split < SPLITS, other=0.0)
+    total = tl.sum(tl.exp(peak - top) * every, axis=0)
+    y = tl.zeros([D], tl.float32)
+    for start in range(0, SPLITS, TOGETHER):
+        some = start + tl.arange(0, TOGETHER)
+        is_some = some < SPLITS
+        weight = tl.exp(tl.load(peaks + some, mask=is_some, other=float("-inf")) - top)
+        place = (head * SPLITS + some)[:, None] * D + whole[None, :]
+        found = tl.load(parts + place, mask=is_some[:, None], other=0.0)
+        y += tl.sum(found * weight[:, None], axis=0)
+    column = head % H * D + whole
+    put_inputs(out, head // H, column, y / total, column < H * D, H * D, ORDER)
+
+
+@triton.jit
+def _packed_kernel(
+    parts, peaks, sums, query, keys, key_steps, values, value_steps, positions, N, scaling,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr,
+    SPLITS: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One split of the positions, for all query heads of a key head."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    GROUP: tl.constexpr = H // J
+    IS_FOLDED: tl.constexpr = GROUP <= 4
+    SPAN: tl.constexpr = 8 * TILES * W
+    WORDS: tl.constexpr = D * BITS // 32
+    pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, j = pair // J, pair % J
+    end = tl.load(positions + b * STRIDE).to(tl.int32) + 1
+    lane = tl.arange(0, 32 * W)
+    g, c = lane % 32 // 4, lane % 4
+    keys, values = keys + pair * N * WORDS, values + pair * N * WORDS
+    key_steps, value_steps = key_steps + pair * N, value_steps + pair * N
+    head = b * H + j * GROUP
+    Q = _queries(
+        query + head * D, g % (4 if IS_FOLDED else 8), c, scaling, GROUP, D, KIND, ASSEMBLED
+    )
+    peak = tl.full([32 * W], LOWEST, tl.float32)
+    total = tl.zeros([32 * W], tl.float32)
+    out = ()
+    for _ in tl.static_range(D // 4):
+        out = out + (tl.zeros([32 * W], tl.float32),)
+    share = tl.cdiv(tl.cdiv(end, SPLITS), SPAN) * SPAN
+    first, last = split * share, tl.minimum(end, (split + 1) * share)
+    begin = first + lane // 32 * (8 * TILES)
+    drawn = _ahead(keys, key_steps, values, value_steps, begin, last, g, c, TILES, D, BITS)
+    for start in range(first, last, SPAN):
+        key, key_step, value, value_step = drawn
+        begin = start + lane // 32 * (8 * TILES)
+        drawn = _ahead(
+            keys, key_steps, values, value_steps, begin + SPAN, last, g, c, TILES, D, BITS
+        )
+        score, most = (), peak
+        for t in tl.static_range(TILES):
+            found = _scores(Q, key[t], key_step[t], D, W, BITS, KIND, ASSEMBLED)
+            seen = begin + 2 * TILES * c + 2 * t
+            for e in tl.static_range(2):
+                one = tl.where(seen + e < last, found[e], float("-inf"))
+                most = tl.maximum(most, one)
+                score = score + (one,)
+        most = _most_of_four(most, W, ASSEMBLED)
+        old, peak = tl.exp2(peak - most), most
+        total *= old
+        less = _by_column(old, W, ASSEMBLED)
+        mass, rest = (), ()
+        for t in tl.static_range(TILES):
+            one, two = tl.exp2(score[2 * t] - peak), tl.exp2(score[2 * t + 1] - peak)
+            total += one + two
+            upper, left = _in_two_parts(one, two, KIND, ASSEMBLED)
+            if IS_FOLDED:  # columns from 4 on are what those below leave
+                mass = mass + (tl.where(g < 4, upper, left),)
+            else:
+                mass, rest = mass + (upper,), rest + (left,)
+        more = ()
+        for k in tl.static_range(D // 4):
+            more = more + (out[k] * less[k % 2],)
+        for s in tl.static_range(TILES // 2):
+            more = _add_values(
+                more, value, value_step, 4 * s, mass[2 * s], mass[2 * s + 1], D, W, BITS, KIND,
+                ASSEMBLED,
+            )  # fmt: skip
+            if not IS_FOLDED:
+                more = _add_values(
+                    more, value, value_step, 4 * s, rest[2 * s], rest[2 * s + 1], D, W, BITS, KIND,
+                    ASSEMBLED,
+                )  # fmt: skip
+        out = more
+    # a warp's softmax is a split of its own
+    of_query = tl.arange(0, 8 * W)
+    row = of_query % 8
+    place = (head + row) * (SPLITS * W) + split * W + of_query // 8
+    top = tl.max(tl.reshape(peak, [8 * W, 4]), axis=1) * 0.6931471805599453
+    tl.store(peaks + place, top, mask=row < GROUP)
+    tl.store(sums + place, tl.sum(tl.reshape(total, [8 * W, 4]), axis=1), mask=row < GROUP)
+    for e in tl.static_range(2):
+        of_column = 2 * c + e
+        place = (head + of_column) * (SPLITS * W) + split * W + lane // 32
+        at = parts + place * D + g * (D // 16)
+        for half in tl.static_range(2):
+            for m in tl.static_range(D // 16):
+                found = out[4 * m + 2 * half + e]
+                if IS_FOLDED:
+                    found = _with_rest(found, W, ASSEMBLED)
+                tl.store(at + half * (D // 2) + m, found, mask=of_column < GROUP)
+
+
+@triton.jit
+def _queries(
+    query, row, c, scaling, GROUP: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """The first factor of each product of scores, as `_scores` takes its numbers: four words."""
+    found = ()
+    for half in tl.static_range(2):
+        place = row * D + half * (D // 2) + c * (D // 8)
+        at = query + place[:, None] + tl.arange(0, D // 8)[None, :]
+        x = tl.load(at, mask=(row < GROUP)[:, None], other=0.0).to(tl.float32) * scaling
+        x = columns(x, D // 8)
+        for m in tl.static_range(D // 32):
+            words = ()
+            for i in tl.static_range(2):
+                words = words + _in_two_parts(x[4 * m + i], x[4 * m + i + 2], KIND, ASSEMBLED)
+            found = found + (words,)
+    return found
+
+
+@triton.jit
+def _ahead(
+    keys, key_steps, values, value_steps, begin, end, g, c,
+    TILES: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Codes and steps of a lane's keys, one of each tile, and of its values, two of each tile."""
+    WORDS: tl.constexpr = D * BITS // 32
+    key, key_step, value, value_step = (), (), (), ()
+    # further places are so many words behind the first, which a load adds for nothing
+    seen = begin + 2 * TILES * (g // 2) + g % 2
+    at = keys + (seen * WORDS + c * (D // 32))[:, None] + tl.arange(0, D // 32)[None, :]
+    for t in tl.static_range(TILES):
+        is_seen = seen + 2 * t < end
+        key = key + (_words(at + 2 * t * WORDS, is_seen, D, BITS),)
+        key_step = key_step + (tl.load(key_steps + seen + 2 * t, mask=is_seen, other=0),)
+    seen = begin + 2 * TILES * c
+    at = values + (seen * WORDS + g * (D // 64))[:, None] + tl.arange(0, D // 64)[None, :]
+    for i in tl.static_range(2 * TILES):
+        is_seen = seen + i < end
+        value = value + (_words(at + i * WORDS, is_seen, D, BITS),)
+        value_step = value_step + (tl.load(value_steps + seen + i, mask=is_seen, other=0),)
+    return key, key_step, value, value_step
+
+
+@triton.jit
+def _words(at, is_seen, D: tl.constexpr, BITS: tl.constexpr):
+    """Words of each half of a head; of 4 bits they are the same. What is not seen is anything."""
+    low = tl.load(at, mask=is_seen[:, None])
+    if BITS == 4:
+        return (low,)
+    else:
+        return low, tl.load(at + D * BITS // 64, mask=is_seen[:, None])
+
+
+@triton.jit
+def _scores(
+    Q, key, step, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's positions 2 c and 2 c + 1 with query g."""
+    zero = tl.zeros([32 * W], tl.float32)
+    upper = (zero, zero, zero, zero)
+    for half in tl.static_range(2):
+        words = columns(key[half * BITS // 8], D // 32)
+        told = _told(step, step, half, BITS, KIND, ASSEMBLED)
+        for m in tl.static_range(D // 32):
+            one = _numbers(words[m], half * (8 - BITS), told, BITS, KIND, ASSEMBLED)
+            two = _numbers(words[m], half * (8 - BITS) + 8, told, BITS, KIND, ASSEMBLED)
+            q = Q[half * (D // 32) + m]
+            upper = _product(upper, q, one, two, W, KIND, ASSEMBLED)
+    return upper[0] + upper[2], upper[1] + upper[3]
+
+
+@triton.jit
+def _add_values(
+    out, value, step, i: tl.constexpr, one, two, D: tl.constexpr, W: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+):  # fmt: skip
+    """Of a lane's values i ... i + 3, times their weights in two words."""
+    N: tl.constexpr = D // 64
+    words, told = (), ()
+    for p in tl.static_range(2):
+        for half in tl.static_range(2):
+            first = columns(value[i + 2 * p][half * BITS // 8], N)
+            second = columns(value[i + 2 * p + 1][half * BITS // 8], N)
+            both = ()
+            for n in tl.static_range(N):
+                for selector in tl.static_range(0x5410, 0x7633, 0x2222):
+                    both = both + (_octets(first[n], second[n], selector, ASSEMBLED),)
+            words = words + (both,)
+            steps = step[i + 2 * p], step[i + 2 * p + 1]
+            told = told + (_told(steps[0], steps[1], half, BITS, KIND, ASSEMBLED),)
+    found = ()
+    for m in tl.static_range(D // 16):
+        row = ()
+        for k in tl.static_range(4):
+            row = row + (
+                _numbers(
+                    words[k][m // 2], m % 2 * 8 + k % 2 * (8 - BITS), told[k], BITS, KIND, ASSEMBLED
+                ),
+            )
+        before = out[4 * m], out[4 * m + 1], out[4 * m + 2], out[4 * m + 3]
+        found = found + _product(before, row, one, two, W, KIND, ASSEMBLED)
+    return found
+
+
+@triton.jit
+def _told(
+    one, two, half: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
+):
+    """What `_numbers` needs of the steps of two positions."""
+    if BITS == 4 and KIND == tl.bfloat16:
+        both = _octets(one, two, 0x7632 if half else 0x5410, ASSEMBLED)
+        scale = ((both & 0x00FF00FF) << 4) + (EXPONENTS << 4) * 0x10001
+        whole = _nibbles(both >> 12, LESS_128, ASSEMBLED)
+        rest = _nibbles(both >> 8, LESS_128, ASSEMBLED)
+        rest = _fma(rest, ONES, PLUS_128, KIND, ASSEMBLED)
+        # times a sixteenth of the scale: four less in the exponent
+        return scale, whole, _fma(rest, scale - 4 * 0x800080, 0, KIND, ASSEMBLED)
+    else:
+        one, two = one >> 16 * half, two >> 16 * half
+        scale1, scale2 = scale_of(one & 255), scale_of(two & 255)
+        FINE: tl.constexpr = 8 if BITS == 8 else 4
+        low1 = ((one >> 8 & 255) << FINE | LARGE).to(tl.float32, bitcast=True)
+        low2 = ((two >> 8 & 255) << FINE | LARGE).to(tl.float32, bitcast=True)
+        return scale1, scale1 * -low1, scale2, scale2 * -low2
+
+
+@triton.jit
+def _numbers(
+    both, SHIFT: tl.constexpr, told, BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
+):
+    """The codes at a bit of both halves of a word as a word of two numbers."""
+    if BITS == 4 and KIND == tl.bfloat16:
+        code = _nibbles(both >> SHIFT, PLUS_128, ASSEMBLED)
+        code = _fma(code, ONES, told[1], KIND, ASSEMBLED)
+        return _fma(code, told[0], told[2], KIND, ASSEMBLED)
+    else:
+        if BITS == 8:
+            one = _octets(both, LARGE, 0x7404 + 2 * SHIFT, ASSEMBLED)
+            two = _octets(both, LARGE, 0x7424 + 2 * SHIFT, ASSEMBLED)
+        else:
+            one = (both >> SHIFT & 15) << 8 | LARGE
+            two = (both >> SHIFT + 16 & 15) << 8 | LARGE
+        one, two = one.to(tl.float32, bitcast=True), two.to(tl.float32, bitcast=True)
+        return _packed(one * told[0] + told[1], two * told[2] + told[3], KIND, ASSEMBLED)
+
+
+def _step(kind: str) -> str:
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+
+
+STEP_BF16, STEP_F16 = tl.constexpr(_step("bf16")), tl.constexpr(_step("f16"))
+PACK_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+PACK_F16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+FMA_BF16 = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+OCTETS = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
+NIBBLES = tl.constexpr("lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;")  # a & b | c
+# twice in a word, as bfloat16: 1, 128, -128; and as float32: 2**15
+ONES, PLUS_128 = tl.constexpr(0x3F803F80), tl.constexpr(0x43004300)
+LESS_128 = tl.constexpr(0xC300C300 - 2**32)
+LARGE = tl.constexpr(0x47000000)
+MOST = tl.constexpr(
+    "{.reg .f32 other; shfl.sync.bfly.b32 other, $1, 1, 31, -1; max.f32 $0, $1, other;"
+    " shfl.sync.bfly.b32 other, $0, 2, 31, -1; max.f32 $0, $0, other;}"
+)
+FROM = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, -1;")
+WITH_REST = tl.constexpr(
+    "{.reg .f32 rest; shfl.sync.bfly.b32 rest, $1, 2, 31, -1; add.f32 $0, $1, rest;}"
+)
+SUMS = tl.constexpr("=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+FLOATS_4 = tl.constexpr((tl.float32,) * 4)
+
+
+@triton.jit
+def _product(before, a, b0, b1, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """`before` and what a step of `mma.m16n8k16` adds; four words of the first factor."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            STEP_BF16 if KIND == tl.bfloat16 else STEP_F16, SUMS,
+            [a[0], a[1], a[2], a[3], b0, b1, before[0], before[1], before[2], before[3]],
+            dtype=FLOATS_4, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        upper = _rows(a[0], b0, W, KIND) + _rows(a[2], b1, W, KIND)
+        lower = _rows(a[1], b0, W, KIND) + _rows(a[3], b1, W, KIND)
+        even, odd = tl.split(tl.reshape(upper, [32 * W, 2]))
+        even2, odd2 = tl.split(tl.reshape(lower, [32 * W, 2]))
+        return before[0] + even, before[1] + odd, before[2] + even2, before[3] + odd2
+
+
+@triton.jit
+def _rows(a, b, W: tl.constexpr, KIND: tl.constexpr):
+    """Eight rows of a step, `(W, 8, 8)`, of half of its numbers."""
+    total = tl.zeros([W, 8, 8], tl.float32)
+    for half in tl.static_range(2):
+        one = tl.reshape(_half_of(a, half, KIND), [W, 8, 1, 4])
+        two = tl.reshape(_half_of(b, half, KIND), [W, 1, 8, 4])
+        total += tl.sum(one * two, axis=3)
+    return total
+
+
+@triton.jit
+def _packed(one, two, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """Two float32 as numbers of 16 bits in a word."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            PACK_BF16 if KIND == tl.bfloat16 else PACK_F16, "=r,f,f", [one, two],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return _bits(one, KIND) | (_bits(two, KIND) << 16)
+
+
+@triton.jit
+def _in_two_parts(one, two, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """What 16 bits have room for, and what that leaves."""
+    upper = _packed(one, two, KIND, ASSEMBLED)
+    one_left, two_left = one - _half_of(upper, 0, KIND), two - _half_of(upper, 1, KIND)
+    return upper, _packed(one_left, two_left, KIND, ASSEMBLED)
+
+
+@triton.jit
+def _bits(x, KIND: tl.constexpr):
+    if KIND == tl.bfloat16:  # which the interpreter does not round
+        raw = x.to(tl.int32, bitcast=True)
+        return (raw + 0x7FFF + (raw >> 16 & 1)) >> 16 & 0xFFFF
+    else:
+        return x.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _half_of(word, half: tl.constexpr, KIND: tl.constexpr):
+    """One of the two numbers of a word, in float32."""
+    return (word >> 16 * half).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _octets(one, two, selector: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """A word of four bytes of two words, which the selector names from its lowest digit on."""
+    two = one * 0 + two
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            OCTETS, "=r,r,r,r", [one, two, one * 0 + selector],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = one * 0
+        for k in tl.static_range(4):
+            word = two if selector >> 4 * k & 4 else one
+            found |= (word >> 8 * (selector >> 4 * k & 3) & 255) << 8 * k
+        return found
+
+
+@triton.jit
+def _nibbles(word, number: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """A number, twice 16 bits, with the lowest 4 bits of each half of a word as its last."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            NIBBLES, "=r,r,r", [word, word * 0 + number], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (word & 0x000F000F) | number
+
+
+@triton.jit
+def _fma(a, b, c, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """`a * b + c` of the two bfloat16 of each word, rounded once."""
+    b, c = a * 0 + b, a * 0 + c
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            FMA_BF16, "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = _half_of(a, 0, KIND) * _half_of(b, 0, KIND) + _half_of(c, 0, KIND)
+        high = _half_of(a, 1, KIND) * _half_of(b, 1, KIND) + _half_of(c, 1, KIND)
+        return _packed(low, high, KIND, ASSEMBLED)
+
+
+@triton.jit
+def _most_of_four(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """The largest of four neighbouring lanes, in each of them."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            MOST, "=&f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        most = tl.max(tl.reshape(x, [8 * W, 4]), axis=1)
+        return tl.reshape(tl.broadcast_to(most[:, None], [8 * W, 4]), [32 * W])
+
+
+@triton.jit
+def _by_column(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """What the lanes of queries 2 c and 2 c + 1 have, which is the same in all four of a query."""
+    if ASSEMBLED:
+        lane = tl.arange(0, 32 * W) % 4 * 8
+        even = tl.inline_asm_elementwise(
+            FROM, "=f,f,r", [x, lane], dtype=tl.float32, is_pure=False, pack=1
+        )
+        odd = tl.inline_asm_elementwise(
+            FROM, "=f,f,r", [x, lane + 4], dtype=tl.float32, is_pure=False, pack=1
+        )
+        return even, odd
+    else:
+        of_query = tl.reshape(tl.max(tl.reshape(x, [8 * W, 4]), axis=1), [W, 1, 4, 2])
+        even, odd = tl.split(tl.broadcast_to(of_query, [W, 8, 4, 2]))
+        return tl.reshape(even, [32 * W]), tl.reshape(odd, [32 * W])
+
+
+@triton.jit
+def _with_rest(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """What lanes c have of columns below 4 and lanes c + 2 of those from 4 on, added up."""
+    if ASSEMBLED:
+        return tl.inline_asm_elementwise(
+            WITH_REST, "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        both = tl.sum(tl.reshape(x, [8 * W, 2, 2]), axis=1)
+        return tl.reshape(tl.broadcast_to(both[:, None, :], [8 * W, 2, 2]), [32 * W])

@@ -1,0 +1,83 @@
+"""`packed_attention` in Triton's interpreter against attention in float64 over the same numbers."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qat.kernels.cache import EVERY, Cache
+from qat.kernels.packed_attention import empty_parts, is_read_packed, merge, packed_attention
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
+
+KINDS = [torch.bfloat16, torch.float16]
+GROUPS = [(3, 1, 64), (4, 2, 128), (6, 1, 64)]
+"""Query heads, key heads, width."""
+
+
+def packed(B: int, J: int, N: int, D: int, kind: torch.dtype, bits: int) -> Cache:
+    """Heads whose scales span those that a cache knows."""
+    cache = Cache.empty((B, J, N, D), kind, torch.device("cpu"), bits)
+    sizes = torch.logspace(-3, 1, N)[:, None]
+    cache.put(*(torch.randn(2, B, J, N, D) * sizes).to(kind), EVERY, EVERY, EVERY)
+    return cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("heads", GROUPS)
+def test_each_sequence_reads_up_to_its_position(
+    heads: tuple[int, int, int], bits: int, kind: torch.dtype
+) -> None:
+    (H, J, D), B, N = heads, 3, 203
+    cache, positions = packed(B, J, N, D, kind, bits), torch.tensor([1, 63, 202])
+    query, out = torch.randn(B, H, D), torch.empty(B, H * D)
+    assert is_read_packed(cache, H // J)
+    found = packed_attention(out, query, cache, positions, D**-0.5, order=1)
+    seen = (torch.arange(N) <= positions[:, None])[:, None, None]
+    keys, values = (part.double() for part in cache.at(EVERY, EVERY, EVERY))
+    exact = F.scaled_dot_product_attention(
+        query[:, :, None].double(), keys, values, attn_mask=seen, scale=D**-0.5, enable_gqa=True
+    ).flatten(1)
+    # both factors' remainders are rounded: 2**-16 of a number in bfloat16, 2**-22 in float16
+    slack = {torch.bfloat16: 2.0**-13, torch.float16: 2.0**-17}[kind]
+    assert (found - exact).abs().max() <= slack * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_number_is_the_one_that_training_computes(bits: int, kind: torch.dtype) -> None:
+    """Only one position is seen, whose weight is 1."""
+    N, D = 40, 64
+    cache, out = packed(1, 1, N, D, kind, bits), torch.empty(1, D)
+    _, values = cache.at(EVERY, EVERY, EVERY)
+    keys, others = cache
+    for at in (0, 17, 39):
+        one = Cache(*(part.at(EVERY, EVERY, slice(at, at + 1)) for part in (keys, others)))
+        one = Cache(*(p._replace(codes=p.codes.clone(), steps=p.steps.clone()) for p in one))
+        found = packed_attention(out, torch.randn(1, 1, D), one, torch.tensor([0]), 1.0, order=1)
+        assert torch.equal(found[0], values[0, 0, at].float())
+
+
+def test_what_is_read_otherwise() -> None:
+    shape, device = (1, 1, 8, 64), torch.device("cpu")
+    assert is_read_packed(Cache.empty(shape, torch.float16, device, 4), 8)
+    assert not is_read_packed(Cache.empty(shape, torch.float16, device, 4), 9)
+    assert not is_read_packed(Cache.empty(shape, torch.float32, device, 4), 1)
+    assert not is_read_packed(Cache.empty((1, 1, 8, 32), torch.float16, device, 4), 1)
+    assert not is_read_packed(Cache.empty(shape, torch.float16, device), 1)
+
+
+def test_splits_are_one_softmax() -> None:
+    B, H, N, D = 2, 3, 70, 16
+    scores, values = torch.randn(B * H, N) * 5, torch.randn(B * H, N, D)
+    parts, peaks, sums = empty_parts(B * H, 35, D, torch.device("cpu"))
+    of_splits = scores.view(B * H, 35, 2)
+    peaks.copy_(of_splits.amax(-1))
+    masses = (of_splits - peaks[..., None]).exp()
+    sums.copy_(masses.sum(-1))
+    parts.copy_((masses[..., None] * values.view(B * H, 35, 2, D)).sum(2))
+    found = merge(torch.empty(B, H * D), parts, peaks, sums, order=1)
+    exact = (scores.double().softmax(-1)[..., None] * values.double()).sum(1).view(B, -1)
+    assert torch.allclose(found.double(), exact, atol=1e-6)
